@@ -1,0 +1,19 @@
+"""Adam for JAX when its state does not fit beside the model: ZenFlow as an optax transformation.
+
+`zenflow()` is the optimizer, `HostEngine` the one object that works between its steps.
+"""
+
+from zenflow_jax._checks import STATIC_ARGS
+from zenflow_jax._ingraph import flush
+from zenflow_jax._state import ZenFlowState, find_state
+from zenflow_jax._transform import zenflow
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "STATIC_ARGS",
+    "ZenFlowState",
+    "find_state",
+    "flush",
+    "zenflow",
+]

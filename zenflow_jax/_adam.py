@@ -1,0 +1,57 @@
+"""One AdamW step on float32 arrays, with a step count per channel.
+
+Pure and elementwise: who calls it (the selected channels at every step; in the in-graph mode the
+deferred ones, once per window) decides which channels it is for. `_host_adam.py` is its twin on
+NumPy arrays.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class AdamScalars(NamedTuple):
+    """What all leaves share. Python numbers or float32 scalars, traced or not.
+
+    `1 - b` is made where `b` is still a Python number, as optax does: in float32, 1 - 0.999 is
+    off by 1e-5 of itself.
+    """
+
+    learning_rate: Any
+    b1: Any
+    b2: Any
+    one_minus_b1: Any
+    one_minus_b2: Any
+    eps: Any
+    weight_decay: Any
+
+
+def adamw(
+    p: Float[Array, "..."],
+    g: Float[Array, "..."],
+    mu: Float[Array, "..."],
+    nu: Float[Array, "..."],
+    steps: Int[Array, "..."],
+    scalars: AdamScalars,
+    *,
+    decay: bool,
+) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+    """The change of `p` and the new moments, as `optax.adamw` makes them.
+
+    Args:
+        p: float32 master weights.
+        g: float32 gradient.
+        mu: float32 first moment.
+        nu: float32 second moment.
+        steps: int32 Adam steps of each channel, this one included; broadcasts against `p`.
+        scalars: Hyperparameters.
+        decay: Whether weight decay applies.
+    """
+    t = steps.astype(jnp.float32)
+    mu = scalars.b1 * mu + scalars.one_minus_b1 * g
+    nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)
+    direction = (mu / (1 - scalars.b1**t)) / (jnp.sqrt(nu / (1 - scalars.b2**t)) + scalars.eps)
+    if decay:
+        direction = direction + scalars.weight_decay * p
+    return -scalars.learning_rate * direction, mu, nu

@@ -1,0 +1,214 @@
+"""What users may pass to `zenflow()`, and what they are told otherwise."""
+
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._channels import LeafSpec, resolve
+from zenflow_jax._schedule import FixedSchedule
+from zenflow_jax._state import ZenFlowState
+
+#: Arguments that shape the state or are functions but no schedules.
+#: `optax.inject_hyperparams` would turn them into arrays, so it must be told:
+#: `optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)(...)`.
+STATIC_ARGS = (
+    "mask",
+    "topk_ratio",
+    "update_interval",
+    "select_interval",
+    "full_warm_up_rounds",
+    "overlap_step",
+    "channel_axis",
+    "resident",
+    "offload",
+)
+
+
+def check_schedule(
+    topk_ratio: float,
+    update_interval: int,
+    select_interval: int | None,
+    full_warm_up_rounds: int,
+    overlap_step: bool,
+    offload: bool,
+) -> FixedSchedule:
+    """The schedule that these arguments describe, or an error that says which is wrong."""
+    _static("topk_ratio", topk_ratio, Real, "a float")
+    if not 0 <= topk_ratio <= 1:
+        raise ValueError(
+            f"`topk_ratio` must lie in [0, 1], got {topk_ratio}. It is a share of channels, "
+            "neither a percentage nor a count: for a tenth of them pass 0.1."
+        )
+    _static("update_interval", update_interval, Integral, "an int")
+    if update_interval < 1:
+        raise ValueError(
+            f"`update_interval` must be at least 1, got {update_interval}. It counts the steps in "
+            "a window; 1 updates the deferred channels at every step."
+        )
+    if select_interval is None:
+        select_interval = 16 * update_interval
+    _static("select_interval", select_interval, Integral, "an int or None")
+    if select_interval < 1 or select_interval % update_interval:
+        raise ValueError(
+            "`select_interval` must be a positive multiple of `update_interval`, got "
+            f"{select_interval} with update_interval={update_interval}. Channels change hands "
+            f"where a window closes: pass {update_interval * max(1, select_interval // update_interval)}"
+            ", or None for every 16 windows."
+        )
+    _static("full_warm_up_rounds", full_warm_up_rounds, Integral, "an int")
+    if full_warm_up_rounds < 0:
+        raise ValueError(
+            f"`full_warm_up_rounds` must not be negative, got {full_warm_up_rounds}. It counts the "
+            "first steps that update everything; 0 for none."
+        )
+    _static("overlap_step", overlap_step, bool | np.bool_, "a bool")
+    _static("offload", offload, bool | np.bool_, "a bool")
+    return FixedSchedule(
+        update_interval=int(update_interval),
+        select_interval=int(select_interval),
+        full_warm_up_rounds=int(full_warm_up_rounds),
+        overlap_step=bool(overlap_step),
+    )
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuses values that are known now and could only make NaN; traced ones pass."""
+    for name, value in numbers.items():
+        if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+            continue
+        if np.shape(value) != () or not np.issubdtype(np.result_type(value), np.number):
+            # ml_dtypes scalars are no np.number; as hyperparameters they are welcome.
+            if np.shape(value) != () or not hasattr(value, "dtype"):
+                raise TypeError(
+                    f"`{name}` must be a number or a scalar array, got {value!r}. "
+                    "Hyperparameters are shared by all leaves."
+                )
+        number = float(value)
+        if not np.isfinite(number) or number < 0:
+            raise ValueError(
+                f"`{name}` must be finite and not negative, got {number}. One bad value would turn "
+                "every parameter into NaN: check where it comes from."
+            )
+        if name in ("b1", "b2") and number >= 1:
+            raise ValueError(
+                f"`{name}` must lie in [0, 1), got {number}. It is the decay of a moving average; "
+                "optax.adamw's default is 0.9 for b1 and 0.999 for b2."
+            )
+        if name == "max_grad_norm" and number == 0:
+            raise ValueError(
+                "`max_grad_norm` must be positive, got 0. It would clip every gradient away; pass "
+                "None for no clipping."
+            )
+
+
+def check_selectors(channel_axis: Any, resident: Any, mask: Any) -> None:
+    if not callable(channel_axis):
+        _static("channel_axis", channel_axis, Integral, "an int or a function of (path, leaf)")
+    if resident is not None and not callable(resident):
+        raise TypeError(
+            "`resident` must be None or a function of (key path, leaf) that returns a bool, got "
+            f"{resident!r}. {_IF_INJECTED}"
+        )
+    if isinstance(mask, jax.Array | np.ndarray):
+        raise TypeError(
+            f"`mask` must be a tree of bools or a function of the parameters, got {mask!r}. "
+            f"{_IF_INJECTED}"
+        )
+
+
+def resolve_specs(
+    params: Any,
+    *,
+    topk_ratio: float,
+    channel_axis: int | Callable[[tuple[Any, ...], Any], int],
+    resident: Callable[[tuple[Any, ...], Any], bool] | None,
+    mask: Any,
+) -> tuple[LeafSpec, ...]:
+    """One `LeafSpec` for each leaf of `params`, in order."""
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    if not paths:
+        return ()
+    return tuple(
+        resolve(
+            path,
+            leaf,
+            topk_ratio=topk_ratio,
+            channel_axis=channel_axis,
+            resident=resident,
+            decay=decay,
+        )
+        for (path, leaf), decay in zip(paths, _decayed(params, mask), strict=True)
+    )
+
+
+def check_update(gradients: list[Any], params: Any, state: ZenFlowState) -> list[Any]:
+    """The parameters' leaves, if they and the gradients are those of the state."""
+    if params is None:
+        raise ValueError(
+            "`update` needs the parameters, got None: weight decay and the float32 masters are "
+            "about them. Call `tx.update(gradients, opt_state, params)`."
+        )
+    weights = jax.tree.leaves(params)
+    specs = [leaf.spec for leaf in state.leaves]
+    for what, leaves in (("gradients", gradients), ("params", weights)):
+        if len(leaves) != len(specs):
+            raise ValueError(
+                f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}. "
+                "Make the state anew with `tx.init(params)` for this tree."
+            )
+        for x, spec in zip(leaves, specs, strict=True):
+            if tuple(x.shape) != spec.shape:
+                raise ValueError(
+                    f"`{what}` must have shape {spec.shape} at {spec.name}, as `init` saw it, got "
+                    f"{tuple(x.shape)}. Make the state anew with `tx.init(params)` for this tree."
+                )
+    for x, spec in zip(weights, specs, strict=True):
+        if np.dtype(x.dtype) != spec.dtype:
+            raise ValueError(
+                f"`params` must be {spec.dtype.name} at {spec.name}, as `init` saw it, got "
+                f"{x.dtype}. Make the state anew with `tx.init(params)` after a cast."
+            )
+    for x, spec in zip(gradients, specs, strict=True):
+        if not np.issubdtype(x.dtype, np.floating) and np.dtype(x.dtype).kind != "V":
+            raise ValueError(
+                f"`gradients` must be real floating point, got {x.dtype} at {spec.name}. Use "
+                "`jax.grad` of a real loss with respect to floating-point parameters."
+            )
+    return weights
+
+
+_IF_INJECTED = (
+    "Under `optax.inject_hyperparams` pass static_args=zenflow_jax.STATIC_ARGS, or it becomes an "
+    "array or a schedule."
+)
+
+
+def _static(name: str, value: Any, kind: Any, words: str) -> None:
+    if isinstance(value, bool) and kind is not (bool | np.bool_) and kind != bool | np.bool_:
+        pass  # falls through to the error: a bool is an Integral to Python, not to users
+    elif isinstance(value, kind):
+        return
+    raise TypeError(
+        f"`{name}` must be {words} known when the program is built, got {value!r}. {_IF_INJECTED}"
+    )
+
+
+def _decayed(params: Any, mask: Any) -> list[bool]:
+    """For each leaf whether weight decay applies; `mask` may be a prefix of the tree."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    tree = mask(params) if callable(mask) else mask
+    try:
+        spread = jax.tree.map(
+            lambda flag, part: [bool(flag)] * len(jax.tree.leaves(part)), tree, params
+        )
+    except ValueError as error:
+        raise ValueError(
+            "`mask` must be a tree of bools like the parameters or a prefix of it, got "
+            f"{jax.tree.structure(tree)} for {jax.tree.structure(params)}. Return it from a "
+            "function of the parameters to keep the two in step."
+        ) from error
+    return jax.tree.leaves(spread)

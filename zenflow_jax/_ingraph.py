@@ -1,0 +1,222 @@
+"""The deferred half on the device, inside the user's jit (`offload=False`).
+
+Windows, staleness, selection, warm-up and skipped steps exactly as with an engine, whose tests
+use it as their oracle; and `flush`, which the engine has as a method. Everything is as large as
+the leaf, so this saves no memory.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zenflow_jax._adam import AdamScalars, adamw
+from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
+from zenflow_jax._schedule import Boundary
+from zenflow_jax._state import (
+    DeferredState,
+    LeafState,
+    ZenFlowState,
+    find_state,
+    match_leaves,
+    replace_state,
+)
+
+
+def init_leaf(p: jax.Array, spec: LeafSpec) -> DeferredState:
+    return DeferredState(
+        master=p.astype(jnp.float32),
+        mu=jnp.zeros(spec.shape, jnp.float32),
+        nu=jnp.zeros(spec.shape, jnp.float32),
+        steps=jnp.zeros((*spec.stack, spec.n), jnp.int32),
+        total=jnp.zeros(spec.shape, jnp.float32),
+        pending=jnp.zeros((*spec.stack, spec.n), bool),
+    )
+
+
+def advance(
+    state: ZenFlowState,
+    weights: list[jax.Array],
+    gradients: list[jax.Array],
+    changes: list[jax.Array],
+    scalars: AdamScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+) -> tuple[ZenFlowState, list[jax.Array]]:
+    """Sums the step's gradients and does what its boundary asks.
+
+    `changes` are those of the selected channels; deferred channels whose update arrives now are
+    added to them. `scalars` are the window's last if it closes here.
+    """
+    travels = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
+    leaves = list(state.leaves)
+    for i in travels:
+        leaves[i] = _collect(leaves[i], gradients[i], factor, finite)
+    open_steps = state.open_steps + finite.astype(jnp.int32)
+    boundary = state.schedule.boundary(state.step)
+
+    def close(parts: list[Any]) -> list[Any]:
+        return [
+            _close(leaf, weights[i], change, scalars, open_steps, boundary)
+            for i, (leaf, change) in zip(travels, parts, strict=True)
+        ]
+
+    # A branch, not a `where`: three steps of four, it costs nothing.
+    parts = [(leaves[i], changes[i]) for i in travels]
+    parts = jax.lax.cond(boundary.closes, close, lambda parts: parts, parts)
+    changes = list(changes)
+    for i, (leaf, change) in zip(travels, parts, strict=True):
+        leaves[i], changes[i] = leaf, change
+    new = dataclasses.replace(
+        state,
+        leaves=tuple(leaves),
+        open_steps=jnp.where(boundary.closes, jnp.zeros_like(open_steps), open_steps),
+        scalars=AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars)),
+    )
+    return new, changes
+
+
+def _collect(leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array) -> LeafState:
+    assert leaf.deferred is not None
+    # Through the leaf's dtype, because mail has it.
+    g = g.astype(leaf.spec.dtype).astype(jnp.float32) * factor
+    total = jnp.where(finite, leaf.deferred.total + g, leaf.deferred.total)
+    return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
+
+
+def _close(
+    leaf: LeafState,
+    p: jax.Array,
+    change: jax.Array,
+    scalars: AdamScalars,
+    open_steps: jax.Array,
+    boundary: Boundary,
+) -> tuple[LeafState, jax.Array]:
+    """One leaf where a window closes: what was pending arrives, the next update is made."""
+    spec, half = leaf.spec, leaf.deferred
+    assert half is not None
+    change = _arrive(half, p, change, half.pending, spec)
+
+    active = ~contains(leaf.channels, spec.n) & (open_steps > 0)
+    half = _update(half, active, scalars, open_steps, spec)
+    change = jnp.where(boundary.synchronous, _arrive(half, p, change, active, spec), change)
+    half = dataclasses.replace(half, pending=active & ~jnp.asarray(boundary.synchronous))
+
+    leaf = dataclasses.replace(leaf, deferred=half)
+    return jax.lax.cond(
+        boundary.selects, _reselect, lambda leaf, p, change: (leaf, change), leaf, p, change
+    )
+
+
+def _update(
+    half: DeferredState,
+    active: jax.Array,
+    scalars: AdamScalars,
+    open_steps: jax.Array,
+    spec: LeafSpec,
+) -> DeferredState:
+    """One AdamW step on the active channels with the window's mean; the sum restarts."""
+    steps = half.steps + active.astype(jnp.int32)
+    mean = half.total / jnp.maximum(open_steps, 1).astype(jnp.float32)
+    # Channels that never took a step have no bias correction; they are not active either.
+    count = jnp.maximum(along(steps, spec), 1)
+    change, mu, nu = adamw(half.master, mean, half.mu, half.nu, count, scalars, decay=spec.decay)
+    on = along(active, spec)
+    return dataclasses.replace(
+        half,
+        master=jnp.where(on, half.master + change, half.master),
+        mu=jnp.where(on, mu, half.mu),
+        nu=jnp.where(on, nu, half.nu),
+        steps=steps,
+        total=jnp.zeros_like(half.total),
+    )
+
+
+def _arrive(
+    half: DeferredState, p: jax.Array, change: jax.Array, channels: jax.Array, spec: LeafSpec
+) -> jax.Array:
+    """`change`, with that of `channels` leading to the master's cast."""
+    target = half.master.astype(spec.dtype).astype(jnp.float32)
+    return jnp.where(along(channels, spec), target - p.astype(jnp.float32), change)
+
+
+def _reselect(leaf: LeafState, p: jax.Array, change: jax.Array) -> tuple[LeafState, jax.Array]:
+    """Hands over every selected channel, selects anew, and takes the new ones."""
+    spec, half = leaf.spec, leaf.deferred
+    assert half is not None
+    place = positions(leaf.channels, spec.n)
+    selected = along(place >= 0, spec)
+
+    def hand_over(device: jax.Array, host: jax.Array) -> jax.Array:
+        return jnp.where(selected, spread(device, place, spec), host)
+
+    if leaf.master is None:
+        master = jnp.where(selected, p + change, half.master)
+    else:
+        master = hand_over(leaf.master, half.master)
+    mu, nu = hand_over(leaf.mu, half.mu), hand_over(leaf.nu, half.nu)
+    steps = (
+        half.steps
+        if spec.k == 0
+        else jnp.where(
+            place >= 0, jnp.take_along_axis(leaf.steps, jnp.maximum(place, 0), axis=-1), half.steps
+        )
+    )
+    half = dataclasses.replace(half, master=master, mu=mu, nu=nu, steps=steps)
+
+    channels = top_channels(leaf.scores, spec.k)
+    # Entering channels do not wait for the next boundary.
+    entering = contains(channels, spec.n) & half.pending
+    change = _arrive(half, p, change, entering, spec)
+    half = dataclasses.replace(half, pending=half.pending & ~entering)
+    leaf = dataclasses.replace(
+        leaf,
+        channels=channels,
+        steps=jnp.take_along_axis(steps, channels, axis=-1),
+        master=None if leaf.master is None else take(master, channels, spec),
+        mu=take(mu, channels, spec),
+        nu=take(nu, channels, spec),
+        scores=jnp.zeros_like(leaf.scores),
+        deferred=half,
+    )
+    return leaf, change
+
+
+def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """Brings every deferred update into the parameters, closing an open window early.
+
+    For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
+    as if nothing had happened: the next window just has fewer steps.
+
+    Args:
+        params: The parameters that `opt_state` belongs to.
+        opt_state: Any optimizer state with one in-graph `ZenFlowState` in it.
+
+    Returns:
+        Parameters and state, from which training can go on.
+
+    Raises:
+        ValueError: If the state belongs to an engine, or its leaves are not those of `params`.
+    """
+    state = find_state(opt_state)
+    if state.offload:
+        raise ValueError(
+            "expected the state of `zenflow(..., offload=False)`, got one whose deferred half is "
+            "with an engine. Call `engine.flush(params, opt_state)`."
+        )
+    places = match_leaves(params, state)
+    weights, treedef = jax.tree.flatten(params)
+    boundary = Boundary(closes=True, selects=False, synchronous=True)
+    leaves = []
+    for place, leaf in zip(places, state.leaves, strict=True):
+        if leaf.deferred is not None:
+            p = weights[place]
+            none = jnp.zeros(p.shape, jnp.float32)
+            leaf, change = _close(leaf, p, none, state.scalars, state.open_steps, boundary)
+            weights[place] = (p.astype(jnp.float32) + change).astype(p.dtype)
+        leaves.append(leaf)
+    new = dataclasses.replace(
+        state, leaves=tuple(leaves), open_steps=jnp.zeros_like(state.open_steps)
+    )
+    return jax.tree.unflatten(treedef, weights), replace_state(opt_state, new)

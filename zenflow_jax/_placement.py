@@ -1,0 +1,69 @@
+"""Memory kinds: what lies in pinned host memory, and copies between NumPy and the device.
+
+Mail leaves the device inside the user's jitted step as a whole-array copy; everything else that
+crosses does so here, between steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zenflow_jax._channels import LeafSpec
+
+HOST = "pinned_host"
+
+
+def mail_rank(specs: Sequence[LeafSpec]) -> int:
+    """Rank of everything in host memory: above that of any leaf.
+
+    When shardings are left to jit, a donated host buffer may be aliased to a *device* output of
+    the same shape and dtype, and the process aborts. Leading unit axes up to a rank that no leaf
+    has make such a pair impossible; one unit axis alone would not, beside a leaf `(1, *shape)`.
+    """
+    return 1 + max((len(spec.shape) for spec in specs), default=0)
+
+
+def mail_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return (1,) * (rank - len(shape)) + shape
+
+
+def to_host(x: jax.Array, rank: int) -> jax.Array:
+    """A whole array to pinned host memory; under jit an asynchronous copy."""
+    return jax.device_put(x.reshape(mail_shape(x.shape, rank)), jax.memory.Space.Host)
+
+
+def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
+    """Zeros in pinned host memory, beside the device that holds `like`."""
+    shape = mail_shape(shape, rank)
+    if isinstance(like, jax.core.Tracer) or not isinstance(like, jax.Array):
+        return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
+    return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))
+
+
+def beside(like: jax.Array, memory_kind: str) -> jax.sharding.Sharding:
+    (device,) = like.sharding.device_set
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+def view(x: jax.Array) -> np.ndarray:
+    """A NumPy view of an array in host memory, without a copy; read-only.
+
+    Drop it before the buffer goes back into a state: on a GPU a live view blocks donation.
+    """
+    return np.asarray(x.addressable_data(0))
+
+
+def upload(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """`x` on the device, never sharing memory with it.
+
+    The copy may still run when this returns: `x` must not change before the result is ready.
+    """
+    (device,) = sharding.device_set
+    if device.platform == "cpu":
+        # The CPU backend aliases aligned NumPy memory, `may_alias=False` notwithstanding
+        # (jax 0.10.2), and later changes of `x` would show in the array.
+        x = x.copy()
+    return jax.device_put(x, sharding)

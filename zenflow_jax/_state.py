@@ -1,0 +1,140 @@
+"""What `zenflow()` keeps between steps: plain pytrees with static metadata.
+
+The engine needs nothing beside it: which leaves travel, their channel axes and the schedule ride
+in the treedef, resolved and hashable. Fields are annotated `Any` because trees of shardings,
+shapes and wrapped variables are built from the same classes.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from zenflow_jax._channels import LeafSpec, plain_name
+from zenflow_jax._schedule import FixedSchedule
+
+#: A ticket that was used: the mail of the last step has not been taken by an engine.
+USED = -1
+
+
+class Letter(NamedTuple):
+    """The scalars of one step's mail, in host memory, with the leading unit axes of all mail."""
+
+    floats: Any  # float32 (1, .., 1, 8): the fields of AdamScalars, then the clipping factor
+    ints: Any  # int32 (1, .., 1, 3): step, ticket, whether the gradient was finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeferredState:
+    """The deferred channels of one leaf, in-graph (`offload=False`). Full shapes."""
+
+    master: Any  # float32, the leaf's shape; rows of selected channels are not current
+    mu: Any  # float32
+    nu: Any  # float32
+    steps: Any  # int32 (*stack, n): Adam steps of each channel
+    total: Any  # float32: sum of the open window's gradients
+    pending: Any  # bool (*stack, n): the master is ahead of the parameter
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LeafState:
+    """Adam state of one leaf on the device, and its mail.
+
+    Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
+    wholly selected: full shape, one step count, and no channels, scores, mail or deferred half.
+    """
+
+    channels: Any  # int32 (*stack, k), ascending
+    steps: Any  # int32 (*stack, k), or () if resident
+    master: Any  # float32 selected; None for a float32 leaf, whose parameter is its master
+    mu: Any  # float32 selected
+    nu: Any  # float32 selected
+    scores: Any  # float32 (*stack, n): sum of squares since the last selection
+    mail: Any  # the gradient in pinned host memory, leading unit axes; None if nothing travels
+    deferred: DeferredState | None
+    spec: LeafSpec = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ZenFlowState:
+    """State of `zenflow()`; leaves in the order of the parameters' leaves.
+
+    A tuple, not a tree like the parameters: wrappers that walk the state (flax nnx) see other
+    trees at init than at update, and only the order of leaves is the same in both.
+    """
+
+    step: Any  # int32 (): steps taken, skipped ones included
+    skipped: Any  # int32 (): steps skipped because a gradient was not finite
+    leaves: Any  # tuple[LeafState, ...]
+    ticket: Any  # int32 (): set by the engine's exchange, USED after a step; None in-graph
+    letter: Any  # Letter; None in-graph
+    open_steps: Any  # int32 (): steps summed in the open window; None with an engine
+    scalars: Any  # AdamScalars of the last step, float32 (); None with an engine
+    schedule: FixedSchedule = dataclasses.field(metadata={"static": True})
+    offload: bool = dataclasses.field(metadata={"static": True})
+
+
+def find_state(opt_state: Any) -> ZenFlowState:
+    """The one `ZenFlowState` inside any optimizer state.
+
+    Raises:
+        ValueError: If there is none, or more than one.
+    """
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected an optimizer state with one ZenFlowState in it, got {len(found)} in a "
+            f"{type(opt_state).__name__}. "
+            + (
+                "Pass what `tx.init(params)` returned for a `tx` that contains `zenflow(...)`."
+                if not found
+                else "Use one `zenflow(...)` for all leaves; where groups of leaves need other "
+                "settings, pass `mask`, `resident` and `channel_axis` functions to that one."
+            )
+        )
+    return found[0]
+
+
+def replace_state(opt_state: Any, new: ZenFlowState) -> Any:
+    """`opt_state` with `new` in the place of its `ZenFlowState`."""
+    return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)
+
+
+def match_leaves(params: Any, state: ZenFlowState) -> list[int]:
+    """For each leaf of the state its place among the leaves of `params`.
+
+    By order, and by key path where the state holds some of the leaves only (`optax.masked`,
+    `optax.partition`).
+
+    Raises:
+        ValueError: If a leaf of the state has no counterpart of its shape and dtype.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    specs = [leaf.spec for leaf in state.leaves]
+    if len(paths) == len(specs):
+        places = list(range(len(specs)))
+    else:
+        by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
+        missing = [spec.name for spec in specs if spec.name not in by_name]
+        if missing:
+            raise ValueError(
+                f"expected `params` with the leaf {missing[0]} that the state was made for, got "
+                f"{len(paths)} leaves without it. Pass the parameters that `tx.init` saw."
+            )
+        places = [by_name[spec.name] for spec in specs]
+    for place, spec in zip(places, specs, strict=True):
+        leaf = paths[place][1]
+        if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype:
+            raise ValueError(
+                f"expected `params` to hold {spec.dtype.name} {spec.shape} at {spec.name}, as the "
+                f"state does, got {leaf.dtype} {tuple(leaf.shape)}. Pass the parameters that "
+                "`tx.init` saw."
+            )
+    return places
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, ZenFlowState)

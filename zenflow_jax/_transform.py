@@ -1,0 +1,343 @@
+"""`zenflow()`: the optax transformation, which is the device half of the algorithm.
+
+`update` reads top to bottom like DESIGN's arithmetic: look at every gradient once, decide whether
+the step counts and by what factor it is clipped, step the selected channels, hand the rest on -
+as mail to the host (`offload=True`, taken in by `_engine.py`) or to `_ingraph.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zenflow_jax import _ingraph
+from zenflow_jax._adam import AdamScalars, adamw
+from zenflow_jax._channels import (
+    LeafSpec,
+    along,
+    first_channels,
+    positions,
+    spread,
+    sum_squares,
+    take,
+)
+from zenflow_jax._checks import (
+    check_numbers,
+    check_schedule,
+    check_selectors,
+    check_update,
+    resolve_specs,
+)
+from zenflow_jax._placement import host_zeros, mail_rank, to_host
+from zenflow_jax._state import USED, LeafState, Letter, ZenFlowState
+
+
+def zenflow(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
+    mask: Any | Callable[[Any], Any] | None = None,
+    *,
+    topk_ratio: float = 0.1,
+    update_interval: int = 4,
+    select_interval: int | None = None,
+    full_warm_up_rounds: int = 0,
+    overlap_step: bool = True,
+    max_grad_norm: jax.typing.ArrayLike | None = None,
+    channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
+    resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
+    offload: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW that keeps the state of the channels with the largest gradients on the device.
+
+    The selected channels take an AdamW step at every step. The gradients of all the others go to
+    pinned host memory, where a `HostEngine` sums them over a window of `update_interval` steps,
+    makes one AdamW step with their mean, and brings it back one window later. A deferred channel
+    thus takes one Adam step per window at the full learning rate, as if its batch were
+    `update_interval` times larger.
+
+    With `update_interval=1, overlap_step=False`, or with `topk_ratio=1`, it is `optax.adamw` with
+    float32 master weights. Anything in front of it that needs all gradients at once
+    (`optax.clip_by_global_norm`, `optax.apply_if_finite`) keeps the mail from leaving during the
+    backward pass: use `max_grad_norm`; steps whose gradient is not finite are skipped anyway.
+
+    Args:
+        learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        mask: Tree of bools like the parameters (or a prefix of it), or a function of the
+            parameters that returns one: True where weight decay applies. Everywhere by default.
+        topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
+        update_interval: Steps in a window, at least 1.
+        select_interval: Steps between two selections, a multiple of `update_interval`. Every 16
+            windows by default. The first selection is at the first boundary.
+        full_warm_up_rounds: For so many first steps everything is updated at every step.
+        overlap_step: Whether the host update of a window runs beside the next window and arrives
+            at its end (True), or is waited for (False).
+        max_grad_norm: Equal to `optax.clip_by_global_norm` in front, at no cost in overlap.
+        channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
+            is the input axis of an `(in, out)` kernel and the row of an embedding.
+        resident: Function of (key path, leaf) that says which further leaves stay wholly on the
+            device, beside those with fewer than two axes.
+        offload: False keeps the deferred half on the device too, in-graph, with the same
+            arithmetic and staleness and no engine: where memory allows, under `lax.scan`, as an
+            experiment. 12 bytes per parameter and more.
+
+    Returns:
+        A transformation whose `update` needs `params`. The update it returns is float32; with it
+        `optax.apply_updates` gives the float32 master cast to the leaf's dtype on selected
+        channels, and leaves deferred ones as they are.
+
+    Raises:
+        ValueError: For values out of range, not finite, or that do not fit each other.
+        TypeError: For numbers that arrive as arrays but shape the state.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax
+        >>> params = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
+        >>> tx = zenflow(1e-2, topk_ratio=0.25, update_interval=2, offload=False)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(params, state, params)
+        >>> [leaf.channels is None for leaf in state.leaves]  # a bias is resident
+        [True, False]
+        >>> state.leaves[1].mu.shape
+        (2, 4)
+
+    References:
+        Lan et al., ZenFlow, https://arxiv.org/abs/2505.12242, 2025.
+    """
+    schedule = check_schedule(
+        topk_ratio, update_interval, select_interval, full_warm_up_rounds, overlap_step, offload
+    )
+    check_numbers(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+    )
+    check_selectors(channel_axis, resident, mask)
+
+    def scalars_at(step: jax.Array) -> AdamScalars:
+        rate = learning_rate(step - 1) if callable(learning_rate) else learning_rate
+        scalars = AdamScalars(rate, b1, b2, 1 - b1, 1 - b2, eps, weight_decay)
+        # Injected hyperparameters may be of the parameters' dtype.
+        return AdamScalars(
+            *(x if isinstance(x, float | int) else jnp.asarray(x, jnp.float32) for x in scalars)
+        )
+
+    def init(params: Any) -> ZenFlowState:
+        specs = resolve_specs(
+            params,
+            topk_ratio=topk_ratio,
+            channel_axis=channel_axis,
+            resident=resident,
+            mask=mask,
+        )
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            # Shapes in, shapes out: there are no weights to take masters from.
+            return jax.eval_shape(init, params)
+        rank = mail_rank(specs)
+        leaves: Any = tuple(
+            _init_leaf(p, spec, rank, offload)
+            for p, spec in zip(jax.tree.leaves(params), specs, strict=True)
+        )
+        if not specs:
+            # No arrays at all: `optax.tree_map_params` asks with a placeholder where the
+            # per-leaf states are to stand, and wants it back there.
+            leaves = params
+        like = next(iter(jax.tree.leaves(params)), None)
+        return ZenFlowState(
+            step=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+            leaves=leaves,
+            ticket=jnp.zeros((), jnp.int32) if offload else None,
+            letter=Letter(
+                host_zeros((8,), np.float32, rank, like), host_zeros((3,), np.int32, rank, like)
+            )
+            if offload
+            else None,
+            open_steps=None if offload else jnp.zeros((), jnp.int32),
+            scalars=None if offload else AdamScalars(*[jnp.zeros((), jnp.float32)] * 7),
+            schedule=schedule,
+            offload=offload,
+        )
+
+    def update(
+        updates: Any, state: ZenFlowState, params: Any = None, **extra: Any
+    ) -> tuple[Any, ZenFlowState]:
+        del extra  # Adam needs none; a chain hands them to everybody.
+        gradients, treedef = jax.tree.flatten(updates)
+        weights = check_update(gradients, params, state)
+        step = state.step + 1
+        scalars = scalars_at(step)
+        rank = mail_rank([leaf.spec for leaf in state.leaves])
+
+        # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
+        seen = [_look(g, leaf, rank) for g, leaf in zip(gradients, state.leaves, strict=True)]
+        finite, factor = _judge([s.squares for s in seen], max_grad_norm)
+
+        stepped = [
+            _step_selected(p, s, leaf, scalars, factor, finite)
+            for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
+        ]
+        changes = [change for change, _ in stepped]
+        leaves = tuple(leaf for _, leaf in stepped)
+        new = dataclasses.replace(
+            state,
+            step=step,
+            skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+            leaves=leaves,
+        )
+        if offload:
+            # Without `exchange` in between, the last step's mail is lost: deferred channels would
+            # silently stop learning. A jitted update cannot raise; NaN is seen.
+            lost = state.ticket == USED
+            _raise_if_lost(lost)
+            changes = [jnp.where(lost, jnp.nan, change) for change in changes]
+            letter = _write_letter(scalars, factor, step, state.ticket, finite, rank)
+            new = dataclasses.replace(new, ticket=jnp.full_like(state.ticket, USED), letter=letter)
+        else:
+            new, changes = _ingraph.advance(
+                new, weights, gradients, changes, scalars, factor, finite
+            )
+        return jax.tree.unflatten(treedef, changes), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _raise_if_lost(lost: jax.Array) -> None:
+    if not isinstance(lost, jax.core.Tracer) and bool(lost):
+        raise RuntimeError(
+            "the mail of the last step was not taken: `update` was called twice with no "
+            "`HostEngine.exchange` in between, so deferred channels would not learn. Call "
+            "`params, opt_state = engine.exchange(params, opt_state)` after every step, or use "
+            "`zenflow(..., offload=False)` where there is no engine."
+        )
+
+
+class _Seen(NamedTuple):
+    """What one leaf's step needs of its gradient."""
+
+    squares: jax.Array  # float32 sums of squares, per channel or of the whole resident leaf
+    gradient: jax.Array  # float32, selected channels
+    mail: jax.Array | None
+
+
+def _init_leaf(p: jax.Array, spec: LeafSpec, rank: int, offload: bool) -> LeafState:
+    if spec.resident:
+        return LeafState(
+            channels=None,
+            steps=jnp.zeros((), jnp.int32),
+            master=p.astype(jnp.float32) if spec.keeps_master else None,
+            mu=jnp.zeros(spec.shape, jnp.float32),
+            nu=jnp.zeros(spec.shape, jnp.float32),
+            scores=None,
+            mail=None,
+            deferred=None,
+            spec=spec,
+        )
+    channels = first_channels(spec)
+    return LeafState(
+        channels=channels,
+        steps=jnp.zeros((*spec.stack, spec.k), jnp.int32),
+        master=take(p, channels, spec).astype(jnp.float32) if spec.keeps_master else None,
+        mu=jnp.zeros(spec.selected_shape, jnp.float32),
+        nu=jnp.zeros(spec.selected_shape, jnp.float32),
+        scores=jnp.zeros((*spec.stack, spec.n), jnp.float32),
+        mail=host_zeros(spec.shape, spec.dtype, rank, p) if offload else None,
+        deferred=None if offload else _ingraph.init_leaf(p, spec),
+        spec=spec,
+    )
+
+
+def _look(g: jax.Array, leaf: LeafState, rank: int) -> _Seen:
+    spec = leaf.spec
+    squares = sum_squares(g, spec)
+    if spec.resident:
+        return _Seen(squares, g.astype(jnp.float32), None)
+    mail = None if leaf.mail is None else to_host(g.astype(spec.dtype), rank)
+    return _Seen(squares, take(g, leaf.channels, spec).astype(jnp.float32), mail)
+
+
+def _judge(
+    squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
+) -> tuple[jax.Array, jax.Array]:
+    """Whether the step counts, and the factor that clips its gradient."""
+    per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
+    finite = jnp.all(jnp.isfinite(per_leaf))
+    if max_grad_norm is None:
+        return finite, jnp.ones((), jnp.float32)
+    norm = jnp.sqrt(jnp.sum(per_leaf))
+    limit = jnp.asarray(max_grad_norm, jnp.float32)
+    return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
+
+
+def _step_selected(
+    p: jax.Array,
+    seen: _Seen,
+    leaf: LeafState,
+    scalars: AdamScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """The float32 change of the whole leaf, and its state, after AdamW on what is selected."""
+    spec = leaf.spec
+    old = p if spec.resident else take(p, leaf.channels, spec)
+    master = old if leaf.master is None else leaf.master
+    steps = leaf.steps + 1
+    change, mu, nu = adamw(
+        master,
+        seen.gradient * factor,
+        leaf.mu,
+        leaf.nu,
+        steps if spec.resident else along(steps, spec),
+        scalars,
+        decay=spec.decay,
+    )
+
+    def if_counted(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(finite, new.astype(old.dtype), old)
+
+    leaf = dataclasses.replace(
+        leaf,
+        steps=if_counted(steps, leaf.steps),
+        mu=if_counted(mu, leaf.mu),
+        nu=if_counted(nu, leaf.nu),
+    )
+    if leaf.master is not None:
+        leaf = dataclasses.replace(leaf, master=if_counted(master + change, leaf.master))
+        # In float32 the difference of two low-precision numbers is exact but for a factor of
+        # 2**16 between them, so that adding it gives the cast of the master.
+        change = leaf.master.astype(spec.dtype).astype(jnp.float32) - old.astype(jnp.float32)
+    else:
+        change = jnp.where(finite, change, jnp.zeros_like(change))
+    if spec.resident:
+        return change, leaf
+    place = positions(leaf.channels, spec.n)
+    change = spread(change, place, spec)
+    change = jnp.where(along(place >= 0, spec), change, jnp.zeros_like(change))
+    scores = leaf.scores + seen.squares * jnp.square(factor)
+    return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores), mail=seen.mail)
+
+
+def _write_letter(
+    scalars: AdamScalars,
+    factor: jax.Array,
+    step: jax.Array,
+    ticket: jax.Array,
+    finite: jax.Array,
+    rank: int,
+) -> Letter:
+    floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*scalars, factor)])
+    ints = jnp.stack([step, ticket, finite.astype(jnp.int32)])
+    return Letter(to_host(floats, rank), to_host(ints, rank))
