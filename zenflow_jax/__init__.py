@@ -4,6 +4,7 @@
 """
 
 from zenflow_jax._checks import STATIC_ARGS
+from zenflow_jax._engine import EngineStats, HostEngine
 from zenflow_jax._ingraph import flush
 from zenflow_jax._state import ZenFlowState, find_state
 from zenflow_jax._transform import zenflow
@@ -12,6 +13,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "STATIC_ARGS",
+    "EngineStats",
+    "HostEngine",
     "ZenFlowState",
     "find_state",
     "flush",

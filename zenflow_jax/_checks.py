@@ -1,11 +1,12 @@
-"""What users may pass to `zenflow()`, and what they are told otherwise."""
+"""What users may pass to `zenflow()` and to `HostEngine`, and what they are told otherwise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from zenflow_jax._channels import LeafSpec, resolve
 from zenflow_jax._schedule import FixedSchedule
@@ -52,11 +53,11 @@ def check_schedule(
         select_interval = 16 * update_interval
     _static("select_interval", select_interval, Integral, "an int or None")
     if select_interval < 1 or select_interval % update_interval:
+        nearest = update_interval * max(1, select_interval // update_interval)
         raise ValueError(
             "`select_interval` must be a positive multiple of `update_interval`, got "
             f"{select_interval} with update_interval={update_interval}. Channels change hands "
-            f"where a window closes: pass {update_interval * max(1, select_interval // update_interval)}"
-            ", or None for every 16 windows."
+            f"where a window closes: pass {nearest}, or None for every 16 windows."
         )
     _static("full_warm_up_rounds", full_warm_up_rounds, Integral, "an int")
     if full_warm_up_rounds < 0:
@@ -64,8 +65,8 @@ def check_schedule(
             f"`full_warm_up_rounds` must not be negative, got {full_warm_up_rounds}. It counts the "
             "first steps that update everything; 0 for none."
         )
-    _static("overlap_step", overlap_step, bool | np.bool_, "a bool")
-    _static("offload", offload, bool | np.bool_, "a bool")
+    _static("overlap_step", overlap_step, _BOOL, "a bool")
+    _static("offload", offload, _BOOL, "a bool")
     return FixedSchedule(
         update_interval=int(update_interval),
         select_interval=int(select_interval),
@@ -77,15 +78,13 @@ def check_schedule(
 def check_numbers(**numbers: Any) -> None:
     """Refuses values that are known now and could only make NaN; traced ones pass."""
     for name, value in numbers.items():
-        if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+        if value is None or callable(value) or isinstance(value, Tracer):
             continue
-        if np.shape(value) != () or not np.issubdtype(np.result_type(value), np.number):
-            # ml_dtypes scalars are no np.number; as hyperparameters they are welcome.
-            if np.shape(value) != () or not hasattr(value, "dtype"):
-                raise TypeError(
-                    f"`{name}` must be a number or a scalar array, got {value!r}. "
-                    "Hyperparameters are shared by all leaves."
-                )
+        if np.shape(value) != () or isinstance(value, str):
+            raise TypeError(
+                f"`{name}` must be a number or a scalar array, got {value!r}. Hyperparameters are "
+                "shared by all leaves."
+            )
         number = float(value)
         if not np.isfinite(number) or number < 0:
             raise ValueError(
@@ -180,6 +179,38 @@ def check_update(gradients: list[Any], params: Any, state: ZenFlowState) -> list
     return weights
 
 
+def check_fresh(state: ZenFlowState) -> None:
+    if not state.offload:
+        raise ValueError(
+            "expected a state of `zenflow(..., offload=True)`, got one that keeps its deferred "
+            "half on the device. It needs no engine: leave it out, or drop `offload=False`."
+        )
+    arrays = [x for x in jax.tree.leaves(state) if not isinstance(x, jax.Array)]
+    if arrays or isinstance(state.step, Tracer):
+        raise ValueError(
+            f"expected a state of arrays, got {type((arrays or [state.step])[0]).__name__}. Make "
+            "the engine outside of jit, from what `tx.init(params)` returned for real parameters."
+        )
+    if int(state.step):
+        raise ValueError(
+            f"expected a state from `tx.init`, got one after {int(state.step)} steps: the deferred "
+            "channels' moments are with the engine that made them. Make the engine before the "
+            "first step and keep it for the whole run."
+        )
+
+
+def check_placement(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
+    for weight, leaf in zip(weights, state.leaves, strict=True):
+        if not weight.is_fully_addressable or len(weight.sharding.device_set) > 1:
+            raise ValueError(
+                f"expected each leaf on one device of this process, got {leaf.spec.name} on "
+                f"{weight.sharding}. Sharded leaves are not supported yet: use one device, or "
+                "`offload=False`."
+            )
+
+
+_BOOL = bool | np.bool_
+
 _IF_INJECTED = (
     "Under `optax.inject_hyperparams` pass static_args=zenflow_jax.STATIC_ARGS, or it becomes an "
     "array or a schedule."
@@ -187,9 +218,8 @@ _IF_INJECTED = (
 
 
 def _static(name: str, value: Any, kind: Any, words: str) -> None:
-    if isinstance(value, bool) and kind is not (bool | np.bool_) and kind != bool | np.bool_:
-        pass  # falls through to the error: a bool is an Integral to Python, not to users
-    elif isinstance(value, kind):
+    # To Python a bool is an Integral; to users it is not.
+    if isinstance(value, kind) and isinstance(value, bool | np.bool_) == (kind is _BOOL):
         return
     raise TypeError(
         f"`{name}` must be {words} known when the program is built, got {value!r}. {_IF_INJECTED}"

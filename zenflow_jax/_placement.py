@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from zenflow_jax._channels import LeafSpec
 
@@ -38,14 +39,30 @@ def to_host(x: jax.Array, rank: int) -> jax.Array:
 def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
     """Zeros in pinned host memory, beside the device that holds `like`."""
     shape = mail_shape(shape, rank)
-    if isinstance(like, jax.core.Tracer) or not isinstance(like, jax.Array):
+    if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
     return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))
 
 
-def beside(like: jax.Array, memory_kind: str) -> jax.sharding.Sharding:
+def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
     (device,) = like.sharding.device_set
     return jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+def commit(tree: Any, like: Any) -> Any:
+    """`tree` with its arrays bound to the device that holds `like`, if that is one device.
+
+    What a jitted step returns is bound to a device. A state that is not would look different at
+    the first step than at the second, and the step would be compiled twice.
+    """
+    if isinstance(like, Tracer) or not isinstance(like, jax.Array):
+        return tree
+    if len(like.sharding.device_set) > 1:
+        return tree
+    return jax.tree.map(
+        lambda x: x if x.committed else jax.device_put(x, beside(like, x.sharding.memory_kind)),
+        tree,
+    )
 
 
 def view(x: jax.Array) -> np.ndarray:

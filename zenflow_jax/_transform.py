@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from zenflow_jax import _ingraph
 from zenflow_jax._adam import AdamScalars, adamw
@@ -32,7 +33,7 @@ from zenflow_jax._checks import (
     check_update,
     resolve_specs,
 )
-from zenflow_jax._placement import host_zeros, mail_rank, to_host
+from zenflow_jax._placement import commit, host_zeros, mail_rank, to_host
 from zenflow_jax._state import USED, LeafState, Letter, ZenFlowState
 
 
@@ -135,7 +136,7 @@ def zenflow(
             *(x if isinstance(x, float | int) else jnp.asarray(x, jnp.float32) for x in scalars)
         )
 
-    def init(params: Any) -> ZenFlowState:
+    def init(params: Any) -> Any:  # ZenFlowState; optax's protocol knows no dataclass
         specs = resolve_specs(
             params,
             topk_ratio=topk_ratio,
@@ -156,7 +157,7 @@ def zenflow(
             # per-leaf states are to stand, and wants it back there.
             leaves = params
         like = next(iter(jax.tree.leaves(params)), None)
-        return ZenFlowState(
+        state = ZenFlowState(
             step=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
             leaves=leaves,
@@ -171,10 +172,9 @@ def zenflow(
             schedule=schedule,
             offload=offload,
         )
+        return commit(state, like)
 
-    def update(
-        updates: Any, state: ZenFlowState, params: Any = None, **extra: Any
-    ) -> tuple[Any, ZenFlowState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
         gradients, treedef = jax.tree.flatten(updates)
         weights = check_update(gradients, params, state)
@@ -216,7 +216,7 @@ def zenflow(
 
 
 def _raise_if_lost(lost: jax.Array) -> None:
-    if not isinstance(lost, jax.core.Tracer) and bool(lost):
+    if not isinstance(lost, Tracer) and bool(lost):
         raise RuntimeError(
             "the mail of the last step was not taken: `update` was called twice with no "
             "`HostEngine.exchange` in between, so deferred channels would not learn. Call "

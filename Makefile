@@ -1,0 +1,78 @@
+# Every target makes the environment it needs from nothing but Python, and installs again only when
+# pyproject.toml has changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Optional dependencies on top: `make quickstart EXTRA=cuda12`. Nothing of CUDA comes without it.
+EXTRA ?=
+# Passed on to the script: `make quickstart ARGS="--steps 50"`.
+ARGS ?=
+# Passed on to pytest. Four processes at most: each one compiles for itself.
+TESTARGS ?= -n logical --maxprocesses 4
+
+# pip only warns of an extra that does not exist, and would leave the user without it.
+ifneq ($(filter-out cuda12,$(EXTRA)),)
+  $(error EXTRA must be cuda12 or empty, got "$(EXTRA)")
+endif
+
+comma := ,
+extras := train$(if $(EXTRA),$(comma)$(EXTRA))
+# Twice quiet: errors only. pip's warnings speak of a machine's own settings.
+pip := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
+# One stamp for each choice of extras, so that another choice installs and the same one does not.
+made := $(VENV)/.made
+installed := $(VENV)/.installed-$(subst $(comma),-,$(extras))
+tools := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:  # two installs must not meet in one environment
+.PHONY: help quickstart test lint clean same-python
+
+help:
+	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
+	@echo "                 ARGS=\"--steps 50\" for the script's options)"
+	@echo "make test        run the tests (TESTARGS=\"-k adam\" for pytest's options)"
+	@echo "make lint        check style, format and types"
+	@echo "make clean       remove the environment"
+	@echo "All take PYTHON=python3.13 to choose the Python and VENV=.venv-3.13 to choose the folder."
+
+quickstart: $(installed)
+	@$(VENV)/bin/python -m train.finetune configs/quickstart.toml $(ARGS)
+
+# -rs: a skipped test says why. On a GPU the processes share it, so none may reserve it all.
+test: $(installed) $(tools)
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(VENV)/bin/python -m pytest -q -rs $(TESTARGS)
+
+lint: $(installed) $(tools)
+	@$(VENV)/bin/ruff check --quiet
+	@$(VENV)/bin/ruff format --quiet --diff
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright --pythonpath $(VENV)/bin/python > $(VENV)/pyright.log \
+	  || { cat $(VENV)/pyright.log; exit 1; }
+
+clean:
+	rm -rf $(VENV)
+
+$(made): | same-python
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is not to be found; choose a Python with PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"zenflow_jax needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}; choose another with PYTHON=python3.12")'
+	@echo "making the environment in $(VENV) (a minute or more)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@# 25.1 is the first pip that installs dependency groups; Python 3.11 and 3.12 come with older ones.
+	@$(pip) install "pip>=25.1"
+	@touch $@
+
+$(installed): pyproject.toml | $(made)
+	@$(pip) install --editable ".[$(extras)]"
+	@touch $@
+
+$(tools): pyproject.toml | $(made)
+	@$(pip) install --group dev
+	@touch $@
+
+# An environment that is there already keeps its Python; say so rather than test the wrong one.
+same-python:
+ifneq ($(origin PYTHON),file)
+	@test ! -e $(made) || { asked=$$($(PYTHON) -V) && has=$$($(VENV)/bin/python -V) && \
+	  { test "$$asked" = "$$has" || { echo "$(VENV) has $$has, PYTHON=$(PYTHON) is $$asked; run \`make clean\` or add VENV=.venv-other" >&2; exit 1; }; }; }
+endif

@@ -1,0 +1,266 @@
+"""What does XLA make of a training step on a GPU: how much memory, and when does mail leave?
+
+    JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.gpu_program
+
+Compiles the steps of a Llama-shaped model with `optax.adamw` and `zenflow` for an NVIDIA H200,
+which need not be there: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each
+step the device's peak bytes per parameter (arguments, outputs and temporaries, less what is
+aliased) and the share of the mail's bytes whose copy starts while matmuls are still to come, that
+is, while the backward pass can hide it. Answers: `benchmarks/LOG.md`.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import zenflow_jax
+
+# What XLA asks about an H200 (CUDA compute capability 9.0, 132 multiprocessors, 141 GB at 4.8
+# TB/s), in the text form of its GpuTargetConfig.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  fpus_per_core: 128
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+class Shape(NamedTuple):
+    """A decoder of the Llama family; the defaults have 953 million parameters."""
+
+    vocabulary: int = 32000
+    width: int = 2048
+    layers: int = 16
+    heads: int = 16
+    ffn: int = 5632
+    batch: int = 4
+    length: int = 1024
+
+
+def weights(shape: Shape, scanned: bool) -> dict[str, Any]:
+    def w(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    d, f = shape.width, shape.ffn
+    layer = {
+        "norm1": (d,),
+        "q": (d, d),
+        "k": (d, d),
+        "v": (d, d),
+        "o": (d, d),
+        "norm2": (d,),
+        "gate": (d, f),
+        "up": (d, f),
+        "down": (f, d),
+    }
+    if scanned:
+        layers: Any = {name: w(shape.layers, *dims) for name, dims in layer.items()}
+    else:
+        layers = [{name: w(*dims) for name, dims in layer.items()} for _ in range(shape.layers)]
+    return {
+        "embedding": w(shape.vocabulary, d),
+        "head": w(d, shape.vocabulary),
+        "layers": layers,
+        "norm": w(d),
+    }
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
+    return x32.astype(x.dtype) * scale
+
+
+def _layer(heads: int, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    batch, length, width = x.shape
+    h = _norm(x, w["norm1"])
+    q, k, v = (
+        (h @ w[name]).reshape(batch, length, heads, width // heads) for name in ("q", "k", "v")
+    )
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + attended.reshape(batch, length, width) @ w["o"]
+    h = _norm(x, w["norm2"])
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+
+
+def loss(shape: Shape, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+    layer = jax.checkpoint(partial(_layer, shape.heads))
+    x = params["embedding"][tokens[:, :-1]]
+    if isinstance(params["layers"], dict):
+        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+    else:
+        for w in params["layers"]:
+            x = layer(x, w)
+    logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def adamw_step(
+    shape: Shape, max_grad_norm: float | None
+) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """bf16 weights made from a float32 master that is the optimizer's, as is usual."""
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
+    tx = optax.chain(clip, optax.adamw(1e-4))
+
+    def init(params: Any) -> Any:
+        master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return master, tx.init(master)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        master, opt_state = state
+        value, gradients = jax.value_and_grad(partial(loss, shape))(params, tokens)
+        updates, opt_state = tx.update(gradients, opt_state, master)
+        master = optax.apply_updates(master, updates)
+        params = jax.tree.map(lambda m: m.astype(jnp.bfloat16), master)
+        return params, (master, opt_state), value
+
+    return step, init
+
+
+def zenflow_step(
+    shape: Shape, max_grad_norm: float | None, front: bool = False
+) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    tx = zenflow_jax.zenflow(1e-4, topk_ratio=0.05, max_grad_norm=None if front else max_grad_norm)
+    if front:
+        assert max_grad_norm is not None
+        tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
+
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(partial(loss, shape))(params, tokens)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step, tx.init
+
+
+class Report(NamedTuple):
+    peak_bytes: int
+    temporary_bytes: int
+    mail_bytes: int  # to the host, in copies that XLA made asynchronous
+    hidden_bytes: int  # of those, in copies that start before the last matmul
+    places: list[int]  # for each copy the matmuls still to come
+
+
+_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
+
+
+def compile_step(
+    step: Callable[..., Any], init: Callable[[Any], Any], shape: Shape, scanned: bool
+) -> tuple[Report, str]:
+    device = topologies.get_topology_desc(
+        "h200", "cuda", target_config=H200, topology="1x1x1"
+    ).devices[0]
+    placed = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+
+    def put(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), tree)
+
+    params = weights(shape, scanned)
+    tokens = jax.ShapeDtypeStruct((shape.batch, shape.length + 1), jnp.int32)
+    # A described device has no host memory to put arguments in. The step reads no mail, so jit
+    # drops those arguments and their place does not matter.
+    state = jax.eval_shape(init, params)
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(put(params), put(state), put(tokens)).compile()
+    )
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    copies, total = _copies(text)
+    return (
+        Report(
+            peak_bytes=peak,
+            temporary_bytes=memory.temp_size_in_bytes,
+            mail_bytes=sum(size for size, _ in copies),
+            hidden_bytes=sum(size for size, left in copies if left > 0),
+            places=[left for _, left in copies],
+        ),
+        text,
+    )
+
+
+def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
+    """Copies to host memory in execution order: (bytes, matmuls still to come), and all matmuls.
+
+    The module is scheduled, so the order of the entry computation's lines is that of execution. A
+    loop counts as one matmul: nothing that starts after it can be hidden by what is inside.
+    """
+    computations = _computations(text)
+    heavy = {name for name, lines in computations.items() if any(map(_is_matmul, lines))}
+    changed = True
+    while changed:
+        before = len(heavy)
+        for name, lines in computations.items():
+            if any(called in heavy for line in lines for called in _CALLS.findall(line)):
+                heavy.add(name)
+        changed = len(heavy) > before
+    entry = computations["ENTRY"]
+    matmul = [
+        _is_matmul(line) or any(called in heavy for called in _CALLS.findall(line))
+        for line in entry
+    ]
+    left = np.cumsum(matmul[::-1])[::-1]
+    copies = []
+    for i, line in enumerate(entry):
+        started = _COPY.search(line)
+        if started:
+            dims = [int(d) for d in started["dims"].split(",") if d]
+            copies.append((_BYTES[started["dtype"]] * math.prod(dims), int(left[i])))
+    return copies, sum(matmul)
+
+
+# Memory space 5 is the host's.
+_COPY = re.compile(r"= \((?P<dtype>\w+)\[(?P<dims>[\d,]*)\]\{[^}]*S\(5\)\}.* copy-start\(")
+_CALLS = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+
+
+def _is_matmul(line: str) -> bool:
+    return bool(re.search(r" dot\(|__cublas|__cudnn", line))
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    name = None
+    for line in text.splitlines():
+        if line and not line.startswith(" ") and line.rstrip().endswith("{"):
+            name = "ENTRY" if line.startswith("ENTRY") else line.split()[0].lstrip("%")
+            found[name] = []
+        elif line.startswith("}"):
+            name = None
+        elif name is not None:
+            found[name].append(line)
+    return found

@@ -1,0 +1,394 @@
+"""The quickstart job: settings, text, model, and the command itself at a tiny size."""
+
+import csv
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from train import data, finetune
+from train.meter import Meter
+from train.model import Transformer, next_byte_loss, rotary
+from train.report import new_run_folder
+from train.settings import (
+    Settings,
+    SettingsError,
+    load_settings,
+    settings_from_command_line,
+    to_toml,
+)
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+
+TINY = {
+    "corpus_megabytes": 0.3,
+    "sequence_length": 16,
+    "batch_size": 2,
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "ffn": 24,
+    "steps": 13,
+    "warmup_steps": 2,
+    "log_every": 4,
+    "eval_batches": 2,
+    "update_interval": 2,
+}
+
+# bfloat16 has 8 bits: two orders of the same sum differ by about 2**-8 of its largest term.
+BF16_ATOL = 2e-2
+F32_ATOL = 1e-5  # float32 sums of tens of terms near 1
+
+
+@pytest.fixture(autouse=True)
+def _promotion_as_users_have_it():
+    """jax's own `dot_product_attention` is not clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def config_file(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def tiny_command(folder: Path, **changed) -> list[str]:
+    values = TINY | {"output_dir": str(folder / "runs")} | changed
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    return [str(config_file(folder, text))]
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_to_the_library():
+    given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
+    left_out = {"select_interval", "threads"}
+    assert set(given) == set(asdict(Settings())) - left_out
+    assert load_settings(QUICKSTART).optimizer == "zenflow"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `learning_rate`"),
+        ("top_k_ratio = 0.1", "Did you mean `topk_ratio`"),
+        ("zzz = 1", r"got `zzz`\. Remove it\..*learning_rate"),
+        ('steps = "30"', r"`steps`: expected a whole number, got '30' \(a string\).*quotes"),
+        ("steps = 30.0", r"`steps`: expected a whole number, got 30\.0.*Write 30"),
+        ("steps = true", "`steps`: expected a whole number, got True"),
+        ("progress = 1", "`progress`: expected true or false, got 1"),
+        ("threads = 1.5", "`threads`: expected a whole number, got 1.5.*leave the key out"),
+        ("[steps]\nmany = 3", "`steps`: expected a whole number, got .*a table.*flat"),
+        ('optimizer = "adam"', '`optimizer`: expected one of "zenflow", "adamw".*mean "adamw"'),
+        ("learning_rate = nan", "`learning_rate`: expected a finite number above 0, got nan"),
+        ("batch_size = 0", "`batch_size`: expected a finite number above 0, got 0"),
+        ("validation_share = 10", "`validation_share`: expected a share.*got 10"),
+        ("width = 250", "`width`: expected a multiple of 8 .*such as 256, got 250"),
+        ("steps = 3\nwidth 4", "expected TOML .*line 2"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, text, expected):
+    path = config_file(tmp_path, text)
+    with pytest.raises(SettingsError, match=f"(?s)^{re.escape(str(path))}.*{expected}"):
+        load_settings(path)
+
+
+def test_a_missing_file_is_an_error_that_lists_its_neighbours(tmp_path):
+    neighbour = config_file(tmp_path, "")
+    with pytest.raises(SettingsError, match=f"no such file.*{re.escape(str(neighbour))}"):
+        load_settings(tmp_path / "jobb.toml")
+
+
+def test_a_folder_in_place_of_the_file_is_an_error(tmp_path):
+    with pytest.raises(SettingsError, match="expected a config file .*got a folder"):
+        load_settings(tmp_path)
+
+
+def test_a_whole_number_does_for_a_float_and_becomes_one(tmp_path):
+    settings = load_settings(config_file(tmp_path, "weight_decay = 1\nmax_grad_norm = 2"))
+    assert isinstance(settings.weight_decay, float)
+    assert isinstance(settings.max_grad_norm, float)
+
+
+def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = config_file(tmp_path, "steps = 30\nlearning_rate = 0.5\nmax_grad_norm = 1.0")
+    given = [str(path), "--learning-rate", "1e-2", "--max-grad-norm", "None", "--no-overlap-step"]
+    settings = settings_from_command_line(given, program="train")
+    assert settings == Settings(
+        steps=30, learning_rate=1e-2, max_grad_norm=None, overlap_step=False
+    )
+
+
+def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
+    settings = Settings(output_dir='a "b" \\ c', select_interval=8, learning_rate=1e-9)
+    assert load_settings(config_file(tmp_path, to_toml(settings))) == settings
+
+
+@pytest.mark.parametrize("argv", [[], ["--steps", "3"]], ids=["nothing", "an option first"])
+def test_a_command_without_a_config_file_says_how_to_call_it(argv, capsys):
+    assert finetune.main(argv) == 2
+    assert "expected the path of a config file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"unknown": 1}, "`unknown`"),
+        ({"corpus_megabytes": 1e-6}, "expected text of at least two files.*corpus_megabytes"),
+        ({"sequence_length": 10_000_000}, "expected text for at least one window"),
+        ({"topk_ratio": 1.5}, "topk_ratio.*got 1.5"),
+        ({"select_interval": 3}, "select_interval"),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_the_command_with_one_message_code_2_and_no_folder(
+    tmp_path, capsys, changed, expected
+):
+    assert finetune.main(tiny_command(tmp_path, **changed)) == 2
+    message = capsys.readouterr().err
+    assert re.match(f"(?s)error: .*{expected}", message)
+    assert "Traceback" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_output_dir_that_is_a_file_ends_the_command_with_code_2(tmp_path, capsys):
+    (tmp_path / "taken").write_text("")
+    command = tiny_command(tmp_path, output_dir=str(tmp_path / "taken"), optimizer="adamw")
+    assert finetune.main(command) == 2
+    assert "--output-dir" in capsys.readouterr().err
+
+
+# --- text -----------------------------------------------------------------------------------
+
+
+def library_split(seed: int) -> data.Split:
+    root = data.standard_library()
+    files = data.source_files(root)
+    return data.split_files(root, files, seed=seed, max_bytes=500_000, validation_share=0.2)
+
+
+def test_the_split_is_a_function_of_the_seed():
+    assert library_split(3) == library_split(3)
+    assert library_split(3) != library_split(4)
+
+
+def test_no_file_is_on_both_sides_of_the_split_and_none_is_a_skipped_one():
+    split = library_split(0)
+    assert set(split.train).isdisjoint(split.validation)
+    assert split.train
+    assert split.validation
+    folders = {part for path in split.train + split.validation for part in path.parts[:-1]}
+    assert folders.isdisjoint(data.SKIPPED_FOLDERS)
+
+
+def test_the_split_keeps_to_the_size_and_the_share_up_to_one_file(tmp_path):
+    names = [Path(f"m{i}.py") for i in range(20)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 100)
+    split = data.split_files(tmp_path, names, seed=0, max_bytes=1000, validation_share=0.2)
+    assert (len(split.train), len(split.validation)) == (8, 2)
+
+
+def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"abcde")
+    (tmp_path / "b.py").write_bytes(b"fg")
+    windows = data.windows(tmp_path, (Path("a.py"), Path("b.py")), sequence_length=4)
+    assert [bytes(w) for w in windows] == [b"\0abcd", b"de\0fg"]
+
+
+def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_window():
+    windows = np.arange(12, dtype=np.uint8).reshape(6, 2)
+    once, again = (data.batches(windows, batch_size=2, seed=5) for _ in range(2))
+    np.testing.assert_array_equal(once[7], again[7])
+    epoch = np.concatenate([once[i] for i in range(3)])
+    assert sorted(epoch[:, 0].tolist()) == windows[:, 0].tolist()
+    assert epoch.dtype == np.uint8
+
+
+# --- model ----------------------------------------------------------------------------------
+
+
+def tiny_model(weight_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16) -> Transformer:
+    return Transformer(
+        width=16,
+        layers=2,
+        heads=2,
+        ffn=24,
+        vocabulary=256,
+        weight_dtype=weight_dtype,
+        compute_dtype=compute_dtype,
+        rngs=nnx.Rngs(0),
+    )
+
+
+@pytest.fixture
+def windows():
+    return jax.random.randint(jax.random.key(1), (3, 9), 0, 256)
+
+
+def test_matrices_are_in_the_weight_dtype_and_norms_and_logits_in_float32(windows):
+    model = tiny_model()
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        assert leaf.dtype == (jnp.bfloat16 if leaf.ndim == 2 else jnp.float32)
+    logits = model(windows[:, :-1])
+    assert (logits.shape, logits.dtype) == ((3, 8, 256), jnp.float32)
+
+
+def test_a_fresh_model_knows_nothing_about_the_next_byte(windows):
+    loss = next_byte_loss(tiny_model(), windows)
+    np.testing.assert_allclose(loss, np.log(256), atol=0.05)  # its logits are near 0, not 0
+
+
+def test_a_later_byte_changes_no_earlier_logit(windows):
+    model, tokens = tiny_model(), windows[:, :-1]
+    changed = tokens.at[:, 5].set((tokens[:, 5] + 1) % 256)
+    before, after = model(tokens), model(changed)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert jnp.all(jnp.any(before[:, 5:] != after[:, 5:], axis=-1))
+
+
+def test_weights_of_both_dtypes_start_from_the_same_draw(windows):
+    rounded, master = tiny_model(jnp.bfloat16), tiny_model(jnp.float32)
+    for low, high in zip(
+        jax.tree.leaves(nnx.state(rounded)), jax.tree.leaves(nnx.state(master)), strict=True
+    ):
+        np.testing.assert_array_equal(low, high.astype(low.dtype))
+    # Both multiply the same bfloat16 numbers, so this is equality and not nearness.
+    np.testing.assert_array_equal(rounded(windows), master(windows))
+
+
+def test_computing_in_bfloat16_stays_near_float32(windows):
+    low, high = tiny_model(), tiny_model(compute_dtype=jnp.float32)
+    np.testing.assert_allclose(low(windows), high(windows), rtol=0, atol=BF16_ATOL)
+
+
+def test_rotary_keeps_lengths_and_products_depend_on_the_distance_alone():
+    q, k = jax.random.normal(jax.random.key(0), (2, 8))
+    at_every_position = jnp.broadcast_to(jnp.stack([q, k])[:, None, None, :], (2, 12, 1, 8))
+    turned_q, turned_k = rotary(at_every_position)[:, :, 0]
+    lengths = jnp.linalg.norm(turned_q, axis=-1)
+    np.testing.assert_allclose(lengths, jnp.full(12, jnp.linalg.norm(q)), rtol=F32_ATOL)
+    products = turned_q @ turned_k.T
+    for distance in range(-4, 5):
+        diagonal = jnp.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, jnp.full_like(diagonal, diagonal[0]), atol=F32_ATOL)
+    assert not np.allclose(products[0, 0], products[0, 1], atol=F32_ATOL)
+
+
+# --- optimizers -----------------------------------------------------------------------------
+
+
+def test_the_adamw_job_keeps_updates_that_bfloat16_weights_would_lose():
+    # Near 1 a bfloat16 steps by 2**-8. A hundred updates of 1e-4 must still add up.
+    settings = Settings(optimizer="adamw", learning_rate=1e-4, weight_decay=0.0, steps=10**9)
+    tx, grads = finetune.make_optimizer(settings), {"w": jnp.ones((4, 4))}
+    params = {"w": jnp.ones((4, 4), finetune.WEIGHT_DTYPES["adamw"])}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(100):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["w"], jnp.full((4, 4), 0.99), atol=1e-4)
+
+
+def test_weight_decay_spares_the_norms():
+    model = tiny_model()
+    mask = jax.tree.leaves(finetune.decayed(nnx.as_pure(nnx.state(model, nnx.Param))))
+    assert mask == [leaf.ndim == 2 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+# --- meter ----------------------------------------------------------------------------------
+
+
+def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
+    meter = Meter(log_every=2, tokens_per_step=10, waited_s=lambda: 0.0)
+    meter.start(steps_done=0)
+    losses = [jnp.float32(i) for i in range(1, 8)]
+    rows = [meter.step(loss) for loss in losses]
+    assert [row and (row.step, row.loss) for row in rows] == [
+        None, None, None, (2, 1.5), None, (4, 3.5), None,
+    ]  # fmt: skip
+    assert [(row.step, row.loss) for row in meter.drain()] == [(6, 5.5), (7, 7.0)]
+    assert meter.drain() == []
+
+
+def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
+    seconds = iter(range(10))
+    monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
+    waited = iter([0.0, 0.25, 0.25])
+    meter = Meter(log_every=2, tokens_per_step=10, waited_s=lambda: next(waited))
+    meter.start(steps_done=1)  # at second 0
+    assert [meter.step(jnp.float32(i)) for i in range(3)] == [None] * 3
+    # At second 1 the first four losses exist: three steps of ten tokens after the start.
+    assert meter.step(jnp.float32(3)) == (2, 0.5, 30.0, 0.25)
+    assert meter.since_start() == (2, 15.0, 0.125)
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def run_folders(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "runs").iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "zenflow"])
+def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
+    command = tiny_command(tmp_path, optimizer="adamw", learning_rate=1e-2)
+    assert finetune.main([*command, "--optimizer", optimizer]) == 0
+
+    assert run_folders(tmp_path) == [f"001-{optimizer}"]
+    folder = tmp_path / "runs" / f"001-{optimizer}"
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [4, 8, 12, 13]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list(folder.glob("events.out.tfevents.*"))
+    assert load_settings(folder / "settings.toml").optimizer == optimizer
+
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["steps"] == TINY["steps"]
+    assert summary["validation_loss_after"] < summary["validation_loss_before"]
+    assert 0 <= summary["wait_share"] <= 1
+    # adamw has nothing on the host; zenflow sends at least the bfloat16 gradient of most channels.
+    moved = summary["bytes_per_parameter_and_step"]
+    assert (moved == 0) if optimizer == "adamw" else (1 < moved < 4)
+    shown = capsys.readouterr().out
+    assert "validation loss after" in shown
+    assert "bytes moved per parameter and step" in shown
+
+
+def test_every_run_gets_a_folder_of_its_own_with_the_next_number(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "010-adamw").mkdir(parents=True)
+    (runs / "notes").mkdir()
+    made = [new_run_folder(runs, label).name for label in ("zenflow", "zenflow", "adamw")]
+    assert made == ["011-zenflow", "012-zenflow", "013-adamw"]
+
+
+def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
+    settings = Settings(optimizer="adamw", max_grad_norm=1.0)
+    graphdef, params = nnx.split(tiny_model(jnp.float32))
+    tx = finetune.make_optimizer(settings)
+    train_step = finetune.make_train_step(graphdef, tx)
+    windows = np.arange(18, dtype=np.uint8).reshape(2, 9)
+
+    def losses():
+        # Copies, because the step donates what it is given.
+        own = finetune.committed(jax.tree.map(jnp.copy, nnx.as_pure(params)))
+        state = finetune.committed(tx.init(own))
+        for _ in range(3):
+            own, state, loss = train_step(own, state, windows)
+            yield float(loss)
+
+    first = list(losses())
+    assert first[2] < first[0]
+    assert list(losses()) == first
+    assert train_step._cache_size() == 1  # checked on jax 0.10.2

@@ -1,0 +1,272 @@
+"""Trains a small transformer on the text of Python's standard library.
+
+    python -m train.finetune configs/quickstart.toml
+    python -m train.finetune configs/quickstart.toml --optimizer adamw --steps 100
+
+Read from top to bottom: optimizer, one step, validation, then `train`, which is the whole job, and
+the command. The text is in `data.py`, the model in `model.py`, the settings in `settings.py`, what
+is measured in `meter.py`, what is shown and written in `report.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from rich.console import Console
+
+import zenflow_jax
+from train import data
+from train.meter import Meter, Row
+from train.model import Transformer, next_byte_loss
+from train.report import (
+    RunLog,
+    Summary,
+    new_run_folder,
+    summary_table,
+    write_loss_curve,
+    write_summary,
+)
+from train.settings import Settings, SettingsError, settings_from_command_line, to_toml
+
+PROGRAM = "python -m train.finetune"
+
+# Both optimizers run the same forward and backward pass on bfloat16 matrices; what differs is
+# where the float32 master weights are. zenflow keeps them (of the selected channels on the device,
+# of the others on the host), so its parameters are the bfloat16 matrices themselves. optax.adamw
+# keeps none, and on bfloat16 parameters it would lose every update smaller than half a unit of
+# their last place; so its parameters are the float32 masters, and each step rounds a working copy
+# of them (the model does, in `compute_dtype`).
+WEIGHT_DTYPES = {"zenflow": jnp.bfloat16, "adamw": jnp.float32}
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """The optimizer that the settings ask for.
+
+    Raises:
+        SettingsError: If zenflow rejects its options.
+    """
+    peak, warm_up = settings.learning_rate, settings.warmup_steps
+    learning_rate = optax.join_schedules(
+        [
+            optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1)),
+            optax.cosine_decay_schedule(peak, max(settings.steps - warm_up, 1), alpha=0.1),
+        ],
+        [warm_up],
+    )
+    if settings.optimizer == "adamw":
+        adamw = optax.adamw(learning_rate, weight_decay=settings.weight_decay, mask=decayed)
+        if settings.max_grad_norm is None:
+            return adamw
+        return optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), adamw)
+    try:
+        return zenflow_jax.zenflow(
+            learning_rate,
+            weight_decay=settings.weight_decay,
+            mask=decayed,
+            topk_ratio=settings.topk_ratio,
+            update_interval=settings.update_interval,
+            select_interval=settings.select_interval,
+            full_warm_up_rounds=settings.full_warm_up_rounds,
+            overlap_step=settings.overlap_step,
+            max_grad_norm=settings.max_grad_norm,
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def committed(tree):
+    """The same arrays, each bound to the device and the memory that it is in.
+
+    What jit returns is bound if any of its arguments is. Were the first ones not, the second step
+    would differ from the first in that alone, and compile again.
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
+
+
+def decayed(params):
+    """Weight decay pulls on the matrices; the scales of the norms are left alone."""
+    return jax.tree.map(lambda p: p.ndim >= 2, params)
+
+
+def make_train_step(graphdef: nnx.GraphDef, tx: optax.GradientTransformation) -> Callable:
+    """The jitted step; nothing in it knows which optimizer it is."""
+
+    def train_step(params, opt_state, windows):
+        def loss_of(params):
+            return next_byte_loss(nnx.merge(graphdef, params), windows)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    # Donated: the new parameters and state take the memory of the old ones.
+    return jax.jit(train_step, donate_argnums=(0, 1))
+
+
+def make_validate(graphdef: nnx.GraphDef, batches, count: int) -> Callable:
+    """A function from parameters to their mean loss over the first `count` of `batches`."""
+
+    @jax.jit
+    def loss_of(params, windows):
+        return next_byte_loss(nnx.merge(graphdef, params), windows)
+
+    def validate(params) -> float:
+        losses = [loss_of(params, batches[i]) for i in range(count)]
+        return float(sum(jax.device_get(losses))) / count  # blocks
+
+    return validate
+
+
+def train(settings: Settings, console: Console) -> Summary:
+    """Trains once; leaves metrics, loss curve and summary in a new folder of `output_dir`.
+
+    Raises:
+        SettingsError: If zenflow rejects its options, or the folder cannot be made.
+        DataError: If there is too little text.
+    """
+    begin = time.perf_counter()
+
+    root = data.standard_library()
+    split = data.split_files(
+        root,
+        data.source_files(root),
+        seed=settings.seed,
+        max_bytes=int(settings.corpus_megabytes * 1e6),
+        validation_share=settings.validation_share,
+    )
+    train_batches, validation_batches = (
+        data.batches(
+            data.windows(root, files, settings.sequence_length),
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+        )
+        for files in (split.train, split.validation)
+    )
+
+    model = Transformer(
+        width=settings.width,
+        layers=settings.layers,
+        heads=settings.heads,
+        ffn=settings.ffn,
+        vocabulary=data.VOCABULARY,
+        weight_dtype=WEIGHT_DTYPES[settings.optimizer],
+        compute_dtype=jnp.bfloat16,
+        rngs=nnx.Rngs(settings.seed),
+    )
+    graphdef, params = nnx.split(model)
+    params = committed(nnx.as_pure(params))
+    parameters = sum(p.size for p in jax.tree.leaves(params))
+
+    tx = make_optimizer(settings)
+    opt_state = committed(tx.init(params))
+    train_step = make_train_step(graphdef, tx)
+    validate = make_validate(graphdef, validation_batches, settings.eval_batches)
+
+    folder = make_run_folder(settings)
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        engine = None
+        if settings.optimizer == "zenflow":
+            engine = zenflow_jax.HostEngine(
+                params, opt_state, host_kernel=settings.host_kernel, threads=settings.threads
+            )
+            stack.enter_context(engine)
+        log = RunLog(folder, steps=settings.steps, console=console, progress=settings.progress)
+        stack.enter_context(log)
+        meter = Meter(
+            log_every=settings.log_every,
+            tokens_per_step=settings.batch_size * settings.sequence_length,
+            waited_s=lambda: engine.stats.wait_s if engine else 0.0,
+        )
+
+        loss_before = validate(params)
+        log.validation(0, loss_before)
+
+        # What blocks in this loop: the first step, until it is compiled and done; a row, until the
+        # device is within `log_every` steps of the loop; and `exchange`, when a window closes
+        # before the host has finished the update of the one before (which is what the share of
+        # time waiting shows). All the rest is dispatched and goes on.
+        for step in range(1, settings.steps + 1):
+            params, opt_state, loss = train_step(params, opt_state, train_batches[step - 1])
+            if engine:
+                params, opt_state = engine.exchange(params, opt_state)
+            if step == 1:
+                jax.block_until_ready(params)
+                meter.start(steps_done=1)
+            if row := meter.step(loss):
+                rows.append(row)
+                log.add(row)
+        for row in meter.drain():
+            rows.append(row)
+            log.add(row)
+        if engine:
+            params, opt_state = engine.flush(params, opt_state)
+        jax.block_until_ready(params)  # the last update belongs to the measured time
+        totals = meter.since_start()
+
+        loss_after = validate(params)
+        log.validation(settings.steps, loss_after)
+
+    stats = engine.stats if engine else None
+    moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
+    summary = Summary(
+        optimizer=settings.optimizer,
+        device=jax.devices()[0].device_kind,
+        parameters=parameters,
+        steps=settings.steps,
+        tokens_per_s=totals.tokens_per_s,
+        bytes_per_parameter_and_step=moved / (parameters * settings.steps),
+        wait_share=totals.wait_share,
+        host_s=stats.work_s if stats else 0.0,
+        train_s=totals.seconds,
+        total_s=time.perf_counter() - begin,
+        validation_loss_before=loss_before,
+        validation_loss_after=loss_after,
+    )
+    write_summary(folder, summary)
+    write_loss_curve(folder, rows, summary)
+    console.print(summary_table(summary))
+    console.print(f"metrics, loss curve and settings: {folder}", highlight=False, soft_wrap=True)
+    return summary
+
+
+def make_run_folder(settings: Settings) -> Path:
+    """A new folder below `output_dir` that holds the settings of the run.
+
+    Raises:
+        SettingsError: If it cannot be made.
+    """
+    try:
+        folder = new_run_folder(Path(settings.output_dir), settings.optimizer)
+    except OSError as error:
+        raise SettingsError(
+            f"`output_dir`: expected a folder that can be made and written, got "
+            f"{settings.output_dir} ({error.strerror}). Name another one with --output-dir."
+        ) from error
+    (folder / "settings.toml").write_text(to_toml(settings), encoding="utf-8")
+    return folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code: 0, or 2 after a mistake that the message explains."""
+    try:
+        settings = settings_from_command_line(
+            sys.argv[1:] if argv is None else argv, program=PROGRAM
+        )
+        train(settings, Console())
+    except (SettingsError, data.DataError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The settings of a training run: a flat TOML file, read once into a frozen dataclass.
+
+    configs/quickstart.toml      what the file says goes over the defaults of `Settings`
+    --learning-rate 1e-3         what the command line says goes over the file
+
+Nothing is guessed: an unknown key, a wrong type or an impossible value is a `SettingsError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+
+class SettingsError(ValueError):
+    """A mistake in the settings; the message is meant to be shown as it is, without traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of `train.finetune`; every one can be a key of the TOML file."""
+
+    seed: int = 0
+    """Fixes the split, the initial weights and the order of the batches."""
+
+    # Data.
+    corpus_megabytes: float = 4.0
+    """How much text is taken from the standard library, training and validation together."""
+    validation_share: float = 0.1
+    """Share of that text (by whole files) that is kept for validation."""
+    sequence_length: int = 128
+    """Bytes in one sequence."""
+    batch_size: int = 8
+    """Sequences in one step."""
+
+    # Model.
+    width: int = 256
+    """Size of the residual stream."""
+    layers: int = 4
+    """Number of transformer blocks."""
+    heads: int = 4
+    """Attention heads; width / heads must be an even whole number."""
+    ffn: int = 640
+    """Inner width of the SwiGLU layers."""
+
+    # Training.
+    steps: int = 300
+    """Optimizer steps."""
+    optimizer: Literal["zenflow", "adamw"] = "zenflow"
+    """zenflow_jax.zenflow with a HostEngine, or optax.adamw with float32 master weights."""
+    learning_rate: float = 1e-3
+    """Peak of the schedule: linear warm-up, then a cosine down to a tenth of the peak."""
+    warmup_steps: int = 0
+    """Steps of the linear warm-up of the learning rate."""
+    weight_decay: float = 0.01
+    """Decay of the matrices; the scales of the norms do not decay."""
+    max_grad_norm: float | None = None
+    """Clip the global gradient norm to this. Left out: no clipping."""
+
+    # zenflow; without meaning for adamw.
+    topk_ratio: float = 0.1
+    """Share of the channels that is updated on the device at every step."""
+    update_interval: int = 4
+    """Steps in a window, after which the host updates the deferred channels."""
+    select_interval: int | None = None
+    """Steps between two selections, a multiple of update_interval. Left out: 16 windows."""
+    full_warm_up_rounds: int = 0
+    """Steps at the start in which every channel is updated at every step."""
+    overlap_step: bool = True
+    """Let the host update run beside the next window."""
+    host_kernel: Literal["numba", "numpy"] = "numba"
+    """What computes the host update."""
+    threads: int | None = None
+    """Threads of the host update. Left out: the library chooses."""
+
+    # Reporting.
+    log_every: int = 10
+    """Steps between two rows of the metrics."""
+    eval_batches: int = 20
+    """Validation batches before and after the training."""
+    output_dir: str = "runs/quickstart"
+    """Each run makes a new numbered folder in here and never touches those of other runs."""
+    progress: bool = True
+    """Show a progress bar where the output is a terminal; plain lines otherwise."""
+
+    def __post_init__(self):
+        # What only zenflow can judge (its ratio and intervals) is left to zenflow.
+        for name in _ABOVE_ZERO:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise SettingsError(_impossible(name, "a finite number above 0", value))
+        for name in _AT_LEAST_ZERO:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise SettingsError(_impossible(name, "a finite number of at least 0", value))
+        if not self.seed < 2**32:
+            raise SettingsError(_impossible("seed", "a number below 2**32", self.seed))
+        if not 0 < self.validation_share < 1:
+            wanted = "a share between 0 and 1 (0.1 for a tenth)"
+            raise SettingsError(_impossible("validation_share", wanted, self.validation_share))
+        pairs = 2 * self.heads
+        if self.width % pairs:
+            wanted = (
+                f"a multiple of {pairs} (each of the {self.heads} heads turns pairs of numbers), "
+                f"such as {math.ceil(self.width / pairs) * pairs}"
+            )
+            raise SettingsError(_impossible("width", wanted, self.width))
+
+
+_ABOVE_ZERO = (
+    "corpus_megabytes sequence_length batch_size width layers heads ffn steps learning_rate "
+    "max_grad_norm threads log_every eval_batches"
+).split()
+
+_AT_LEAST_ZERO = "seed warmup_steps weight_decay".split()
+
+
+def _impossible(name: str, expected: str, got: object) -> str:
+    flag = "--" + name.replace("_", "-")
+    return f"`{name}`: expected {expected}, got {got}. Change it in the config file or pass {flag}."
+
+
+def load_settings(path: str | Path) -> Settings:
+    """Reads a settings file.
+
+    Args:
+        path: A TOML file without tables whose keys are fields of `Settings`; a key that is left
+            out keeps its default.
+
+    Raises:
+        SettingsError: If the file is missing or not TOML, a key is unknown, a value has the wrong
+            type (a whole number does for a float, nothing else is converted) or is impossible.
+    """
+    path = Path(path)
+    hints = get_type_hints(Settings)
+    values = {}
+    for key, value in _read_toml(path).items():
+        if key not in hints:
+            raise SettingsError(_unknown_key(path, key, list(hints)))
+        if not _fits(value, hints[key]):
+            raise SettingsError(
+                f"{path}: `{key}`: expected {_described(hints[key])}, got {value!r} "
+                f"({_TOML_NAMES.get(type(value), type(value).__name__)}). "
+                f"{_remedy(value, hints[key])}"
+            )
+        is_float = float in (hints[key], *get_args(hints[key]))
+        values[key] = float(value) if is_float else value
+    try:
+        return Settings(**values)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def settings_from_command_line(argv: Sequence[str], *, program: str) -> Settings:
+    """The settings of the command `program CONFIG.toml [--key value ...]`.
+
+    Args:
+        argv: The arguments: the path of the file, then settings that go over it.
+        program: How the command is called, for the help text.
+
+    Raises:
+        SettingsError: As `load_settings`, and if no file is named.
+        SystemExit: By tyro, with code 2 after a mistake in the other arguments (reported on
+            stderr) and with code 0 after `--help`.
+    """
+    wants_help = any(argument in ("-h", "--help") for argument in argv)
+    if argv and not argv[0].startswith("-"):
+        config, overrides, defaults = argv[0], list(argv[1:]), load_settings(argv[0])
+    elif wants_help:
+        config, overrides, defaults = "CONFIG.toml", ["--help"], Settings()
+    else:
+        got = f"`{argv[0]}`" if argv else "nothing"
+        raise SettingsError(
+            f"expected the path of a config file as the first argument, got {got}. For example: "
+            f"{program} configs/quickstart.toml --steps 100"
+        )
+    return tyro.cli(Settings, prog=f"{program} {config}", default=defaults, args=overrides)
+
+
+def to_toml(settings: Settings) -> str:
+    """The settings as the text of a file that `load_settings` reads back as the same settings.
+
+    TOML has no word for "none", so these keys are left out; their default must be none.
+    """
+    values = dataclasses.asdict(settings)
+    # JSON writes strings, finite numbers and booleans just as TOML does.
+    return "".join(
+        f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None
+    )
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        got = "a folder" if path.is_dir() else "no such file"
+        near = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        found = f" In its folder: {', '.join(map(str, near))}." if near else ""
+        raise SettingsError(
+            f"{path}: expected a config file (TOML), got {got} (looked from {Path.cwd()}). Check "
+            f"the path, or start from configs/quickstart.toml.{found}"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f'{path}: expected TOML (lines of the form `key = value`, text in "quotes"), got what '
+            f"cannot be read: {error}. Correct the file at that place."
+        ) from None
+
+
+def _unknown_key(path: Path, key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    if near:
+        remedy = f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
+    else:
+        remedy = "Remove it."
+    return (
+        f"{path}: expected only known keys, got `{key}`. {remedy} "
+        f"(The keys are: {', '.join(known)}.)"
+    )
+
+
+_TOML_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a decimal number",
+    str: "a string",
+    list: "an array",
+    dict: "a table",
+}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(value, bool):  # Python counts a bool as an int
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _described(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        # A file cannot say "none", so only the other types are worth naming.
+        return " or ".join(_described(h) for h in get_args(hint) if h is not types.NoneType)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
+    return "a number" if hint is float else _TOML_NAMES[hint]
+
+
+def _remedy(value: object, hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        near = difflib.get_close_matches(str(value), get_args(hint), n=1, cutoff=0.4)
+        return f'Did you mean "{near[0]}"?' if near else "Use one of these."
+    if isinstance(value, str) and hint is not str:
+        return "Remove the quotes."
+    if isinstance(value, dict):
+        return "Settings are flat: remove the [table] line."
+    if isinstance(value, float) and value.is_integer():
+        return f"Write {int(value)}."
+    if types.NoneType in get_args(hint):
+        return "Correct the value, or leave the key out for the default."
+    return "Correct the value."

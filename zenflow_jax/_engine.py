@@ -1,0 +1,349 @@
+"""`HostEngine`: what the caller does between two steps.
+
+Bookkeeping on the caller's thread: which window is open, whose buffers are where, when to wait.
+All device programs are dispatched from here, in the same order in every run; the work itself is
+`_worker.py`'s, the merge into the parameters `_merge.py`'s.
+"""
+
+import dataclasses
+import types
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from zenflow_jax._checks import check_fresh, check_placement
+from zenflow_jax._host_adam import HostAdam
+from zenflow_jax._host_half import HostHalf
+from zenflow_jax._mailbox import Mailbox, fingerprint
+from zenflow_jax._merge import choose, enter, merge
+from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
+from zenflow_jax._worker import Close, HandOver, Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done since it was made. Seconds are wall time."""
+
+    steps: int = 0  # exchanges
+    windows: int = 0  # windows closed
+    reselections: int = 0
+    skipped_steps: int = 0  # steps whose gradient was not finite, as far as their mail is read
+    wait_s: float = 0.0  # the caller waited for host work that the device did not hide
+    work_s: float = 0.0  # the worker worked
+    bytes_to_host: int = 0  # mail and hand-overs
+    bytes_to_device: int = 0  # updates and hand-overs
+
+
+class HostEngine:
+    """Updates the deferred channels on the host, beside the device.
+
+    Make one for each run, before its first step; call `exchange` after every step and `flush`
+    before the parameters are used for anything else; leave with `close`, or use `with`. For one
+    calling thread.
+
+    The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments),
+    4 to 8 of sums, the leaf's dtype once more for uploads, and up to three mails in pinned memory.
+    On a GPU jax caps its pool of pinned memory at 64 GiB: larger runs set the environment variable
+    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+
+    Args:
+        params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
+        opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
+        host_kernel: "numba", or the portable "numpy".
+        threads: Cores that host updates use. By default all but one, which is the caller's.
+
+    Raises:
+        ValueError: If the state is not one ZenFlowState with `offload=True` and no step taken, if
+            the parameters are not its own, or if arrays lie on several devices.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
+        >>> tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=2)
+        >>> opt_state = tx.init(params)
+        >>> @jax.jit
+        ... def train_step(params, opt_state):
+        ...     gradients = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+        ...     updates, opt_state = tx.update(gradients, opt_state, params)
+        ...     return optax.apply_updates(params, updates), opt_state
+        >>> with zenflow_jax.HostEngine(params, opt_state) as engine:
+        ...     for _ in range(5):
+        ...         params, opt_state = train_step(params, opt_state)
+        ...         params, opt_state = engine.exchange(params, opt_state)
+        ...     params, opt_state = engine.flush(params, opt_state)
+        >>> engine.stats.windows
+        3
+        >>> bool((params["w"] < 1).all())
+        True
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        opt_state: Any,
+        *,
+        host_kernel: str = "numba",
+        threads: int | None = None,
+    ):
+        params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
+        state = find_state(opt_state)
+        check_fresh(state)
+        weights = jax.tree.leaves(params)
+        places = match_leaves(params, state)
+        check_placement([weights[i] for i in places], state)
+
+        self._schedule = state.schedule
+        self._specs = tuple(leaf.spec for leaf in state.leaves)
+        self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.mail is not None]
+        self._places = [places[i] for i in self._travels]
+        self._travel_specs = tuple(self._specs[i] for i in self._travels)
+        travelling = [weights[place] for place in self._places]
+        adam = HostAdam(host_kernel, threads)
+        half = HostHalf(
+            self._travel_specs,
+            [np.asarray(w) for w in travelling],
+            [np.asarray(state.leaves[i].channels) for i in self._travels],
+            adam,
+        )
+        self._worker = Worker(half, [w.sharding for w in travelling])
+        run = fingerprint([leaf.master for leaf in half.leaves])
+        self._mailbox = Mailbox(self._worker, state, run)
+        self._step = 0
+        self._open_steps = 0
+        self._windows = 0
+        self._reselections = 0
+        self._pending: Close | None = None  # its update has not reached the parameters
+        self._closed = False
+        # Also at interpreter exit, before the modules go that the thread works with.
+        self._finalizer = weakref.finalize(self, _shut_down, self._worker, adam)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was done so far: counts, seconds and bytes."""
+        return EngineStats(
+            steps=self._step,
+            windows=self._windows,
+            reselections=self._reselections,
+            wait_s=self._worker.wait_s,
+            **dataclasses.asdict(self._worker.stats),
+        )
+
+    def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """What belongs between two steps: mail out, updates in, selection anew where it is due.
+
+        Waits only where a window closes whose update is not ready, or where the host is more than
+        two mails behind. The arrays of `opt_state` that hold mail must not be used again; the
+        parameters may.
+
+        Args:
+            params: The parameters after the step.
+            opt_state: The optimizer state after the step; of any kind, as at construction.
+
+        Returns:
+            Parameters and state for the next step, of the same structure, shapes and placement.
+
+        Raises:
+            RuntimeError: If the engine is closed or has failed; if no step, or more than one, was
+                made since the last exchange (the latter is noticed once the mail is read, by the
+                call after); if the state is another run's.
+            ValueError: If the state or the parameters have other leaves than at construction.
+        """
+        state = self._check(opt_state)
+        if self._mailbox.holds(state):
+            raise RuntimeError(
+                "expected the state of a new step, got the one that this engine returned last. "
+                "Call `exchange` once after each step, with what the step returned."
+            )
+        boundary = self._schedule.boundary(self._step + 1)
+        if boundary.closes:
+            match_leaves(params, state)  # refuses what does not fit before anything is done
+        self._step += 1
+        self._open_steps += 1
+        self._mailbox.send(state, self._step)
+        leaves = state.leaves
+        if boundary.closes:
+            params = self._collect(params, state)
+            if boundary.selects:
+                params, leaves = self._reselect(params, state)
+            else:
+                self._close_window(None)
+            if boundary.synchronous:
+                params = self._collect(params, state)
+        return params, replace_state(opt_state, self._mailbox.refill(state, leaves, self._step))
+
+    def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """Brings every deferred update into the parameters, closing an open window early.
+
+        Call it after the last exchange, or wherever the parameters are needed whole. Training may
+        go on from what it returns: the schedule is not moved, the next window has fewer steps.
+
+        Args:
+            params: The parameters that the last `exchange` returned.
+            opt_state: The state that it returned.
+
+        Returns:
+            Parameters and state, of the same structure, shapes and placement.
+
+        Raises:
+            RuntimeError: If the engine is closed or has failed, or a step was made that was not
+                exchanged.
+            ValueError: If the state or the parameters have other leaves than at construction.
+        """
+        state = self._check(opt_state)
+        if not self._mailbox.holds(state):
+            raise RuntimeError(
+                "expected the state that the last `exchange` returned, got another one: the mail "
+                "of a step has not been taken. Call `exchange` first, then `flush`."
+            )
+        match_leaves(params, state)
+        params = self._collect(params, state)
+        if self._open_steps:
+            self._close_window(None)
+            params = self._collect(params, state)
+        self._mailbox.drain()
+        return params, opt_state
+
+    def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+        """`exchange` for flax nnx: updates `model` and `optimizer` in place.
+
+        Args:
+            model: The module that `optimizer` trains.
+            optimizer: An `nnx.Optimizer` whose `tx` contains `zenflow`.
+
+        Raises:
+            RuntimeError, ValueError: As `exchange`.
+        """
+        self._in_place(self.exchange, model, optimizer)
+
+    def flush_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+        """`flush` for flax nnx: updates `model` and `optimizer` in place. Errors as `flush`."""
+        self._in_place(self.flush, model, optimizer)
+
+    def close(self) -> None:
+        """Ends the thread and frees the host memory. Safe twice, and during work.
+
+        Updates that have not been flushed are dropped.
+        """
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> "HostEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        dropped = self._open_steps > 0 or self._pending is not None
+        self.close()
+        if kind is None and dropped:
+            raise RuntimeError(
+                "the engine was left with updates that never reached the parameters. Call `params, "
+                "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
+            )
+
+    def _check(self, opt_state: Any) -> ZenFlowState:
+        if self._closed:
+            raise RuntimeError(
+                "expected an open engine, got one after `close`. Make a new run's engine with "
+                "`HostEngine(params, tx.init(params))`."
+            )
+        self._worker.check()
+        state = find_state(opt_state)
+        if tuple(leaf.spec for leaf in state.leaves) != self._specs or (
+            state.schedule != self._schedule
+        ):
+            raise ValueError(
+                "expected the state of the run that this engine was made for, got one with other "
+                "leaves or settings. Give each run an engine of its own."
+            )
+        return state
+
+    def _close_window(self, hand_over: HandOver | None) -> None:
+        self._pending = Close(hand_over)
+        self._worker.post(self._pending)
+        self._open_steps = 0
+        self._windows += 1
+
+    def _collect(self, params: Any, state: ZenFlowState) -> Any:
+        """`params` with the update that is on its way, if one is."""
+        if self._pending is None:
+            return params
+        uploads = self._worker.wait(self._pending.done, state.step)
+        self._pending = None
+        if not uploads:
+            return params
+        weights, treedef = jax.tree.flatten(params)
+        which, new, masks = zip(*uploads, strict=True)
+        merged = merge(
+            tuple(weights[self._places[i]] for i in which),
+            new,
+            masks,
+            specs=tuple(self._travel_specs[i] for i in which),
+        )
+        for i, weight in zip(which, merged, strict=True):
+            weights[self._places[i]] = weight
+        return jax.tree.unflatten(treedef, weights)
+
+    def _reselect(self, params: Any, state: ZenFlowState) -> tuple[Any, list[LeafState]]:
+        """Closes the window and hands channels over; entering ones are up to date at once."""
+        weights, treedef = jax.tree.flatten(params)
+        leaves = list(state.leaves)
+        states = [leaves[i] for i in self._travels]
+        mine = tuple(weights[place] for place in self._places)
+        chosen, masters = choose(
+            mine,
+            tuple(s.scores for s in states),
+            tuple(s.channels for s in states),
+            tuple(s.master for s in states),
+            specs=self._travel_specs,
+        )
+        hand_over = HandOver(
+            [
+                (master, s.mu, s.nu, s.steps) if s.spec.k else None
+                for s, master in zip(states, masters, strict=True)
+            ],
+            chosen,
+        )
+        self._close_window(hand_over)
+        entered = self._worker.wait(hand_over.done, state.step)
+        self._reselections += 1
+        selects = [i for i, new in enumerate(entered) if new is not None]
+        merged = enter(
+            tuple(mine[i] for i in selects),
+            tuple(entered[i][0] for i in selects),
+            tuple(chosen[i] for i in selects),
+            specs=tuple(self._travel_specs[i] for i in selects),
+        )
+        for i, weight in zip(selects, merged, strict=True):
+            weights[self._places[i]] = weight
+        for i, s, channels, new in zip(self._travels, states, chosen, entered, strict=True):
+            scores = jax.device_put(np.zeros(s.scores.shape, np.float32), s.scores.sharding)
+            leaves[i] = dataclasses.replace(s, scores=scores)
+            if new is not None:
+                master, mu, nu, steps = new
+                leaves[i] = dataclasses.replace(
+                    leaves[i],
+                    channels=channels,
+                    steps=steps,
+                    master=None if s.master is None else master,
+                    mu=mu,
+                    nu=nu,
+                )
+        return jax.tree.unflatten(treedef, weights), leaves
+
+    def _in_place(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+        params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+        params, opt_state = call(params, nnx.as_pure(optimizer.opt_state))
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+
+
+def _shut_down(worker: Worker, adam: HostAdam) -> None:
+    worker.stop()
+    adam.close()

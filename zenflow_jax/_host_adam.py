@@ -1,0 +1,390 @@
+"""AdamW on NumPy arrays: the arithmetic of the deferred channels.
+
+Two kernels give the same bits. "numba" makes one pass over memory in compiled loops; "numpy" needs
+no compiler and works through blocks that fit the cache. float16 leaves always take the NumPy
+kernel, as Numba has no float16 on CPUs. Which channels are worked on, with which window's
+gradient, and when, is the engine's business; this file knows neither windows nor mail.
+
+The bits also do not depend on the number of threads, on the size of the blocks or on where a
+vectorized loop ends: every operation rounds on its own, once, as IEEE 754 says. So no fastmath
+flag is set, not even "contract". It would buy nothing, the pass waits for memory (see
+`benchmarks/host_adam.py`).
+
+Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
+the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
+run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What
+exists once a channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from zenflow_jax import _host_numba as compiled
+from zenflow_jax._adam import AdamScalars
+
+# Elements that a thread takes at once. The NumPy kernel's block and scratch must stay in a core's
+# second-level cache; Numba streams, there a block need only outweigh the cost of handing it out.
+_BLOCK = {"numba": 128 * 1024, "numpy": 64 * 1024}
+# Elements between two yields of `adamw`, unless the threads need more to stay busy.
+_CHUNK = 1024 * 1024
+# The NumPy kernel leaves out inactive channels run by run where runs of active ones have at least
+# this many elements on average; below it the calls cost more than computing all and masking.
+_LONG_RUN = 8 * 1024
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT16 = np.dtype(np.float16)
+
+_Block = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each
+
+
+class HostAdam:
+    """Adds up gradients and takes AdamW steps, a leaf at a time, on several threads.
+
+    For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
+    nobody else may write the arrays, nor read those that it writes. End with `close`.
+
+    Args:
+        kernel: "numba" or "numpy".
+        threads: How many threads share the work; one works in the caller's. None: one less
+            than the cores this process may use, which leaves one to the training loop.
+        block: Elements that a thread takes at once; no result depends on it. None: what was
+            found best for the kernel.
+
+    Raises:
+        ValueError: If `kernel` is unknown, or `threads` is no positive integer.
+    """
+
+    def __init__(
+        self, kernel: str = "numba", threads: int | None = None, *, block: int | None = None
+    ):
+        if kernel not in _BLOCK:
+            raise ValueError(
+                f"`host_kernel` must be one of {', '.join(map(repr, _BLOCK))}, got {kernel!r}. "
+                "Leave it at 'numba' unless Numba does not work on this machine."
+            )
+        if threads is None:
+            threads = max(1, _available_cores() - 1)
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise ValueError(
+                f"`threads` must be a positive integer or None, got {threads!r}. Pass the number "
+                "of cores the host updates may use, or None for all but one."
+            )
+        self.threads = threads
+        self._block = block or _BLOCK[kernel]
+        self._blocks_per_chunk = max(_CHUNK // self._block, 4 * threads, 1)
+        self._portable = _NumpyKernel(self._block)
+        self._kernel = _NumbaKernel() if kernel == "numba" else self._portable
+        # Numba's own parallel layer must not be entered from two threads; ours only ever runs
+        # serial functions that release the GIL.
+        self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
+
+    def accumulate(
+        self, total: np.ndarray, gradient: np.ndarray, factor: float, *, first: bool
+    ) -> None:
+        """Sets `total` to `factor * gradient`, or adds that to it.
+
+        Args:
+            total: float32 sum of a window; written.
+            gradient: float32, bfloat16 or float16, of the same shape; may be read-only.
+            factor: Held in float32, as is the product.
+            first: True replaces what `total` held.
+        """
+        assert total.shape == gradient.shape
+        kernel = self._kernel_for(gradient)
+        sums, addends, factor = _flat(total), _flat(gradient), np.float32(factor)
+
+        def work(block: _Block) -> None:
+            part = slice(block[2], block[3])
+            kernel.accumulate(sums[part], addends[part], factor, first)
+
+        self._run(work, _blocks(min(1, total.size), total.size, self._block))
+
+    def adamw(
+        self,
+        master: np.ndarray,
+        mu: np.ndarray,
+        nu: np.ndarray,
+        steps: np.ndarray,
+        total: np.ndarray,
+        scale: float,
+        active: np.ndarray,
+        scalars: AdamScalars,
+        out: np.ndarray | None,
+    ) -> Iterator[None]:
+        """One AdamW step on the active channels, with the gradient `total * scale`.
+
+        A generator, so that the caller can do something else between chunks of about a million
+        elements: the step is done when it is exhausted. `steps` and `active` are read, and `steps`
+        written, when it is started. Inactive channels keep every bit of master, moments, steps and
+        `out`, whatever `total` holds there (in the trailing layout they may be written with
+        what they hold).
+
+        Args:
+            master: float32 parameters, `(groups, rows, n, tail)`; written.
+            mu: First moment, like `master`.
+            nu: Second moment, like `master`.
+            steps: int32 `(groups, n)`, Adam steps taken by each channel before this one; written.
+            total: Gradient or sum of gradients, float32, bfloat16 or float16; shape of `master`.
+                A window of one step need not be accumulated: pass its gradient, and as `scale` the
+                factor.
+            scale: Held in float32.
+            active: bool `(groups, n)`; the channels that take the step.
+            scalars: Learning rate, betas, eps, weight decay.
+            out: Gets the new master, rounded to its dtype (float32, bfloat16 or float16; to the
+                nearest, ties to even). None: nothing is cast.
+
+        Yields:
+            None, after each chunk.
+        """
+        assert all(x.dtype == np.float32 and x.flags.writeable for x in (master, mu, nu))
+        assert all(x is None or x.shape == master.shape for x in (mu, nu, total, out))
+        assert steps.dtype == np.int32 and steps.shape == active.shape == master.shape[::2]
+        groups, rows, n, tail = master.shape
+        if n == 1:  # One channel: its elements are contiguous in either layout.
+            rows, tail = 1, rows * tail
+        assert rows == 1 or tail == 1
+        active = active.copy()  # The caller may select again while the step is under way.
+        if master.size == 0 or not active.any():
+            return
+        np.add(steps, 1, out=steps, where=active)
+
+        trailing = tail == 1
+        width = n if trailing else tail
+
+        def segments(x: np.ndarray) -> np.ndarray:
+            return _flat(x).reshape(-1, width)
+
+        step = _Step(
+            p=segments(master),
+            m=segments(mu),
+            v=segments(nu),
+            g=segments(total),
+            out=None if out is None else segments(out),
+            active=active.reshape(-1),
+            m_scale=_debias(steps, scalars.b1),
+            v_scale=_debias(steps, scalars.b2),
+            rows=rows,
+            trailing=trailing,
+            scale=np.float32(scale),
+            scalars=AdamScalars(*map(np.float32, scalars)),
+        )
+        blocks = _blocks(step.p.shape[0], width, self._block)
+        if not trailing:
+            blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
+        kernel = self._kernel_for(total, out)
+
+        def work(block: _Block) -> None:
+            kernel.adamw(step, block)
+
+        for i in range(0, len(blocks), self._blocks_per_chunk):
+            self._run(work, blocks[i : i + self._blocks_per_chunk])
+            yield
+
+    def prepare(self, dtype: np.typing.DTypeLike, *, trailing: bool = False) -> None:
+        """Compiles what a leaf of this dtype needs, which otherwise the first window waits for.
+
+        Seconds the first time, then milliseconds from Numba's cache on disk.
+        """
+        shape = (1, 2, 2, 1) if trailing else (1, 1, 2, 2)
+        master, mu, nu, total = np.zeros((4, *shape), np.float32)
+        gradient, out = np.zeros((2, *shape), dtype)
+        steps, active = np.zeros((1, 2), np.int32), np.ones((1, 2), bool)
+        self.accumulate(total, gradient, 1.0, first=True)
+        for g in (total, gradient):
+            for _ in self.adamw(
+                master, mu, nu, steps, g, 1.0, active, AdamScalars(0, 0, 0, 1, 1, 1, 0), out
+            ):
+                pass
+
+    def close(self) -> None:
+        """Ends the threads. Safe twice."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _kernel_for(self, *arrays: np.ndarray | None) -> "_NumbaKernel | _NumpyKernel":
+        half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
+        return self._portable if half else self._kernel
+
+    def _run(self, work: Callable[[_Block], None], blocks: list[_Block]) -> None:
+        if self._pool is None or len(blocks) == 1:
+            for block in blocks:
+                work(block)
+            return
+        futures = [self._pool.submit(work, block) for block in blocks]
+        wait(futures)  # All of them: after an exception nobody may still be writing.
+        for future in futures:
+            future.result()
+
+
+class _Step(NamedTuple):
+    """One AdamW step of one leaf, as the kernels see it.
+
+    A segment is a contiguous piece of `width` elements: a channel in the leading layout, a row of
+    all channels in the trailing one.
+    """
+
+    p: np.ndarray  # (segments, width) float32, as are m and v
+    m: np.ndarray
+    v: np.ndarray
+    g: np.ndarray  # (segments, width) float32, bfloat16 or float16
+    out: np.ndarray | None  # (segments, width) float32, bfloat16 or float16
+    active: np.ndarray  # (groups * n,) bool
+    m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
+    v_scale: np.ndarray
+    rows: int  # segments a group has in the trailing layout
+    trailing: bool
+    scale: np.float32
+    scalars: AdamScalars  # of np.float32
+
+
+def _available_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS and Windows do not tell
+        return os.cpu_count() or 1
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    assert x.flags.c_contiguous  # else `reshape` would copy, and writes be lost
+    return x.reshape(-1)
+
+
+def _blocks(segments: int, width: int, limit: int) -> list[_Block]:
+    """Cuts `segments` of `width` elements into contiguous blocks of at most `limit` elements."""
+    if width <= limit:
+        k = limit // max(width, 1)
+        return [(i, min(i + k, segments), 0, width) for i in range(0, segments, k)]
+    part = -(-width // -(-width // limit))
+    return [
+        (i, i + 1, left, min(left + part, width))
+        for i in range(segments)
+        for left in range(0, width, part)
+    ]
+
+
+def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
+    """`1 / (1 - beta**steps)`, worked out in float64; inf where no step was taken."""
+    with np.errstate(divide="ignore"):
+        return (1 / (1 - np.float64(beta) ** steps.reshape(-1))).astype(np.float32)
+
+
+class _NumpyKernel:
+    """Blocks in the cache, `out=` everywhere: no call allocates but the first of a thread."""
+
+    def __init__(self, block: int):
+        self._block = block
+        self._local = threading.local()
+
+    def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
+        with np.errstate(all="ignore"):  # what is not finite is the device's to judge
+            if first:
+                _widen_into(total, g, factor)
+            else:
+                (x,) = self._scratch(1, total.shape)
+                _widen_into(x, g, factor)
+                total += x
+
+    def adamw(self, step: _Step, block: _Block) -> None:
+        first, last, left, right = block
+        columns = slice(left, right)
+        if not step.trailing:
+            channels = slice(first, last)
+            active = step.active[channels]
+            edges = np.flatnonzero(np.diff(active, prepend=False, append=False))
+            if active.sum() * (right - left) >= len(edges) // 2 * _LONG_RUN:
+                for a, b in edges.reshape(-1, 2) + first:
+                    self._update(step, slice(a, b), columns, slice(a, b), masked=False)
+            else:
+                self._update(step, channels, columns, channels, masked=True)
+            return
+        n = step.p.shape[1]
+        for group in range(first // step.rows, -(-last // step.rows)):
+            segments = slice(max(first, group * step.rows), min(last, (group + 1) * step.rows))
+            channels = slice(group * n + left, group * n + right)
+            active = step.active[channels]
+            if active.any():
+                self._update(step, segments, columns, channels, masked=not active.all())
+
+    def _update(
+        self, step: _Step, segments: slice, columns: slice, channels: slice, *, masked: bool
+    ) -> None:
+        def by_channel(x: np.ndarray) -> np.ndarray:
+            return x[channels][None, :] if step.trailing else x[channels][:, None]
+
+        p, m, v, g = (x[segments, columns] for x in (step.p, step.m, step.v, step.g))
+        x, y, *spare = self._scratch(5 if masked else 2, p.shape)
+        new_p, new_m, new_v = spare if masked else (p, m, v)
+        s = step.scalars
+        with np.errstate(all="ignore"):
+            _widen_into(x, g, step.scale)
+            np.multiply(x, s.one_minus_b1, out=y)
+            np.multiply(m, s.b1, out=new_m)
+            new_m += y
+            np.multiply(x, x, out=x)
+            x *= s.one_minus_b2
+            np.multiply(v, s.b2, out=new_v)
+            new_v += x
+            np.multiply(new_v, by_channel(step.v_scale), out=x)
+            np.sqrt(x, out=x)
+            x += s.eps
+            np.multiply(new_m, by_channel(step.m_scale), out=y)
+            y /= x
+            np.multiply(p, s.weight_decay, out=x)
+            y += x
+            y *= s.learning_rate
+            np.subtract(p, y, out=new_p)
+            where = by_channel(step.active) if masked else True
+            if masked:
+                for old, new in ((p, new_p), (m, new_m), (v, new_v)):
+                    np.copyto(old, new, where=where)
+            if step.out is not None:
+                np.copyto(step.out[segments, columns], new_p, where=where, casting="same_kind")
+
+    def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = np.empty((5, self._block), np.float32)
+        size = int(np.prod(shape))
+        return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
+
+
+def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:
+    if g.dtype == np.float32:
+        np.multiply(g, factor, out=x)
+    else:
+        np.copyto(x, g)  # exact, releases the GIL, and beats shifting bits
+        x *= factor
+
+
+class _NumbaKernel:
+    """One pass over memory, compiled when a combination of dtypes is first met."""
+
+    def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
+        compiled.accumulate(total, _readable(g), factor, first)
+
+    def adamw(self, step: _Step, block: _Block) -> None:
+        scalars = (step.scale, *step.scalars)
+        out = step.out.view(np.uint16) if _is_bfloat16(step.out) else step.out
+        arrays = (step.p, step.m, step.v, _readable(step.g), out)
+        per_channel = (step.active, step.m_scale, step.v_scale)
+        if step.trailing:
+            compiled.adamw_trailing(*arrays, *per_channel, scalars, step.rows, *block)
+        else:
+            compiled.adamw_leading(*arrays, *per_channel, scalars, *block)
+
+
+def _is_bfloat16(x: np.ndarray | None) -> bool:
+    return x is not None and x.dtype == _BFLOAT16
+
+
+def _readable(x: np.ndarray) -> np.ndarray:
+    """A view as Numba likes it; always read-only, as to Numba that is a type of its own."""
+    x = x.view(np.uint16) if _is_bfloat16(x) else x.view()
+    x.flags.writeable = False
+    return x

@@ -1,0 +1,253 @@
+"""The host truth of every deferred channel: masters, moments, counts, and the open window.
+
+NumPy arrays in, NumPy arrays out, no thread and no jax array: `_worker.py` decides when these
+methods run, `_host_adam.py` does the arithmetic. Arrays have the leaf's full shape, viewed as
+`(groups, rows, n, tail)`; rows of selected channels are not current, their truth is on the device.
+
+Letters: `n` channels in a group, `k` of them selected.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from zenflow_jax._adam import AdamScalars
+from zenflow_jax._channels import LeafSpec
+from zenflow_jax._host_adam import HostAdam
+
+
+@dataclasses.dataclass
+class HostLeaf:
+    """One leaf's arrays, all `(groups, rows, n, tail)` unless said otherwise."""
+
+    spec: LeafSpec
+    master: np.ndarray  # float32
+    mu: np.ndarray  # float32
+    nu: np.ndarray  # float32
+    steps: np.ndarray  # int32 (groups, n): Adam steps of each channel
+    channels: np.ndarray  # int32 (groups, k), ascending: selected now
+    out: np.ndarray | None  # the leaf's dtype, what is uploaded; None if that is the master
+    total: np.ndarray | None = None  # float32, sum of the open window; None before its first mail
+    # Sums not in use. While an update runs there are two: the window it is about, and the next.
+    spare: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedWindow:
+    """What a window's update needs, frozen where the window closed."""
+
+    number: int
+    scale: float  # one over the steps that counted
+    scalars: AdamScalars  # of its last step
+    totals: list[np.ndarray]  # one for each leaf; empty if no step counted
+    active: list[np.ndarray]  # bool (groups, n): channels it is about
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedRows:
+    """A leaf's selected channels as they cross in a hand-over; shapes as on the device."""
+
+    master: np.ndarray  # float32 (groups, rows, k, tail)
+    mu: np.ndarray
+    nu: np.ndarray
+    steps: np.ndarray  # int32 (groups, k)
+
+
+class HostHalf:
+    """The deferred half of a run on the host. For one thread at a time.
+
+    Args:
+        specs: The leaves that travel.
+        weights: Their parameters, in the order of `specs`.
+        channels: Their selected channels, `(*stack, k)`.
+        adam: The kernels.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        weights: Sequence[np.ndarray],
+        channels: Sequence[np.ndarray],
+        adam: HostAdam,
+    ):
+        self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
+        self._adam = adam
+        self._counted = 0  # steps summed in the open window
+        self._windows = 0
+        self._scalars: AdamScalars | None = None  # of the last step, skipped or not
+
+    def note(self, scalars: AdamScalars) -> None:
+        """Takes in the scalars of a step; the last ones before a window closes are the window's."""
+        self._scalars = scalars
+
+    def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
+        """Adds one step's gradients to the open window, `factor` times."""
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            if leaf.total is None:
+                leaf.total = leaf.spare.pop() if leaf.spare else np.empty_like(leaf.master)
+            self._adam.accumulate(
+                leaf.total, gradient.reshape(leaf.master.shape), factor, first=self._counted == 0
+            )
+        self._counted += 1
+
+    def close_window(self) -> ClosedWindow:
+        """Ends the open window; the next mail begins another."""
+        assert self._scalars is not None
+        self._windows += 1
+        counted, self._counted = self._counted, 0
+        closed = ClosedWindow(
+            number=self._windows,
+            scale=1 / max(counted, 1),
+            scalars=self._scalars,
+            totals=[leaf.total for leaf in self.leaves if leaf.total is not None],
+            active=[~_members(leaf.channels, leaf.spec.n) for leaf in self.leaves],
+        )
+        for leaf in self.leaves:
+            leaf.total = None
+        return closed
+
+    def update(
+        self,
+        window: ClosedWindow,
+        finished: Callable[[int, HostLeaf, np.ndarray], None],
+    ) -> Iterator[str]:
+        """Makes a window's update, a bounded piece at a time.
+
+        Args:
+            window: What to do.
+            finished: Told the number, leaf and active channels of each leaf that is done.
+
+        Yields:
+            The leaf's name before each piece. In between other methods may be called, except for
+            a hand-over.
+        """
+        if not window.totals:
+            return
+        for i, (leaf, total, active) in enumerate(
+            zip(self.leaves, window.totals, window.active, strict=True)
+        ):
+            scalars = _for_leaf(window.scalars, leaf.spec)
+            yield leaf.spec.name
+            for _ in self._adam.adamw(
+                leaf.master,
+                leaf.mu,
+                leaf.nu,
+                leaf.steps,
+                total,
+                window.scale,
+                active,
+                scalars,
+                leaf.out,
+            ):
+                yield leaf.spec.name
+            leaf.spare.append(total)
+            finished(i, leaf, active)
+
+    def hand_over(
+        self,
+        window: ClosedWindow,
+        leaving: Sequence[SelectedRows | None],
+        chosen: Sequence[np.ndarray],
+    ) -> tuple[ClosedWindow, list[SelectedRows | None]]:
+        """Takes the selected channels' state back and gives that of the newly chosen ones.
+
+        The window that just closed has not been applied yet: entering channels get its update
+        here, on their own, and are taken out of it.
+
+        Args:
+            window: The window that just closed.
+            leaving: Of each leaf what the device holds; None where it holds no channel.
+            chosen: Of each leaf the channels that are selected from now on, int32 (groups, k).
+
+        Returns:
+            What is left of the window, and what the device holds from now on.
+        """
+        entered, rows = [], []
+        for i, (leaf, old, channels) in enumerate(zip(self.leaves, leaving, chosen, strict=True)):
+            active = window.active[i]
+            if old is None:
+                entered.append(active)
+                rows.append(None)
+                continue
+            for host, device in (
+                (leaf.master, old.master),
+                (leaf.mu, old.mu),
+                (leaf.nu, old.nu),
+            ):
+                _put(host, leaf.channels, device)
+            np.put_along_axis(leaf.steps, leaf.channels, old.steps, axis=-1)
+            total = window.totals[i] if window.totals else None
+            entering = np.take_along_axis(active, channels, axis=-1)
+            rows.append(self._enter(leaf, channels, entering, total, window))
+            leaf.channels = channels
+            entered.append(active & ~_members(channels, leaf.spec.n))
+        return dataclasses.replace(window, active=entered), rows
+
+    def _enter(
+        self,
+        leaf: HostLeaf,
+        channels: np.ndarray,
+        entering: np.ndarray,
+        total: np.ndarray | None,
+        window: ClosedWindow,
+    ) -> SelectedRows:
+        # Copies: they go to the device, whose truth they are from now on.
+        rows = SelectedRows(
+            master=_take(leaf.master, channels),
+            mu=_take(leaf.mu, channels),
+            nu=_take(leaf.nu, channels),
+            steps=np.take_along_axis(leaf.steps, channels, axis=-1),
+        )
+        if total is not None and entering.any():
+            for _ in self._adam.adamw(
+                rows.master,
+                rows.mu,
+                rows.nu,
+                rows.steps,
+                _take(total, channels),
+                window.scale,
+                entering,
+                _for_leaf(window.scalars, leaf.spec),
+                None,
+            ):
+                pass
+        return rows
+
+
+def _new_leaf(spec: LeafSpec, weight: np.ndarray, channels: np.ndarray) -> HostLeaf:
+    shape = spec.view4(spec.n)
+    groups = shape[0]
+    return HostLeaf(
+        spec=spec,
+        # `astype` copies: the parameter's memory belongs to the device.
+        master=np.ascontiguousarray(weight.astype(np.float32)).reshape(shape),
+        mu=np.zeros(shape, np.float32),
+        nu=np.zeros(shape, np.float32),
+        steps=np.zeros((groups, spec.n), np.int32),
+        channels=np.array(channels, np.int32).reshape(groups, spec.k),
+        out=np.zeros(shape, spec.dtype) if spec.keeps_master else None,
+    )
+
+
+def _for_leaf(scalars: AdamScalars, spec: LeafSpec) -> AdamScalars:
+    return scalars if spec.decay else scalars._replace(weight_decay=0.0)
+
+
+def _members(channels: np.ndarray, n: int) -> np.ndarray:
+    """Bool (groups, n): whether a channel is among `channels` (groups, k)."""
+    members = np.zeros((channels.shape[0], n), bool)
+    np.put_along_axis(members, channels, True, axis=-1)
+    return members
+
+
+def _take(x: np.ndarray, channels: np.ndarray) -> np.ndarray:
+    """The rows of `x` (groups, rows, n, tail) at `channels` (groups, k), copied."""
+    return np.stack(
+        [np.take(group, index, axis=1) for group, index in zip(x, channels, strict=True)]
+    )
+
+
+def _put(x: np.ndarray, channels: np.ndarray, rows: np.ndarray) -> None:
+    for group, index, new in zip(x, channels, rows, strict=True):
+        group[:, index] = new

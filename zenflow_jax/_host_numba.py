@@ -1,0 +1,169 @@
+"""Compiled loops: AdamW and the sum of gradients in one pass over memory.
+
+What `_host_adam.py` runs on each block. bfloat16 arrives as its bits, uint16 arrays; float16 not at
+all, as Numba has none on CPUs. Every operation rounds on its own, once, as IEEE 754 says: no
+fastmath flag is set, not even "contract", so the vectorized body of a loop and its scalar
+tail give the same bits, and the same as NumPy. It costs nothing, the loops wait for memory
+(`benchmarks/host_adam.py`).
+
+The functions carry no annotations, and `no_type_check` keeps jaxtyping's import hook from wrapping
+them: Numba could not compile the wrapper. Numba makes uint64 of the sum of two uint32, so each step
+of bit arithmetic is cast back. Loops count over slices, from zero: an index that Numba cannot prove
+to be positive is checked in the loop, and the check keeps LLVM from vectorizing.
+
+Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`; `out` like them or
+None. A block is segments `first` to `last`, in each the elements `left` to `right`.
+"""
+
+from collections.abc import Callable
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+
+def _compiled(function: Callable) -> Any:
+    """Serial machine code that releases the GIL and divides as NumPy does, kept on disk.
+
+    Numba keeps it beside this file, else in the user's cache folder. Where neither can be
+    written it raises, at import; then every process compiles for itself.
+    """
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
+
+
+def _widened(x):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_widened)
+@no_type_check
+def _(x):
+    if x == numba.uint16:  # the bits of a bfloat16 are the upper half of a float32
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def _piece(x, row, left, right):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_piece)
+@no_type_check
+def _(x, row, left, right):
+    if x == numba.none:
+        return lambda x, row, left, right: None
+    return lambda x, row, left, right: x[row, left:right]
+
+
+def _rounded(x, out):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_rounded)
+@no_type_check
+def _(x, out):
+    if out.dtype == numba.uint16:
+        return lambda x, out: bfloat16_bits(x)
+    return lambda x, out: x
+
+
+@_compiled
+@no_type_check
+def bfloat16_bits(x):
+    """To nearest, ties to even; a NaN becomes the quiet one of its sign, as in ml_dtypes."""
+    bits = np.float32(x).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd))
+    nan = np.uint32(np.uint32(bits & np.uint32(0x80000000)) | np.uint32(0x7FC00000))
+    return np.uint16(np.uint32(nearest if x == x else nan) >> np.uint32(16))
+
+
+@_compiled
+@no_type_check
+def _element(p, m, v, g, m_scale, v_scale, scalars):
+    scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
+    g = _widened(g) * scale
+    m = m * b1 + g * one_minus_b1
+    v = v * b2 + (g * g) * one_minus_b2
+    direction = (m * m_scale) / (np.sqrt(v * v_scale) + eps) + p * weight_decay
+    return p - direction * learning_rate, m, v
+
+
+@_compiled
+@no_type_check
+def adamw_leading(p, m, v, g, out, active, m_scale, v_scale, scalars, first, last, left, right):
+    for s in range(first, last):
+        if active[s]:
+            _advance_channel(
+                p[s, left:right],
+                m[s, left:right],
+                v[s, left:right],
+                g[s, left:right],
+                _piece(out, s, left, right),
+                m_scale[s],
+                v_scale[s],
+                scalars,
+            )
+
+
+@_compiled
+@no_type_check
+def _advance_channel(p, m, v, g, out, m_scale, v_scale, scalars):
+    for i in range(p.size):
+        p_i, m_i, v_i = _element(p[i], m[i], v[i], g[i], m_scale, v_scale, scalars)
+        p[i] = p_i
+        m[i] = m_i
+        v[i] = v_i
+        if out is not None:
+            out[i] = _rounded(p_i, out)
+
+
+@_compiled
+@no_type_check
+def adamw_trailing(
+    p, m, v, g, out, active, m_scale, v_scale, scalars, rows, first, last, left, right
+):
+    n = p.shape[1]
+    for s in range(first, last):
+        channels = (s // rows) * n
+        _advance_row(
+            p[s, left:right],
+            m[s, left:right],
+            v[s, left:right],
+            g[s, left:right],
+            _piece(out, s, left, right),
+            active[channels + left : channels + right],
+            m_scale[channels + left : channels + right],
+            v_scale[channels + left : channels + right],
+            scalars,
+        )
+
+
+@_compiled
+@no_type_check
+def _advance_row(p, m, v, g, out, active, m_scale, v_scale, scalars):
+    # Writes every lane, its new value or its old one: a branch around the stores is vectorized
+    # only where the machine has masked ones.
+    for i in range(p.size):
+        p_i, m_i, v_i = _element(p[i], m[i], v[i], g[i], m_scale[i], v_scale[i], scalars)
+        p[i] = p_i if active[i] else p[i]
+        m[i] = m_i if active[i] else m[i]
+        v[i] = v_i if active[i] else v[i]
+        if out is not None:
+            out[i] = _rounded(p_i, out) if active[i] else out[i]
+
+
+@_compiled
+@no_type_check
+def accumulate(total, g, factor, first):
+    if first:
+        for i in range(total.size):
+            total[i] = _widened(g[i]) * factor
+    else:
+        for i in range(total.size):
+            total[i] += _widened(g[i]) * factor

@@ -1,0 +1,343 @@
+"""The arithmetic of ZenFlow in plain NumPy: slow, obvious, one channel after the other.
+
+Nothing runs in the background here and nothing is fast. A channel is an object that carries
+everything known of it, so that "selected", "deferred" and "waiting" are words about one object and
+not about where an array lives. The tests hold the engine and the in-graph mode to this file, which
+is why it imports neither: a mistake shared by two of them would be seen by nobody.
+
+Letters: `t` the step, counted from 1; `g` a gradient; `n` channels in a stack entry, `k` of them
+selected; `*stack` the axes whose entries select separately.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Plain values of the options of `zenflow`, under the same names and with the same defaults."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    topk_ratio: float = 0.1
+    update_interval: int = 4
+    select_interval: int | None = None  # steps; None is every 16 windows
+    full_warm_up_rounds: int = 0  # steps
+    overlap_step: bool = True
+    max_grad_norm: float | None = None
+
+
+@dataclasses.dataclass
+class _Channel:
+    """One channel of one stack entry, whichever side it lives on. All arrays are float32."""
+
+    where: tuple[Any, ...]  # index of its entries in the leaf
+    weight_decay: float
+    selected: bool
+    master: Any  # runs ahead of the parameter while `waiting`
+    mu: Any
+    nu: Any
+    window_sum: Any  # gradients since the window opened, steps that were skipped left out
+    steps: int = 0  # AdamW steps taken by this channel
+    score: Any = np.float32(0)
+    waiting: bool = False  # an update was computed that the parameter has not received yet
+
+
+@dataclasses.dataclass
+class _Leaf:
+    """A parameter in its own dtype, and its channels, one list for each stack entry."""
+
+    param: np.ndarray
+    axis: int | None  # None for a resident leaf, which is one channel that is always selected
+    stack: tuple[int, ...]
+    k: int
+    entries: list[list[_Channel]]
+
+    @property
+    def channels(self) -> Iterator[_Channel]:
+        return (channel for entry in self.entries for channel in entry)
+
+    def publish(self, channel: _Channel) -> None:
+        """Make the parameter what it always is in the end: the cast of the master."""
+        self.param[channel.where] = channel.master.astype(self.param.dtype)
+        channel.waiting = False
+
+
+class Reference:
+    """Training with ZenFlow on one thread, for small arrays.
+
+    Args:
+        params: Leaves of any shape and of any real floating dtype. They are copied.
+        learning_rate: A number, or a schedule that step `t` asks for `t - 1`, as optax does.
+        settings: The options.
+        channel_axes: The channel axis of each leaf, counted from either end; None makes the leaf
+            resident.
+        decay: Whether each leaf takes part in weight decay; None is all of them.
+
+    Attributes:
+        step_count: Steps so far, skipped ones included.
+        skipped: Steps whose gradient was not finite.
+        windows: Windows closed so far: each warm-up step is one, and so is each one that `flush`
+            closed; those that had nothing but skipped steps count too.
+        reselections: Times that channels were chosen, the first choice included.
+
+    Examples:
+        >>> settings = Settings(topk_ratio=0.5, update_interval=2)
+        >>> ones = np.ones((4, 3), np.float32)
+        >>> reference = Reference([ones], 0.1, settings, channel_axes=[-2])
+        >>> (params,) = reference.step([ones])
+        >>> (params != ones).any(axis=1).tolist()
+        [True, True, False, False]
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Any],
+        learning_rate: float | Callable[[int], Any],
+        settings: Settings,
+        *,
+        channel_axes: Sequence[int | None],
+        decay: Sequence[bool] | None = None,
+    ):
+        self._settings = settings
+        self._learning_rate = learning_rate
+        self._select_interval = (
+            16 * settings.update_interval
+            if settings.select_interval is None
+            else settings.select_interval
+        )
+        assert self._select_interval % settings.update_interval == 0
+
+        decay = [True] * len(params) if decay is None else decay
+        self._leaves = [
+            _make_leaf(np.array(param), axis, settings, settings.weight_decay if decays else 0.0)
+            for param, axis, decays in zip(params, channel_axes, decay, strict=True)
+        ]
+
+        self.step_count = 0
+        self.skipped = 0
+        self.windows = 0
+        self.reselections = 0
+        self._last_lr = np.float32(0)
+        self._open_steps = 0  # of the open window, skipped ones included
+        self._open_steps_taken = 0  # the same without them
+
+    def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
+        """Take one training step and do what the exchange after it does.
+
+        Args:
+            gradients: One array for each leaf, of its shape and of any real floating dtype.
+
+        Returns:
+            The parameters that the next forward pass sees, copied, in their dtypes.
+        """
+        gradients = [np.asarray(g).astype(np.float32) for g in gradients]
+        for leaf, g in zip(self._leaves, gradients, strict=True):
+            assert g.shape == leaf.param.shape, (g.shape, leaf.param.shape)
+
+        self.step_count += 1
+        self._open_steps += 1
+        schedule = self._learning_rate
+        lr = schedule(self.step_count - 1) if callable(schedule) else schedule
+        self._last_lr = np.float32(lr)
+
+        squares = _sums_of_squares(gradients)
+        if np.isfinite(squares).all():
+            self._open_steps_taken += 1
+            factor = _clipping_factor(squares, self._settings.max_grad_norm)
+            for leaf, g in zip(self._leaves, gradients, strict=True):
+                for channel in leaf.channels:
+                    self._take_gradient(leaf, channel, factor * g[channel.where])
+        else:
+            self.skipped += 1
+
+        self._exchange(self.step_count)
+        return self.params
+
+    def flush(self) -> list[np.ndarray]:
+        """Bring everything that is on its way to the parameters.
+
+        The open window is closed early, with the mean over the steps it has and the learning rate
+        of the last one. Nothing is re-selected and the schedule stays where it was: the next
+        window merely has fewer steps.
+
+        Returns:
+            The parameters, copied, in their dtypes. Each is the cast of its master.
+        """
+        if self._open_steps:
+            self._close_window(overlap=False)
+        else:
+            self._merge()
+        return self.params
+
+    @property
+    def params(self) -> list[np.ndarray]:
+        """The parameters, copied, in their dtypes."""
+        return [leaf.param.copy() for leaf in self._leaves]
+
+    @property
+    def selected(self) -> list[np.ndarray | None]:
+        """Per leaf the selected channels `[*stack, k]`, ascending, int32; None if resident."""
+        return [None if leaf.axis is None else _selected_channels(leaf) for leaf in self._leaves]
+
+    @property
+    def scores(self) -> list[np.ndarray | None]:
+        """Per leaf the scores `[*stack, n]` since the last selection, float32; None if resident."""
+        return [None if leaf.axis is None else _scores(leaf) for leaf in self._leaves]
+
+    def moments(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Everything that AdamW keeps of leaf `i`, whichever side a channel lives on.
+
+        Args:
+            i: Position of the leaf.
+
+        Returns:
+            Master, first moment, second moment (float32) and number of AdamW steps (int32), each
+            of the leaf's shape.
+        """
+        leaf = self._leaves[i]
+        master, mu, nu = (np.zeros(leaf.param.shape, np.float32) for _ in range(3))
+        steps = np.zeros(leaf.param.shape, np.int32)
+        for channel in leaf.channels:
+            master[channel.where] = channel.master
+            mu[channel.where] = channel.mu
+            nu[channel.where] = channel.nu
+            steps[channel.where] = channel.steps
+        return master, mu, nu, steps
+
+    def _take_gradient(self, leaf: _Leaf, channel: _Channel, g: Any) -> None:
+        channel.score += np.sum(g * g, dtype=np.float32)
+        if channel.selected:
+            _adamw(channel, g, self._last_lr, self._settings)
+            leaf.publish(channel)
+        else:
+            channel.window_sum = channel.window_sum + g
+
+    def _exchange(self, t: int) -> None:
+        s = self._settings
+        since_warm_up = t - s.full_warm_up_rounds
+        if since_warm_up <= 0:
+            # A warm-up step is a window of its own, and never leaves anything waiting.
+            self._close_window(overlap=False)
+        elif since_warm_up % s.update_interval == 0:
+            self._close_window(overlap=s.overlap_step)
+
+        # The first boundary there is: the end of the warm-up, or else of the first window.
+        first = t == (s.full_warm_up_rounds or s.update_interval)
+        if first or (since_warm_up > 0 and since_warm_up % self._select_interval == 0):
+            self._reselect()
+
+    def _close_window(self, *, overlap: bool) -> None:
+        # The update before this one first: after the next lines the masters are a window further.
+        self._merge()
+        for leaf in self._leaves:
+            for channel in leaf.channels:
+                # Selection moves only between windows, so "deferred now" is "deferred all along".
+                if not channel.selected and self._open_steps_taken:
+                    mean = channel.window_sum / np.float32(self._open_steps_taken)
+                    _adamw(channel, mean, self._last_lr, self._settings)
+                    channel.waiting = True
+                channel.window_sum = np.zeros_like(channel.window_sum)
+        if not overlap:
+            self._merge()
+        self.windows += 1
+        self._open_steps = 0
+        self._open_steps_taken = 0
+
+    def _merge(self) -> None:
+        for leaf in self._leaves:
+            for channel in leaf.channels:
+                if channel.waiting:
+                    leaf.publish(channel)
+
+    def _reselect(self) -> None:
+        for leaf in self._leaves:
+            for entry in leaf.entries:
+                ranking = sorted(range(len(entry)), key=lambda j, e=entry: (-e[j].score, j))
+                for j, channel in enumerate(entry):
+                    channel.selected = j in ranking[: leaf.k]
+                    channel.score = np.float32(0)
+                    # The device starts from the parameter, so a channel that enters cannot wait.
+                    if channel.selected and channel.waiting:
+                        leaf.publish(channel)
+        self.reselections += 1
+
+
+def _make_leaf(
+    param: np.ndarray, axis: int | None, settings: Settings, weight_decay: float
+) -> _Leaf:
+    def channel(where: tuple[Any, ...], selected: bool) -> _Channel:
+        master = param[where].astype(np.float32)
+        zeros = np.zeros_like(master)
+        return _Channel(where, weight_decay, selected, master, zeros, zeros, zeros)
+
+    if axis is None:
+        return _Leaf(param, None, (), 1, [[channel((...,), True)]])
+
+    assert -param.ndim <= axis < param.ndim, (axis, param.shape)
+    axis %= param.ndim
+    # Both axes of a matrix belong to the matrix, whichever of them is the channel axis.
+    stack = param.shape[: min(axis, max(param.ndim - 2, 0))]
+    n = param.shape[axis]
+    k = _count_selected(settings.topk_ratio, n)
+    between = (slice(None),) * (axis - len(stack))
+    entries = [
+        [channel((*entry, *between, j, ...), j < k) for j in range(n)]
+        for entry in np.ndindex(*stack)
+    ]
+    return _Leaf(param, axis, stack, k, entries)
+
+
+def _selected_channels(leaf: _Leaf) -> np.ndarray:
+    chosen = [[j for j, channel in enumerate(entry) if channel.selected] for entry in leaf.entries]
+    return np.array(chosen, np.int32).reshape(*leaf.stack, leaf.k)
+
+
+def _scores(leaf: _Leaf) -> np.ndarray:
+    assert leaf.axis is not None
+    scores = [channel.score for channel in leaf.channels]
+    return np.array(scores, np.float32).reshape(*leaf.stack, leaf.param.shape[leaf.axis])
+
+
+def _count_selected(ratio: float, n: int) -> int:
+    # The ratio means what its decimals say: 0.1 * 30 is 3.0000000000000004 in binary, and 4 of 30
+    # is not a tenth.
+    return math.ceil(round(ratio * n, 6))
+
+
+def _adamw(channel: _Channel, g: Any, lr: np.float32, s: Settings) -> None:
+    """Move master and moments by one AdamW step. The parameter is left as it is."""
+    channel.steps += 1
+    n = np.float32(channel.steps)
+    one = np.float32(1)
+    # As optax: `1 - b` is taken in Python's precision, `1 - b**n` in float32. The two differ in
+    # the fifth digit for b2 = 0.999 and n = 1.
+    channel.mu = np.float32(1 - s.b1) * g + np.float32(s.b1) * channel.mu
+    channel.nu = np.float32(1 - s.b2) * (g * g) + np.float32(s.b2) * channel.nu
+    mu_hat = channel.mu / (one - np.float32(s.b1) ** n)
+    nu_hat = channel.nu / (one - np.float32(s.b2) ** n)
+    direction = mu_hat / (np.sqrt(nu_hat) + np.float32(s.eps))
+    direction = direction + np.float32(channel.weight_decay) * channel.master
+    channel.master = channel.master - lr * direction
+
+
+def _sums_of_squares(gradients: Sequence[np.ndarray]) -> np.ndarray:
+    # Overflow is an answer here, not an accident: the step is skipped.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([np.sum(g * g, dtype=np.float32) for g in gradients], np.float32)
+
+
+def _clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.float32:
+    if max_grad_norm is None:
+        return np.float32(1)
+    # Leaves that are finite can have an infinite sum. As in optax, the factor is then zero.
+    with np.errstate(over="ignore"):
+        norm = np.sqrt(np.sum(squares, dtype=np.float32))
+    limit = np.float32(max_grad_norm)
+    return np.float32(1) if norm < limit else limit / norm

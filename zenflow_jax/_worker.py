@@ -1,0 +1,316 @@
+"""The only thread: takes in mail, makes host updates, hands channels over.
+
+Work comes in order through `post`. A host update is cut into pieces and runs whenever nothing else
+can: mail of the next window is taken in between two pieces, so that the caller never waits for an
+update that still has time. What a run computes does not depend on that order, because a window's
+sum and the next one's are different arrays.
+
+The thread never runs a jitted computation or a collective. It reads arrays in host memory, does
+NumPy, and copies arrays to single devices.
+"""
+
+import concurrent.futures
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._adam import AdamScalars
+from zenflow_jax._host_half import ClosedWindow, HostHalf, HostLeaf, SelectedRows
+from zenflow_jax._placement import upload, view
+from zenflow_jax._state import USED, Letter
+
+
+@dataclass
+class Mail:
+    """One step's mail. The buffers belong to the worker until `done`."""
+
+    step: int  # the step that it must be of
+    ticket: int  # the ticket that it must carry
+    gradients: list[jax.Array]  # in host memory
+    letter: Letter
+    done: Future = field(default_factory=Future)
+    arrived: Future = field(default_factory=Future)  # set by the worker: the copy is complete
+
+
+@dataclass
+class HandOver:
+    """Channels change hands where a window closes, before its update begins.
+
+    The device arrays belong to the worker until `done`, which gives the arrays of each leaf's
+    selected channels from now on: (master, mu, nu, steps) on the device, None where there is none.
+    """
+
+    leaving: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None]
+    chosen: Sequence[jax.Array]
+    done: Future = field(default_factory=Future)
+
+
+@dataclass
+class Close:
+    """The open window closes. `done` gives, for each leaf with news, (leaf, upload, mask)."""
+
+    hand_over: HandOver | None = None
+    done: Future = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    skipped_steps: int = 0
+    work_s: float = 0.0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+
+
+class Worker:
+    """Owns the thread. Failures travel to the caller through `check` and every open `done`.
+
+    Args:
+        half: The arrays that the thread works on; nobody else touches them from now on.
+        shardings: For each leaf of `half` where its uploads go.
+    """
+
+    def __init__(self, half: HostHalf, shardings: Sequence[jax.sharding.Sharding]):
+        self.stats = WorkerStats()  # replaced as a whole, so it can be read at any time
+        self.wait_s = 0.0  # the caller's; see `wait`
+        self._half = half
+        self._shardings = list(shardings)
+        self._inbox: deque[Mail | Close] = deque()
+        self._promised: list[Future] = []  # what the caller may be waiting for
+        self._condition = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._update: Iterator[str] | None = None
+        self._window = 1  # the one being summed, for messages
+        self._where = "the first mail"
+        # Waiting for the device must not keep the thread from an update: it is done here.
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
+        # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
+        self._thread.start()
+
+    def post(self, item: Mail | Close) -> None:
+        promised = [item.done]
+        if isinstance(item, Close) and item.hand_over is not None:
+            promised.append(item.hand_over.done)
+        if isinstance(item, Mail):
+            item.arrived = self._receiver.submit(
+                jax.block_until_ready, (item.gradients, item.letter)
+            )
+            item.arrived.add_done_callback(lambda _: self._wake())
+        with self._condition:
+            self._promised = [f for f in self._promised if not f.done()] + promised
+            self._inbox.append(item)
+            self._condition.notify()
+        # After the append, so that a failure on either side of it reaches the item.
+        self._break_promises()
+
+    def check(self) -> None:
+        """Raises what ended the thread, if anything did."""
+        if self._failure is not None:
+            raise RuntimeError(
+                f"the host worker failed at {self._where}: {self._failure}. Deferred channels are "
+                "not up to date and this engine takes no more work; go on from the last checkpoint."
+            ) from self._failure
+
+    def wait(self, future: Future, after: Any) -> Any:
+        """What `future` gives, on the caller's thread.
+
+        Only what is left once `after` (arrays of the last step) is computed counts as waiting for
+        the host: until then the device is the one that is waited for.
+        """
+        if not future.done():
+            jax.block_until_ready(after)
+            start = time.perf_counter()
+            concurrent.futures.wait([future])
+            self.wait_s += time.perf_counter() - start
+        if future.exception() is not None:
+            self.check()
+        return future.result()
+
+    def stop(self) -> None:
+        """Ends the thread after the piece it is at. Safe twice, and at interpreter exit."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._receiver.shutdown(wait=True)
+        self._break_promises()
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
+
+    def _break_promises(self) -> None:
+        if self._failure is None and not self._closed:
+            return
+        error = self._failure or RuntimeError("the engine was closed")
+        with self._condition:
+            self._inbox.clear()
+            broken = [f for f in self._promised if not f.done()]
+            self._promised = []
+        for future in broken:
+            future.set_exception(error)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            self._failure = error
+        finally:
+            self._break_promises()
+
+    def _turn(self) -> bool:
+        """Does one thing; False when closed."""
+        with self._condition:
+            while not (self._closed or self._ready() or self._update is not None):
+                self._condition.wait()
+            if self._closed:
+                return False
+            item = self._inbox.popleft() if self._ready() else None
+        start = time.perf_counter()
+        if item is None:
+            self._go_on()
+        elif isinstance(item, Mail):
+            with jax.profiler.TraceAnnotation("zenflow: take in mail"):
+                self._take_in(item)
+            item.done.set_result(None)
+        else:
+            self._begin(item)
+        self._count(work_s=time.perf_counter() - start)
+        return True
+
+    def _ready(self) -> bool:
+        if not self._inbox:
+            return False
+        first = self._inbox[0]
+        return not isinstance(first, Mail) or first.arrived.done()
+
+    def _take_in(self, mail: Mail) -> None:
+        self._where = f"the mail of step {mail.step}, window {self._window}"
+        mail.arrived.result()
+        *scalars, factor = view(mail.letter.floats).ravel().tolist()
+        step, ticket, finite = view(mail.letter.ints).ravel().tolist()
+        _check_ticket(mail, step, ticket)
+        scalars = AdamScalars(*scalars)
+        if not np.isfinite(scalars).all():
+            raise ValueError(
+                f"expected finite hyperparameters at step {step}, got {scalars}. Check the "
+                "learning rate schedule and whatever else is computed."
+            )
+        self._half.note(scalars)
+        if finite:
+            # The views end here: on a GPU a live one would block the buffer's donation.
+            self._half.add([view(g) for g in mail.gradients], factor)
+        self._count(
+            skipped_steps=0 if finite else 1,
+            bytes_to_host=_nbytes((mail.gradients, mail.letter)),
+        )
+
+    def _begin(self, close: Close) -> None:
+        assert self._update is None, "a window closed before the last one's update was collected"
+        window = self._half.close_window()
+        self._window = window.number + 1
+        if close.hand_over is not None:
+            self._where = f"the hand-over after window {window.number}"
+            with jax.profiler.TraceAnnotation("zenflow: hand over"):
+                window, entering = self._hand_over(close.hand_over, window)
+            close.hand_over.done.set_result(entering)
+        self._update = self._make_update(close, window)
+
+    def _hand_over(self, item: HandOver, window: ClosedWindow) -> tuple[ClosedWindow, list[Any]]:
+        leaves = self._half.leaves
+        chosen = [
+            np.asarray(x).reshape(leaf.channels.shape)
+            for x, leaf in zip(item.chosen, leaves, strict=True)
+        ]
+        leaving = [
+            None if old is None else _download(old, leaf)
+            for old, leaf in zip(item.leaving, leaves, strict=True)
+        ]
+        window, rows = self._half.hand_over(window, leaving, chosen)
+        entering = [
+            None if new is None else _to_device(new, leaf, sharding)
+            for new, leaf, sharding in zip(rows, leaves, self._shardings, strict=True)
+        ]
+        self._count(
+            bytes_to_host=_nbytes((item.leaving, item.chosen)), bytes_to_device=_nbytes(entering)
+        )
+        return window, entering
+
+    def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
+        uploads: list[tuple[int, jax.Array, jax.Array]] = []
+
+        def finished(i: int, leaf: HostLeaf, active: np.ndarray) -> None:
+            spec, sharding = leaf.spec, self._shardings[i]
+            new = leaf.master if leaf.out is None else leaf.out
+            mask = active.reshape(*spec.stack, spec.n)
+            uploads.append((i, upload(new.reshape(spec.shape), sharding), upload(mask, sharding)))
+
+        for name in self._half.update(window, finished):
+            self._where = f"the update of leaf {name}, window {window.number}"
+            yield name
+        # The arrays that they come from are written again by the next update.
+        jax.block_until_ready(uploads)
+        self._count(bytes_to_device=_nbytes(uploads))
+        close.done.set_result(uploads)
+
+    def _go_on(self) -> None:
+        assert self._update is not None
+        with jax.profiler.TraceAnnotation("zenflow: host update"):
+            if next(self._update, None) is None:
+                self._update = None
+
+    def _count(self, **more: Any) -> None:
+        self.stats = replace(
+            self.stats, **{name: getattr(self.stats, name) + x for name, x in more.items()}
+        )
+
+
+def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
+    if ticket == USED:
+        raise RuntimeError(
+            f"two steps were made without `exchange` between them (at step {step}), so the first "
+            "one's mail is lost and deferred channels would not learn. Call `params, opt_state = "
+            "engine.exchange(params, opt_state)` after every step."
+        )
+    if (step, ticket) != (mail.step, mail.ticket):
+        raise RuntimeError(
+            f"expected the mail of this run's step {mail.step}, got step {step} of a state that "
+            "this engine did not return. Give each run an engine of its own, and each step the "
+            "state that the last `exchange` returned."
+        )
+
+
+def _download(
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array], leaf: HostLeaf
+) -> SelectedRows:
+    shape = leaf.spec.view4(leaf.spec.k)
+    master, mu, nu, steps = (np.asarray(x) for x in arrays)
+    return SelectedRows(
+        master.reshape(shape),
+        mu.reshape(shape),
+        nu.reshape(shape),
+        steps.reshape(leaf.channels.shape),
+    )
+
+
+def _to_device(
+    rows: SelectedRows, leaf: HostLeaf, sharding: jax.sharding.Sharding
+) -> tuple[jax.Array, ...]:
+    spec = leaf.spec
+    wide = (x.reshape(spec.selected_shape) for x in (rows.master, rows.mu, rows.nu))
+    steps = rows.steps.reshape(*spec.stack, spec.k)
+    return tuple(upload(x, sharding) for x in (*wide, steps))
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
