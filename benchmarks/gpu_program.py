@@ -125,11 +125,10 @@ def loss(shape: Shape, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
 
 
 def adamw_step(
-    shape: Shape, max_grad_norm: float | None
+    shape: Shape, max_grad_norm: float
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """bf16 weights made from a float32 master that is the optimizer's, as is usual."""
-    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
-    tx = optax.chain(clip, optax.adamw(1e-4))
+    tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(1e-4))
 
     def init(params: Any) -> Any:
         master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
@@ -163,11 +162,21 @@ def zenflow_step(
 
 
 class Report(NamedTuple):
+    parameters: int
     peak_bytes: int
     temporary_bytes: int
-    mail_bytes: int  # to the host, in copies that XLA made asynchronous
-    hidden_bytes: int  # of those, in copies that start before the last matmul
-    places: list[int]  # for each copy the matmuls still to come
+    copies: list[tuple[int, int]]  # to the host, in order: (bytes, matmuls still to come)
+    matmuls: int
+
+    def __str__(self) -> str:
+        mail = sum(size for size, _ in self.copies)
+        hidden = sum(size for size, left in self.copies if left > 0)
+        n = self.parameters
+        memory = f"{self.peak_bytes / n:5.2f} {self.temporary_bytes / n:5.2f}"
+        if not mail:
+            return f"{memory}      -        -"
+        first = max(left for _, left in self.copies)
+        return f"{memory} {mail / n:6.2f} {hidden / mail:8.1%}   {first} of {self.matmuls}"
 
 
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
@@ -175,7 +184,7 @@ _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1,
 
 def compile_step(
     step: Callable[..., Any], init: Callable[[Any], Any], shape: Shape, scanned: bool
-) -> tuple[Report, str]:
+) -> Report:
     device = topologies.get_topology_desc(
         "h200", "cuda", target_config=H200, topology="1x1x1"
     ).devices[0]
@@ -193,23 +202,19 @@ def compile_step(
         jax.jit(step, donate_argnums=(0, 1)).lower(put(params), put(state), put(tokens)).compile()
     )
     memory = compiled.memory_analysis()
-    text = compiled.as_text()
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
-    copies, total = _copies(text)
-    return (
-        Report(
-            peak_bytes=peak,
-            temporary_bytes=memory.temp_size_in_bytes,
-            mail_bytes=sum(size for size, _ in copies),
-            hidden_bytes=sum(size for size, left in copies if left > 0),
-            places=[left for _, left in copies],
-        ),
-        text,
+    copies, matmuls = _copies(compiled.as_text())
+    return Report(
+        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        peak_bytes=peak,
+        temporary_bytes=memory.temp_size_in_bytes,
+        copies=copies,
+        matmuls=matmuls,
     )
 
 
@@ -264,3 +269,27 @@ def _computations(text: str) -> dict[str, list[str]]:
         elif name is not None:
             found[name].append(line)
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in Shape._field_defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    shape = Shape(**vars(parser.parse_args()))
+    programs = {
+        "optax.adamw, float32 master": (adamw_step(shape, 1.0), False),
+        "zenflow": (zenflow_step(shape, None), False),
+        "zenflow(max_grad_norm=1)": (zenflow_step(shape, 1.0), False),
+        "zenflow behind clip_by_global_norm": (zenflow_step(shape, 1.0, front=True), False),
+        "zenflow(max_grad_norm=1), scanned": (zenflow_step(shape, 1.0), True),
+    }
+    print(f"{shape}, jax {jax.__version__}; bytes per parameter")
+    print(
+        f"{'step':36} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
+    )
+    for name, ((step, init), scanned) in programs.items():
+        print(f"{name:36} {compile_step(step, init, shape, scanned)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

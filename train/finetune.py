@@ -191,9 +191,9 @@ def train(settings: Settings, console: Console) -> Summary:
         log.validation(0, loss_before)
 
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
-        # device is within `log_every` steps of the loop; and `exchange`, when a window closes
-        # before the host has finished the update of the one before (which is what the share of
-        # time waiting shows). All the rest is dispatched and goes on.
+        # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
+        # ahead of the device, or when a window closes before the host has finished the update of
+        # the one before (the share of time waiting is of this). The rest is dispatched only.
         for step in range(1, settings.steps + 1):
             params, opt_state, loss = train_step(params, opt_state, train_batches[step - 1])
             if engine:

@@ -54,7 +54,7 @@ class Settings:
     """Inner width of the SwiGLU layers."""
 
     # Training.
-    steps: int = 300
+    steps: int = 400
     """Optimizer steps."""
     optimizer: Literal["zenflow", "adamw"] = "zenflow"
     """zenflow_jax.zenflow with a HostEngine, or optax.adamw with float32 master weights."""
@@ -204,11 +204,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         got = "a folder" if path.is_dir() else "no such file"
-        near = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        found = f" In its folder: {', '.join(map(str, near))}." if near else ""
+        neighbours = [file.name for file in path.parent.glob("*.toml")]
+        near = difflib.get_close_matches(path.name, neighbours, n=1)
+        meant = f"Did you mean {path.parent / near[0]}?" if near else "Check the path."
         raise SettingsError(
-            f"{path}: expected a config file (TOML), got {got} (looked from {Path.cwd()}). Check "
-            f"the path, or start from configs/quickstart.toml.{found}"
+            f"{path}: expected a config file (TOML), got {got} (looked from {Path.cwd()}). {meant} "
+            "One to start from is configs/quickstart.toml."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(

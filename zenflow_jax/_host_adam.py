@@ -5,10 +5,8 @@ no compiler and works through blocks that fit the cache. float16 leaves always t
 kernel, as Numba has no float16 on CPUs. Which channels are worked on, with which window's
 gradient, and when, is the engine's business; this file knows neither windows nor mail.
 
-The bits also do not depend on the number of threads, on the size of the blocks or on where a
-vectorized loop ends: every operation rounds on its own, once, as IEEE 754 says. So no fastmath
-flag is set, not even "contract". It would buy nothing, the pass waits for memory (see
-`benchmarks/host_adam.py`).
+The bits depend neither on the number of threads nor on the size of the blocks (`_host_numba.py` says
+why).
 
 Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
 the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
@@ -30,7 +28,7 @@ from zenflow_jax._adam import AdamScalars
 
 # Elements that a thread takes at once. The NumPy kernel's block and scratch must stay in a core's
 # second-level cache; Numba streams, there a block need only outweigh the cost of handing it out.
-_BLOCK = {"numba": 128 * 1024, "numpy": 64 * 1024}
+_BLOCK = {"numba": 256 * 1024, "numpy": 64 * 1024}
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 1024 * 1024
 # The NumPy kernel leaves out inactive channels run by run where runs of active ones have at least
@@ -76,10 +74,10 @@ class HostAdam:
                 "of cores the host updates may use, or None for all but one."
             )
         self.threads = threads
-        self._block = block or _BLOCK[kernel]
-        self._blocks_per_chunk = max(_CHUNK // self._block, 4 * threads, 1)
-        self._portable = _NumpyKernel(self._block)
-        self._kernel = _NumbaKernel() if kernel == "numba" else self._portable
+        self._portable = _NumpyKernel(block or _BLOCK["numpy"])
+        self._kernel = (
+            _NumbaKernel(block or _BLOCK["numba"]) if kernel == "numba" else self._portable
+        )
         # Numba's own parallel layer must not be entered from two threads; ours only ever runs
         # serial functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
@@ -97,13 +95,13 @@ class HostAdam:
         """
         assert total.shape == gradient.shape
         kernel = self._kernel_for(gradient)
-        sums, addends, factor = _flat(total), _flat(gradient), np.float32(factor)
+        sums, addends, factor_32 = _flat(total), _flat(gradient), np.float32(factor)
 
         def work(block: _Block) -> None:
             part = slice(block[2], block[3])
-            kernel.accumulate(sums[part], addends[part], factor, first)
+            kernel.accumulate(sums[part], addends[part], factor_32, first)
 
-        self._run(work, _blocks(min(1, total.size), total.size, self._block))
+        self._run(work, _blocks(min(1, total.size), total.size, kernel.block))
 
     def adamw(
         self,
@@ -144,7 +142,8 @@ class HostAdam:
         """
         assert all(x.dtype == np.float32 and x.flags.writeable for x in (master, mu, nu))
         assert all(x is None or x.shape == master.shape for x in (mu, nu, total, out))
-        assert steps.dtype == np.int32 and steps.shape == active.shape == master.shape[::2]
+        assert steps.dtype == np.int32
+        assert steps.shape == active.shape == master.shape[::2]
         groups, rows, n, tail = master.shape
         if n == 1:  # One channel: its elements are contiguous in either layout.
             rows, tail = 1, rows * tail
@@ -152,7 +151,7 @@ class HostAdam:
         active = active.copy()  # The caller may select again while the step is under way.
         if master.size == 0 or not active.any():
             return
-        np.add(steps, 1, out=steps, where=active)
+        steps += active
 
         trailing = tail == 1
         width = n if trailing else tail
@@ -174,33 +173,18 @@ class HostAdam:
             scale=np.float32(scale),
             scalars=AdamScalars(*map(np.float32, scalars)),
         )
-        blocks = _blocks(step.p.shape[0], width, self._block)
+        kernel = self._kernel_for(total, out)
+        blocks = _blocks(step.p.shape[0], width, kernel.block)
         if not trailing:
             blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
-        kernel = self._kernel_for(total, out)
 
         def work(block: _Block) -> None:
             kernel.adamw(step, block)
 
-        for i in range(0, len(blocks), self._blocks_per_chunk):
-            self._run(work, blocks[i : i + self._blocks_per_chunk])
+        chunk = max(_CHUNK // kernel.block, 4 * self.threads)
+        for i in range(0, len(blocks), chunk):
+            self._run(work, blocks[i : i + chunk])
             yield
-
-    def prepare(self, dtype: np.typing.DTypeLike, *, trailing: bool = False) -> None:
-        """Compiles what a leaf of this dtype needs, which otherwise the first window waits for.
-
-        Seconds the first time, then milliseconds from Numba's cache on disk.
-        """
-        shape = (1, 2, 2, 1) if trailing else (1, 1, 2, 2)
-        master, mu, nu, total = np.zeros((4, *shape), np.float32)
-        gradient, out = np.zeros((2, *shape), dtype)
-        steps, active = np.zeros((1, 2), np.int32), np.ones((1, 2), bool)
-        self.accumulate(total, gradient, 1.0, first=True)
-        for g in (total, gradient):
-            for _ in self.adamw(
-                master, mu, nu, steps, g, 1.0, active, AdamScalars(0, 0, 0, 1, 1, 1, 0), out
-            ):
-                pass
 
     def close(self) -> None:
         """Ends the threads. Safe twice."""
@@ -270,15 +254,21 @@ def _blocks(segments: int, width: int, limit: int) -> list[_Block]:
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
     """`1 / (1 - beta**steps)`, worked out in float64; inf where no step was taken."""
+    steps = steps.reshape(-1)
+    low, high = steps.min(), steps.max()
+    # A power takes as long as twenty elements of the update, and most channels share a count.
+    shared = high - low < steps.size
     with np.errstate(divide="ignore"):
-        return (1 / (1 - np.float64(beta) ** steps.reshape(-1))).astype(np.float32)
+        counts = np.arange(low, high + 1) if shared else steps
+        scale = (1 / (1 - np.float64(beta) ** counts)).astype(np.float32)
+    return scale[steps - low] if shared else scale
 
 
 class _NumpyKernel:
     """Blocks in the cache, `out=` everywhere: no call allocates but the first of a thread."""
 
     def __init__(self, block: int):
-        self._block = block
+        self.block = block
         self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
@@ -349,7 +339,7 @@ class _NumpyKernel:
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
         """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty((5, self._block), np.float32)
+            self._local.scratch = np.empty((5, self.block), np.float32)
         size = int(np.prod(shape))
         return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
 
@@ -365,26 +355,30 @@ def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:
 class _NumbaKernel:
     """One pass over memory, compiled when a combination of dtypes is first met."""
 
+    def __init__(self, block: int):
+        self.block = block
+
     def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
         compiled.accumulate(total, _readable(g), factor, first)
 
     def adamw(self, step: _Step, block: _Block) -> None:
-        scalars = (step.scale, *step.scalars)
-        out = step.out.view(np.uint16) if _is_bfloat16(step.out) else step.out
-        arrays = (step.p, step.m, step.v, _readable(step.g), out)
+        out = None if step.out is None else _bits(step.out)
+        leaf = (step.p, step.m, step.v, _readable(step.g), out)
+        leaf = [None if x is None else x.reshape(-1) for x in leaf]
         per_channel = (step.active, step.m_scale, step.v_scale)
+        scalars, width = (step.scale, *step.scalars), step.p.shape[1]
         if step.trailing:
-            compiled.adamw_trailing(*arrays, *per_channel, scalars, step.rows, *block)
+            compiled.adamw_trailing(*leaf, *per_channel, scalars, step.rows, width, block)
         else:
-            compiled.adamw_leading(*arrays, *per_channel, scalars, *block)
+            compiled.adamw_leading(*leaf, *per_channel, scalars, width, block)
 
 
-def _is_bfloat16(x: np.ndarray | None) -> bool:
-    return x is not None and x.dtype == _BFLOAT16
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16) if x.dtype == _BFLOAT16 else x
 
 
 def _readable(x: np.ndarray) -> np.ndarray:
     """A view as Numba likes it; always read-only, as to Numba that is a type of its own."""
-    x = x.view(np.uint16) if _is_bfloat16(x) else x.view()
+    x = _bits(x).view()
     x.flags.writeable = False
     return x

@@ -48,16 +48,16 @@ def _(x):
     return lambda x: x
 
 
-def _piece(x, row, left, right):
+def _piece(x, begin, end):
     raise NotImplementedError("compiled code only")
 
 
 @overload(_piece)
 @no_type_check
-def _(x, row, left, right):
+def _(x, begin, end):
     if x == numba.none:
-        return lambda x, row, left, right: None
-    return lambda x, row, left, right: x[row, left:right]
+        return lambda x, begin, end: None
+    return lambda x, begin, end: x[begin:end]
 
 
 def _rounded(x, out):
@@ -96,24 +96,37 @@ def _element(p, m, v, g, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_leading(p, m, v, g, out, active, m_scale, v_scale, scalars, first, last, left, right):
-    for s in range(first, last):
-        if active[s]:
-            _advance_channel(
-                p[s, left:right],
-                m[s, left:right],
-                v[s, left:right],
-                g[s, left:right],
-                _piece(out, s, left, right),
-                m_scale[s],
-                v_scale[s],
-                scalars,
-            )
+def adamw_leading(p, m, v, g, out, active, m_scale, v_scale, scalars, width, block):
+    first, last, left, right = block
+    s = first
+    while s < last:
+        if not active[s]:
+            s += 1
+            continue
+        # Neighbours that take the same step are one piece: narrow channels would cost more to
+        # begin than to work on.
+        end = s + 1
+        while (
+            end < last and active[end] and m_scale[end] == m_scale[s] and v_scale[end] == v_scale[s]
+        ):
+            end += 1
+        i, j = s * width + left, (end - 1) * width + right
+        _advance_channels(
+            p[i:j],
+            m[i:j],
+            v[i:j],
+            g[i:j],
+            _piece(out, i, j),
+            m_scale[s],
+            v_scale[s],
+            scalars,
+        )
+        s = end
 
 
 @_compiled
 @no_type_check
-def _advance_channel(p, m, v, g, out, m_scale, v_scale, scalars):
+def _advance_channels(p, m, v, g, out, m_scale, v_scale, scalars):
     for i in range(p.size):
         p_i, m_i, v_i = _element(p[i], m[i], v[i], g[i], m_scale, v_scale, scalars)
         p[i] = p_i
@@ -125,21 +138,21 @@ def _advance_channel(p, m, v, g, out, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_trailing(
-    p, m, v, g, out, active, m_scale, v_scale, scalars, rows, first, last, left, right
-):
-    n = p.shape[1]
+def adamw_trailing(p, m, v, g, out, active, m_scale, v_scale, scalars, rows, width, block):
+    first, last, left, right = block
     for s in range(first, last):
-        channels = (s // rows) * n
+        i, j = s * width + left, s * width + right
+        group = (s // rows) * width
+        channels = slice(group + left, group + right)
         _advance_row(
-            p[s, left:right],
-            m[s, left:right],
-            v[s, left:right],
-            g[s, left:right],
-            _piece(out, s, left, right),
-            active[channels + left : channels + right],
-            m_scale[channels + left : channels + right],
-            v_scale[channels + left : channels + right],
+            p[i:j],
+            m[i:j],
+            v[i:j],
+            g[i:j],
+            _piece(out, i, j),
+            active[channels],
+            m_scale[channels],
+            v_scale[channels],
             scalars,
         )
 
@@ -154,8 +167,9 @@ def _advance_row(p, m, v, g, out, active, m_scale, v_scale, scalars):
         p[i] = p_i if active[i] else p[i]
         m[i] = m_i if active[i] else m[i]
         v[i] = v_i if active[i] else v[i]
-        if out is not None:
-            out[i] = _rounded(p_i, out) if active[i] else out[i]
+    if out is not None:
+        for i in range(p.size):
+            out[i] = _rounded(p[i], out) if active[i] else out[i]
 
 
 @_compiled

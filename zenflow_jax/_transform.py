@@ -265,8 +265,15 @@ def _look(g: jax.Array, leaf: LeafState, rank: int) -> _Seen:
     squares = sum_squares(g, spec)
     if spec.resident:
         return _Seen(squares, g.astype(jnp.float32), None)
-    mail = None if leaf.mail is None else to_host(g.astype(spec.dtype), rank)
-    return _Seen(squares, take(g, leaf.channels, spec).astype(jnp.float32), mail)
+    selected = take(g, leaf.channels, spec).astype(jnp.float32)
+    if leaf.mail is None:
+        return _Seen(squares, selected, None)
+    # The copy is made the gradient's last use: its end then frees the gradient, so the scheduler
+    # starts it as soon as the backward pass has made the leaf. Without the barrier XLA:GPU leaves
+    # some models' copies, and all their gradients, for after the last matmul (benchmarks/LOG.md,
+    # gpu_program).
+    g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
+    return _Seen(squares, selected, to_host(g.astype(spec.dtype), rank))
 
 
 def _judge(

@@ -1,0 +1,240 @@
+"""How far is the host update from what memory allows, and how does it compare with its peers?
+
+    python -m benchmarks.host_adam --millions 64 --rounds 13 --threads 2
+
+Prints the median in ms with its interquartile range and the least, compilation excluded, and the
+median over the rounds of the ratio to the memory-bandwidth limit and to DeepSpeed's CPUAdam. All
+rows take turns in one process, on the same arrays. The limit moves the same bytes in the same order
+and computes nothing. Peers that are not installed are named and left out. Answers:
+`benchmarks/LOG.md`.
+
+A peer keeps a float32 master too, so where gradient or weight is bfloat16 it casts the one before
+and the other after its step, as its own offloading does.
+"""
+
+import argparse
+import importlib.metadata
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import ml_dtypes
+import numba
+import numpy as np
+
+from zenflow_jax._host_adam import AdamScalars, HostAdam
+
+Run = Callable[[], object]
+LIMIT, TORCH, DEEPSPEED = "memory bandwidth", "torch.optim.AdamW(fused)", "DeepSpeed CPUAdam"
+WIDTH = 4096  # elements of a channel (leading), channels of a row (trailing)
+SKIPPED = 0.07  # share of the channels that is selected, so not the host's
+RATE, B1, B2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
+
+
+class Arrays(NamedTuple):
+    """One leaf's state, `(1, 1, n, WIDTH)`; every row of the table works on these."""
+
+    p: np.ndarray
+    m: np.ndarray
+    v: np.ndarray
+    g: np.ndarray
+    g16: np.ndarray  # bfloat16
+    out16: np.ndarray  # bfloat16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--millions", type=int, default=64, help="elements, in 2**20")
+    parser.add_argument("--rounds", type=int, default=13)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    # Read when OpenMP is loaded, so before the peers are imported. Passive: else their idle
+    # threads spin for a while after each step, at the cost of the row that comes next.
+    os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+    arrays = new_arrays(args.millions)
+    cases: dict[str, dict[str, Run]] = {}
+    add_limits(cases, arrays, args.threads)
+    for kernel, name in (("numba", "Numba"), ("numpy", "NumPy")):
+        add_ours(cases, arrays, HostAdam(kernel, args.threads), name)
+    for add_peer, name in ((add_torch, TORCH), (add_deepspeed, DEEPSPEED)):
+        try:
+            add_peer(cases, arrays, args.threads, name)
+        except ImportError as error:
+            print(f"left out: {name} ({error})")
+
+    versions = ", ".join(f"{x} {version_of(x)}" for x in ("numpy", "numba", "torch", "deepspeed"))
+    print(f"{args.millions} Mi elements, {args.threads} threads, {args.rounds} rounds; {versions}")
+    samples = interleaved(cases, args.rounds)
+    for case, rows in samples.items():
+        print(f"\n{case:54}{'ms':>12}{'least':>14}{'x limit':>9}{'x DeepSpeed':>13}")
+        for name, ms in rows.items():
+            quartiles = statistics.quantiles(ms, n=4)
+            print(
+                f"  {name:46}{quartiles[1]:12.1f} ± {quartiles[2] - quartiles[0]:<8.1f}"
+                f"{min(ms):9.1f}{ratio(ms, rows.get(LIMIT)):>9}{ratio(ms, rows.get(DEEPSPEED)):>13}"
+            )
+
+
+def new_arrays(millions: int) -> Arrays:
+    rng = np.random.default_rng(0)
+    shape = (1, 1, millions * 2**20 // WIDTH, WIDTH)
+    p, g = (rng.standard_normal(shape, np.float32) for _ in range(2))
+    m, v = np.full(shape, 1e-3, np.float32), np.full(shape, 1e-3, np.float32)
+    g16 = g.astype(ml_dtypes.bfloat16)
+    return Arrays(p, m, v, g, g16, np.zeros_like(g16))
+
+
+FLOAT32 = "float32 gradient (28 bytes)"
+BFLOAT16 = "bf16 gradient, bf16 weight out (28 bytes)"
+SUM = "float32 sum of a window, bf16 weight out (30 bytes)"
+SKIPPING = f"the same, {SKIPPED:.0%} of the channels skipped"
+ADDING = "add a bf16 gradient to the sum (10 bytes)"
+
+
+def add_limits(cases: dict[str, dict[str, Run]], x: Arrays, threads: int) -> None:
+    pool = ThreadPoolExecutor(threads)
+
+    def over_threads(function: Callable, *arrays: np.ndarray | None) -> Run:
+        flat = [None if a is None else bits(a).reshape(-1) for a in arrays]
+        edges = np.linspace(0, x.p.size, threads + 1).astype(int)
+
+        def piece(begin: int, end: int) -> None:
+            function(*(None if a is None else a[begin:end] for a in flat), np.float32(0))
+
+        return lambda: list(pool.map(piece, edges[:-1], edges[1:]))
+
+    for case, g, out in (
+        (FLOAT32, x.g, None),
+        (BFLOAT16, x.g16, x.out16),
+        (SUM, x.g, x.out16),
+        (SKIPPING, x.g, x.out16),
+    ):
+        cases.setdefault(case, {})[LIMIT] = over_threads(stream, x.p, x.m, x.v, g, out)
+    cases[ADDING] = {LIMIT: over_threads(stream_sum, x.g, x.g16)}
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x
+
+
+# Adding `zero` times the gradient changes no value, but the compiler cannot know.
+@numba.njit(nogil=True)
+def stream(p, m, v, g, out, zero):
+    for i in range(p.size):
+        x = zero * np.float32(g[i])
+        p[i] += x
+        m[i] += x
+        v[i] += x
+        if out is not None:
+            out[i] = 0
+
+
+@numba.njit(nogil=True)
+def stream_sum(total, g, zero):
+    for i in range(total.size):
+        total[i] += zero * np.float32(g[i])
+
+
+def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
+    scalars = AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)
+    n = x.p.shape[2]
+    flip = (1, n, WIDTH, 1)  # the same memory, its rows taken for rows of channels
+    everything = np.ones((1, n), bool)
+    most = np.random.default_rng(1).random((1, n)) >= SKIPPED
+    lanes = np.random.default_rng(2).random((1, WIDTH)) >= SKIPPED
+
+    def update(g, active, out, shape=x.p.shape) -> Run:
+        p, m, v, g = (a.reshape(shape) for a in (x.p, x.m, x.v, g))
+        out = None if out is None else out.reshape(shape)
+        steps = np.full(active.shape, 10, np.int32)
+        return lambda: list(adam.adamw(p, m, v, steps, g, 0.25, active, scalars, out))
+
+    cases[FLOAT32][name] = update(x.g, everything, None)
+    cases[BFLOAT16][name] = update(x.g16, everything, x.out16)
+    cases[SUM][name] = update(x.g, everything, x.out16)
+    cases[SKIPPING][f"{name}, leading channel axis"] = update(x.g, most, x.out16)
+    cases[SKIPPING][f"{name}, trailing channel axis"] = update(x.g, lanes, x.out16, flip)
+    cases[ADDING][name] = lambda: adam.accumulate(x.g, x.g16, 0.0, first=False)
+
+
+def add_torch(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    options = {"lr": RATE, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY}
+    add_optimizer(cases, x, lambda p: torch.optim.AdamW([p], fused=True, **options), name)
+
+
+def add_deepspeed(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    options = {"lr": RATE, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY}
+    add_optimizer(cases, x, lambda p: DeepSpeedCPUAdam([p], adamw_mode=True, **options), name)
+
+
+def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, name: str) -> None:
+    """A torch optimizer, made to work in our arrays so that no row has better memory pages."""
+    import torch
+
+    p, g = torch.from_numpy(x.p.reshape(-1)), torch.from_numpy(x.g.reshape(-1))
+    g16, out16 = (
+        torch.from_numpy(bits(a).reshape(-1)).view(torch.bfloat16) for a in (x.g16, x.out16)
+    )
+    parameter = torch.nn.Parameter(p)
+    parameter.grad = g
+    optimizer = make(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    state["exp_avg"] = torch.from_numpy(x.m.reshape(-1))
+    state["exp_avg_sq"] = torch.from_numpy(x.v.reshape(-1))
+    sums = torch.zeros_like(g)
+
+    def bfloat16() -> None:
+        parameter.grad = sums.copy_(g16)
+        optimizer.step()
+        out16.copy_(p)
+
+    def float32() -> None:
+        parameter.grad = g
+        optimizer.step()
+
+    def float32_in_bfloat16_out() -> None:
+        float32()
+        out16.copy_(p)
+
+    cases[FLOAT32][name] = float32
+    cases[BFLOAT16][name] = bfloat16
+    cases[SUM][name] = float32_in_bfloat16_out
+
+
+def interleaved(cases: dict[str, dict[str, Run]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    samples = {case: {name: [] for name in rows} for case, rows in cases.items()}
+    for i in range(rounds + 1):  # the first compiles and is thrown away
+        for case, rows in cases.items():
+            for name, run in rows.items():
+                start = time.perf_counter()
+                run()
+                if i:
+                    samples[case][name].append(1e3 * (time.perf_counter() - start))
+    return samples
+
+
+def ratio(ms: list[float], base: list[float] | None) -> str:
+    if base is None:
+        return "-"
+    return f"{statistics.median(a / b for a, b in zip(ms, base, strict=True)):.2f}"
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    main()

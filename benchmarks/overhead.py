@@ -1,0 +1,155 @@
+"""What do `zenflow`'s update and `exchange` cost beside `optax.adamw`'s update?
+
+    python -m benchmarks.overhead --repeats 40
+
+The same float32 tree, whole on a CPU device, once as few large leaves and once as ever more small
+ones. On a CPU nothing is offloaded: mail and uploads are copies in the same memory and the worker
+takes cores from the device, so the first table bounds the overhead from above. The second has
+leaves so small that what is left is the cost of Python and dispatch, with its growth per leaf.
+Medians with quartiles, the optimizers step by step in turn. Answers: `benchmarks/LOG.md`.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import zenflow_jax
+
+Tree = dict[str, jax.Array]
+INTERVAL = 4
+
+
+class Case(NamedTuple):
+    leaves: int
+    rows: int
+    columns: int
+
+
+class Times(NamedTuple):
+    """Milliseconds: lower quartile, median, upper quartile."""
+
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:9.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def times(samples: list[float]) -> Times:
+    return Times(*statistics.quantiles([1e3 * s for s in samples], n=4))
+
+
+class AdamW:
+    """The peer: one jitted update, donated as users do."""
+
+    def __init__(self, params: Tree):
+        tx = optax.adamw(1e-3)
+        self.params, self.state = params, tx.init(params)
+        self.step = jax.jit(partial(_update, tx), donate_argnums=(0, 1))
+
+    def __call__(self, gradients: Tree) -> dict[str, float]:
+        start = time.perf_counter()
+        self.params, self.state = self.step(self.params, self.state, gradients)
+        jax.block_until_ready(self.params)
+        return {"step": time.perf_counter() - start}
+
+
+class ZenFlow:
+    """Update and exchange; the exchange by itself, apart for boundaries."""
+
+    def __init__(self, params: Tree):
+        tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, update_interval=INTERVAL)
+        self.params, self.state = params, tx.init(params)
+        self.engine = zenflow_jax.HostEngine(self.params, self.state)
+        self.step = jax.jit(partial(_update, tx), donate_argnums=(0, 1))
+        self.count = 0
+
+    def __call__(self, gradients: Tree) -> dict[str, float]:
+        self.count += 1
+        start = time.perf_counter()
+        self.params, self.state = self.step(self.params, self.state, gradients)
+        jax.block_until_ready(self.params)
+        done = time.perf_counter()
+        self.params, self.state = self.engine.exchange(self.params, self.state)
+        returned = time.perf_counter()
+        jax.block_until_ready(self.params)
+        end = time.perf_counter()
+        where = "boundary" if self.count % INTERVAL == 0 else "exchange"
+        return {"step": end - start, "update": done - start, where: returned - done}
+
+
+def _update(
+    tx: optax.GradientTransformation, params: Tree, state: Any, gradients: Tree
+) -> tuple[Tree, Any]:
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def measure(case: Case, repeats: int) -> None:
+    device = jax.devices()[0]
+    names = [f"leaf{i:04}" for i in range(case.leaves)]
+
+    def tree(seed: int) -> Tree:
+        keys = jax.random.split(jax.random.key(seed), case.leaves)
+        shape = (case.rows, case.columns)
+        return jax.device_put(
+            {n: jax.random.normal(k, shape, jnp.float32) for n, k in zip(names, keys, strict=True)},
+            device,
+        )
+
+    runs: dict[str, Callable[[Tree], dict[str, float]]] = {
+        "adamw": AdamW(tree(0)),
+        "zenflow": ZenFlow(tree(0)),
+    }
+    gradients = tree(1)
+    samples: dict[str, list[float]] = {}
+    # A whole number of windows; the first ones compile, the first boundary also selects.
+    for i in range(repeats * INTERVAL + 2 * INTERVAL):
+        for name, run in runs.items():
+            for part, seconds in run(gradients).items():
+                if i >= 2 * INTERVAL:
+                    samples.setdefault(f"{name} {part}", []).append(seconds)
+    engine = runs["zenflow"].engine  # type: ignore[attr-defined]
+    stats = engine.stats
+    engine.close()
+    got = {name: times(s) for name, s in samples.items()}
+    ratio = got["zenflow step"].median / got["adamw step"].median
+    print(
+        f"{case.leaves:6} x {case.rows}x{case.columns}",
+        got["adamw step"],
+        got["zenflow update"],
+        got["zenflow exchange"],
+        got["zenflow boundary"],
+        f"{ratio:7.2f}",
+        f"{1e3 * stats.work_s / stats.steps:9.2f}",
+        sep="  ",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=20, help="windows measured")
+    parser.add_argument("--millions", type=int, default=16, help="parameters of the large trees")
+    args = parser.parse_args()
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; ms: median (quartiles)")
+    print(
+        "  leaves x shape | adamw update | zenflow update | exchange | at a boundary |"
+        " whole step / adamw | worker per step"
+    )
+    for leaves in (10, 100):
+        measure(Case(leaves, args.millions * 1_000_000 // (leaves * 1000), 1000), args.repeats)
+    for leaves in (10, 100, 300, 1000):
+        measure(Case(leaves, 16, 16), args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""Runs that the tests compare: the slow reference, the in-graph mode, an engine, `optax.adamw`.
+
+Every run makes the same gradients from (seed, step) alone, so two runs see the same ones whatever
+their parameters are, and a difference in one step does not grow in the next.
+"""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zenflow_jax
+from zenflow_jax import _reference
+from zenflow_jax._reference import Settings
+
+# Float32, the same operations in another order; parameters up to 4, where a unit in the last place
+# is 2.4e-7; updates near 1e-2, of which `1 - b2**n`, in float32 on one side and in float64 on the
+# other, may weigh 3e-5 each.
+ATOL = 1e-6
+# Moments are as large as gradients and their squares; relative to the largest of a leaf.
+MOMENT_TOL = 1e-6
+# A master off by ATOL is cast to the other neighbour where it lies that close to the middle of two:
+# about one in 10,000 casts, and a deferred channel keeps what it has for a window.
+FLIPPED = 0.005
+
+
+class Leaf(NamedTuple):
+    """One parameter. `axis` is its channel axis, counted from the back; None keeps it resident."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int | None
+    dtype: str
+    decay: bool = True
+
+
+Leaves = tuple[Leaf, ...]
+
+# Names are in jax's order of a dict. Between them the three trees have every layout in both dtypes
+# (channels on a leading or trailing axis, on either under a stack axis, and ahead of the last two)
+# and leaves that are resident for their rank, for their user, or for having no elements. One tree
+# with everything would take thrice as long to compile, in every setting.
+FIRST: Leaves = (
+    Leaf("bias", (5,), None, "bfloat16", decay=False),
+    Leaf("columns", (4, 10), -1, "bfloat16"),
+    Leaf("rows", (12, 5), -2, "float32"),
+    Leaf("stack", (2, 7, 3), -2, "bfloat16"),
+)
+SECOND: Leaves = (
+    Leaf("blocks", (6, 3, 2), -3, "bfloat16"),
+    Leaf("kept", (3, 4), None, "float32"),
+    Leaf("rows", (12, 5), -2, "bfloat16", decay=False),
+    Leaf("stacked_columns", (2, 3, 6), -1, "float32"),
+)
+THIRD: Leaves = (
+    Leaf("blocks", (6, 3, 2), -3, "float32"),
+    Leaf("columns", (4, 10), -1, "float32"),
+    Leaf("none", (0, 3), None, "float32"),
+    Leaf("stack", (2, 7, 3), -2, "float32", decay=False),
+    Leaf("stacked_columns", (2, 3, 6), -1, "bfloat16"),
+)
+# For tests that are about something else than arithmetic.
+FEW: Leaves = (
+    Leaf("bias", (5,), None, "float32"),
+    Leaf("columns", (4, 10), -1, "bfloat16"),
+    Leaf("rows", (12, 5), -2, "float32"),
+)
+ONE: Leaves = (Leaf("columns", (4, 10), -1, "bfloat16"),)
+
+
+class Plan(NamedTuple):
+    """What happens in a run, by step."""
+
+    steps: int
+    bad: tuple[int, ...] = ()  # steps whose gradient is not finite
+    flush_at: tuple[int, ...] = ()  # steps after which the run is flushed
+
+
+class History(NamedTuple):
+    """What came of a run."""
+
+    params: list[dict[str, np.ndarray]]  # after each step
+    selected: list[dict[str, np.ndarray]]  # channels after each step, of leaves that have any
+    moments: dict[str, tuple[np.ndarray, ...]]  # master, mu, nu, steps at the end, leaf's shape
+    skipped: int
+
+
+def rate(count: Any) -> jax.Array:
+    """A schedule, for a Python int or a traced one."""
+    return 1e-2 * 0.95 ** jnp.asarray(count, jnp.float32)
+
+
+def initial(leaves: Leaves, seed: int = 0) -> dict[str, jax.Array]:
+    """Parameters, bound to the first device."""
+    rng = np.random.default_rng((seed, 0))
+    params = {x.name: jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves}
+    return jax.device_put(params, jax.devices()[0])
+
+
+def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, np.ndarray]:
+    """The gradient of a step, each leaf in its dtype; channels differ much, and not for long."""
+    rng = np.random.default_rng((seed, step))
+    values = {x.name: rng.normal(size=x.shape) * np.exp(rng.normal(size=x.shape)) for x in leaves}
+    if bad:
+        # Each in its turn: in a leaf that is resident and one that travels, and a number that is
+        # finite while its square is not.
+        names = [x.name for x in leaves if x.shape and 0 not in x.shape]
+        flat = values[names[step % len(names)]].flat
+        flat[step % len(flat)] = [np.nan, np.inf, 3e38][step % 3]
+    return {x.name: np.asarray(values[x.name], np.dtype(x.dtype)) for x in leaves}
+
+
+def apply(params: Any, updates: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+        return optax.apply_updates(params, updates)
+
+
+def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
+    """`zenflow` for these leaves."""
+    axes = {x.name: x.axis for x in leaves}
+    return zenflow_jax.zenflow(
+        **{"learning_rate": rate, **dataclasses.asdict(settings), **more},
+        mask={x.name: x.decay for x in leaves},
+        channel_axis=lambda path, leaf: axes[path[-1].key],
+        resident=lambda path, leaf: axes[path[-1].key] is None,
+    )
+
+
+@functools.cache
+def programs(leaves: Leaves, settings: Settings, offload: bool, donate: bool) -> tuple[Any, Any]:
+    """Transformation and jitted step, compiled once however many runs use them."""
+    tx = transformation(leaves, settings, offload=offload)
+    return tx, jitted(tx, donate=donate)
+
+
+def jitted(tx: Any, *, donate: bool = False) -> Any:
+    """A user's training step, (params, state, gradients) to (params, state)."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    def step(params, state, gradients):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(gradients, state, params)
+        return apply(params, updates), state
+
+    return step
+
+
+flush_in_graph = jax.jit(zenflow_jax.flush)
+
+
+class Training:
+    """A run in the shape of a user's loop: `step`, then `exchange`, sometimes `flush`.
+
+    Args:
+        leaves: The parameters.
+        settings: The options of `zenflow`.
+        seed: Of parameters and gradients.
+        offload: False has no engine, and `exchange` does nothing.
+        donate: Whether the step donates parameters and state.
+        engine: Arguments of the engine.
+    """
+
+    def __init__(
+        self,
+        leaves: Leaves,
+        settings: Settings,
+        *,
+        seed: int = 0,
+        offload: bool = True,
+        donate: bool = False,
+        **engine: Any,
+    ):
+        self.leaves, self.seed, self.t = leaves, seed, 0
+        self.tx, self.program = programs(leaves, settings, offload, donate)
+        self.params = initial(leaves, seed)
+        self.state = self.tx.init(self.params)
+        self.engine: Any = None
+        if offload:
+            self.engine = zenflow_jax.HostEngine(self.params, self.state, **engine)
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def step(self, *, bad: bool = False) -> None:
+        self.t += 1
+        g = jax.tree.map(jnp.asarray, gradients(self.leaves, self.t, self.seed, bad))
+        self.params, self.state = self.program(self.params, self.state, g)
+
+    def exchange(self) -> None:
+        if self.engine is not None:
+            self.params, self.state = self.engine.exchange(self.params, self.state)
+
+    def flush(self) -> None:
+        flush = flush_in_graph if self.engine is None else self.engine.flush
+        self.params, self.state = flush(self.params, self.state)
+
+    def go(self, steps: int) -> None:
+        """So many steps, each with its exchange."""
+        for _ in range(steps):
+            self.step()
+            self.exchange()
+
+    def settle(self) -> None:
+        """Waits until the worker has nothing to do; no public call does that without flushing."""
+        if self.engine is not None:
+            self.engine._mailbox.drain()
+            if self.engine._pending is not None:
+                self.engine._pending.done.result(timeout=60)
+
+    def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Each step of the plan, with the parameters after it."""
+        for t in range(1, plan.steps + 1):
+            self.step(bad=t in plan.bad)
+            self.exchange()
+            if t in plan.flush_at:
+                self.flush()
+            yield t, self.values()
+
+    def history(self, plan: Plan) -> History:
+        params, selected = [], []
+        for _, values in self.follow(plan):
+            params.append(values)
+            selected.append(self.selected())
+        self.settle()
+        return History(params, selected, self.moments(), int(self.state.skipped))
+
+    def values(self) -> dict[str, np.ndarray]:
+        return {name: np.array(p) for name, p in self.params.items()}
+
+    def selected(self) -> dict[str, np.ndarray]:
+        return {
+            leaf.name: np.array(s.channels)
+            for leaf, s in zip(self.leaves, self.state.leaves, strict=True)
+            if s.channels is not None
+        }
+
+    def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """All that is known of every channel, from whichever side it lives on; settle first."""
+        host = iter([] if self.engine is None else self.engine._worker._half.leaves)
+        found = {}
+        for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
+            mine = (self.params[leaf.name] if s.master is None else s.master, s.mu, s.nu)
+            if s.channels is None:
+                found[leaf.name] = (*map(np.array, mine), np.full(leaf.shape, s.steps))
+                continue
+            if s.master is None:
+                mine = (jnp.take_along_axis(mine[0], _along(s.channels, leaf), leaf.axis), *mine[1:])
+            full = next(host) if s.deferred is None else s.deferred
+            found[leaf.name] = tuple(
+                _put(np.array(x).reshape(leaf.shape), s.channels, np.asarray(rows), leaf)
+                for x, rows in zip((full.master, full.mu, full.nu), mine, strict=True)
+            )
+            steps = np.array(full.steps).reshape(s.scores.shape)
+            np.put_along_axis(steps, np.asarray(s.channels), np.asarray(s.steps), axis=-1)
+            found[leaf.name] += (np.broadcast_to(_along(steps, leaf), leaf.shape),)
+        return found
+
+
+def _along(x: Any, leaf: Leaf) -> Any:
+    """`(*stack, channels)` with unit axes for the others."""
+    axis = leaf.axis % len(leaf.shape)
+    stack = x.ndim - 1
+    return x.reshape(
+        *x.shape[:-1], *[1] * (axis - stack), x.shape[-1], *[1] * (len(leaf.shape) - axis - 1)
+    )
+
+
+def _put(full: np.ndarray, channels: Any, rows: np.ndarray, leaf: Leaf) -> np.ndarray:
+    np.put_along_axis(full, _along(np.asarray(channels), leaf), rows, axis=leaf.axis)
+    return full
+
+
+def reference(leaves: Leaves, settings: Settings, plan: Plan, seed: int = 0) -> tuple[History, Any]:
+    """The run of the slow NumPy reference, and the reference itself for its counts."""
+    weights = initial(leaves, seed)
+    slow = _reference.Reference(
+        [np.asarray(weights[x.name]) for x in leaves],
+        rate,
+        settings,
+        channel_axes=[x.axis for x in leaves],
+        decay=[x.decay for x in leaves],
+    )
+    names = [x.name for x in leaves]
+    params, selected = [], []
+    for t in range(1, plan.steps + 1):
+        new = slow.step(list(gradients(leaves, t, seed, t in plan.bad).values()))
+        if t in plan.flush_at:
+            new = slow.flush()
+        params.append(dict(zip(names, new, strict=True)))
+        selected.append({n: c for n, c in zip(names, slow.selected, strict=True) if c is not None})
+    moments = {name: slow.moments(i) for i, name in enumerate(names)}
+    return History(params, selected, moments, slow.skipped), slow
+
+
+@functools.cache
+def adamw(leaves: Leaves, clip: float | None, weight_decay: float, steps: int, seed: int) -> Any:
+    """Parameters after each step of `optax.adamw` on float32 masters, cast to their dtypes."""
+    tx = optax.adamw(rate, weight_decay=weight_decay, mask={x.name: x.decay for x in leaves})
+    if clip is not None:
+        tx = optax.chain(optax.clip_by_global_norm(clip), tx)
+    masters = {n: p.astype(jnp.float32) for n, p in initial(leaves, seed).items()}
+    state, step, seen = tx.init(masters), jitted(tx), []
+    for t in range(1, steps + 1):
+        g = {n: x.astype(np.float32) for n, x in gradients(leaves, t, seed).items()}
+        masters, state = step(masters, state, g)
+        seen.append({x.name: np.asarray(masters[x.name].astype(x.dtype)) for x in leaves})
+    return seen
+
+
+def assert_close(ours: list[dict[str, np.ndarray]], theirs: list[dict[str, np.ndarray]]) -> None:
+    """Step by step: float32 within ATOL, bfloat16 equal but for a few neighbours."""
+    flipped = total = 0
+    for t, (new, expected) in enumerate(zip(ours, theirs, strict=True), start=1):
+        assert new.keys() == expected.keys()
+        for name, x in new.items():
+            y = expected[name]
+            assert x.dtype == y.dtype, name
+            message = f"{name} after step {t}"
+            if x.dtype == np.float32:
+                np.testing.assert_allclose(x, y, rtol=0, atol=ATOL, err_msg=message)
+                continue
+            apart = np.abs(_rank(x) - _rank(y))
+            assert apart.max(initial=0) <= 1, f"{message}: {apart.max()} bfloat16 numbers apart"
+            flipped, total = flipped + np.count_nonzero(apart), total + x.size
+    assert flipped <= FLIPPED * total, f"{flipped} of {total} bfloat16 values differ"
+
+
+def _rank(x: np.ndarray) -> np.ndarray:
+    """The place of each bfloat16 among all of them, both zeros at 0."""
+    bits = x.view(np.int16).astype(np.int32)
+    return np.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def assert_agree(ours: History, theirs: History) -> None:
+    """Parameters, selections, masters, moments, step counts."""
+    assert_close(ours.params, theirs.params)
+    assert ours.skipped == theirs.skipped
+    for t, (mine, yours) in enumerate(zip(ours.selected, theirs.selected, strict=True), start=1):
+        for name, channels in mine.items():
+            np.testing.assert_array_equal(
+                channels, yours[name], err_msg=f"channels of {name} after step {t}"
+            )
+    for name, (master, mu, nu, steps) in ours.moments.items():
+        expected = theirs.moments[name]
+        np.testing.assert_array_equal(steps, expected[3], err_msg=f"steps of {name}")
+        np.testing.assert_allclose(master, expected[0], rtol=0, atol=ATOL, err_msg=name)
+        for x, y in ((mu, expected[1]), (nu, expected[2])):
+            atol = MOMENT_TOL * np.abs(y).max(initial=0)
+            np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name)
+
+
+def assert_same_bits(ours: Any, theirs: Any) -> None:
+    """Equal trees of arrays: structure, dtypes and every bit, NaN included."""
+    mine, yours = jax.tree.flatten(ours), jax.tree.flatten(theirs)
+    assert mine[1] == yours[1]
+    for x, y in zip(mine[0], yours[0], strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert x.tobytes() == y.tobytes(), f"max difference {np.abs(x - y).max()}"
+
+
+def start_process(module: str, function: str, *args: Any) -> subprocess.Popen:
+    """`function` of a module of these tests in an interpreter of its own."""
+    code = f"from tests import {module}; {module}.{function}(*{args!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_ends_well(process: subprocess.Popen, timeout_s: float = 120) -> None:
+    """It ends by itself, with code 0; else its output is shown."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s:\n{output[-3000:]}") from None
+    assert process.returncode == 0, f"code {process.returncode}:\n{output[-3000:]}"

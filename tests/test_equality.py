@@ -1,0 +1,216 @@
+"""Where this library must equal something trusted: `optax.adamw`, and the slow reference.
+
+Runs and tolerances are in `runs.py`. What is compared at every step is the parameters and the
+selected channels, at the end masters, moments and step counts, wherever they live.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import runs
+from tests.runs import FIRST, SECOND, THIRD, Leaf, Plan, Settings, Training
+
+KERNELS = ("numba", "numpy")
+SEEDS = (0, 1)
+STEPS = 12
+
+# Of the norms in these runs, about half are above it.
+MAX_NORM = 30.0
+
+
+def modes(leaves, options, seed=0):
+    """The run in-graph, and with an engine for each kernel; a donated step now and then."""
+    yield "in-graph", Training(leaves, options, seed=seed, offload=False)
+    for kernel in KERNELS:
+        threads = 1 + KERNELS.index(kernel)
+        yield kernel, Training(leaves, options, seed=seed, host_kernel=kernel, threads=threads)
+
+
+def assert_equals_adamw(leaves, options, steps=STEPS):
+    for seed in SEEDS:
+        expected = runs.adamw(leaves, options.max_grad_norm, options.weight_decay, steps, seed)
+        for _, training in modes(leaves, options, seed):
+            with training:
+                runs.assert_close([p for _, p in training.follow(Plan(steps))], expected)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "ratio", "select_interval"),
+    [(FIRST, 0.0, 1000), (SECOND, 0.25, 1)],
+    ids=["nothing selected", "selecting at every step"],
+)
+def test_windows_of_one_step_without_overlap_equal_optax_adamw(leaves, ratio, select_interval):
+    options = Settings(
+        weight_decay=0.1,
+        topk_ratio=ratio,
+        update_interval=1,
+        select_interval=select_interval,
+        overlap_step=False,
+    )
+    assert_equals_adamw(leaves, options)
+
+
+def test_selections_move_in_the_runs_that_are_compared_with_optax():
+    options = Settings(topk_ratio=0.25, update_interval=1, select_interval=1, overlap_step=False)
+    history, _ = runs.reference(SECOND, options, Plan(STEPS))
+    assert len({chosen["rows"].tobytes() for chosen in history.selected}) > STEPS // 2
+
+
+@pytest.mark.parametrize(("interval", "overlap"), [(4, True), (1, False)])
+def test_selecting_every_channel_equals_optax_adamw(interval, overlap):
+    options = Settings(
+        weight_decay=0.1, topk_ratio=1.0, update_interval=interval, overlap_step=overlap
+    )
+    assert_equals_adamw(FIRST, options)
+
+
+def test_a_warm_up_as_long_as_the_run_equals_optax_adamw():
+    options = Settings(
+        weight_decay=0.1, topk_ratio=0.25, update_interval=4, full_warm_up_rounds=STEPS
+    )
+    assert_equals_adamw(SECOND, options)
+
+
+def test_max_grad_norm_equals_optax_clipping_in_front():
+    norms = [
+        np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradients.values()))
+        for gradients in (runs.gradients(THIRD, t) for t in range(1, STEPS + 1))
+    ]
+    assert min(norms) < MAX_NORM < max(norms)
+    options = Settings(
+        weight_decay=0.1,
+        topk_ratio=0.6,
+        update_interval=1,
+        select_interval=5,
+        overlap_step=False,
+        max_grad_norm=MAX_NORM,
+    )
+    assert_equals_adamw(THIRD, options)
+
+
+AGREEMENTS = {
+    "one window stale": (FIRST, dict(topk_ratio=0.3), Plan(23)),
+    "one step stale": (
+        SECOND,
+        dict(topk_ratio=0.5, update_interval=1, select_interval=2),
+        Plan(12),
+    ),
+    "selecting at every window, one of them all skipped": (
+        THIRD,
+        dict(topk_ratio=0.3, update_interval=3, select_interval=3),
+        Plan(20, bad=(4, 5, 6, 8)),
+    ),
+    "not stale, one window all skipped": (
+        SECOND,
+        dict(topk_ratio=0.3, update_interval=3, select_interval=6, overlap_step=False),
+        Plan(20, bad=(2, 7, 8, 9), flush_at=(11,)),
+    ),
+    "nothing selected": (THIRD, dict(topk_ratio=0.0, update_interval=2), Plan(9)),
+    "after a warm-up, clipped": (
+        FIRST,
+        dict(
+            topk_ratio=0.3,
+            update_interval=3,
+            select_interval=6,
+            full_warm_up_rounds=5,
+            max_grad_norm=MAX_NORM,
+        ),
+        Plan(20, bad=(2, 5, 13)),
+    ),
+    "skipped and flushed everywhere": (
+        THIRD,
+        dict(topk_ratio=0.3, select_interval=8),
+        # In mid-window, twice, in a window of which everything was skipped, at a boundary.
+        Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGREEMENTS)
+def test_engine_and_in_graph_mode_equal_the_reference(name):
+    leaves, options, plan = AGREEMENTS[name]
+    options = Settings(weight_decay=0.1, **options)
+    for seed in SEEDS:
+        expected, slow = runs.reference(leaves, options, plan, seed)
+        assert expected.skipped == len(plan.bad)
+        for _, training in modes(leaves, options, seed):
+            with training:
+                runs.assert_agree(training.history(plan), expected)
+                if training.engine is not None:
+                    stats = training.engine.stats
+                    assert (stats.steps, stats.skipped_steps) == (plan.steps, slow.skipped)
+                    assert (stats.windows, stats.reselections) == (slow.windows, slow.reselections)
+
+
+def test_a_donated_step_gives_the_bits_of_one_that_is_not():
+    options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
+    histories = []
+    for donate in (False, True):
+        with Training(runs.FEW, options, donate=donate, host_kernel="numpy") as training:
+            histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
+    runs.assert_same_bits(*histories)
+
+
+@st.composite
+def small_runs(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=2, max_size=4)))
+    axis = draw(st.integers(-len(shape), -1))
+    leaf = Leaf("w", shape, axis, draw(st.sampled_from(["float32", "bfloat16"])))
+    interval = draw(st.integers(1, 3))
+    options = Settings(
+        weight_decay=0.1,
+        topk_ratio=draw(st.sampled_from([0.0, 0.2, 0.5, 0.9])),
+        update_interval=interval,
+        select_interval=interval * draw(st.integers(1, 3)),
+        full_warm_up_rounds=draw(st.integers(0, 3)),
+        overlap_step=draw(st.booleans()),
+    )
+    steps = st.lists(st.integers(1, 10), max_size=3).map(tuple)
+    return (leaf,), options, Plan(10, bad=draw(steps)), draw(st.integers(0, 9))
+
+
+@given(small_runs())
+@settings(max_examples=5)
+def test_any_shape_axis_and_interval_equals_the_reference(run):
+    leaves, options, plan, seed = run
+    expected, _ = runs.reference(leaves, options, plan, seed)
+    with Training(leaves, options, seed=seed, offload=False) as training:
+        runs.assert_agree(training.history(plan), expected)
+    with Training(leaves, options, seed=seed, host_kernel="numpy") as training:
+        runs.assert_agree(training.history(plan), expected)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_jit_equals_eager(offload):
+    options = Settings(topk_ratio=0.3, update_interval=1, overlap_step=False)
+    with (
+        Training(runs.ONE, options, offload=offload, host_kernel="numpy") as compiled,
+        Training(runs.ONE, options, offload=offload, host_kernel="numpy") as eager,
+    ):
+        eager.program = eager.program.__wrapped__  # what was jitted
+        for _ in range(2):
+            compiled.go(1)
+            eager.go(1)
+            runs.assert_close([eager.values()], [compiled.values()])
+            assert jax.tree.map(_kind, eager.state) == jax.tree.map(_kind, compiled.state)
+
+
+def _kind(x):
+    return x.shape, x.dtype, x.sharding.memory_kind
+
+
+def test_an_in_graph_run_resumed_from_saved_arrays_gives_the_same_bits():
+    options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
+    with Training(runs.ONE, options, offload=False) as training:
+        training.go(5)
+        saved = jax.tree.map(np.array, (training.params, training.state))
+        training.go(4)
+        expected = training.values()
+        training.params, training.state = jax.tree.map(jnp.asarray, saved)
+        training.t = 5
+        training.go(4)
+        runs.assert_same_bits(training.values(), expected)

@@ -1,0 +1,316 @@
+"""The host's AdamW against optax, against the formula in float64, and against itself bit by bit."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zenflow_jax import _host_numba
+from zenflow_jax._adam import AdamScalars
+from zenflow_jax._host_adam import HostAdam
+
+BFLOAT16 = ml_dtypes.bfloat16
+DTYPES = [np.float32, BFLOAT16, np.float16]
+KERNELS = ["numba", "numpy"]
+SHAPES = {  # (groups, rows, n, tail)
+    "leading": (1, 1, 23, 37),
+    "leading, wide enough to skip by runs": (1, 1, 5, 9001),
+    "leading, stacked": (3, 1, 5, 17),
+    "trailing": (1, 19, 43, 1),
+    "trailing, stacked": (3, 7, 11, 1),
+    "a single channel": (2, 6, 1, 1),
+}
+RATE, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
+# What the engine passes: Python floats that hold float32 values.
+SCALARS = AdamScalars(*(float(np.float32(x)) for x in (RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)))
+# Steps of RATE on parameters near 1, worked out in float32: a few roundings of 6e-8, and for optax
+# one of `1 - b2**t`, which float32 holds to 3e-5 only.
+ATOL = 1e-6
+
+
+class State(NamedTuple):
+    master: np.ndarray
+    mu: np.ndarray
+    nu: np.ndarray
+    steps: np.ndarray
+
+
+def new_state(shape: tuple[int, ...], seed: int = 0) -> State:
+    """A state in mid-run, in which every channel has taken another number of steps."""
+    rng = np.random.default_rng(seed)
+    master, mu, nu = rng.standard_normal((3, *shape)).astype(np.float32)
+    steps = rng.permutation(shape[0] * shape[2]).astype(np.int32)
+    # Second moments away from zero: directions near 1, as training has them.
+    return State(master, mu, np.square(nu) + 0.1, steps.reshape(shape[0], shape[2]))
+
+
+def new_gradient(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
+    gradient = np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+    gradient.flags.writeable = False  # as a view of a jax array is
+    return gradient
+
+
+def some_channels(state: State, seed: int = 2, share: float = 0.7) -> np.ndarray:
+    return np.random.default_rng(seed).random(state.steps.shape) < share
+
+
+def step(adam: HostAdam, state: State, total, active, out=None, *, scale=1.0) -> int:
+    """Takes the step and tells in how many chunks."""
+    return sum(1 for _ in adam.adamw(*state, total, scale, active, SCALARS, out))
+
+
+def bits(*arrays: np.ndarray | None) -> list[bytes]:
+    return [x.tobytes() for x in arrays if x is not None]
+
+
+def by_channel(x: np.ndarray) -> np.ndarray:
+    """`(groups, n)` laid along the channels of `(groups, rows, n, tail)`."""
+    return x[:, None, :, None]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
+def test_a_step_is_the_formula_on_active_channels_and_nothing_on_the_others(kernel, shape, dtype):
+    state, gradient = new_state(shape), new_gradient(shape, dtype)
+    active = some_channels(state)
+    out = np.full(shape, 7, dtype)
+    p, m, v = (x.astype(np.float64) for x in state[:3])
+    g = gradient.astype(np.float64) / 3
+    n = by_channel(state.steps + 1.0)
+    rate, b1, b2, one_minus_b1, one_minus_b2, eps, decay = SCALARS
+    m = b1 * m + one_minus_b1 * g
+    v = b2 * v + one_minus_b2 * g**2
+    p -= rate * ((m / (1 - b1**n)) / (np.sqrt(v / (1 - b2**n)) + eps) + decay * p)
+    before = State(*(x.copy() for x in state))
+
+    adam = HostAdam(kernel, 1)
+    total = np.empty(shape, np.float32)
+    adam.accumulate(total, gradient, 1.0, first=True)
+    step(adam, state, total, active, out, scale=1 / 3)
+
+    on = np.broadcast_to(by_channel(active), shape)
+    for ours, exact, old in zip(state, (p, m, v), before, strict=False):
+        np.testing.assert_allclose(ours[on], exact[on], rtol=1e-6, atol=ATOL)
+        assert bits(ours[~on]) == bits(old[~on])
+    np.testing.assert_array_equal(state.steps, before.steps + active)
+    assert bits(out[on]) == bits(state.master[on].astype(dtype))
+    assert (out[~on] == 7).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_several_steps_of_all_channels_equal_optax_adamw(kernel, shape):
+    tx = optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)
+    state = new_state(shape)
+    for x in state[1:]:
+        x[:] = 0
+    params = jnp.asarray(state.master.copy())
+    opt_state = tx.init(params)
+    adam, active = HostAdam(kernel, 1), np.ones_like(state.steps, bool)
+    for i in range(10):
+        gradient = new_gradient(shape, seed=i)
+        step(adam, state, gradient, active)
+        with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+            updates, opt_state = tx.update(jnp.asarray(gradient), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(state.master, params, rtol=0, atol=ATOL)
+
+
+@settings(max_examples=20)
+@given(
+    groups=st.integers(1, 3),
+    n=st.integers(1, 40),
+    extent=st.integers(1, 70),
+    trailing=st.booleans(),
+    gradient_dtype=st.sampled_from(DTYPES),
+    out_dtype=st.sampled_from([None, *DTYPES]),
+    block=st.integers(30, 300),
+    seed=st.integers(0, 9),
+)
+def test_bits_depend_on_neither_kernel_nor_threads_nor_blocks(
+    groups, n, extent, trailing, gradient_dtype, out_dtype, block, seed
+):
+    shape = (groups, extent, n, 1) if trailing else (groups, 1, n, extent)
+    gradients = [new_gradient(shape, gradient_dtype, seed + i) for i in range(3)]
+
+    def run(adam: HostAdam) -> list[bytes]:
+        state = new_state(shape, seed)
+        active = some_channels(state, seed)
+        out = None if out_dtype is None else np.zeros(shape, out_dtype)
+        total = np.empty(shape, np.float32)
+        for i, gradient in enumerate(gradients):
+            adam.accumulate(total, gradient, 0.3, first=i == 0)
+        step(adam, state, total, active, out, scale=1 / 3)
+        step(adam, state, gradients[0], ~active, out, scale=0.3)
+        adam.close()
+        return bits(*state, total, out)
+
+    expected = run(HostAdam("numpy", 1))
+    for kernel in KERNELS:
+        for threads in 1, 3:
+            assert run(HostAdam(kernel, threads, block=block)) == expected
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_inactive_channels_keep_every_bit_beside_any_garbage(kernel, threads, shape):
+    state, total = new_state(shape), new_gradient(shape).copy()
+    active = some_channels(state)
+    off = ~np.broadcast_to(by_channel(active), shape)
+    garbage = np.resize(np.float32([np.nan, -np.nan, np.inf, -0.0, 1e-45, -3e38]), off.sum())
+    out = np.zeros(shape, BFLOAT16)
+    for x in (*state[:3], total):
+        x[off] = garbage
+    with np.errstate(over="ignore"):
+        out[off] = garbage.astype(BFLOAT16)
+    kept = bits(*(x[off] for x in (*state[:3], out)), state.steps[~active])
+    adam = HostAdam(kernel, threads, block=301)
+    step(adam, state, total, active, out)
+    adam.close()
+    assert bits(*(x[off] for x in (*state[:3], out)), state.steps[~active]) == kept
+    assert all(np.isfinite(x[~off]).all() for x in state[:3])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_an_active_channel_nothing_happens(kernel):
+    state = new_state((1, 1, 4, 3))
+    before = bits(*state)
+    step(HostAdam(kernel, 1), state, new_gradient((1, 1, 4, 3)), np.zeros((1, 4), bool))
+    assert bits(*state) == before
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
+def test_accumulate_replaces_first_and_then_adds_in_float32(kernel, threads, dtype):
+    adam = HostAdam(kernel, threads, block=101)
+    one, two = (new_gradient((1, 1, 31, 33), dtype, seed) for seed in (1, 2))
+    total = np.full(one.shape, np.nan, np.float32)
+    adam.accumulate(total, one, 0.7, first=True)
+    expected = one.astype(np.float32) * np.float32(0.7)
+    assert bits(total) == bits(expected)
+    adam.accumulate(total, two, 1.3, first=False)
+    expected = expected + two.astype(np.float32) * np.float32(1.3)
+    assert bits(total) == bits(expected)
+    adam.close()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
+def test_a_gradient_passed_directly_is_a_window_of_one_step(kernel, dtype):
+    shape = SHAPES["leading"]
+    adam, gradient, total = HostAdam(kernel, 1), new_gradient(shape, dtype), np.empty(shape, "f4")
+    direct, summed = new_state(shape), new_state(shape)
+    step(adam, direct, gradient, some_channels(direct), scale=0.3)
+    adam.accumulate(total, gradient, 0.3, first=True)
+    step(adam, summed, total, some_channels(summed))
+    assert bits(*direct) == bits(*summed)
+
+
+@pytest.fixture(scope="module")
+def around_every_bfloat16() -> np.ndarray:
+    """float32 exactly on, just beside and halfway between bfloat16 values, not finite included."""
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    lower = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    return (upper[:, None] | lower).reshape(-1).view(np.float32)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bfloat16_output_is_rounded_to_nearest_even(kernel, around_every_bfloat16):
+    # A step at rate zero, which leaves every master but the infinite ones as it is.
+    p = around_every_bfloat16[~np.isinf(around_every_bfloat16)].reshape(1, 1, 1, -1)
+    state = State(p.copy(), np.zeros_like(p), np.zeros_like(p), np.zeros((1, 1), np.int32))
+    out = np.zeros(p.shape, BFLOAT16)
+    scalars = SCALARS._replace(learning_rate=0.0, weight_decay=0.0)
+    active = np.ones((1, 1), bool)
+    for _ in HostAdam(kernel, 1).adamw(*state, np.zeros_like(p), 1.0, active, scalars, out):
+        pass
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = p.astype(BFLOAT16)
+    nan = np.isnan(p)
+    assert bits(out[~nan]) == bits(expected[~nan])
+    assert np.isnan(out[nan].astype(np.float32)).all()
+
+
+def test_compiled_rounding_is_that_of_ml_dtypes_to_the_bit(around_every_bfloat16):
+    x = around_every_bfloat16[:: len(around_every_bfloat16) // 20011]
+    x = np.append(x, np.float32([np.inf, -np.inf, np.nan, -np.nan]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = x.astype(BFLOAT16).view(np.uint16)
+    np.testing.assert_array_equal([_host_numba.bfloat16_bits(value) for value in x], expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_adamw_yields_between_chunks_of_a_big_leaf(kernel):
+    shape = (1, 1, 320, 8192)  # 2.5 chunks
+    state, gradient = new_state(shape), np.ones(shape, np.float32)
+    before = state.master.copy()
+    chunks = HostAdam(kernel, 1).adamw(
+        *state, gradient, 1.0, np.ones((1, 320), bool), SCALARS, None
+    )
+    next(chunks)
+    changed = (state.master != before).any(axis=-1)
+    assert changed[0, 0, 0]
+    assert not changed[0, 0, -1]
+    assert sum(1 for _ in chunks) == 2
+    assert (state.master != before).any(axis=-1).all()
+
+
+def test_channels_are_chosen_when_the_step_begins():
+    shape = SHAPES["leading"]
+    state, unchanged = new_state(shape), new_state(shape)
+    active = some_channels(state)
+    step(HostAdam("numpy", 1), unchanged, new_gradient(shape), active)
+    chunks = HostAdam("numba", 1, block=40).adamw(
+        *state, new_gradient(shape), 1.0, active, SCALARS, None
+    )
+    next(chunks)
+    active[:] = True
+    list(chunks)
+    assert bits(*state) == bits(*unchanged)
+
+
+def test_a_failure_in_a_thread_reaches_the_caller():
+    adam = HostAdam("numpy", 2, block=100)
+    total = np.zeros((1, 1, 10, 100), np.float32)
+    total.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        adam.accumulate(total, new_gradient(total.shape), 1.0, first=True)
+    adam.close()
+
+
+def test_close_is_safe_twice():
+    adam = HostAdam(threads=2)
+    adam.close()
+    adam.close()
+
+
+def test_an_unknown_kernel_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match=r"'numba', 'numpy', got 'cuda'.*Leave it"):
+        HostAdam("cuda")
+
+
+@pytest.mark.parametrize("threads", [0, -1, True])
+def test_threads_must_be_a_positive_integer(threads):
+    with pytest.raises(ValueError, match=rf"positive integer or None, got {threads}.*Pass"):
+        HostAdam(threads=threads)
+
+
+def test_one_core_is_left_to_the_caller(monkeypatch):
+    for cores, threads in (1, 1), (2, 1), (8, 7):
+        monkeypatch.setattr("zenflow_jax._host_adam._available_cores", lambda n=cores: n)
+        assert HostAdam().threads == threads
+
+
+def test_kernels_compile_where_nothing_can_be_cached():
+    namespace: dict[str, Any] = {}
+    exec("def double(x):\n    return x * 2", namespace)  # Numba finds no file to cache it beside
+    assert _host_numba._compiled(namespace["double"])(4) == 8
