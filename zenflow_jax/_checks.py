@@ -1,5 +1,6 @@
 """What users may pass to `zenflow()` and to `HostEngine`, and what they are told otherwise."""
 
+import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -199,14 +200,39 @@ def check_fresh(state: ZenFlowState) -> None:
         )
 
 
-def check_placement(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
-    for weight, leaf in zip(weights, state.leaves, strict=True):
+def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
+    """Refuses leaves that are not on one device of this process; abstract ones pass."""
+    for weight, spec in zip(weights, specs, strict=True):
+        if isinstance(weight, Tracer) or not isinstance(weight, jax.Array):
+            continue
         if not weight.is_fully_addressable or len(weight.sharding.device_set) > 1:
             raise ValueError(
-                f"expected each leaf on one device of this process, got {leaf.spec.name} on "
+                f"expected each leaf on one device of this process, got {spec.name} on "
                 f"{weight.sharding}. Sharded leaves are not supported yet: use one device, or "
                 "`offload=False`."
             )
+
+
+def check_pinned(mail_bytes: int, mails: int, platform: str, limit_gib: str | None) -> None:
+    """Says before training how much pinned memory a run needs, if jax would not give it.
+
+    Args:
+        mail_bytes: One step's mail.
+        mails: How many the engine keeps.
+        platform: Of the device; only GPUs have the limit.
+        limit_gib: What the environment says, `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return
+    # XLA's own default.
+    limit = float(limit_gib) if limit_gib else 64.0
+    needed = mail_bytes * mails / 2**30
+    if needed > limit:
+        raise ValueError(
+            f"expected room for {mails} mails of {mail_bytes / 2**30:.1f} GiB in pinned host "
+            f"memory, got a limit of {limit:g} GiB. Set the environment variable "
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
+        )
 
 
 _BOOL = bool | np.bool_

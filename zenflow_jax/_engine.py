@@ -6,6 +6,7 @@ All device programs are dispatched from here, in the same order in every run; th
 """
 
 import dataclasses
+import os
 import types
 import weakref
 from typing import Any
@@ -14,10 +15,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from zenflow_jax._checks import check_fresh, check_placement
+from zenflow_jax._checks import check_fresh, check_pinned, check_placement
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
-from zenflow_jax._mailbox import Mailbox, fingerprint
+from zenflow_jax._mailbox import BUFFERS, Mailbox, fingerprint
 from zenflow_jax._merge import choose, enter, merge
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._worker import Close, HandOver, Worker
@@ -46,8 +47,8 @@ class HostEngine:
 
     The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments),
     4 to 8 of sums, the leaf's dtype once more for uploads, and up to three mails in pinned memory.
-    On a GPU jax caps its pool of pinned memory at 64 GiB: larger runs set the environment variable
-    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+    On a GPU jax caps its pool of pinned memory at 64 GiB; for runs that need more, the error says
+    to what `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -93,7 +94,14 @@ class HostEngine:
         check_fresh(state)
         weights = jax.tree.leaves(params)
         places = match_leaves(params, state)
-        check_placement([weights[i] for i in places], state)
+        check_placement([weights[i] for i in places], [leaf.spec for leaf in state.leaves])
+        mails = [leaf.mail for leaf in state.leaves if leaf.mail is not None]
+        check_pinned(
+            sum(mail.nbytes for mail in mails),
+            BUFFERS,
+            next((d.platform for mail in mails for d in mail.sharding.device_set), "cpu"),
+            os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
+        )
 
         self._schedule = state.schedule
         self._specs = tuple(leaf.spec for leaf in state.leaves)

@@ -5,8 +5,8 @@ no compiler and works through blocks that fit the cache. float16 leaves always t
 kernel, as Numba has no float16 on CPUs. Which channels are worked on, with which window's
 gradient, and when, is the engine's business; this file knows neither windows nor mail.
 
-The bits depend neither on the number of threads nor on the size of the blocks (`_host_numba.py` says
-why).
+The bits depend neither on the number of threads nor on the size of the blocks: `_host_numba.py`
+says why.
 
 Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
 the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
@@ -14,6 +14,7 @@ run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of e
 exists once a channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -26,11 +27,14 @@ import numpy as np
 from zenflow_jax import _host_numba as compiled
 from zenflow_jax._adam import AdamScalars
 
-# Elements that a thread takes at once. The NumPy kernel's block and scratch must stay in a core's
-# second-level cache; Numba streams, there a block need only outweigh the cost of handing it out.
-_BLOCK = {"numba": 256 * 1024, "numpy": 64 * 1024}
+# Elements that a thread takes at once, at most. The NumPy kernel's block and scratch must stay in a
+# core's second-level cache. Numba streams, and finds the interpreter's memory evicted when it comes
+# back: 15 us a block, 5 % of the time with blocks of 256 K.
+_BLOCK = {"numba": 1024 * 1024, "numpy": 64 * 1024}
+# Smaller leaves get smaller blocks, so that every thread has some; not less than this is worth it.
+_LEAST_BLOCK = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
-_CHUNK = 1024 * 1024
+_CHUNK = 2 * 1024 * 1024
 # The NumPy kernel leaves out inactive channels run by run where runs of active ones have at least
 # this many elements on average; below it the calls cost more than computing all and masking.
 _LONG_RUN = 8 * 1024
@@ -101,7 +105,7 @@ class HostAdam:
             part = slice(block[2], block[3])
             kernel.accumulate(sums[part], addends[part], factor_32, first)
 
-        self._run(work, _blocks(min(1, total.size), total.size, kernel.block))
+        self._run(work, _blocks(1, total.size, self._limit(kernel, total.size)))
 
     def adamw(
         self,
@@ -174,14 +178,13 @@ class HostAdam:
             scalars=AdamScalars(*map(np.float32, scalars)),
         )
         kernel = self._kernel_for(total, out)
-        blocks = _blocks(step.p.shape[0], width, kernel.block)
+        limit = self._limit(kernel, master.size)
+        blocks = _blocks(step.p.shape[0], width, limit)
         if not trailing:
             blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
 
-        def work(block: _Block) -> None:
-            kernel.adamw(step, block)
-
-        chunk = max(_CHUNK // kernel.block, 4 * self.threads)
+        work = kernel.adamw(step)
+        chunk = max(_CHUNK // limit, 4 * self.threads if self.threads > 1 else 1)
         for i in range(0, len(blocks), chunk):
             self._run(work, blocks[i : i + chunk])
             yield
@@ -194,6 +197,9 @@ class HostAdam:
     def _kernel_for(self, *arrays: np.ndarray | None) -> "_NumbaKernel | _NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
         return self._portable if half else self._kernel
+
+    def _limit(self, kernel: "_NumbaKernel | _NumpyKernel", size: int) -> int:
+        return min(kernel.block, max(_LEAST_BLOCK, size // (2 * self.threads)))
 
     def _run(self, work: Callable[[_Block], None], blocks: list[_Block]) -> None:
         if self._pool is None or len(blocks) == 1:
@@ -280,7 +286,11 @@ class _NumpyKernel:
                 _widen_into(x, g, factor)
                 total += x
 
-    def adamw(self, step: _Step, block: _Block) -> None:
+    def adamw(self, step: _Step) -> Callable[[_Block], None]:
+        """What does the step on a block."""
+        return functools.partial(self._work, step)
+
+    def _work(self, step: _Step, block: _Block) -> None:
         first, last, left, right = block
         columns = slice(left, right)
         if not step.trailing:
@@ -361,16 +371,18 @@ class _NumbaKernel:
     def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
         compiled.accumulate(total, _readable(g), factor, first)
 
-    def adamw(self, step: _Step, block: _Block) -> None:
+    def adamw(self, step: _Step) -> Callable[[_Block], None]:
+        """What does the step on a block."""
         out = None if step.out is None else _bits(step.out)
         leaf = (step.p, step.m, step.v, _readable(step.g), out)
         leaf = [None if x is None else x.reshape(-1) for x in leaf]
         per_channel = (step.active, step.m_scale, step.v_scale)
         scalars, width = (step.scale, *step.scalars), step.p.shape[1]
         if step.trailing:
-            compiled.adamw_trailing(*leaf, *per_channel, scalars, step.rows, width, block)
-        else:
-            compiled.adamw_leading(*leaf, *per_channel, scalars, width, block)
+            return functools.partial(
+                compiled.adamw_trailing, *leaf, *per_channel, scalars, step.rows, width
+            )
+        return functools.partial(compiled.adamw_leading, *leaf, *per_channel, scalars, width)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

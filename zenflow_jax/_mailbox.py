@@ -19,6 +19,8 @@ from zenflow_jax._worker import Mail, Worker
 
 #: Mails that may be unread, which bounds pinned memory and lets Python run ahead of the device.
 IN_FLIGHT = 2
+#: Mails that exist at most: the unread ones, and the one in the state for the next step.
+BUFFERS = IN_FLIGHT + 1
 
 
 @dataclasses.dataclass

@@ -28,6 +28,7 @@ from zenflow_jax._channels import (
 )
 from zenflow_jax._checks import (
     check_numbers,
+    check_placement,
     check_schedule,
     check_selectors,
     check_update,
@@ -147,6 +148,8 @@ def zenflow(
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             # Shapes in, shapes out: there are no weights to take masters from.
             return jax.eval_shape(init, params)
+        if offload:
+            check_placement(jax.tree.leaves(params), specs)
         rank = mail_rank(specs)
         leaves: Any = tuple(
             _init_leaf(p, spec, rank, offload)

@@ -143,6 +143,8 @@ class Worker:
             self._thread.join()
         self._receiver.shutdown(wait=True)
         self._break_promises()
+        self._update = None
+        self._half.leaves = []
 
     def _wake(self) -> None:
         with self._condition:
