@@ -31,7 +31,7 @@ from train.report import (
     Summary,
     new_run_folder,
     summary_table,
-    write_loss_curve,
+    write_picture,
     write_summary,
 )
 from train.settings import Settings, SettingsError, settings_from_command_line, to_toml
@@ -232,7 +232,7 @@ def train(settings: Settings, console: Console) -> Summary:
         validation_loss_after=loss_after,
     )
     write_summary(folder, summary)
-    write_loss_curve(folder, rows, summary)
+    write_picture(folder, rows, summary)
     console.print(summary_table(summary))
     console.print(f"metrics, loss curve and settings: {folder}", highlight=False, soft_wrap=True)
     return summary

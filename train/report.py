@@ -130,11 +130,12 @@ def write_summary(folder: Path, summary: Summary) -> None:
     (folder / "summary.json").write_text(text, encoding="utf-8")
 
 
-def write_loss_curve(folder: Path, rows: Sequence[Row], summary: Summary) -> None:
-    """Writes `loss.png`: training loss over the steps, and the two validation losses."""
+def write_picture(folder: Path, rows: Sequence[Row], summary: Summary) -> None:
+    """Writes `loss.png`: the loss over the steps, and the summary beside it."""
     # A Figure without pyplot draws with Agg: no display is needed and no global state is left.
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes, beside = figure.subplots(1, 2, width_ratios=(5, 3))
+    axes.set(
         title=f"{summary.optimizer}, {summary.parameters / 1e6:.1f} M parameters",
         xlabel="step",
         ylabel="loss, nats per byte",
@@ -148,6 +149,17 @@ def write_loss_curve(folder: Path, rows: Sequence[Row], summary: Summary) -> Non
     )
     axes.grid(alpha=0.3)
     axes.legend()
+    beside.axis("off")
+    figures = _figures(summary)
+    table = beside.table(
+        [[name, value] for name, value in figures.items()],
+        colWidths=[0.78, 0.22],
+        cellLoc="left",
+        loc="center",
+    )
+    table.auto_set_font_size(False)
+    table.set_fontsize(8)
+    table.scale(1, 1.6)
     figure.savefig(folder / "loss.png", dpi=120)
 
 
@@ -155,7 +167,13 @@ def summary_table(summary: Summary) -> Table:
     """The figures of a run as a table for the terminal."""
     table = Table("figure", "value", title=f"{summary.optimizer} on {summary.device}")
     table.columns[1].justify = "right"
-    for name, value in {
+    for name, value in _figures(summary).items():
+        table.add_row(name, value)
+    return table
+
+
+def _figures(summary: Summary) -> dict[str, str]:
+    return {
         "parameters": f"{summary.parameters:,}",
         "steps": f"{summary.steps:,}",
         "tokens/s": f"{summary.tokens_per_s:,.0f}",
@@ -166,6 +184,4 @@ def summary_table(summary: Summary) -> Table:
         "seconds in all": f"{summary.total_s:.1f}",
         "validation loss before": f"{summary.validation_loss_before:.3f}",
         "validation loss after": f"{summary.validation_loss_after:.3f}",
-    }.items():
-        table.add_row(name, value)
-    return table
+    }
