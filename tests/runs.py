@@ -125,12 +125,16 @@ def apply(params: Any, updates: Any) -> Any:
 
 def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
     """`zenflow` for these leaves."""
-    axes = {x.name: x.axis for x in leaves}
+
+    def of(path: Any) -> Leaf:
+        # Not the last key: flax nnx adds one of its own.
+        return next(x for x in leaves if f"['{x.name}']" in jax.tree_util.keystr(path))
+
     return zenflow_jax.zenflow(
         **{"learning_rate": rate, **dataclasses.asdict(settings), **more},
-        mask={x.name: x.decay for x in leaves},
-        channel_axis=lambda path, leaf: axes[path[-1].key],
-        resident=lambda path, leaf: axes[path[-1].key] is None,
+        mask=lambda params: jax.tree.map_with_path(lambda path, _: of(path).decay, params),
+        channel_axis=lambda path, _: of(path).axis,
+        resident=lambda path, _: of(path).axis is None,
     )
 
 
@@ -256,7 +260,8 @@ class Training:
                 found[leaf.name] = (*map(np.array, mine), np.full(leaf.shape, s.steps))
                 continue
             if s.master is None:
-                mine = (jnp.take_along_axis(mine[0], _along(s.channels, leaf), leaf.axis), *mine[1:])
+                rows = jnp.take_along_axis(mine[0], _along(s.channels, leaf), leaf.axis)
+                mine = (rows, s.mu, s.nu)
             full = next(host) if s.deferred is None else s.deferred
             found[leaf.name] = tuple(
                 _put(np.array(x).reshape(leaf.shape), s.channels, np.asarray(rows), leaf)
@@ -305,15 +310,22 @@ def reference(leaves: Leaves, settings: Settings, plan: Plan, seed: int = 0) -> 
 
 
 @functools.cache
-def adamw(leaves: Leaves, clip: float | None, weight_decay: float, steps: int, seed: int) -> Any:
-    """Parameters after each step of `optax.adamw` on float32 masters, cast to their dtypes."""
+def adamw_program(leaves: Leaves, clip: float | None, weight_decay: float) -> tuple[Any, Any]:
+    """`optax.adamw`, with clipping in front of it if asked for, and its jitted step."""
     tx = optax.adamw(rate, weight_decay=weight_decay, mask={x.name: x.decay for x in leaves})
     if clip is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip), tx)
+    return tx, jitted(tx)
+
+
+def adamw(leaves: Leaves, clip: float | None, weight_decay: float, steps: int, seed: int) -> Any:
+    """Parameters after each step of `optax.adamw` on float32 masters, cast to their dtypes."""
+    tx, step = adamw_program(leaves, clip, weight_decay)
     masters = {n: p.astype(jnp.float32) for n, p in initial(leaves, seed).items()}
-    state, step, seen = tx.init(masters), jitted(tx), []
+    state = jax.device_put(tx.init(masters), jax.devices()[0])
+    seen = []
     for t in range(1, steps + 1):
-        g = {n: x.astype(np.float32) for n, x in gradients(leaves, t, seed).items()}
+        g = {n: jnp.asarray(x, np.float32) for n, x in gradients(leaves, t, seed).items()}
         masters, state = step(masters, state, g)
         seen.append({x.name: np.asarray(masters[x.name].astype(x.dtype)) for x in leaves})
     return seen

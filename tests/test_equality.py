@@ -21,9 +21,17 @@ STEPS = 12
 # Of the norms in these runs, about half are above it.
 MAX_NORM = 30.0
 
+WARM = dict(
+    topk_ratio=0.3,
+    update_interval=3,
+    select_interval=6,
+    full_warm_up_rounds=5,
+    max_grad_norm=MAX_NORM,
+)
+
 
 def modes(leaves, options, seed=0):
-    """The run in-graph, and with an engine for each kernel; a donated step now and then."""
+    """The run in-graph, and with an engine for each kernel."""
     yield "in-graph", Training(leaves, options, seed=seed, offload=False)
     for kernel in KERNELS:
         threads = 1 + KERNELS.index(kernel)
@@ -69,10 +77,7 @@ def test_selecting_every_channel_equals_optax_adamw(interval, overlap):
 
 
 def test_a_warm_up_as_long_as_the_run_equals_optax_adamw():
-    options = Settings(
-        weight_decay=0.1, topk_ratio=0.25, update_interval=4, full_warm_up_rounds=STEPS
-    )
-    assert_equals_adamw(SECOND, options)
+    assert_equals_adamw(FIRST, Settings(weight_decay=0.1, **WARM), WARM["full_warm_up_rounds"])
 
 
 def test_max_grad_norm_equals_optax_clipping_in_front():
@@ -93,7 +98,6 @@ def test_max_grad_norm_equals_optax_clipping_in_front():
 
 
 AGREEMENTS = {
-    "one window stale": (FIRST, dict(topk_ratio=0.3), Plan(23)),
     "one step stale": (
         SECOND,
         dict(topk_ratio=0.5, update_interval=1, select_interval=2),
@@ -112,13 +116,7 @@ AGREEMENTS = {
     "nothing selected": (THIRD, dict(topk_ratio=0.0, update_interval=2), Plan(9)),
     "after a warm-up, clipped": (
         FIRST,
-        dict(
-            topk_ratio=0.3,
-            update_interval=3,
-            select_interval=6,
-            full_warm_up_rounds=5,
-            max_grad_norm=MAX_NORM,
-        ),
+        WARM,
         Plan(20, bad=(2, 5, 13)),
     ),
     "skipped and flushed everywhere": (
@@ -174,7 +172,7 @@ def small_runs(draw):
 
 
 @given(small_runs())
-@settings(max_examples=5)
+@settings(max_examples=4)
 def test_any_shape_axis_and_interval_equals_the_reference(run):
     leaves, options, plan, seed = run
     expected, _ = runs.reference(leaves, options, plan, seed)
@@ -182,25 +180,6 @@ def test_any_shape_axis_and_interval_equals_the_reference(run):
         runs.assert_agree(training.history(plan), expected)
     with Training(leaves, options, seed=seed, host_kernel="numpy") as training:
         runs.assert_agree(training.history(plan), expected)
-
-
-@pytest.mark.parametrize("offload", [True, False])
-def test_jit_equals_eager(offload):
-    options = Settings(topk_ratio=0.3, update_interval=1, overlap_step=False)
-    with (
-        Training(runs.ONE, options, offload=offload, host_kernel="numpy") as compiled,
-        Training(runs.ONE, options, offload=offload, host_kernel="numpy") as eager,
-    ):
-        eager.program = eager.program.__wrapped__  # what was jitted
-        for _ in range(2):
-            compiled.go(1)
-            eager.go(1)
-            runs.assert_close([eager.values()], [compiled.values()])
-            assert jax.tree.map(_kind, eager.state) == jax.tree.map(_kind, compiled.state)
-
-
-def _kind(x):
-    return x.shape, x.dtype, x.sharding.memory_kind
 
 
 def test_an_in_graph_run_resumed_from_saved_arrays_gives_the_same_bits():

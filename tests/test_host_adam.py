@@ -250,11 +250,11 @@ def test_compiled_rounding_is_that_of_ml_dtypes_to_the_bit(around_every_bfloat16
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_adamw_yields_between_chunks_of_a_big_leaf(kernel):
-    shape = (1, 1, 320, 8192)  # 2.5 chunks
+    shape = (1, 1, 640, 8192)  # 2.5 chunks
     state, gradient = new_state(shape), np.ones(shape, np.float32)
     before = state.master.copy()
     chunks = HostAdam(kernel, 1).adamw(
-        *state, gradient, 1.0, np.ones((1, 320), bool), SCALARS, None
+        *state, gradient, 1.0, np.ones((1, 640), bool), SCALARS, None
     )
     next(chunks)
     changed = (state.master != before).any(axis=-1)

@@ -36,7 +36,11 @@ SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2, "offl
 SHAPES = {"bias": (3,), "weight": (6, 3)}
 
 
-def make(learning_rate: Any = 1e-2, **options):
+def schedule(count):
+    return 1e-2 / (1.0 + 0.5 * count.astype(jnp.float32))
+
+
+def make(learning_rate: Any = schedule, **options):
     return zenflow_jax.zenflow(learning_rate, **{**SETTINGS, **options})
 
 
@@ -74,15 +78,19 @@ def train(tx, steps=STEPS, *, jit=True, params=None, gradients=gradients_at):
     return params, state
 
 
+PLAIN = make()  # one for all runs without a wrapper, so that they share a program
+
+
 @functools.cache
 def alone(steps=STEPS):
     """The run that wrapped ones are compared with."""
-    return train(make(), steps)[0]
+    return train(PLAIN, steps)[0]
 
 
 def assert_close(actual, desired):
     for key in desired:
-        np.testing.assert_allclose(actual[key], desired[key], rtol=0, atol=ATOL, err_msg=key)
+        a, b = (np.asarray(x[key], np.float32) for x in (actual, desired))
+        np.testing.assert_allclose(a, b, rtol=0, atol=ATOL, err_msg=key)
 
 
 def exchanged(state):
@@ -109,26 +117,20 @@ def describe(tree):
 # --- inside optax's wrappers ----------------------------------------------------------------
 
 
-def injected(**options):
+def injected(learning_rate: Any = schedule, **options):
     factory = optax.inject_hyperparams(zenflow_jax.zenflow, static_args=zenflow_jax.STATIC_ARGS)
-    return factory(**{"learning_rate": 1e-2, **SETTINGS, **options})
+    return factory(learning_rate, **{**SETTINGS, **options})
 
 
 # Each takes zenflow's options and gives a transformation that does the same as zenflow alone.
 WRAPPERS = {
     "chain": lambda **o: optax.chain(optax.scale(4.0), optax.scale(0.25), make(**o)),
-    "named_chain": lambda **o: optax.named_chain(("none", optax.identity()), ("ours", make(**o))),
     "masked": lambda **o: optax.masked(make(**o), {"bias": True, "weight": True}),
     "partition": lambda **o: optax.partition(
         {"ours": make(**o), "frozen": optax.set_to_zero()}, {"bias": "ours", "weight": "ours"}
     ),
     "inject_hyperparams": injected,
-    "inject_hyperparams of a schedule": lambda **o: injected(
-        learning_rate=optax.constant_schedule(1e-2), **o
-    ),
-    "inject_hyperparams of an array": lambda **o: injected(learning_rate=jnp.float32(1e-2), **o),
     "apply_if_finite": lambda **o: optax.apply_if_finite(make(**o), 3),
-    "with_extra_args_support": lambda **o: optax.with_extra_args_support(make(**o)),
 }
 
 
@@ -193,7 +195,6 @@ def test_partition_gives_each_group_its_own_optimizer():
     np.testing.assert_allclose(params["bias"], expected["bias"], rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
     "make_tx",
     [
@@ -204,8 +205,8 @@ def test_partition_gives_each_group_its_own_optimizer():
     ],
     ids=["masked", "partition"],
 )
-def test_a_group_without_leaves_is_no_problem(make_tx, offload):
-    tx = make_tx(make(offload=offload))
+def test_a_group_without_leaves_is_no_problem(make_tx):
+    tx = make_tx(make(offload=True))
     params = example_params()
     state = tx.init(params)
     _, new = tx.update(gradients_at(1), state, params)
@@ -222,30 +223,18 @@ def test_parameters_without_leaves_keep_the_structure_of_the_state(empty, offloa
     assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
-def test_an_injected_schedule_and_a_plain_one_see_the_same_steps():
-    schedule = optax.linear_schedule(1e-2, 1e-3, STEPS)
-    plain, _ = train(make(schedule))
-    params, _ = train(injected(learning_rate=schedule))
-    assert_close(params, plain)
-    assert np.abs(params["weight"] - alone()["weight"]).max() > 100 * ATOL
-
-
-def test_an_injected_learning_rate_can_be_changed_in_mid_run():
-    def rate(count):
-        return jnp.where(count < 2, 1e-2, 3e-2)
-
-    expected, _ = train(make(rate), 4)
-    tx = injected()
+@pytest.mark.parametrize("start", [1e-2, jnp.float32(1e-2)], ids=["number", "array"])
+def test_an_injected_learning_rate_may_be_set_between_steps(start):
+    tx = injected(start)
     params = example_params()
     state = tx.init(params)
     update = jax.jit(tx.update)
-    for t in range(1, 5):
-        if t == 3:
-            state.hyperparams["learning_rate"] = jnp.float32(3e-2)
+    for t in range(1, STEPS + 1):
+        state.hyperparams["learning_rate"] = schedule(jnp.int32(t - 1))
         with jax.numpy_dtype_promotion("standard"):
             updates, state = update(gradients_at(t), state, params)
         params = apply(params, updates)
-    assert_close(params, expected)
+    assert_close(params, alone())
 
 
 def test_injected_hyperparameters_of_low_precision_leaves_are_kept_in_float32():
@@ -255,8 +244,8 @@ def test_injected_hyperparameters_of_low_precision_leaves_are_kept_in_float32():
         zenflow_jax.zenflow, zenflow_jax.STATIC_ARGS, hyperparam_dtype=jnp.float32
     )
     gradients = functools.partial(gradients_at, dtype="bfloat16")
-    actual, _ = train(factory(1e-2, **SETTINGS), 3, params=params, gradients=gradients)
-    expected, _ = train(make(), 3, params=params, gradients=gradients)
+    actual, _ = train(factory(schedule, **SETTINGS), 3, params=params, gradients=gradients)
+    expected, _ = train(PLAIN, 3, params=params, gradients=gradients)
     for key in expected:
         np.testing.assert_array_equal(actual[key], expected[key])
 
@@ -287,28 +276,23 @@ def test_apply_if_finite_refuses_low_precision_leaves(dtype):
         tx.update(gradients_at(1, dtype), state, params)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_multi_steps_makes_one_step_of_several(dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_multi_steps_makes_one_step_of_several_and_none_in_between(dtype):
     gradients = functools.partial(gradients_at, dtype=dtype)
     tx = optax.MultiSteps(make(), every_k_schedule=2)
-    params, state = train(
-        tx, 2 * 3, params=example_params(dtype), gradients=lambda t: gradients((t + 1) // 2)
-    )
-    expected, _ = train(make(), 3, params=example_params(dtype), gradients=gradients)
-    for key in expected:
-        # The mean of a gradient and itself is that gradient, so the bits agree in any dtype but
-        # for how the program was fused.
-        np.testing.assert_allclose(
-            params[key].astype(jnp.float32), expected[key].astype(jnp.float32), rtol=0, atol=ATOL
-        )
-    assert int(zenflow_jax.find_state(state).step) == 3
-
-
-def test_multi_steps_leaves_parameters_alone_between_its_steps():
-    params, state = train(optax.MultiSteps(make(), every_k_schedule=3), 2)
-    for key, p in example_params().items():
-        np.testing.assert_array_equal(params[key], p)
-    assert int(zenflow_jax.find_state(state).step) == 0
+    params = example_params(dtype)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for t in range(1, 4):
+        for last in (False, True):
+            # The mean of a gradient and itself is that gradient.
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = update(gradients(t), state, params)
+            assert last or not any(u.any() for u in jax.tree.leaves(updates))
+            params = apply(params, updates)
+            assert int(zenflow_jax.find_state(state).step) == (t if last else t - 1)
+    expected, _ = train(PLAIN, 3, params=example_params(dtype), gradients=gradients)
+    assert_close(params, expected)
 
 
 # --- inside flax ----------------------------------------------------------------------------
@@ -333,10 +317,10 @@ class Model(nnx.Module):
 
 @nnx.jit
 def nnx_step(model, optimizer, gradients):
-    wrapped = nnx.state(model, nnx.Param)
-    for key, g in gradients.items():
-        wrapped[key][...] = g
-    optimizer.update(model, wrapped)
+    def loss(model):  # whose gradients are those
+        return sum(jnp.sum(getattr(model, key)[...] * g) for key, g in gradients.items())
+
+    optimizer.update(model, nnx.grad(loss)(model))
 
 
 def nnx_params(model):
@@ -380,42 +364,32 @@ def test_leaves_of_an_nnx_model_go_by_the_names_that_their_user_gave_them():
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_jit_equals_eager(offload):
-    tx = make(offload=offload, max_grad_norm=1.0)
+    # A boundary at every step, so that one step has all there is.
+    tx = make(offload=offload, update_interval=1, select_interval=1, max_grad_norm=1.0)
     params = example_params()
-    eager = compiled = tx.init(params)
-    update = jax.jit(tx.update)
-    for t in (1, 2):
-        updates, eager = tx.update(gradients_at(t), eager, params)
-        expected, compiled = update(gradients_at(t), compiled, params)
-        assert jax.tree.structure(compiled) == jax.tree.structure(eager)
-        for a, b in zip(
-            jax.tree.leaves((updates, eager)), jax.tree.leaves((expected, compiled)), strict=True
-        ):
-            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=ATOL)
-        if offload:
-            eager, compiled = exchanged(eager), exchanged(compiled)
+    eager = tx.update(gradients_at(1), tx.init(params), params)
+    compiled = jax.jit(tx.update)(gradients_at(1), tx.init(params), params)
+    assert jax.tree.structure(compiled) == jax.tree.structure(eager)
+    for a, b in zip(jax.tree.leaves(compiled), jax.tree.leaves(eager), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=ATOL, atol=ATOL)
 
 
 def test_scan_equals_a_loop():
-    tx = make()
-
     def step(carry, gradients):
         params, state = carry
-        updates, state = tx.update(gradients, state, params)
+        updates, state = PLAIN.update(gradients, state, params)
         return (optax.apply_updates(params, updates), state), None
 
     params = example_params()
     gradients = jax.tree.map(lambda *g: jnp.stack(g), *map(gradients_at, range(1, STEPS + 1)))
     (params, state), _ = jax.jit(functools.partial(jax.lax.scan, step))(
-        (params, tx.init(params)), gradients
+        (params, PLAIN.init(params)), gradients
     )
     assert_close(params, alone())
     assert int(state.step) == STEPS
 
 
 def test_vmap_equals_a_loop_over_models():
-    tx = make()
-
     def several(first, start):
         return jax.tree.map(lambda *x: jnp.stack(x), *(first(start + i) for i in range(2)))
 
@@ -423,14 +397,14 @@ def test_vmap_equals_a_loop_over_models():
         return jax.tree.map(lambda p: p + model, example_params())
 
     params = several(lambda model: params_of(float(model)), 0)
-    state = jax.vmap(tx.init)(params)
-    update = jax.jit(jax.vmap(tx.update))
+    state = jax.vmap(PLAIN.init)(params)
+    update = jax.jit(jax.vmap(PLAIN.update))
     for t in range(1, 4):
         updates, state = update(several(gradients_at, 10 * t), state, params)
         params = optax.apply_updates(params, updates)
     for model in range(2):
         expected, _ = train(
-            tx,
+            PLAIN,
             3,
             params=params_of(float(model)),
             gradients=lambda t, model=model: gradients_at(10 * t + model),
@@ -440,7 +414,7 @@ def test_vmap_equals_a_loop_over_models():
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_update_moves_nothing_between_memories_unasked(offload):
-    tx = make(offload=offload)
+    tx = make(offload=True) if offload else PLAIN
     params, gradients = example_params(), gradients_at(1)
     update = jax.jit(tx.update)
     _, state = update(gradients, tx.init(params), params)  # compiles; constants may move here
@@ -470,10 +444,18 @@ def test_all_ways_to_init_agree(offload, dtype):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), shaped) == shapes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offload", [False, True])
-def test_the_state_of_numpy_parameters_is_made_of_jax_arrays(offload, dtype):
-    params = example_params(dtype)
+def test_init_under_jit_may_take_its_parameters_from_around_it(offload):
+    tx, params = make(offload=offload), example_params()
+    expected = jax.eval_shape(tx.init, params)
+    assert jax.eval_shape(lambda: tx.init(params)) == expected
+    state = jax.jit(lambda: tx.init(params))()
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_state_of_numpy_parameters_is_made_of_jax_arrays(offload):
+    params = example_params("bfloat16")
     state = make(offload=offload).init(jax.tree.map(np.asarray, params))
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
     assert jax.tree.structure(state) == jax.tree.structure(make(offload=offload).init(params))
@@ -501,11 +483,17 @@ def test_the_state_is_a_plain_pytree_without_callables(offload):
 
 
 @pytest.mark.parametrize(
-    "learning_rate",
-    [1e-2, np.float64(1e-2), jnp.float32(1e-2), lambda count: 1e-2, optax.cosine_decay_schedule(1e-2, 9)],
-    ids=["float", "numpy", "array", "float schedule", "schedule"],
+    ("offload", "learning_rate"),
+    [
+        (True, 1e-2),
+        (True, np.float64(1e-2)),
+        (True, jnp.float32(1e-2)),
+        (True, lambda count: 1e-2),
+        (True, optax.cosine_decay_schedule(1e-2, 9)),
+        (False, 1e-2),
+        (False, optax.cosine_decay_schedule(1e-2, 9)),
+    ],
 )
-@pytest.mark.parametrize("offload", [False, True])
 def test_nothing_about_the_state_changes_but_its_numbers(offload, learning_rate):
     assert_stable("bfloat16", offload, learning_rate)
 
@@ -524,7 +512,8 @@ def assert_stable(dtype, offload, learning_rate):
     state = tx.init(params)
     expected, treedef = describe(state), jax.tree.structure(state)
     for t in range(1, 5):
-        updates, state = update(gradients_at(t, dtype), state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax's schedules are not strict-clean
+            updates, state = update(gradients_at(t, dtype), state, params)
         assert jax.tree.structure(state) == treedef
         assert describe(state) == expected
         params = apply(params, updates)
@@ -536,7 +525,7 @@ def assert_stable(dtype, offload, learning_rate):
 def test_an_in_graph_step_compiles_once_for_parameters_that_no_device_was_named_for():
     # As optax's own optimizers do. With `offload=True` the mail's memory names a device, and so
     # must the parameters: HostEngine's documentation says how.
-    params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
+    params = {"bias": jnp.zeros(3)}
     tx = make()
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -547,7 +536,7 @@ def test_an_in_graph_step_compiles_once_for_parameters_that_no_device_was_named_
 
 
 def test_numpy_hyperparameters_do_not_widen_anything_under_x64():
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         tx = make(
             np.float64(1e-2),
             b2=np.float64(0.99),
@@ -585,7 +574,8 @@ NESTED = {"block": {"bias": jnp.zeros(3), "weight": jnp.ones((4, 3))}, "head": j
 )
 def test_mask_says_where_weight_decay_applies(mask):
     tx = make(1.0, mask=mask, weight_decay=0.5, topk_ratio=1.0)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, NESTED), tx.init(NESTED), NESTED)
+    zeros = jax.tree.map(jnp.zeros_like, NESTED)
+    updates, _ = jax.jit(tx.update)(zeros, tx.init(NESTED), NESTED)
     np.testing.assert_array_equal(updates["block"]["weight"], 0.0)
     np.testing.assert_array_equal(updates["block"]["bias"], 0.0)
     np.testing.assert_array_equal(updates["head"], -0.5)
@@ -648,7 +638,7 @@ def test_scalars_vectors_and_empty_leaves_are_resident():
 
 @pytest.mark.parametrize(
     ("ratio", "n", "k"),
-    [(0, 5, 0), (0.0, 5, 0), (0.1, 30, 3), (0.1, 31, 4), (0.07, 100, 7), (0.01, 5, 1)],
+    [(0.0, 5, 0), (0.1, 30, 3), (0.1, 31, 4), (0.07, 100, 7), (0.01, 5, 1)],
 )
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_share_of_selected_channels_is_read_as_a_decimal_and_rounded_up(offload, ratio, n, k):
@@ -657,7 +647,7 @@ def test_the_share_of_selected_channels_is_read_as_a_decimal_and_rounded_up(offl
     assert state.leaves[0].mu.shape == (k, 2)
 
 
-@pytest.mark.parametrize(("ratio", "n"), [(1, 5), (1.0, 5), (0.9, 2), (0.5, 1)])
+@pytest.mark.parametrize(("ratio", "n"), [(1.0, 5), (0.9, 2), (0.5, 1)])
 def test_a_leaf_with_every_channel_selected_is_resident(ratio, n):
     (leaf,) = make(offload=True, topk_ratio=ratio).init({"x": jnp.ones((n, 2))}).leaves
     assert leaf.spec.resident
@@ -677,30 +667,28 @@ class Emitted(NamedTuple):
     selected: np.ndarray
 
 
-def emitted(dtype, offload, steps=4, **options):
+@functools.cache
+def emitted(dtype, offload):
     """What the steps of an open window do to a stacked leaf of which 2 of 6 channels are selected.
 
     With a window that stays open nothing comes back, in-graph or from the host.
     """
-    tx = make(0.1, offload=offload, update_interval=100, select_interval=100, **options)
+    tx = make(0.1, offload=offload, update_interval=100, select_interval=100)
     rng = np.random.default_rng(3)
     params = {"x": jax.device_put(jnp.asarray(rng.normal(size=(2, 6, 4)), dtype), DEVICE)}
     state = tx.init(params)
     update = jax.jit(tx.update)
-    for _ in range(steps):
+    steps = []
+    for _ in range(20):
         gradients = {"x": jnp.asarray(rng.normal(size=(2, 6, 4)), dtype)}
         updates, state = update(gradients, state, params)
         new = apply(params, updates)
         (leaf,) = state.leaves
-        yield Emitted(
-            np.asarray(params["x"]),
-            np.asarray(new["x"]),
-            np.asarray(updates["x"]),
-            leaf,
-            np.isin(np.arange(6), leaf.channels[0]),
-        )
+        arrays = (np.asarray(tree["x"]) for tree in (params, new, updates))
+        steps.append(Emitted(*arrays, leaf, np.isin(np.arange(6), leaf.channels[0])))
         params = new
         state = exchanged(state) if offload else state
+    return steps
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -717,7 +705,7 @@ def test_the_update_is_float32_and_exactly_zero_on_deferred_channels(offload, dt
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 @pytest.mark.parametrize("offload", [False, True])
 def test_apply_updates_gives_the_cast_of_the_master_on_selected_channels(offload, dtype):
-    for step in emitted(dtype, offload, steps=20):
+    for step in emitted(dtype, offload):
         master = step.leaf.master
         assert master.dtype == jnp.float32
         assert (master != master.astype(dtype).astype(jnp.float32)).any()  # it knows more
@@ -725,25 +713,25 @@ def test_apply_updates_gives_the_cast_of_the_master_on_selected_channels(offload
 
 
 def test_a_float32_leaf_needs_no_master():
-    for step in emitted("float32", True, steps=1):
-        assert step.leaf.master is None
+    assert all(step.leaf.master is None for step in emitted("float32", True))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38], ids=str)
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_step_that_is_not_finite_emits_zeros_and_is_counted(offload, bad):
+def test_a_step_that_is_not_finite_emits_zeros_and_is_counted(offload):
     tx = make(offload=offload, max_grad_norm=1.0)
     params = example_params("bfloat16")
-    gradients = gradients_at(1, "bfloat16")
-    gradients["bias"] = gradients["bias"].at[0].set(bad)  # a resident leaf counts too
     state = tx.init(params)
-    updates, new = tx.update(gradients, state, params)
-    for u in jax.tree.leaves(updates):
-        np.testing.assert_array_equal(u, 0.0)
-    assert (int(new.step), int(new.skipped)) == (1, 1)
-    for old_leaf, new_leaf in zip(state.leaves, new.leaves, strict=True):
-        for field in ("channels", "steps", "master", "mu", "nu", "scores"):
-            np.testing.assert_array_equal(getattr(new_leaf, field), getattr(old_leaf, field))
+    update = jax.jit(tx.update)
+    for bad in (jnp.nan, jnp.inf, -jnp.inf, 3e38):
+        gradients = gradients_at(1, "bfloat16")
+        gradients["bias"] = gradients["bias"].at[0].set(bad)  # a resident leaf counts too
+        updates, new = update(gradients, state, params)
+        for u in jax.tree.leaves(updates):
+            np.testing.assert_array_equal(u, 0.0)
+        assert (int(new.step), int(new.skipped)) == (1, 1)
+        for old_leaf, new_leaf in zip(state.leaves, new.leaves, strict=True):
+            for field in ("channels", "steps", "master", "mu", "nu", "scores"):
+                np.testing.assert_array_equal(getattr(new_leaf, field), getattr(old_leaf, field))
 
 
 # --- the mail -------------------------------------------------------------------------------
@@ -758,20 +746,20 @@ def test_the_mail_is_in_pinned_host_memory_and_the_rest_on_the_device():
     state = make(offload=True).init(params)
     mail = [leaf.mail for leaf in state.leaves if leaf.mail is not None]
     assert len(mail) == 2
-    ours = host_leaves(state)
-    assert {id(x) for x in ours} == {id(x) for x in [*mail, *state.letter]}
-    default = DEVICE.default_memory().kind
-    others = {x.sharding.memory_kind for x in jax.tree.leaves(state) if x not in ours}
-    assert others == {default}
+    ours = {id(x) for x in host_leaves(state)}
+    assert ours == {id(x) for x in [*mail, *state.letter]}
+    others = {x.sharding.memory_kind for x in jax.tree.leaves(state) if id(x) not in ours}
+    assert others == {DEVICE.default_memory().kind}
 
 
 def test_nothing_in_host_memory_has_the_shape_of_anything_on_the_device():
     # Or a donated buffer could be given to the wrong one of them, which ends the process.
     params = {"a": jnp.ones((1, 8)), "b": jnp.ones((1, 1, 8)), "c": jnp.ones((8, 3))}
     state = make(offload=True).init(params)
-    ranks = {x.ndim for x in host_leaves(state)}
-    assert ranks == {4}
-    assert max(p.ndim for p in params.values()) < 4
+    host = host_leaves(state)
+    ids = {id(x) for x in host}
+    device = [x for x in jax.tree.leaves((params, state)) if id(x) not in ids]
+    assert min(x.ndim for x in host) > max(x.ndim for x in device)
 
 
 def test_the_in_graph_state_has_nothing_in_host_memory():
@@ -800,7 +788,7 @@ def test_a_gradient_of_another_dtype_is_mailed_in_the_dtype_of_its_leaf():
 def test_the_letter_holds_the_scalars_of_the_step():
     params = example_params()
     tx = make(
-        optax.piecewise_constant_schedule(0.5, {1: 0.5}),
+        lambda count: jnp.where(count == 0, 0.5, 0.25),
         b1=0.75,
         b2=0.5,
         eps=0.125,
@@ -833,8 +821,9 @@ def test_the_letter_says_that_a_gradient_was_not_finite():
     gradients = gradients_at(1)
     gradients["bias"] = gradients["bias"] * jnp.nan
     tx = make(offload=True)
-    _, state = tx.update(gradients, tx.init(params), params)
-    assert np.asarray(state.letter.ints).ravel().tolist() == [1, 0, 0]
+    before = tx.init(params)
+    _, state = tx.update(gradients, before, params)
+    assert np.asarray(state.letter.ints).ravel().tolist() == [1, int(before.ticket), 0]
 
 
 # --- the schedule ---------------------------------------------------------------------------
@@ -946,14 +935,17 @@ def test_every_public_class_explains_its_arguments_or_attributes(name):
         (name, method)
         for name in CLASSES
         for method in vars(getattr(zenflow_jax, name))
-        if not method.startswith("_") and inspect.isroutine(vars(getattr(zenflow_jax, name))[method])
+        if not method.startswith("_")
+        and inspect.isroutine(vars(getattr(zenflow_jax, name))[method])
     ],
 )
 def test_every_public_method_has_a_docstring_that_names_its_arguments(cls, method):
     function = getattr(getattr(zenflow_jax, cls), method)
     doc = inspect.getdoc(function) or ""
     assert doc.endswith(".")
-    assert all(re.search(rf"\b{name}\b", doc) for name in list(inspect.signature(function).parameters)[1:])
+    assert all(
+        re.search(rf"\b{name}\b", doc) for name in list(inspect.signature(function).parameters)[1:]
+    )
 
 
 @pytest.mark.parametrize("name", CONSTANTS)

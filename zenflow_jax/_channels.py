@@ -11,6 +11,7 @@ Letters: `n` channels in a stack entry, `k` of them selected.
 import dataclasses
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -87,6 +88,11 @@ def resolve(
 ) -> LeafSpec:
     """Decides what kind of leaf this is; the only place that reads the user's callables."""
     name = plain_name(path)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"expected parameters that are arrays, got {leaf!r} at {name}. Make it one with "
+            "`jnp.asarray`, or keep it out with `optax.masked`."
+        )
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     if dtype not in DTYPES:
         raise ValueError(
@@ -98,13 +104,13 @@ def resolve(
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
         return alone
     axis = channel_axis(path, leaf) if callable(channel_axis) else channel_axis
-    if not -len(shape) <= axis < len(shape):
+    if not isinstance(axis, Integral) or not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"`channel_axis` must be an axis of the leaf, got {axis} for {name} of shape {shape}. "
             "Pass a function of (key path, leaf) where leaves differ, or keep the leaf on the "
             "device with `resident`."
         )
-    spec = dataclasses.replace(alone, axis=axis % len(shape))
+    spec = dataclasses.replace(alone, axis=int(axis) % len(shape))
     # Rounded first: 0.1 * 30 is 3.0000000000000004, and the user meant 3.
     k = math.ceil(round(topk_ratio * spec.n, 6))
     # With every channel selected nothing would travel: that is a resident leaf.

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -79,13 +80,30 @@ def check_schedule(
 def check_numbers(**numbers: Any) -> None:
     """Refuses values that are known now and could only make NaN; traced ones pass."""
     for name, value in numbers.items():
-        if value is None or callable(value) or isinstance(value, Tracer):
+        if name == "max_grad_norm" and value is None:
             continue
-        if np.shape(value) != () or isinstance(value, str):
+        if callable(value):
+            if name == "learning_rate":
+                continue
+            raise TypeError(
+                f"`{name}` must be a number or a scalar array, got a function. Only the learning "
+                "rate may be a schedule; for others use `optax.inject_hyperparams(zenflow, "
+                "static_args=zenflow_jax.STATIC_ARGS)`."
+            )
+        dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, Real) else None)
+        if dtype is None or getattr(value, "shape", ()) != () or not _is_real(dtype):
             raise TypeError(
                 f"`{name}` must be a number or a scalar array, got {value!r}. Hyperparameters are "
-                "shared by all leaves."
+                "real and shared by all leaves."
             )
+        if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4:
+            raise TypeError(
+                f"`{name}` must not be rounded, got an array of {dtype}: in bfloat16, 0.999 is 1. "
+                "`optax.inject_hyperparams` rounds to the dtype of the parameters unless it is "
+                "given hyperparam_dtype=jnp.float32."
+            )
+        if isinstance(value, Tracer):
+            continue
         number = float(value)
         if not np.isfinite(number) or number < 0:
             raise ValueError(
@@ -144,8 +162,18 @@ def resolve_specs(
     )
 
 
-def check_update(gradients: list[Any], params: Any, state: ZenFlowState) -> list[Any]:
+def check_update(gradients: list[Any], params: Any, state: Any, offload: bool) -> list[Any]:
     """The parameters' leaves, if they and the gradients are those of the state."""
+    if not isinstance(state, ZenFlowState) or state.offload != offload:
+        got = (
+            f"one with offload={state.offload}"
+            if isinstance(state, ZenFlowState)
+            else f"a {type(state).__name__}"
+        )
+        raise ValueError(
+            f"expected a ZenFlowState of this `zenflow(..., offload={offload})`, got {got}. Pass "
+            "what `tx.init(params)` of the same transformation returned."
+        )
     if params is None:
         raise ValueError(
             "`update` needs the parameters, got None: weight decay and the float32 masters are "
@@ -172,7 +200,7 @@ def check_update(gradients: list[Any], params: Any, state: ZenFlowState) -> list
                 f"{x.dtype}. Make the state anew with `tx.init(params)` after a cast."
             )
     for x, spec in zip(gradients, specs, strict=True):
-        if not np.issubdtype(x.dtype, np.floating) and np.dtype(x.dtype).kind != "V":
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"`gradients` must be real floating point, got {x.dtype} at {spec.name}. Use "
                 "`jax.grad` of a real loss with respect to floating-point parameters."
@@ -201,16 +229,28 @@ def check_fresh(state: ZenFlowState) -> None:
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses leaves that are not on one device of this process; abstract ones pass."""
+    """Refuses leaves that are not arrays on one device of this process."""
     for weight, spec in zip(weights, specs, strict=True):
-        if isinstance(weight, Tracer) or not isinstance(weight, jax.Array):
-            continue
+        if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
+            raise TypeError(
+                f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}. Put "
+                "them on a device with `jax.device_put`, outside of jit."
+            )
         if not weight.is_fully_addressable or len(weight.sharding.device_set) > 1:
             raise ValueError(
                 f"expected each leaf on one device of this process, got {spec.name} on "
                 f"{weight.sharding}. Sharded leaves are not supported yet: use one device, or "
                 "`offload=False`."
             )
+
+
+def check_arrays(state: ZenFlowState) -> None:
+    """Refuses a state that is a tree of something else; the letter stands for all of it."""
+    if not isinstance(state.letter.ints, jax.Array) or isinstance(state.letter.ints, Tracer):
+        raise TypeError(
+            f"expected a state of jax arrays, got {type(state.letter.ints).__name__}. Pass what "
+            "the step returned, outside of jit."
+        )
 
 
 def check_pinned(mail_bytes: int, mails: int, platform: str, limit_gib: str | None) -> None:
@@ -250,6 +290,10 @@ def _static(name: str, value: Any, kind: Any, words: str) -> None:
     raise TypeError(
         f"`{name}` must be {words} known when the program is built, got {value!r}. {_IF_INJECTED}"
     )
+
+
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def _decayed(params: Any, mask: Any) -> list[bool]:

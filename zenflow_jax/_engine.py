@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from zenflow_jax._checks import check_fresh, check_pinned, check_placement
+from zenflow_jax._checks import check_arrays, check_fresh, check_pinned, check_placement
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
-from zenflow_jax._mailbox import BUFFERS, Mailbox, fingerprint
+from zenflow_jax._mailbox import BUFFERS, Mailbox
 from zenflow_jax._merge import choose, enter, merge
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._worker import Close, HandOver, Worker
@@ -26,16 +26,27 @@ from zenflow_jax._worker import Close, HandOver, Worker
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done since it was made. Seconds are wall time."""
+    """What an engine has done since it was made.
 
-    steps: int = 0  # exchanges
-    windows: int = 0  # windows closed
+    Attributes:
+        steps: Exchanges.
+        windows: Windows closed, by `flush` too.
+        reselections: Times that channels were selected anew, the first time included.
+        skipped_steps: Steps whose gradient was not finite, as far as their mail has been read.
+        wait_s: Seconds that the caller waited for the host after the device was done.
+        work_s: Seconds that the worker worked.
+        bytes_to_host: Bytes of mail read, and of channels handed over.
+        bytes_to_device: Bytes of updates, and of channels handed over.
+    """
+
+    steps: int = 0
+    windows: int = 0
     reselections: int = 0
-    skipped_steps: int = 0  # steps whose gradient was not finite, as far as their mail is read
-    wait_s: float = 0.0  # the caller waited for host work that the device did not hide
-    work_s: float = 0.0  # the worker worked
-    bytes_to_host: int = 0  # mail and hand-overs
-    bytes_to_device: int = 0  # updates and hand-overs
+    skipped_steps: int = 0
+    wait_s: float = 0.0
+    work_s: float = 0.0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
 
 
 class HostEngine:
@@ -46,7 +57,7 @@ class HostEngine:
     calling thread.
 
     The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments),
-    4 to 8 of sums, the leaf's dtype once more for uploads, and up to three mails in pinned memory.
+    4 to 8 of sums, the leaf's dtype once more for uploads, and up to four mails in pinned memory.
     On a GPU jax caps its pool of pinned memory at 64 GiB; for runs that need more, the error says
     to what `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
 
@@ -117,8 +128,7 @@ class HostEngine:
             adam,
         )
         self._worker = Worker(half, [w.sharding for w in travelling])
-        run = fingerprint([leaf.master for leaf in half.leaves])
-        self._mailbox = Mailbox(self._worker, state, run)
+        self._mailbox = Mailbox(self._worker, state)
         self._step = 0
         self._open_steps = 0
         self._windows = 0
@@ -167,7 +177,8 @@ class HostEngine:
             )
         boundary = self._schedule.boundary(self._step + 1)
         if boundary.closes:
-            match_leaves(params, state)  # refuses what does not fit before anything is done
+            # Refuses what does not fit before anything is done.
+            self._check_params(params, state)
         self._step += 1
         self._open_steps += 1
         self._mailbox.send(state, self._step)
@@ -206,7 +217,7 @@ class HostEngine:
                 "expected the state that the last `exchange` returned, got another one: the mail "
                 "of a step has not been taken. Call `exchange` first, then `flush`."
             )
-        match_leaves(params, state)
+        self._check_params(params, state)
         params = self._collect(params, state)
         if self._open_steps:
             self._close_window(None)
@@ -270,7 +281,12 @@ class HostEngine:
                 "expected the state of the run that this engine was made for, got one with other "
                 "leaves or settings. Give each run an engine of its own."
             )
+        check_arrays(state)
         return state
+
+    def _check_params(self, params: Any, state: ZenFlowState) -> None:
+        places, weights = match_leaves(params, state), jax.tree.leaves(params)
+        check_placement([weights[i] for i in places], self._specs)
 
     def _close_window(self, hand_over: HandOver | None) -> None:
         self._pending = Close(hand_over)

@@ -17,6 +17,7 @@ exists once a channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments
 import functools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -27,10 +28,14 @@ import numpy as np
 from zenflow_jax import _host_numba as compiled
 from zenflow_jax._adam import AdamScalars
 
-# Elements that a thread takes at once, at most. The NumPy kernel's block and scratch must stay in a
-# core's second-level cache. Numba streams, and finds the interpreter's memory evicted when it comes
-# back: 15 us a block, 5 % of the time with blocks of 256 K.
-_BLOCK = {"numba": 1024 * 1024, "numpy": 64 * 1024}
+_KERNELS = ("numba", "numpy")
+# Elements that a thread takes at once, at most. Numba streams; coming back to an interpreter whose
+# memory it has evicted costs up to 50 us a block, 3 % of the time with half of this.
+_NUMBA_BLOCK = 2 * 1024 * 1024
+# The NumPy kernel's block should stay in a core's second-level cache. Several threads meet at the
+# interpreter lock between any two NumPy calls: longer calls, though out of the cache, halve the
+# time that they then lose.
+_NUMPY_BLOCK, _NUMPY_BLOCK_SHARED = 128 * 1024, 256 * 1024
 # Smaller leaves get smaller blocks, so that every thread has some; not less than this is worth it.
 _LEAST_BLOCK = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
@@ -65,9 +70,9 @@ class HostAdam:
     def __init__(
         self, kernel: str = "numba", threads: int | None = None, *, block: int | None = None
     ):
-        if kernel not in _BLOCK:
+        if kernel not in _KERNELS:
             raise ValueError(
-                f"`host_kernel` must be one of {', '.join(map(repr, _BLOCK))}, got {kernel!r}. "
+                f"`host_kernel` must be one of {', '.join(map(repr, _KERNELS))}, got {kernel!r}. "
                 "Leave it at 'numba' unless Numba does not work on this machine."
             )
         if threads is None:
@@ -78,10 +83,10 @@ class HostAdam:
                 "of cores the host updates may use, or None for all but one."
             )
         self.threads = threads
-        self._portable = _NumpyKernel(block or _BLOCK["numpy"])
-        self._kernel = (
-            _NumbaKernel(block or _BLOCK["numba"]) if kernel == "numba" else self._portable
-        )
+        numpy_block = _NUMPY_BLOCK if threads == 1 else _NUMPY_BLOCK_SHARED
+        self._portable = _NumpyKernel(block or numpy_block)
+        numba_kernel = _NumbaKernel(block or _NUMBA_BLOCK)
+        self._kernel = numba_kernel if kernel == "numba" else self._portable
         # Numba's own parallel layer must not be entered from two threads; ours only ever runs
         # serial functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
@@ -121,11 +126,11 @@ class HostAdam:
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with the gradient `total * scale`.
 
-        A generator, so that the caller can do something else between chunks of about a million
-        elements: the step is done when it is exhausted. `steps` and `active` are read, and `steps`
-        written, when it is started. Inactive channels keep every bit of master, moments, steps and
-        `out`, whatever `total` holds there (in the trailing layout they may be written with
-        what they hold).
+        A generator, so that the caller can do something else between chunks, which take some
+        milliseconds each: the step is done when it is exhausted. `steps` and `active` are read, and
+        `steps` written, when it is started. Inactive channels keep every bit of master, moments,
+        steps and `out`, whatever `total` holds there (in the trailing layout they may be written
+        with what they hold).
 
         Args:
             master: float32 parameters, `(groups, rows, n, tail)`; written.
@@ -184,7 +189,7 @@ class HostAdam:
             blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
 
         work = kernel.adamw(step)
-        chunk = max(_CHUNK // limit, 4 * self.threads if self.threads > 1 else 1)
+        chunk = max(_CHUNK // limit, 2 * self.threads if self.threads > 1 else 1)
         for i in range(0, len(blocks), chunk):
             self._run(work, blocks[i : i + chunk])
             yield
@@ -206,7 +211,18 @@ class HostAdam:
             for block in blocks:
                 work(block)
             return
-        futures = [self._pool.submit(work, block) for block in blocks]
+        todo = deque(blocks)
+
+        def share() -> None:
+            while todo:
+                try:
+                    block = todo.popleft()
+                except IndexError:  # another thread has just taken the last one
+                    return
+                work(block)
+
+        # One task a thread: one a block would cost another 45 us each time.
+        futures = [self._pool.submit(share) for _ in range(min(self.threads, len(blocks)))]
         wait(futures)  # All of them: after an exception nobody may still be writing.
         for future in futures:
             future.result()

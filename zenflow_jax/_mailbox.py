@@ -6,7 +6,6 @@ allocated a few times only and, where the user's step donates the state, written
 """
 
 import dataclasses
-import zlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,8 +18,8 @@ from zenflow_jax._worker import Mail, Worker
 
 #: Mails that may be unread, which bounds pinned memory and lets Python run ahead of the device.
 IN_FLIGHT = 2
-#: Mails that exist at most: the unread ones, and the one in the state for the next step.
-BUFFERS = IN_FLIGHT + 1
+#: Mails that exist at most: unread ones, the buffers in the state, and what the step writes.
+BUFFERS = IN_FLIGHT + 2
 
 
 @dataclasses.dataclass
@@ -37,14 +36,12 @@ class Mailbox:
     Args:
         worker: Reads the mail.
         state: The state before the first step.
-        run: A number of this run's own, from which its tickets start.
     """
 
-    def __init__(self, worker: Worker, state: ZenFlowState, run: int):
+    def __init__(self, worker: Worker, state: ZenFlowState):
         self._worker = worker
         self._rank = mail_rank([leaf.spec for leaf in state.leaves])
-        self._run = run
-        self._ticket = 0  # what `init` gives every state
+        self._ticket = self._run = int(state.ticket)  # a number of this run's own
         self._given = state.letter
         self._unread: deque[tuple[Mail, _Buffers]] = deque()
         self._read: list[_Buffers] = []
@@ -69,6 +66,9 @@ class Mailbox:
         while self._unread and self._unread[0][0].done.done():
             self._take_back()
         buffers = self._read.pop() if self._read else self._allocate(state)
+        # Where jit drops the buffers as unused arguments, which it does unless told otherwise, the
+        # step's mail is in new ones: keeping every old one would let them pile up.
+        self._read.clear()
         gradients = iter(buffers.gradients)
         self._given = buffers.letter
         self._ticket = (self._run + step) & 0x7FFFFFFF  # never USED, which is negative
@@ -102,11 +102,3 @@ class Mailbox:
             ],
             Letter(*(host_zeros(x.shape, x.dtype, self._rank, state.step) for x in state.letter)),
         )
-
-
-def fingerprint(masters: Sequence[np.ndarray]) -> int:
-    """A number that differs between runs and is the same when a run is repeated."""
-    crc = 0
-    for master in masters:
-        crc = zlib.crc32(master.ravel()[:1024].tobytes(), crc)
-    return crc & 0x3FFFFFFF

@@ -18,13 +18,15 @@ HOST = "pinned_host"
 
 
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
-    """Rank of everything in host memory: above that of any leaf.
+    """Rank of everything in host memory: above that of any array on the device.
 
-    When shardings are left to jit, a donated host buffer may be aliased to a *device* output of
-    the same shape and dtype, and the process aborts. Leading unit axes up to a rank that no leaf
-    has make such a pair impossible; one unit axis alone would not, beside a leaf `(1, *shape)`.
+    When shardings are left to jit, a donated buffer may be aliased to an output of the same shape
+    and dtype in the *other* memory, and the process aborts. Leading unit axes up to a rank that no
+    leaf has make such a pair impossible. One unit axis alone would not, beside a leaf
+    `(1, *shape)`; and arrays that are donated without being in this state (another optimizer's
+    leaves, batches) are not known here, so the rank is one that those do not have either.
     """
-    return 1 + max((len(spec.shape) for spec in specs), default=0)
+    return max(8, *(1 + len(spec.shape) for spec in specs), 0)
 
 
 def mail_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -57,12 +59,15 @@ def commit(tree: Any, like: Any) -> Any:
     """
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return tree
-    if len(like.sharding.device_set) > 1:
-        return tree
-    return jax.tree.map(
-        lambda x: x if x.committed else jax.device_put(x, beside(like, x.sharding.memory_kind)),
-        tree,
-    )
+    if len(like.sharding.device_set) > 1 or not like.committed:
+        return tree  # beside uncommitted parameters, an uncommitted state is what stays the same
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Tracer) or x.committed:
+            return x
+        return jax.device_put(x, beside(like, x.sharding.memory_kind))
+
+    return jax.tree.map(one, tree)
 
 
 def view(x: jax.Array) -> np.ndarray:

@@ -60,25 +60,42 @@ class LeafState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ZenFlowState:
-    """State of `zenflow()`; leaves in the order of the parameters' leaves.
+    """State of `zenflow()`: a pytree of arrays, with all that is static in its treedef.
 
-    A tuple, not a tree like the parameters: wrappers that walk the state (flax nnx) see other
-    trees at init than at update, and only the order of leaves is the same in both.
+    Attributes:
+        step: int32 (). Steps taken, skipped ones included.
+        skipped: int32 (). Steps skipped because a gradient was not finite.
+        leaves: A tuple with one state for each leaf of the parameters, in their order. Not a tree
+            like the parameters: wrappers that walk the state (flax nnx) see other trees at init
+            than at update, and only the order of leaves is the same in both.
+        ticket: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
+        letter: The scalars in the mail, in host memory; None with `offload=False`.
+        open_steps: int32 (). Steps summed in the open window; None with an engine.
+        scalars: float32 (). Hyperparameters of the last step; None with an engine.
+        schedule: When windows close and channels are selected. Static.
+        offload: Whether the deferred half is with an engine. Static.
     """
 
-    step: Any  # int32 (): steps taken, skipped ones included
-    skipped: Any  # int32 (): steps skipped because a gradient was not finite
-    leaves: Any  # tuple[LeafState, ...]
-    ticket: Any  # int32 (): set by the engine's exchange, USED after a step; None in-graph
-    letter: Any  # Letter; None in-graph
-    open_steps: Any  # int32 (): steps summed in the open window; None with an engine
-    scalars: Any  # AdamScalars of the last step, float32 (); None with an engine
+    step: Any
+    skipped: Any
+    leaves: Any
+    ticket: Any
+    letter: Any
+    open_steps: Any
+    scalars: Any
     schedule: FixedSchedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
 
 
 def find_state(opt_state: Any) -> ZenFlowState:
     """The one `ZenFlowState` inside any optimizer state.
+
+    Args:
+        opt_state: What an optax transformation's `init` or `update` returned, `zenflow` being
+            anywhere in it.
+
+    Returns:
+        The state, whose `step`, `skipped` and `leaves` may be read at any time.
 
     Raises:
         ValueError: If there is none, or more than one.

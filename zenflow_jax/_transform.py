@@ -6,7 +6,8 @@ as mail to the host (`offload=True`, taken in by `_engine.py`) or to `_ingraph.p
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -130,11 +131,10 @@ def zenflow(
     check_selectors(channel_axis, resident, mask)
 
     def scalars_at(step: jax.Array) -> AdamScalars:
-        rate = learning_rate(step - 1) if callable(learning_rate) else learning_rate
-        scalars = AdamScalars(rate, b1, b2, 1 - b1, 1 - b2, eps, weight_decay)
-        # Injected hyperparameters may be of the parameters' dtype.
+        rate = _scalar(learning_rate(step - 1) if callable(learning_rate) else learning_rate)
+        first, second = _scalar(b1), _scalar(b2)
         return AdamScalars(
-            *(x if isinstance(x, float | int) else jnp.asarray(x, jnp.float32) for x in scalars)
+            rate, first, second, 1 - first, 1 - second, _scalar(eps), _scalar(weight_decay)
         )
 
     def init(params: Any) -> Any:  # ZenFlowState; optax's protocol knows no dataclass
@@ -148,23 +148,23 @@ def zenflow(
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             # Shapes in, shapes out: there are no weights to take masters from.
             return jax.eval_shape(init, params)
-        if offload:
-            check_placement(jax.tree.leaves(params), specs)
+        weights = [jnp.asarray(p) for p in jax.tree.leaves(params)]
+        if offload and not any(isinstance(p, Tracer) for p in weights):
+            check_placement(weights, specs)
         rank = mail_rank(specs)
         leaves: Any = tuple(
-            _init_leaf(p, spec, rank, offload)
-            for p, spec in zip(jax.tree.leaves(params), specs, strict=True)
+            _init_leaf(p, spec, rank, offload) for p, spec in zip(weights, specs, strict=True)
         )
-        if not specs:
-            # No arrays at all: `optax.tree_map_params` asks with a placeholder where the
-            # per-leaf states are to stand, and wants it back there.
+        if not specs and not isinstance(params, Mapping | list | tuple | None):
+            # Neither arrays nor an empty container: `optax.tree_map_params` asks with a
+            # placeholder, and wants it back where the per-leaf states are to stand.
             leaves = params
-        like = next(iter(jax.tree.leaves(params)), None)
+        like = next(iter(weights), None)
         state = ZenFlowState(
             step=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
             leaves=leaves,
-            ticket=jnp.zeros((), jnp.int32) if offload else None,
+            ticket=_fingerprint(weights) if offload else None,
             letter=Letter(
                 host_zeros((8,), np.float32, rank, like), host_zeros((3,), np.int32, rank, like)
             )
@@ -180,7 +180,7 @@ def zenflow(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
         gradients, treedef = jax.tree.flatten(updates)
-        weights = check_update(gradients, params, state)
+        weights = check_update(gradients, params, state, offload)
         step = state.step + 1
         scalars = scalars_at(step)
         rank = mail_rank([leaf.spec for leaf in state.leaves])
@@ -218,6 +218,11 @@ def zenflow(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _scalar(x: Any) -> Any:
+    """A Python float, which takes the dtype of what it meets, or a float32 array."""
+    return float(x) if isinstance(x, Real) else jnp.asarray(x, jnp.float32)
+
+
 def _raise_if_lost(lost: jax.Array) -> None:
     if not isinstance(lost, Tracer) and bool(lost):
         raise RuntimeError(
@@ -234,6 +239,21 @@ class _Seen(NamedTuple):
     squares: jax.Array  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: jax.Array  # float32, selected channels
     mail: jax.Array | None
+
+
+@jax.jit
+def _fingerprint(weights: list[jax.Array]) -> jax.Array:
+    """A number that differs between runs and is the same when a run is repeated.
+
+    Tickets start from it, which is how an engine knows another run's state. Some entries of each
+    leaf will do: they come from a seed or from a checkpoint.
+    """
+    total = jnp.zeros((), jnp.uint32)
+    for i, p in enumerate(weights):
+        corner = p[tuple(slice(0, 8) for _ in p.shape)].astype(jnp.float32)
+        bits = jax.lax.bitcast_convert_type(corner, jnp.uint32).ravel()
+        total += jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * i + 1))
+    return (total & 0x3FFFFFFF).astype(jnp.int32)
 
 
 def _init_leaf(p: jax.Array, spec: LeafSpec, rank: int, offload: bool) -> LeafState:

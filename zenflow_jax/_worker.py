@@ -88,7 +88,8 @@ class Worker:
         self._failure: BaseException | None = None
         self._update: Iterator[str] | None = None
         self._window = 1  # the one being summed, for messages
-        self._where = "the first mail"
+        self._where = "the first mail"  # what the thread is at, for messages
+        self._next_piece = ""  # and what the update's next piece is
         # Waiting for the device must not keep the thread from an update: it is done here.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
@@ -227,11 +228,13 @@ class Worker:
                 window, entering = self._hand_over(close.hand_over, window)
             close.hand_over.done.set_result(entering)
         self._update = self._make_update(close, window)
+        self._next_piece = f"the update of window {window.number}"
 
     def _hand_over(self, item: HandOver, window: ClosedWindow) -> tuple[ClosedWindow, list[Any]]:
         leaves = self._half.leaves
         chosen = [
-            np.asarray(x).reshape(leaf.channels.shape)
+            # Copied, because it is kept, and a live view of the array would block its donation.
+            np.array(x).reshape(leaf.channels.shape)
             for x, leaf in zip(item.chosen, leaves, strict=True)
         ]
         leaving = [
@@ -258,8 +261,7 @@ class Worker:
             uploads.append((i, upload(new.reshape(spec.shape), sharding), upload(mask, sharding)))
 
         for name in self._half.update(window, finished):
-            self._where = f"the update of leaf {name}, window {window.number}"
-            yield name
+            yield f"the update of leaf {name}, window {window.number}"
         # The arrays that they come from are written again by the next update.
         jax.block_until_ready(uploads)
         self._count(bytes_to_device=_nbytes(uploads))
@@ -267,9 +269,14 @@ class Worker:
 
     def _go_on(self) -> None:
         assert self._update is not None
+        # Again for each piece: mail may have come in between.
+        self._where = self._next_piece
         with jax.profiler.TraceAnnotation("zenflow: host update"):
-            if next(self._update, None) is None:
-                self._update = None
+            piece = next(self._update, None)
+        if piece is None:
+            self._update = None
+        else:
+            self._next_piece = piece
 
     def _count(self, **more: Any) -> None:
         self.stats = replace(

@@ -1,0 +1,667 @@
+"""`HostEngine`: its timing, its refusals, its end, and the forms a user may call it in.
+
+What the arithmetic gives is `test_equality.py`'s. Here the worker is slowed down by a kernel that
+does nothing until it is told to, and the order of events is what is looked at, never the clock.
+"""
+
+import dataclasses
+import functools
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import zenflow_jax
+from tests import runs
+from tests.runs import FEW, Plan, Settings, Training
+from zenflow_jax import HostEngine, _engine
+from zenflow_jax._host_adam import HostAdam
+from zenflow_jax._worker import Worker
+
+TIMEOUT_S = 60  # after it a test that would hang fails instead
+
+# Windows of three steps, one stale, channels change hands at each boundary.
+BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
+# The same without changes of hands after the first.
+CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
+
+
+class Gate:
+    """Where the worker stops: every call of a kernel needs a pass."""
+
+    def __init__(self):
+        self._passes = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._reached = threading.Event()
+        self.log = []  # what passed, in order
+
+    def let_through(self, count=1):
+        self._passes.release(count)
+
+    def open(self):
+        self._open.set()
+        self._passes.release(1)
+
+    def shut(self):
+        self._open.clear()
+        while self._passes.acquire(blocking=False):
+            pass
+
+    def await_next(self, call):
+        """Calls, then waits until the worker stands at the gate."""
+        self._reached.clear()
+        call()
+        assert self._reached.wait(TIMEOUT_S)
+
+    def pass_through(self, what):
+        self._reached.set()
+        assert self._open.is_set() or self._passes.acquire(timeout=TIMEOUT_S), f"stuck: {what}"
+        self.log.append(what)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """A gate that is open, in front of every piece of an update; mail passes, but is noted."""
+    gate = Gate()
+    gate.open()
+
+    class Gated(HostAdam):
+        def accumulate(self, *args, **kwargs):
+            gate.log.append("mail")
+            super().accumulate(*args, **kwargs)
+
+        def adamw(self, *args):
+            gate.pass_through("piece")
+            yield from super().adamw(*args)
+
+    monkeypatch.setattr(_engine, "HostAdam", Gated)
+    return gate
+
+
+def started(settings=BUSY, leaves=FEW, **more):
+    return Training(leaves, settings, **{"host_kernel": "numpy", "threads": 1, **more})
+
+
+# --- timing ---------------------------------------------------------------------------------
+
+
+PLAN = Plan(14, bad=(5,), flush_at=(8,))
+
+
+def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(monkeypatch):
+    with started() as training:
+        expected = training.history(PLAN)
+
+    # Early: the worker has nothing left to do before each step.
+    with started() as training:
+        for t, values in training.follow(PLAN):
+            training.settle()
+            runs.assert_same_bits(values, expected.params[t - 1])
+        runs.assert_same_bits(training.moments(), expected.moments)
+
+    # Late: it does nothing unless the caller waits for it.
+    waiting, wait = threading.Event(), Worker.wait
+
+    class Late(HostAdam):
+        def accumulate(self, *args, **kwargs):
+            assert waiting.wait(TIMEOUT_S)
+            super().accumulate(*args, **kwargs)
+
+        def adamw(self, *args):
+            assert waiting.wait(TIMEOUT_S)
+            yield from super().adamw(*args)
+
+    def wait_and_let_work(worker, future, after):
+        waiting.set()
+        try:
+            return wait(worker, future, after)
+        finally:
+            waiting.clear()
+
+    monkeypatch.setattr(_engine, "HostAdam", Late)
+    monkeypatch.setattr(Worker, "wait", wait_and_let_work)
+    with started() as training:
+        for t, values in training.follow(PLAN):
+            runs.assert_same_bits(values, expected.params[t - 1])
+        monkeypatch.setattr(Worker, "wait", wait)
+        waiting.set()
+        training.settle()
+        runs.assert_same_bits(training.moments(), expected.moments)
+
+
+def test_kernel_threads_and_blocks_do_not_change_a_bit(monkeypatch):
+    outcomes = []
+    for kernel, threads, block in [("numpy", 1, None), ("numba", 3, 7), ("numpy", 3, 13)]:
+        monkeypatch.setattr(_engine, "HostAdam", functools.partial(HostAdam, block=block))
+        with started(host_kernel=kernel, threads=threads) as training:
+            outcomes.append(training.history(PLAN))
+    for other in outcomes[1:]:
+        runs.assert_same_bits(other, outcomes[0])
+
+
+FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))
+
+
+def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(
+    gate, monkeypatch
+):
+    with started(CALM, FIVE) as undisturbed:
+        expected = [values for _, values in undisturbed.follow(Plan(12))]
+
+    with started(CALM, FIVE) as training:
+        training.go(7)
+        training.settle()
+        gate.shut()
+        gate.log.clear()
+        gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
+        update = training.engine._pending.done
+        # Two mails of the next window fit in the box while the worker is in a piece.
+        training.go(2)
+        assert gate.log.count("piece") == 0
+        # One piece, and the third is taken: mail comes before the next piece.
+        gate.let_through()
+        training.go(1)
+        gate.let_through()
+        assert not update.done()
+        runs.assert_same_bits(training.values(), expected[10])
+
+        # At the boundary it is waited for, and only there.
+        waited_for = []
+
+        def note(worker, future, after, wait=Worker.wait):
+            waited_for.append(future is update and not future.done())
+            gate.open()
+            return wait(worker, future, after)
+
+        monkeypatch.setattr(Worker, "wait", note)
+        training.go(1)
+        assert any(waited_for)
+        runs.assert_same_bits(training.values(), expected[11])
+
+    # The window's last mail, a piece of its update, mail of the next window, another piece.
+    kinds = [kind for i, kind in enumerate(gate.log) if gate.log[i - 1 : i] != [kind]]
+    assert kinds[:4] == ["mail", "piece", "mail", "piece"]
+    assert gate.log.count("mail") == 5 * 5
+
+
+# --- failures -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bomb(monkeypatch):
+    """Set its `fuse` to (method, n): the n-th call of the kernel's method from then on raises."""
+
+    class Bomb:
+        fuse = ("nothing", 0)
+
+        def count(self, method):
+            if self.fuse[0] == method:
+                self.fuse = (method, self.fuse[1] - 1)
+                if self.fuse[1] == 0:
+                    raise FloatingPointError("moment is nan")
+
+    bomb = Bomb()
+
+    class Explosive(HostAdam):
+        def accumulate(self, *args, **kwargs):
+            bomb.count("accumulate")
+            super().accumulate(*args, **kwargs)
+
+        def adamw(self, *args):
+            bomb.count("adamw")
+            yield from super().adamw(*args)
+            bomb.count("adamw's end")
+
+    monkeypatch.setattr(_engine, "HostAdam", Explosive)
+    return bomb
+
+
+def assert_refuses(training):
+    """What failed stays failed, whatever is called, and can be closed."""
+    for call in (training.exchange, training.flush, training.exchange):
+        with pytest.raises(RuntimeError, match="the host worker failed at .*: moment is nan"):
+            call()
+    training.engine.close()
+
+
+def await_end(training):
+    """Waits until the worker has failed."""
+    training.engine._worker._thread.join(TIMEOUT_S)
+    assert not training.engine._worker._thread.is_alive()
+
+
+def test_a_failing_update_is_raised_at_the_next_call_with_its_leaf_and_window(bomb):
+    with started(CALM) as training:
+        training.go(7)
+        training.settle()
+        bomb.fuse = ("adamw", 2)
+        training.go(1)
+        await_end(training)
+        training.step()
+        with pytest.raises(RuntimeError, match=r"leaf \['rows'\], window 2: moment is nan") as e:
+            training.exchange()
+        assert isinstance(e.value.__cause__, FloatingPointError)
+        assert_refuses(training)
+
+
+def test_a_failing_update_is_named_though_mail_came_in_between(gate, bomb):
+    # What the worker uses is the bomb's kernel; the gate goes in front of it.
+    count = bomb.count
+
+    def stop_and_count(method):
+        if method == "adamw":
+            gate.pass_through(method)
+        count(method)
+
+    bomb.count = stop_and_count
+    with started(CALM) as training:
+        training.go(7)
+        training.settle()
+        bomb.fuse = ("adamw's end", 1)
+        gate.shut()
+        gate.await_next(lambda: training.go(1))
+        training.go(1)
+        mail, _ = training.engine._mailbox._unread[-1]
+        mail.arrived.result(TIMEOUT_S)  # so it is taken as soon as the first piece is done
+        gate.open()
+        await_end(training)
+        with pytest.raises(RuntimeError, match="window 2: moment is nan") as error:
+            training.flush()
+        assert "the update of leaf ['columns']" in str(error.value)
+
+
+def test_a_failing_hand_over_is_raised_by_the_exchange_that_waits_for_it(bomb):
+    with started() as training:
+        training.go(2)
+        training.step()
+        bomb.fuse = ("adamw", 1)
+        with pytest.raises(RuntimeError, match="the hand-over after window 1: moment is nan"):
+            training.exchange()
+        assert_refuses(training)
+
+
+def test_a_failure_while_taking_in_mail_names_the_step(bomb):
+    with started(CALM) as training:
+        training.go(1)
+        training.settle()
+        bomb.fuse = ("accumulate", 2)
+        training.go(1)
+        await_end(training)
+        training.step()
+        with pytest.raises(RuntimeError, match="the mail of step 2, window 1: moment is nan"):
+            training.exchange()
+        assert_refuses(training)
+
+
+def test_mail_that_cannot_be_read_is_raised():
+    with started(CALM) as training:
+        training.go(1)
+        training.step()
+        training.state.leaves[1].mail.delete()
+        training.exchange()
+        await_end(training)
+        training.step()
+        with pytest.raises(RuntimeError, match="the mail of step 2, window 1: .*deleted"):
+            training.exchange()
+
+
+# --- order of calls -------------------------------------------------------------------------
+
+
+def exchange_until_noticed(training):
+    """What is wrong with a step's mail is raised by its exchange or by the call after."""
+    training.exchange()
+    training.settle()
+    training.go(1)
+
+
+def test_an_exchange_forgotten_under_jit_makes_nan_and_raises():
+    with started(CALM) as training:
+        training.go(1)
+        training.step()
+        training.step()
+        assert all(np.isnan(p).all() for p in training.values().values())
+        with pytest.raises(RuntimeError, match="two steps were made without `exchange`"):
+            exchange_until_noticed(training)
+
+
+def test_a_doubled_exchange_is_refused_and_does_no_harm():
+    with started() as training:
+        training.go(1)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Call `exchange` once after each step"):
+                training.exchange()
+        training.go(5)
+        with started() as undisturbed:
+            undisturbed.go(6)
+            runs.assert_same_bits(training.values(), undisturbed.values())
+
+
+def test_a_state_of_an_earlier_step_is_refused():
+    with started(CALM) as training:
+        training.step()
+        params, state = training.params, training.state
+        training.exchange()
+        training.step()
+        training.exchange()
+        training.params, training.state = params, state
+        with pytest.raises(RuntimeError, match="expected the (mail of this run|state of a new)"):
+            exchange_until_noticed(training)
+
+
+def test_the_state_of_another_run_is_refused():
+    with started(CALM) as mine, started(CALM, seed=1) as other:
+        mine.go(2)
+        other.go(2)
+        mine.params, mine.state = other.params, other.state
+        mine.step()
+        with pytest.raises(RuntimeError, match="Give each run an engine of its own"):
+            exchange_until_noticed(mine)
+
+
+def test_the_fresh_state_of_another_run_is_refused():
+    with started(CALM) as mine, started(CALM, seed=1) as other:
+        mine.params, mine.state = other.params, other.state
+        mine.step()
+        with pytest.raises(RuntimeError, match="Give each run an engine of its own"):
+            exchange_until_noticed(mine)
+
+
+def test_the_state_of_a_run_with_other_settings_is_refused_at_once():
+    with started(CALM) as mine, started(BUSY) as other:
+        other.step()
+        mine.params, mine.state = other.params, other.state
+        for call in (mine.exchange, mine.flush):
+            with pytest.raises(ValueError, match="Give each run an engine of its own"):
+                call()
+
+
+def test_a_fresh_engine_refuses_a_state_that_has_stepped():
+    with started(CALM) as training:
+        training.go(2)
+        with pytest.raises(ValueError, match="got one after 2 steps"):
+            HostEngine(training.params, training.state)
+
+
+def test_flush_refuses_a_step_that_was_not_exchanged():
+    with started(CALM) as training:
+        training.go(1)
+        training.step()
+        with pytest.raises(RuntimeError, match="Call `exchange` first, then `flush`"):
+            training.flush()
+        training.exchange()
+        training.flush()
+
+
+def test_flush_twice_changes_nothing_more():
+    with started(CALM) as training:
+        training.go(6)
+        training.flush()
+        once, stats = (training.values(), training.moments()), training.engine.stats
+        training.flush()
+        runs.assert_same_bits((training.values(), training.moments()), once)
+        assert training.engine.stats == stats
+
+
+def test_flush_leaves_every_parameter_the_cast_of_its_master():
+    with started(CALM) as training:
+        training.go(6)
+        training.flush()
+        for leaf in FEW:
+            master = training.moments()[leaf.name][0]
+            runs.assert_same_bits(training.values()[leaf.name], master.astype(leaf.dtype))
+
+
+# --- the end --------------------------------------------------------------------------------
+
+
+def test_a_closed_engine_refuses_work_and_can_be_closed_again():
+    with started(CALM) as training:
+        training.go(1)
+        training.engine.close()
+        training.engine.close()
+        for call in (training.exchange, training.flush):
+            with pytest.raises(RuntimeError, match="an open engine, got one after `close`"):
+                call()
+
+
+def test_close_during_work_ends_after_the_piece_it_is_at(gate):
+    before = threading.active_count()
+    with started(CALM) as training:
+        training.go(7)
+        training.settle()
+        gate.shut()
+        gate.log.clear()
+        gate.await_next(lambda: training.go(1))
+        closing = threading.Thread(target=training.engine.close)
+        closing.start()
+        gate.let_through()
+        closing.join(TIMEOUT_S / 2)  # a worker that goes on stands at the gate for longer
+        assert not closing.is_alive()
+        assert gate.log.count("piece") == 1
+        assert threading.active_count() == before
+
+
+def test_close_frees_the_host_memory():
+    with started(CALM) as training:
+        training.go(5)
+        arrays = [
+            weakref.ref(x)
+            for leaf in training.engine._worker._half.leaves
+            for x in (leaf.master, leaf.mu, leaf.nu)
+        ]
+        training.engine.close()
+        gc.collect()
+        assert [x for x in arrays if x() is not None] == []
+
+
+def test_an_engine_that_is_forgotten_ends_its_threads():
+    before = threading.active_count()
+    training = started(CALM, threads=2)
+    training.go(5)
+    assert threading.active_count() > before
+    del training
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def leave_open(steps):
+    """What a user's script may end with: an engine that nobody closed."""
+    leaf = runs.Leaf("w", (2048, 1024), -2, "float32")
+    settings = Settings(topk_ratio=0.1, update_interval=1, select_interval=100)
+    training = started(settings, (leaf,), threads=2)
+    training.go(steps)
+    globals()["kept"] = training
+    if steps:
+        assert not training.engine._pending.done.done()
+
+
+def test_the_interpreter_ends_with_an_engine_left_open_idle_or_at_work():
+    processes = [runs.start_process("test_engine", "leave_open", steps) for steps in (0, 3)]
+    for process in processes:
+        runs.assert_ends_well(process)
+
+
+# --- what stays the same, and what is counted -----------------------------------------------
+
+
+def describe(tree):
+    return jax.tree.map(
+        lambda x: (
+            x.shape,
+            x.dtype,
+            x.weak_type,
+            x.committed,
+            type(x.sharding),
+            x.sharding.memory_kind,
+        ),
+        tree,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A list that grows by one whenever XLA compiles anything."""
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **more: events.append(event) if "backend_compile" in event else None
+    )
+    return events
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_every_array_keeps_shape_dtype_memory_and_sharding_and_nothing_compiles_twice(
+    donate, compiled
+):
+    settings = dataclasses.replace(BUSY, max_grad_norm=20.0)
+    with started(settings, donate=donate) as training:
+        expected = describe((training.params, training.state))
+        for t in range(1, 13):
+            if t == 7:
+                # Every kind of boundary has been met.
+                assert compiled
+                compiled.clear()
+            training.step()
+            assert describe((training.params, training.state)) == expected
+            training.exchange()
+            assert describe((training.params, training.state)) == expected
+        assert compiled == []
+        # jax 0.10.2: how often the step was compiled; there is no public name for it.
+        assert training.program._cache_size() == 1
+        training.flush()
+        assert describe((training.params, training.state)) == expected
+        training.go(1)
+        assert training.program._cache_size() == 1
+
+
+def test_steps_and_exchanges_move_nothing_between_memories_unasked():
+    with started() as training:
+        training.go(6)
+        runs.gradients(FEW, 1)
+        g = jax.device_put(runs.gradients(FEW, 7), jax.devices()[0])
+        with jax.transfer_guard("disallow"):
+            for _ in range(3):
+                training.params, training.state = training.program(
+                    training.params, training.state, g
+                )
+                training.exchange()
+
+
+def test_stats_count_steps_windows_and_bytes():
+    leaf = runs.Leaf("w", (4, 2), -2, "bfloat16")
+    settings = Settings(topk_ratio=0.25, update_interval=2)
+    with started(settings, (leaf,)) as training:
+        assert training.engine.stats == zenflow_jax.EngineStats()
+        for t in range(1, 6):
+            training.step(bad=t == 4)
+            training.exchange()
+        training.settle()
+        stats = training.engine.stats
+    mail = 4 * 2 * 2 + 8 * 4 + 3 * 4  # the gradient; eight float32 and three int32 scalars
+    row = 3 * 2 * 4 + 4  # of one channel, master and moments of float32, and a step count
+    window = 4 * 2 * 2 + 4  # the parameter, and for each channel whether it is new
+    assert dataclasses.replace(stats, wait_s=0.0, work_s=0.0) == zenflow_jax.EngineStats(
+        steps=5,
+        windows=2,
+        reselections=1,
+        skipped_steps=1,
+        bytes_to_host=5 * mail + row + 4,  # and the channel's number
+        bytes_to_device=2 * window + row,
+    )
+    assert stats.work_s > 0
+    assert stats.wait_s >= 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.steps = 7
+
+
+# --- in other people's hands ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", [["columns"], ["bias", "rows"]], ids=str)
+@pytest.mark.parametrize("wrapper", ["masked", "partition"])
+def test_an_engine_serves_some_of_the_leaves_as_it_does_all(wrapper, ours):
+    with started() as expected:
+        params = runs.initial(FEW)
+        if wrapper == "masked":
+            tx = optax.masked(expected.tx, {name: name in ours for name in params})
+        else:
+            labels = {name: "ours" if name in ours else "theirs" for name in params}
+            tx = optax.partition({"ours": expected.tx, "theirs": optax.sgd(0.1)}, labels)
+        state, step = tx.init(params), runs.jitted(tx)
+        with HostEngine(params, state, host_kernel="numpy") as engine:
+            for t in range(1, 8):
+                g = jax.tree.map(jnp.asarray, runs.gradients(FEW, t))
+                params, state = engine.exchange(*step(params, state, g))
+                expected.go(1)
+                # Without clipping leaves know nothing of each other.
+                for name in ours:
+                    runs.assert_same_bits(params[name], expected.params[name])
+            engine.flush(params, state)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.bias = nnx.Param(runs.initial(FEW)["bias"])
+        self.columns = nnx.Param(runs.initial(FEW)["columns"])
+        self.rows = nnx.Param(runs.initial(FEW)["rows"])
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+def test_exchange_nnx_and_flush_nnx_equal_the_functional_form():
+    with started() as expected:
+        model = Model()
+        optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
+
+        traced = []
+
+        @nnx.jit
+        def train_step(model, optimizer, gradients):
+            traced.append(None)
+            state = nnx.state(model, nnx.Param)
+            nnx.replace_by_pure_dict(state, gradients)
+            with jax.numpy_dtype_promotion("standard"):
+                optimizer.update(model, state)
+            model.calls[...] += 1
+
+        params = nnx.state(model, nnx.Param)
+        with HostEngine(params, optimizer.opt_state, host_kernel="numpy") as engine:
+            for t in range(1, 8):
+                expected.go(1)
+                train_step(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(FEW, t)))
+                engine.exchange_nnx(model, optimizer)
+                ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+                runs.assert_same_bits(ours, expected.params)
+            expected.flush()
+            engine.flush_nnx(model, optimizer)
+            ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            runs.assert_same_bits(ours, expected.params)
+            assert int(model.calls[...]) == 7
+            assert len(traced) == 1
+
+
+def test_a_linen_train_state_trains_as_the_functional_form_does():
+    with started() as expected:
+        ts = TrainState.create(apply_fn=None, params=runs.initial(FEW), tx=expected.tx)
+
+        @jax.jit
+        def train_step(ts, gradients):
+            with jax.numpy_dtype_promotion("standard"):
+                return ts.apply_gradients(grads=gradients)
+
+        with HostEngine(ts.params, ts, host_kernel="numpy") as engine:
+            for t in range(1, 6):
+                expected.go(1)
+                ts = train_step(ts, jax.tree.map(jnp.asarray, runs.gradients(FEW, t)))
+                params, opt_state = engine.exchange(ts.params, ts.opt_state)
+                ts = ts.replace(params=params, opt_state=opt_state)
+                runs.assert_same_bits(ts.params, expected.params)
+            expected.flush()
+            params, ts = engine.flush(ts.params, ts)
+            runs.assert_same_bits(params, expected.params)

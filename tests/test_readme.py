@@ -1,0 +1,55 @@
+"""README.md: its Python blocks run as they stand, and it stays short."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+MOST_LINES = 149  # "under 150"
+
+
+def program() -> str:
+    """The blocks in order as one program, every line where it is in README.md.
+
+    All other lines are blank, so that a traceback names README's own lines.
+    """
+    inside, lines = False, []
+    for line in TEXT.splitlines():
+        fence = line.startswith("```")
+        if fence:
+            inside = line == "```python"
+        lines.append("" if fence or not inside else line)
+    return "\n".join(lines) + "\n"
+
+
+def test_the_readme_has_an_example():
+    assert BLOCKS, "README.md has no block that starts with ```python"
+    assert any("zenflow_jax.HostEngine(" in block for block in BLOCKS)
+
+
+def test_the_examples_run_in_order_as_one_program(tmp_path):
+    assert BLOCKS, "README.md has no block that starts with ```python"
+    script = tmp_path / "README.py"
+    script.write_text(program(), encoding="utf-8")
+    # A process of its own: with jax's default settings, not those of the tests.
+    run = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_program_is_the_blocks_and_nothing_else():
+    assert "".join(BLOCKS).split() == program().split()
+
+
+def test_the_readme_is_short():
+    assert len(TEXT.splitlines()) <= MOST_LINES

@@ -1,0 +1,335 @@
+"""Traps that were known before the first line was written, each with what must not happen.
+
+A test here fails when the guard that it is about is taken out. Some traps have theirs elsewhere:
+memory kinds of an abstract state, step compiled once, hyperparameters that become arrays
+(`test_transform.py`, `test_bad_input.py`); where a block of a kernel ends (`test_host_adam.py`).
+A CPU cannot show what happens to registered memory, or XLA's schedule and temporaries on a GPU.
+"""
+
+import dataclasses
+import functools
+import gc
+import threading
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zenflow_jax
+from tests import runs
+from tests.runs import FEW, ONE, Leaf, Settings, Training
+from zenflow_jax import (
+    HostEngine,
+    _placement,
+    _reference,
+    _worker,
+)
+
+OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
+
+# --- donation -------------------------------------------------------------------------------
+
+# The same matrix under no, one and two leading unit axes: mail of one must not have the shape of
+# another, nor of its moments.
+NESTED = tuple(Leaf(f"w{i}", (1,) * i + (6, 4), -2, "float32") for i in range(3))
+
+
+def train(params, tx, step, steps=5):
+    """Trains with an engine; the parameters at the end. The step may donate anything."""
+    params = jax.tree.map(jnp.copy, params)
+    state = tx.init(params)
+    with HostEngine(params, state, host_kernel="numpy", threads=1) as engine:
+        for t in range(1, steps + 1):
+            g = jax.tree.map(jnp.asarray, runs.gradients(NESTED, t))
+            g = {name: g.get(name, 0.01 * p) for name, p in params.items()}
+            params, state = step(params, state, g)
+            params, state = engine.exchange(params, state)
+        params, state = engine.flush(params, state)
+    return jax.device_get(params)
+
+
+def donate_in_every_form():
+    warnings.simplefilter("ignore")  # that not every donated buffer can be used
+    params = runs.initial(NESTED)
+    tx = runs.transformation(NESTED, OPTIONS)
+    plain = runs.jitted(tx)
+    expected = train(params, tx, plain)
+    for argnums in [(1,), (0, 1), (0, 1, 2)]:
+        step = jax.jit(plain.__wrapped__, donate_argnums=argnums)
+        runs.assert_same_bits(train(params, tx, step), expected)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step_train_state(ts, g):
+        return ts.apply_gradients(grads=g)
+
+    def through_train_state(params, state, g):
+        ts = TrainState(step=0, apply_fn=None, params=params, tx=tx, opt_state=state)
+        ts = step_train_state(ts, g)
+        return ts.params, ts.opt_state
+
+    runs.assert_same_bits(train(params, tx, through_train_state), expected)
+
+    @functools.partial(nnx.jit, donate_argnames=("model", "optimizer"))
+    def step_nnx(model, optimizer, g):
+        state = nnx.state(model, nnx.Param)
+        nnx.replace_by_pure_dict(state, g)
+        optimizer.update(model, state)
+
+    model = nnx.Dict({name: nnx.Param(jnp.copy(p)) for name, p in params.items()})
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    state = nnx.state(model, nnx.Param)
+    with HostEngine(state, optimizer.opt_state, host_kernel="numpy", threads=1) as engine:
+        for t in range(1, 6):
+            step_nnx(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(NESTED, t)))
+            engine.exchange_nnx(model, optimizer)
+        engine.flush_nnx(model, optimizer)
+    runs.assert_same_bits(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
+
+
+def donate_beside_another_optimizer():
+    """Leaves that `zenflow` never sees, with shapes that its mail might have."""
+    warnings.simplefilter("ignore")
+    ours = NESTED[:1]
+    params = runs.initial(ours)
+    names = dict.fromkeys(params, "ours")
+    for i in range(1, 5):
+        params[f"x{i}"] = jnp.ones((1,) * i + (6, 4))
+        params[f"y{i}"] = jnp.ones((1,) * i + (8,))
+    params = jax.device_put(params, jax.devices()[0])
+    tx = optax.partition(
+        {"ours": runs.transformation(ours, OPTIONS), "theirs": optax.adam(1e-2)},
+        {name: names.get(name, "theirs") for name in params},
+    )
+    plain = runs.jitted(tx)
+    expected = train(params, tx, plain)
+    for argnums in [(0, 1), (0, 1, 2)]:
+        step = jax.jit(plain.__wrapped__, donate_argnums=argnums)
+        runs.assert_same_bits(train(params, tx, step), expected)
+
+
+@pytest.mark.parametrize("donate", ["donate_in_every_form", "donate_beside_another_optimizer"])
+def test_donation_does_not_abort_the_process(donate):
+    # In a process of its own: what must not happen is SIGABRT, not an exception.
+    runs.assert_ends_well(runs.start_process("test_traps", donate))
+
+
+def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatch):
+    views = []
+
+    def view(x, view=_worker.view):
+        views.append(weakref.ref(seen := view(x)))
+        return seen
+
+    monkeypatch.setattr(_worker, "view", view)
+    with Training(FEW, OPTIONS, host_kernel="numpy") as training:
+        training.go(5)
+        training.settle()
+        gc.collect()
+        assert len(views) == 5 * 4  # two gradients, floats and ints
+        assert [v for v in views if v() is not None] == []
+
+
+def test_every_array_that_is_donated_is_given_up():
+    # An array that NumPy still looks at is copied instead, on a CPU without a word.
+    with Training(FEW, OPTIONS, donate=True, host_kernel="numpy") as training:
+        for t in range(1, 9):
+            # Mail is not an input of the program, so it is dropped rather than donated.
+            given = dataclasses.replace(
+                training.state,
+                letter=None,
+                leaves=[dataclasses.replace(x, mail=None) for x in training.state.leaves],
+            )
+            paths = jax.tree_util.tree_leaves_with_path((training.params, given))
+            training.step()
+            kept = [jax.tree_util.keystr(path) for path, x in paths if not x.is_deleted()]
+            assert kept == [], f"at step {t}"
+            training.exchange()
+            training.settle()
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+def test_mail_is_read_where_it_lies():
+    there = _placement.beside(jnp.zeros(1), _placement.HOST)
+    x = jax.device_put(np.arange(64.0, dtype=np.float32), there)
+    seen = _placement.view(x)
+    assert seen.ctypes.data == x.addressable_data(0).unsafe_buffer_pointer()
+    assert not seen.flags.writeable
+
+
+def aligned(size):
+    """Zeros at a multiple of 64 bytes, where the CPU backend would share the memory."""
+    raw = np.zeros(size + 16, np.float32)
+    start = -raw.ctypes.data % 64 // 4
+    return raw[start : start + size]
+
+
+def test_an_upload_does_not_share_memory_with_the_array_it_came_from():
+    x = aligned(1024)
+    on_device = _placement.upload(x, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    x += 1
+    np.testing.assert_array_equal(on_device, 0)
+
+
+def test_empty_leaves_and_vectors_have_no_host_memory():
+    shapes = [(0, 4), (3, 0), (2, 0, 3), (5,), (), (4, 3)]
+    params = [jnp.zeros(shape) for shape in shapes]
+    state = zenflow_jax.zenflow(1e-2, topk_ratio=0.5).init(params)
+    assert [leaf.mail is not None for leaf in state.leaves] == [False] * 5 + [True]
+    assert all(x.size for x in jax.tree.leaves((state.letter, state.leaves[5])))
+
+
+def test_a_step_only_copies_whole_arrays_to_host_memory():
+    tx = runs.transformation(FEW, dataclasses.replace(OPTIONS, max_grad_norm=1.0))
+    params = runs.initial(FEW)
+    with jax.numpy_dtype_promotion("standard"):
+        program = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    touching = [
+        equation.primitive.name
+        for equation in equations(program.jaxpr)
+        if any(
+            getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
+            for v in (*equation.invars, *equation.outvars)
+        )
+    ]
+    assert touching == ["device_put"] * 4  # two gradients, floats and ints
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=is_program)
+        inner = [getattr(x, "jaxpr", x) for x in inner if is_program(x)]
+        if not inner:
+            yield equation
+        for program in inner:
+            yield from equations(program)
+
+
+def is_program(x):
+    return hasattr(x, "eqns")
+
+
+# --- in other people's hands ----------------------------------------------------------------
+
+
+def test_an_engine_behind_multi_steps_exchanges_after_each_update():
+    (leaf,) = leaves = (ONE[0]._replace(dtype="float32"),)
+    tx = optax.MultiSteps(runs.transformation(leaves, OPTIONS), 2)
+    params = runs.initial(leaves)
+    state, step = tx.init(params), runs.jitted(tx)
+    slow = _reference.Reference(
+        [np.asarray(params[leaf.name])], runs.rate, OPTIONS, channel_axes=[leaf.axis]
+    )
+    with HostEngine(params, state, host_kernel="numpy") as engine:
+        for t in range(1, 13, 2):
+            parts = [runs.gradients(leaves, i) for i in (t, t + 1)]
+            for g in parts:
+                params, state = step(params, state, jax.tree.map(jnp.asarray, g))
+            # A micro step makes no mail: only after an update is there something to exchange.
+            assert tx.has_updated(state)
+            params, state = engine.exchange(params, state)
+            (expected,) = slow.step([(parts[0][leaf.name] + parts[1][leaf.name]) / 2])
+            np.testing.assert_allclose(params[leaf.name], expected, rtol=0, atol=runs.ATOL)
+        engine.flush(params, state)
+
+
+def test_an_injected_learning_rate_travels_with_the_mail():
+    options = dict(topk_ratio=0.3, update_interval=2, select_interval=4)
+    make = optax.inject_hyperparams(
+        zenflow_jax.zenflow,
+        static_args=zenflow_jax.STATIC_ARGS,
+        hyperparam_dtype=jnp.float32,  # else optax takes that of the gradients
+    )
+    (leaf,) = ONE
+    tx = make(1e-2, weight_decay=0.1, channel_axis=-1, **options)
+    params = runs.initial(ONE)
+    slow = _reference.Reference(
+        [np.asarray(params[leaf.name])],
+        lambda count: 1e-2 if count < 5 else 3e-3,
+        Settings(weight_decay=0.1, **options),
+        channel_axes=[leaf.axis],
+    )
+    state, step, ours, theirs = tx.init(params), runs.jitted(tx), [], []
+    with HostEngine(params, state, host_kernel="numpy") as engine:
+        for t in range(1, 10):
+            if t == 6:
+                state.hyperparams["learning_rate"] = jnp.float32(3e-3)
+            g = runs.gradients(ONE, t)
+            params, state = engine.exchange(*step(params, state, jax.tree.map(jnp.asarray, g)))
+            ours.append({leaf.name: np.asarray(params[leaf.name])})
+            theirs.append({leaf.name: slow.step([g[leaf.name]])[0]})
+        engine.flush(params, state)
+    runs.assert_close(ours, theirs)
+
+
+def test_the_factory_makes_no_thread(monkeypatch):
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", lambda self: started.append(self))
+    tx = runs.transformation(ONE, OPTIONS)
+    params = runs.initial(ONE)
+    jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+    assert started == []
+
+
+def test_a_state_made_for_wrapped_variables_is_that_of_bare_arrays():
+    params = runs.initial(FEW)
+    wrapped = nnx.State({name: nnx.Param(p) for name, p in params.items()})
+    tx = runs.transformation(FEW, OPTIONS)
+    state = tx.init(wrapped)
+    runs.assert_same_bits(state, tx.init(params))
+    with jax.numpy_dtype_promotion("standard"):
+        _, after = jax.eval_shape(tx.update, params, nnx.as_pure(state), params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+# --- bits -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def six_channels(dtype):
+    """Transformation and jitted step; a rate that moves weights by up to many of their units."""
+    tx = zenflow_jax.zenflow(0.25, topk_ratio=0.5)
+    return tx, runs.jitted(tx)
+
+
+@given(
+    st.sampled_from(["bfloat16", "float16"]),
+    # From 1: where a weight shrinks by more than 2**13 at once, float32 cannot hold its change.
+    st.lists(st.floats(1, 100) | st.floats(-100, -1), min_size=6, max_size=6),
+    st.integers(0, 9),
+)
+@settings(max_examples=20)
+def test_parameters_plus_updates_are_the_cast_of_the_master_bit_for_bit(dtype, start, seed):
+    tx, step = six_channels(dtype)
+    master = jnp.asarray(start, jnp.float32)[:, None]
+    params = jax.device_put({"w": master.astype(dtype)}, jax.devices()[0])
+    state = tx.init(params)
+    # As after many steps: the master is not a number that the dtype has.
+    leaves = (dataclasses.replace(state.leaves[0], master=master[:3]),)
+    g = np.random.default_rng(seed).normal(size=(6, 1))
+    after, state = step(
+        params, dataclasses.replace(state, leaves=leaves), {"w": jnp.asarray(g, dtype)}
+    )
+    runs.assert_same_bits(after["w"][:3], state.leaves[0].master.astype(dtype))
+    runs.assert_same_bits(after["w"][3:], params["w"][3:])
+
+
+@pytest.mark.parametrize("kernel", ["numba", "numpy"])
+def test_a_step_that_is_skipped_never_reaches_the_kernel(kernel):
+    with Training(FEW, OPTIONS, host_kernel=kernel) as training:
+        for t in range(1, 10):
+            training.step(bad=t % 2 == 0)
+            training.exchange()
+        training.flush()
+        assert training.engine.stats.skipped_steps == 4
+        for arrays in training.moments().values():
+            assert all(np.isfinite(x).all() for x in arrays)
