@@ -165,6 +165,8 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
         # Two mails of the next window fit in the box while the worker is in a piece.
         training.go(2)
         assert gate.log.count("piece") == 0
+        for mail, _ in training.engine._mailbox._unread:
+            mail.arrived.result(TIMEOUT_S)  # or the next piece would come first
         # One piece, and the third is taken: mail comes before the next piece.
         gate.let_through()
         training.go(1)
@@ -184,6 +186,7 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
         training.go(1)
         assert any(waited_for)
         runs.assert_same_bits(training.values(), expected[11])
+        training.settle()
 
     # The window's last mail, a piece of its update, mail of the next window, another piece.
     kinds = [kind for i, kind in enumerate(gate.log) if gate.log[i - 1 : i] != [kind]]
@@ -564,16 +567,19 @@ def test_stats_count_steps_windows_and_bytes():
             training.exchange()
         training.settle()
         stats = training.engine.stats
+        # Selected again, the same: so the device knows already which channels are new to it.
+        assert training.selected()["w"].tolist() == [0]
     mail = 4 * 2 * 2 + 8 * 4 + 3 * 4  # the gradient; eight float32 and three int32 scalars
     row = 3 * 2 * 4 + 4  # of one channel, master and moments of float32, and a step count
-    window = 4 * 2 * 2 + 4  # the parameter, and for each channel whether it is new
+    window = 4 * 2 * 2  # the parameter
+    mask = 4  # for each channel whether it is new
     assert dataclasses.replace(stats, wait_s=0.0, work_s=0.0) == zenflow_jax.EngineStats(
         steps=5,
         windows=2,
         reselections=1,
         skipped_steps=1,
         bytes_to_host=5 * mail + row + 4,  # and the channel's number
-        bytes_to_device=2 * window + row,
+        bytes_to_device=2 * window + mask + row,
     )
     assert stats.work_s > 0
     assert stats.wait_s >= 0

@@ -111,7 +111,7 @@ def resolve(
             "device with `resident`."
         )
     spec = dataclasses.replace(alone, axis=int(axis) % len(shape))
-    # Rounded first: 0.1 * 30 is 3.0000000000000004, and the user meant 3.
+    # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
     k = math.ceil(round(topk_ratio * spec.n, 6))
     # With every channel selected nothing would travel: that is a resident leaf.
     return alone if k >= spec.n else dataclasses.replace(spec, k=k)

@@ -83,12 +83,12 @@ def check_numbers(**numbers: Any) -> None:
         if name == "max_grad_norm" and value is None:
             continue
         if callable(value):
-            if name == "learning_rate":
+            if name in ("learning_rate", "weight_decay"):
                 continue
             raise TypeError(
                 f"`{name}` must be a number or a scalar array, got a function. Only the learning "
-                "rate may be a schedule; for others use `optax.inject_hyperparams(zenflow, "
-                "static_args=zenflow_jax.STATIC_ARGS)`."
+                "rate and the weight decay may be schedules; for others use "
+                "`optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)`."
             )
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, Real) else None)
         if dtype is None or getattr(value, "shape", ()) != () or not _is_real(dtype):

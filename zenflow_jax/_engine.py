@@ -258,7 +258,9 @@ class HostEngine:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        dropped = self._open_steps > 0 or self._pending is not None
+        # After a failure, or a `close` of the user's, `flush` would be no remedy.
+        failed = self._closed or self._worker.failed
+        dropped = not failed and (self._open_steps > 0 or self._pending is not None)
         self.close()
         if kind is None and dropped:
             raise RuntimeError(

@@ -306,8 +306,8 @@ def _scores(leaf: _Leaf) -> np.ndarray:
 
 
 def _count_selected(ratio: float, n: int) -> int:
-    # The ratio means what its decimals say: 0.1 * 30 is 3.0000000000000004 in binary, and 4 of 30
-    # is not a tenth.
+    # The ratio means what its decimals say: 0.07 * 100 is 7.000000000000001 in binary, and 8 of 100
+    # are not 7 %.
     return math.ceil(round(ratio * n, 6))
 
 

@@ -82,6 +82,7 @@ class Worker:
         self._half = half
         self._shardings = list(shardings)
         self._inbox: deque[Mail | Close] = deque()
+        self._masks: dict[int, tuple[np.ndarray, jax.Array]] = {}
         self._promised: list[Future] = []  # what the caller may be waiting for
         self._condition = threading.Condition()
         self._closed = False
@@ -112,12 +113,17 @@ class Worker:
         # After the append, so that a failure on either side of it reaches the item.
         self._break_promises()
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def check(self) -> None:
         """Raises what ended the thread, if anything did."""
         if self._failure is not None:
             raise RuntimeError(
-                f"the host worker failed at {self._where}: {self._failure}. Deferred channels are "
-                "not up to date and this engine takes no more work; go on from the last checkpoint."
+                f"the host worker failed at {self._where}: {str(self._failure).rstrip('.')}. "
+                "Deferred channels are not up to date and this engine takes no more work; go on "
+                "from the last checkpoint."
             ) from self._failure
 
     def wait(self, future: Future, after: Any) -> Any:
@@ -257,15 +263,24 @@ class Worker:
         def finished(i: int, leaf: HostLeaf, active: np.ndarray) -> None:
             spec, sharding = leaf.spec, self._shardings[i]
             new = leaf.master if leaf.out is None else leaf.out
-            mask = active.reshape(*spec.stack, spec.n)
-            uploads.append((i, upload(new.reshape(spec.shape), sharding), upload(mask, sharding)))
+            uploads.append((i, upload(new.reshape(spec.shape), sharding), self._mask(i, active)))
 
         for name in self._half.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
         # The arrays that they come from are written again by the next update.
         jax.block_until_ready(uploads)
-        self._count(bytes_to_device=_nbytes(uploads))
+        self._count(bytes_to_device=_nbytes([new for _, new, _ in uploads]))
         close.done.set_result(uploads)
+
+    def _mask(self, i: int, active: np.ndarray) -> jax.Array:
+        """`active` (groups, n) of leaf `i` on the device; it changes with the selection only."""
+        known = self._masks.get(i)
+        if known is None or not np.array_equal(known[0], active):
+            spec = self._half.leaves[i].spec
+            mask = upload(active.reshape(*spec.stack, spec.n), self._shardings[i])
+            known = self._masks[i] = (active, mask)
+            self._count(bytes_to_device=mask.nbytes)
+        return known[1]
 
     def _go_on(self) -> None:
         assert self._update is not None
