@@ -220,7 +220,7 @@ class Training:
         if self.engine is not None:
             self.engine._mailbox.drain()
             if self.engine._pending is not None:
-                self.engine._pending.done.result(timeout=60)
+                self.engine._pending.result(timeout=60)
 
     def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Each step of the plan, with the parameters after it."""

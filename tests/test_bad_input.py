@@ -618,6 +618,19 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
             ["a state of arrays", "Tracer", "outside of jit"],
         ),
         (
+            "params on a mesh",
+            lambda: engine(
+                jax.device_put(
+                    PARAMS,
+                    jax.sharding.NamedSharding(
+                        jax.sharding.Mesh([DEVICE], ("data",)), jax.sharding.PartitionSpec()
+                    ),
+                )
+            ),
+            ValueError,
+            ["on one device", "['bias']", "NamedSharding", "jax.device_put"],
+        ),
+        (
             "a state in mid-run",
             lambda: engine(state=after_a_step()),
             ValueError,
@@ -674,6 +687,11 @@ def test_pinned_memory_that_jax_would_not_give_is_refused_with_the_number_needed
     )
 
 
+def test_a_pinned_memory_limit_that_is_no_number_is_refused():
+    words = ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "'much'", "unset it"]
+    assert_told(lambda: check_pinned(GIB, 3, "cuda", "much"), ValueError, words)
+
+
 @pytest.mark.parametrize(
     ("mail", "platform", "limit"),
     [(21 * GIB, "cuda", None), (25 * GIB, "cuda", "76"), (25 * GIB, "cpu", "1"), (0, "gpu", "0")],
@@ -724,7 +742,7 @@ def test_leaves_on_several_devices_are_refused_by_name():
     assert len(messages) == 2
     for message in messages:
         assert "['weight']" in message
-        assert "use one device, or `offload=False`" in message
+        assert "use one device" in message
     assert on_second == "True"
 
 

@@ -955,3 +955,14 @@ def test_every_public_constant_has_a_comment_that_sphinx_reads_as_its_docstring(
         re.search(rf"^#: .*\n(?:#: ?.*\n)*{name} = ", inspect.getsource(m), re.MULTILINE)
         for m in modules
     )
+
+
+def test_a_gradient_that_overflows_the_mail_is_skipped():
+    # Clipping would make it harmless, but only after the mail has rounded it to infinity.
+    params = {"weight": jnp.ones((6, 3), jnp.float16)}
+    gradients = {"weight": jnp.full((6, 3), 1e5, jnp.float32)}
+    for offload in (False, True):
+        tx = make(offload=offload, max_grad_norm=1.0)
+        updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+        assert int(state.skipped) == 1
+        assert not np.asarray(updates["weight"]).any()

@@ -35,7 +35,6 @@ from zenflow_jax import (
 
 OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
 
-# --- donation -------------------------------------------------------------------------------
 
 # The same matrix under no, one and two leading unit axes: mail of one must not have the shape of
 # another, nor of its moments.
@@ -155,9 +154,6 @@ def test_every_array_that_is_donated_is_given_up():
             training.settle()
 
 
-# --- memory ---------------------------------------------------------------------------------
-
-
 def test_mail_is_read_where_it_lies():
     there = _placement.beside(jnp.zeros(1), _placement.HOST)
     x = jax.device_put(np.arange(64.0, dtype=np.float32), there)
@@ -216,9 +212,6 @@ def equations(jaxpr):
 
 def is_program(x):
     return hasattr(x, "eqns")
-
-
-# --- in other people's hands ----------------------------------------------------------------
 
 
 def test_an_engine_behind_multi_steps_exchanges_after_each_update():
@@ -289,9 +282,6 @@ def test_a_state_made_for_wrapped_variables_is_that_of_bare_arrays():
     with jax.numpy_dtype_promotion("standard"):
         _, after = jax.eval_shape(tx.update, params, nnx.as_pure(state), params)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-
-
-# --- bits -----------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -4,9 +4,10 @@
 """
 
 from zenflow_jax._checks import STATIC_ARGS
-from zenflow_jax._engine import EngineStats, HostEngine
+from zenflow_jax._engine import HostEngine
 from zenflow_jax._ingraph import flush
 from zenflow_jax._state import ZenFlowState, find_state
+from zenflow_jax._stats import EngineStats
 from zenflow_jax._transform import zenflow
 
 __version__ = "0.1.0"

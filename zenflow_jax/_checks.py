@@ -236,12 +236,21 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}. Put "
                 "them on a device with `jax.device_put`, outside of jit."
             )
-        if not weight.is_fully_addressable or len(weight.sharding.device_set) > 1:
+        # A mesh of one device is refused too: what belongs to the leaf has other ranks than it.
+        if not weight.is_fully_addressable or not isinstance(
+            weight.sharding, jax.sharding.SingleDeviceSharding
+        ):
             raise ValueError(
                 f"expected each leaf on one device of this process, got {spec.name} on "
-                f"{weight.sharding}. Sharded leaves are not supported yet: use one device, or "
-                "`offload=False`."
+                f"{weight.sharding}. Sharded leaves are not supported yet: use one device, as "
+                "by `jax.device_put(params, jax.devices()[0])`, or `offload=False`."
             )
+    devices = {device for weight in weights for device in weight.sharding.device_set}
+    if len(devices) > 1:
+        raise ValueError(
+            f"expected all leaves on the same device, got {sorted(map(str, devices))}. Models in "
+            "parts are not supported yet: use one device, or `offload=False`."
+        )
 
 
 def check_arrays(state: ZenFlowState) -> None:
@@ -264,8 +273,13 @@ def check_pinned(mail_bytes: int, mails: int, platform: str, limit_gib: str | No
     """
     if platform not in ("gpu", "cuda", "rocm"):
         return
-    # XLA's own default.
-    limit = float(limit_gib) if limit_gib else 64.0
+    try:
+        limit = float(limit_gib) if limit_gib else 64.0  # XLA's own default
+    except ValueError:
+        raise ValueError(
+            "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
+            f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
+        ) from None
     needed = mail_bytes * mails / 2**30
     if needed > limit:
         raise ValueError(

@@ -5,10 +5,15 @@ All device programs are dispatched from here, in the same order in every run; th
 `_worker.py`'s, the merge into the parameters `_merge.py`'s.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import os
 import types
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,32 +26,8 @@ from zenflow_jax._host_half import HostHalf
 from zenflow_jax._mailbox import BUFFERS, Mailbox
 from zenflow_jax._merge import choose, enter, merge
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
+from zenflow_jax._stats import EngineStats
 from zenflow_jax._worker import Close, HandOver, Worker
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """What an engine has done since it was made.
-
-    Attributes:
-        steps: Exchanges.
-        windows: Windows closed, by `flush` too.
-        reselections: Times that channels were selected anew, the first time included.
-        skipped_steps: Steps whose gradient was not finite, as far as their mail has been read.
-        wait_s: Seconds that the caller waited for the host after the device was done.
-        work_s: Seconds that the worker worked.
-        bytes_to_host: Bytes of mail read, and of channels handed over.
-        bytes_to_device: Bytes of updates, and of channels handed over.
-    """
-
-    steps: int = 0
-    windows: int = 0
-    reselections: int = 0
-    skipped_steps: int = 0
-    wait_s: float = 0.0
-    work_s: float = 0.0
-    bytes_to_host: int = 0
-    bytes_to_device: int = 0
 
 
 class HostEngine:
@@ -58,6 +39,7 @@ class HostEngine:
 
     The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments),
     4 to 8 of sums, the leaf's dtype once more for uploads, and up to four mails in pinned memory.
+    An update that is ready lies on the device, once the leaf's dtype, until its window's turn.
     On a GPU jax caps its pool of pinned memory at 64 GiB; for runs that need more, the error says
     to what `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
 
@@ -123,8 +105,9 @@ class HostEngine:
         adam = HostAdam(host_kernel, threads)
         half = HostHalf(
             self._travel_specs,
-            [np.asarray(w) for w in travelling],
-            [np.asarray(state.leaves[i].channels) for i in self._travels],
+            # One at a time: the host copy of one leaf is enough to have beside the masters.
+            (jax.device_get(w) for w in travelling),
+            (jax.device_get(state.leaves[i].channels) for i in self._travels),
             adam,
         )
         self._worker = Worker(half, [w.sharding for w in travelling])
@@ -133,10 +116,14 @@ class HostEngine:
         self._open_steps = 0
         self._windows = 0
         self._reselections = 0
-        self._pending: Close | None = None  # its update has not reached the parameters
+        self._pending: Future | None = None  # an update that has not reached the parameters
         self._closed = False
-        # Also at interpreter exit, before the modules go that the thread works with.
-        self._finalizer = weakref.finalize(self, _shut_down, self._worker, adam)
+        self._interrupted = False
+        # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
+        # waited for, before the modules go that it works with.
+        weakref.finalize(self, self._worker.ask_to_stop)
+        self._at_exit = partial(_stop, weakref.ref(self._worker))
+        atexit.register(self._at_exit)
 
     @property
     def stats(self) -> EngineStats:
@@ -152,9 +139,10 @@ class HostEngine:
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """What belongs between two steps: mail out, updates in, selection anew where it is due.
 
-        Waits only where a window closes whose update is not ready, or where the host is more than
-        two mails behind. The arrays of `opt_state` that hold mail must not be used again; the
-        parameters may.
+        Waits where a window closes and the update of the one before is not ready, where the host
+        is more than two mails behind, and, briefly, wherever channels are selected: for the step,
+        and for the hand-over of what changes sides. The arrays of `opt_state` that hold mail must
+        not be used again; the parameters may.
 
         Args:
             params: The parameters after the step.
@@ -166,8 +154,9 @@ class HostEngine:
         Raises:
             RuntimeError: If the engine is closed or has failed; if no step, or more than one, was
                 made since the last exchange (the latter is noticed once the mail is read, by the
-                call after); if the state is another run's.
+                call after); if the state is another run's; if a former call was interrupted.
             ValueError: If the state or the parameters have other leaves than at construction.
+            TypeError: If they are no jax arrays.
         """
         state = self._check(opt_state)
         if self._mailbox.holds(state):
@@ -179,19 +168,21 @@ class HostEngine:
         if boundary.closes:
             # Refuses what does not fit before anything is done.
             self._check_params(params, state)
-        self._step += 1
-        self._open_steps += 1
-        self._mailbox.send(state, self._step)
-        leaves = state.leaves
-        if boundary.closes:
-            params = self._collect(params, state)
-            if boundary.selects:
-                params, leaves = self._reselect(params, state)
-            else:
-                self._close_window(None)
-            if boundary.synchronous:
+        with self._all_or_nothing():
+            self._step += 1
+            self._open_steps += 1
+            self._mailbox.send(state, self._step)
+            leaves = state.leaves
+            if boundary.closes:
                 params = self._collect(params, state)
-        return params, replace_state(opt_state, self._mailbox.refill(state, leaves, self._step))
+                if boundary.selects:
+                    params, leaves = self._reselect(params, state)
+                else:
+                    self._close_window(None)
+                if boundary.synchronous:
+                    params = self._collect(params, state)
+            new = self._mailbox.refill(state, leaves, self._step)
+            return params, replace_state(opt_state, new)
 
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Brings every deferred update into the parameters, closing an open window early.
@@ -207,9 +198,10 @@ class HostEngine:
             Parameters and state, of the same structure, shapes and placement.
 
         Raises:
-            RuntimeError: If the engine is closed or has failed, or a step was made that was not
-                exchanged.
+            RuntimeError: If the engine is closed or has failed, a step was made that was not
+                exchanged, or a former call was interrupted.
             ValueError: If the state or the parameters have other leaves than at construction.
+            TypeError: If they are no jax arrays.
         """
         state = self._check(opt_state)
         if not self._mailbox.holds(state):
@@ -218,12 +210,13 @@ class HostEngine:
                 "of a step has not been taken. Call `exchange` first, then `flush`."
             )
         self._check_params(params, state)
-        params = self._collect(params, state)
-        if self._open_steps:
-            self._close_window(None)
+        with self._all_or_nothing():
             params = self._collect(params, state)
-        self._mailbox.drain()
-        return params, opt_state
+            if self._open_steps:
+                self._close_window(None)
+                params = self._collect(params, state)
+            self._mailbox.drain()
+            return params, opt_state
 
     def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """`exchange` for flax nnx: updates `model` and `optimizer` in place.
@@ -247,7 +240,10 @@ class HostEngine:
         Updates that have not been flushed are dropped.
         """
         self._closed = True
-        self._finalizer()
+        self._worker.stop()
+        self._mailbox.close()
+        self._pending = None
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> "HostEngine":
         return self
@@ -259,7 +255,7 @@ class HostEngine:
         trace: types.TracebackType | None,
     ) -> None:
         # After a failure, or a `close` of the user's, `flush` would be no remedy.
-        failed = self._closed or self._worker.failed
+        failed = self._closed or self._interrupted or self._worker.failed
         dropped = not failed and (self._open_steps > 0 or self._pending is not None)
         self.close()
         if kind is None and dropped:
@@ -275,6 +271,12 @@ class HostEngine:
                 "`HostEngine(params, tx.init(params))`."
             )
         self._worker.check()
+        if self._interrupted:
+            raise RuntimeError(
+                "expected an engine whose last call came to its end, got one that was interrupted "
+                "half-way: parameters, state and host no longer belong together. Go on from the "
+                "last checkpoint."
+            )
         state = find_state(opt_state)
         if tuple(leaf.spec for leaf in state.leaves) != self._specs or (
             state.schedule != self._schedule
@@ -286,13 +288,21 @@ class HostEngine:
         check_arrays(state)
         return state
 
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Around what must not be left half done and gone on from."""
+        self._interrupted = True
+        yield
+        self._interrupted = False
+
     def _check_params(self, params: Any, state: ZenFlowState) -> None:
         places, weights = match_leaves(params, state), jax.tree.leaves(params)
         check_placement([weights[i] for i in places], self._specs)
 
     def _close_window(self, hand_over: HandOver | None) -> None:
-        self._pending = Close(hand_over)
-        self._worker.post(self._pending)
+        close = Close(hand_over)
+        self._pending = close.done
+        self._worker.post(close)
         self._open_steps = 0
         self._windows += 1
 
@@ -300,7 +310,7 @@ class HostEngine:
         """`params` with the update that is on its way, if one is."""
         if self._pending is None:
             return params
-        uploads = self._worker.wait(self._pending.done, state.step)
+        uploads = self._worker.wait(self._pending, state.step)
         self._pending = None
         if not uploads:
             return params
@@ -370,6 +380,7 @@ class HostEngine:
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
-def _shut_down(worker: Worker, adam: HostAdam) -> None:
-    worker.stop()
-    adam.close()
+def _stop(worker: weakref.ref[Worker]) -> None:
+    alive = worker()
+    if alive is not None:
+        alive.stop()

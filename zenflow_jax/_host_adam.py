@@ -16,17 +16,16 @@ exists once a channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments
 
 import functools
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from zenflow_jax import _host_numba as compiled
 from zenflow_jax._adam import AdamScalars
+from zenflow_jax._host_numpy import Block, NumpyKernel, Step
 
 _KERNELS = ("numba", "numpy")
 # Elements that a thread takes at once, at most. Numba streams; coming back to an interpreter whose
@@ -40,14 +39,9 @@ _NUMPY_BLOCK, _NUMPY_BLOCK_SHARED = 128 * 1024, 256 * 1024
 _LEAST_BLOCK = 64 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
-# The NumPy kernel leaves out inactive channels run by run where runs of active ones have at least
-# this many elements on average; below it the calls cost more than computing all and masking.
-_LONG_RUN = 8 * 1024
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
-
-_Block = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each
 
 
 class HostAdam:
@@ -84,7 +78,7 @@ class HostAdam:
             )
         self.threads = threads
         numpy_block = _NUMPY_BLOCK if threads == 1 else _NUMPY_BLOCK_SHARED
-        self._portable = _NumpyKernel(block or numpy_block)
+        self._portable = NumpyKernel(block or numpy_block)
         numba_kernel = _NumbaKernel(block or _NUMBA_BLOCK)
         self._kernel = numba_kernel if kernel == "numba" else self._portable
         # Numba's own parallel layer must not be entered from two threads; ours only ever runs
@@ -106,7 +100,7 @@ class HostAdam:
         kernel = self._kernel_for(gradient)
         sums, addends, factor_32 = _flat(total), _flat(gradient), np.float32(factor)
 
-        def work(block: _Block) -> None:
+        def work(block: Block) -> None:
             part = slice(block[2], block[3])
             kernel.accumulate(sums[part], addends[part], factor_32, first)
 
@@ -168,7 +162,7 @@ class HostAdam:
         def segments(x: np.ndarray) -> np.ndarray:
             return _flat(x).reshape(-1, width)
 
-        step = _Step(
+        step = Step(
             p=segments(master),
             m=segments(mu),
             v=segments(nu),
@@ -199,14 +193,14 @@ class HostAdam:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _kernel_for(self, *arrays: np.ndarray | None) -> "_NumbaKernel | _NumpyKernel":
+    def _kernel_for(self, *arrays: np.ndarray | None) -> "_NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
         return self._portable if half else self._kernel
 
-    def _limit(self, kernel: "_NumbaKernel | _NumpyKernel", size: int) -> int:
+    def _limit(self, kernel: "_NumbaKernel | NumpyKernel", size: int) -> int:
         return min(kernel.block, max(_LEAST_BLOCK, size // (2 * self.threads)))
 
-    def _run(self, work: Callable[[_Block], None], blocks: list[_Block]) -> None:
+    def _run(self, work: Callable[[Block], None], blocks: list[Block]) -> None:
         if self._pool is None or len(blocks) == 1:
             for block in blocks:
                 work(block)
@@ -228,27 +222,6 @@ class HostAdam:
             future.result()
 
 
-class _Step(NamedTuple):
-    """One AdamW step of one leaf, as the kernels see it.
-
-    A segment is a contiguous piece of `width` elements: a channel in the leading layout, a row of
-    all channels in the trailing one.
-    """
-
-    p: np.ndarray  # (segments, width) float32, as are m and v
-    m: np.ndarray
-    v: np.ndarray
-    g: np.ndarray  # (segments, width) float32, bfloat16 or float16
-    out: np.ndarray | None  # (segments, width) float32, bfloat16 or float16
-    active: np.ndarray  # (groups * n,) bool
-    m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
-    v_scale: np.ndarray
-    rows: int  # segments a group has in the trailing layout
-    trailing: bool
-    scale: np.float32
-    scalars: AdamScalars  # of np.float32
-
-
 def _available_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
@@ -261,7 +234,7 @@ def _flat(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1)
 
 
-def _blocks(segments: int, width: int, limit: int) -> list[_Block]:
+def _blocks(segments: int, width: int, limit: int) -> list[Block]:
     """Cuts `segments` of `width` elements into contiguous blocks of at most `limit` elements."""
     if width <= limit:
         k = limit // max(width, 1)
@@ -286,98 +259,6 @@ def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
     return scale[steps - low] if shared else scale
 
 
-class _NumpyKernel:
-    """Blocks in the cache, `out=` everywhere: no call allocates but the first of a thread."""
-
-    def __init__(self, block: int):
-        self.block = block
-        self._local = threading.local()
-
-    def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
-        with np.errstate(all="ignore"):  # what is not finite is the device's to judge
-            if first:
-                _widen_into(total, g, factor)
-            else:
-                (x,) = self._scratch(1, total.shape)
-                _widen_into(x, g, factor)
-                total += x
-
-    def adamw(self, step: _Step) -> Callable[[_Block], None]:
-        """What does the step on a block."""
-        return functools.partial(self._work, step)
-
-    def _work(self, step: _Step, block: _Block) -> None:
-        first, last, left, right = block
-        columns = slice(left, right)
-        if not step.trailing:
-            channels = slice(first, last)
-            active = step.active[channels]
-            edges = np.flatnonzero(np.diff(active, prepend=False, append=False))
-            if active.sum() * (right - left) >= len(edges) // 2 * _LONG_RUN:
-                for a, b in edges.reshape(-1, 2) + first:
-                    self._update(step, slice(a, b), columns, slice(a, b), masked=False)
-            else:
-                self._update(step, channels, columns, channels, masked=True)
-            return
-        n = step.p.shape[1]
-        for group in range(first // step.rows, -(-last // step.rows)):
-            segments = slice(max(first, group * step.rows), min(last, (group + 1) * step.rows))
-            channels = slice(group * n + left, group * n + right)
-            active = step.active[channels]
-            if active.any():
-                self._update(step, segments, columns, channels, masked=not active.all())
-
-    def _update(
-        self, step: _Step, segments: slice, columns: slice, channels: slice, *, masked: bool
-    ) -> None:
-        def by_channel(x: np.ndarray) -> np.ndarray:
-            return x[channels][None, :] if step.trailing else x[channels][:, None]
-
-        p, m, v, g = (x[segments, columns] for x in (step.p, step.m, step.v, step.g))
-        x, y, *spare = self._scratch(5 if masked else 2, p.shape)
-        new_p, new_m, new_v = spare if masked else (p, m, v)
-        s = step.scalars
-        with np.errstate(all="ignore"):
-            _widen_into(x, g, step.scale)
-            np.multiply(x, s.one_minus_b1, out=y)
-            np.multiply(m, s.b1, out=new_m)
-            new_m += y
-            np.multiply(x, x, out=x)
-            x *= s.one_minus_b2
-            np.multiply(v, s.b2, out=new_v)
-            new_v += x
-            np.multiply(new_v, by_channel(step.v_scale), out=x)
-            np.sqrt(x, out=x)
-            x += s.eps
-            np.multiply(new_m, by_channel(step.m_scale), out=y)
-            y /= x
-            np.multiply(p, s.weight_decay, out=x)
-            y += x
-            y *= s.learning_rate
-            np.subtract(p, y, out=new_p)
-            where = by_channel(step.active) if masked else True
-            if masked:
-                for old, new in ((p, new_p), (m, new_m), (v, new_v)):
-                    np.copyto(old, new, where=where)
-            if step.out is not None:
-                np.copyto(step.out[segments, columns], new_p, where=where, casting="same_kind")
-
-    def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
-        if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty((5, self.block), np.float32)
-        size = int(np.prod(shape))
-        return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
-
-
-def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:
-    if g.dtype == np.float32:
-        np.multiply(g, factor, out=x)
-    else:
-        np.copyto(x, g)  # exact, releases the GIL, and beats shifting bits
-        x *= factor
-
-
 class _NumbaKernel:
     """One pass over memory, compiled when a combination of dtypes is first met."""
 
@@ -387,7 +268,7 @@ class _NumbaKernel:
     def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
         compiled.accumulate(total, _readable(g), factor, first)
 
-    def adamw(self, step: _Step) -> Callable[[_Block], None]:
+    def adamw(self, step: Step) -> Callable[[Block], None]:
         """What does the step on a block."""
         out = None if step.out is None else _bits(step.out)
         leaf = (step.p, step.m, step.v, _readable(step.g), out)

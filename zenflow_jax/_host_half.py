@@ -8,7 +8,7 @@ Letters: `n` channels in a group, `k` of them selected.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -67,8 +67,8 @@ class HostHalf:
     def __init__(
         self,
         specs: Sequence[LeafSpec],
-        weights: Sequence[np.ndarray],
-        channels: Sequence[np.ndarray],
+        weights: Iterable[np.ndarray],
+        channels: Iterable[np.ndarray],
         adam: HostAdam,
     ):
         self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
@@ -76,6 +76,11 @@ class HostHalf:
         self._counted = 0  # steps summed in the open window
         self._windows = 0
         self._scalars: AdamScalars | None = None  # of the last step, skipped or not
+
+    def close(self) -> None:
+        """Frees the arrays and ends the kernels' threads."""
+        self.leaves = []
+        self._adam.close()
 
     def note(self, scalars: AdamScalars) -> None:
         """Takes in the scalars of a step; the last ones before a window closes are the window's."""

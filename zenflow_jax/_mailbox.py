@@ -1,11 +1,13 @@
 """Who has which buffers for mail, and the tickets that prove that none was lost.
 
-A step writes its mail into buffers that ride in the state. `send` takes them out and gives them to
-the worker; `refill` puts others in, read ones where there are any, so that pinned memory is
-allocated a few times only and, where the user's step donates the state, written in place.
+A step finds buffers for its mail in the state and returns its mail in others, or in the same ones
+where it was told to keep and donate them. `send` takes the mail out and gives it to the worker;
+`refill` puts buffers in. As a rule those are the same blank ones every time: no step reads them,
+jit drops arguments that are not read, and what is not used up can be given again.
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,6 +32,10 @@ class _Buffers:
     letter: Letter
 
 
+# Counts the engines of this process, which is all that tells two of them apart for certain.
+_ENGINES = itertools.count()
+
+
 class Mailbox:
     """The caller's side of the mail. For one calling thread.
 
@@ -41,22 +47,24 @@ class Mailbox:
     def __init__(self, worker: Worker, state: ZenFlowState):
         self._worker = worker
         self._rank = mail_rank([leaf.spec for leaf in state.leaves])
-        self._ticket = self._run = int(state.ticket)  # a number of this run's own
-        self._given = state.letter
+        self._given = state.ticket
+        self._ticket = int(state.ticket)
+        # Runs that start from the same weights have the same first ticket, so the engine's number
+        # takes part from the second on. It is the same on every process and in every repetition.
+        self._run = self._ticket + 1_000_003 * next(_ENGINES)
+        self._blank = _buffers_of(state)
         self._unread: deque[tuple[Mail, _Buffers]] = deque()
         self._read: list[_Buffers] = []
 
     def holds(self, state: ZenFlowState) -> bool:
         """Whether this is the state last given: no step was made with it since."""
-        return state.letter.ints is self._given.ints
+        return state.ticket is self._given
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
         while len(self._unread) >= IN_FLIGHT:
             self._take_back()
-        buffers = _Buffers(
-            [leaf.mail for leaf in state.leaves if leaf.mail is not None], state.letter
-        )
+        buffers = _buffers_of(state)
         mail = Mail(step, self._ticket, buffers.gradients, buffers.letter)
         self._worker.post(mail)
         self._unread.append((mail, buffers))
@@ -65,27 +73,34 @@ class Mailbox:
         """The state for the step after `step`: `leaves`, buffers for its mail, and a ticket."""
         while self._unread and self._unread[0][0].done.done():
             self._take_back()
-        buffers = self._read.pop() if self._read else self._allocate(state)
-        # Where jit drops the buffers as unused arguments, which it does unless told otherwise, the
-        # step's mail is in new ones: keeping every old one would let them pile up.
-        self._read.clear()
-        gradients = iter(buffers.gradients)
-        self._given = buffers.letter
+        if any(x.is_deleted() for x in (*self._blank.gradients, *self._blank.letter)):
+            self._blank = self._read.pop() if self._read else self._allocate(state)
+            del self._read[1:]  # one to spare for the next time
+        else:
+            self._read.clear()
+        gradients = iter(self._blank.gradients)
         self._ticket = (self._run + step) & 0x7FFFFFFF  # never USED, which is negative
+        self._given = jax.device_put(np.int32(self._ticket), state.ticket.sharding)
         return dataclasses.replace(
             state,
             leaves=tuple(
                 leaf if leaf.mail is None else dataclasses.replace(leaf, mail=next(gradients))
                 for leaf in leaves
             ),
-            letter=buffers.letter,
-            ticket=jax.device_put(np.int32(self._ticket), state.ticket.sharding),
+            letter=self._blank.letter,
+            ticket=self._given,
         )
 
     def drain(self) -> None:
         """Waits until all mail is read, so that whatever is wrong with it is known."""
         while self._unread:
             self._take_back()
+
+    def close(self) -> None:
+        """Drops the buffers."""
+        self._unread.clear()
+        self._read.clear()
+        self._blank = _Buffers([], Letter(None, None))
 
     def _take_back(self) -> None:
         mail, buffers = self._unread[0]
@@ -102,3 +117,7 @@ class Mailbox:
             ],
             Letter(*(host_zeros(x.shape, x.dtype, self._rank, state.step) for x in state.letter)),
         )
+
+
+def _buffers_of(state: ZenFlowState) -> _Buffers:
+    return _Buffers([x.mail for x in state.leaves if x.mail is not None], state.letter)

@@ -67,8 +67,9 @@ def zenflow(
 
     With `update_interval=1, overlap_step=False`, or with `topk_ratio=1`, it is `optax.adamw` with
     float32 master weights. Anything in front of it that needs all gradients at once
-    (`optax.clip_by_global_norm`, `optax.apply_if_finite`) keeps the mail from leaving during the
-    backward pass: use `max_grad_norm`; steps whose gradient is not finite are skipped anyway.
+    (`optax.clip_by_global_norm`) keeps the mail from leaving during the backward pass: use
+    `max_grad_norm`. Steps whose gradient is not finite are skipped anyway; with an engine,
+    `optax.apply_if_finite` around it must not withhold an update, or the engine misses a step.
 
     Args:
         learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
@@ -99,7 +100,9 @@ def zenflow(
     Returns:
         A transformation whose `update` needs `params`. The update it returns is float32; with it
         `optax.apply_updates` gives the float32 master cast to the leaf's dtype on selected
-        channels, and leaves deferred ones as they are.
+        channels, and leaves deferred ones as they are. Let it be the last of a chain: what comes
+        after it, or changes the parameters between steps, does not reach deferred channels, whose
+        masters the host keeps.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.
@@ -287,6 +290,9 @@ def _init_leaf(p: jax.Array, spec: LeafSpec, rank: int, offload: bool) -> LeafSt
 
 def _look(g: jax.Array, leaf: LeafState, rank: int) -> _Seen:
     spec = leaf.spec
+    if spec.dtype == jnp.float16:
+        # Mail has the leaf's dtype: what overflows there must be seen to, and the step skipped.
+        g = g.astype(spec.dtype)
     squares = sum_squares(g, spec)
     if spec.resident:
         return _Seen(squares, g.astype(jnp.float32), None)

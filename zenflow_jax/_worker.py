@@ -25,6 +25,7 @@ from zenflow_jax._adam import AdamScalars
 from zenflow_jax._host_half import ClosedWindow, HostHalf, HostLeaf, SelectedRows
 from zenflow_jax._placement import upload, view
 from zenflow_jax._state import USED, Letter
+from zenflow_jax._stats import WorkerStats
 
 
 @dataclass
@@ -58,14 +59,6 @@ class Close:
 
     hand_over: HandOver | None = None
     done: Future = field(default_factory=Future)
-
-
-@dataclass(frozen=True)
-class WorkerStats:
-    skipped_steps: int = 0
-    work_s: float = 0.0
-    bytes_to_host: int = 0
-    bytes_to_device: int = 0
 
 
 class Worker:
@@ -141,17 +134,20 @@ class Worker:
             self.check()
         return future.result()
 
-    def stop(self) -> None:
-        """Ends the thread after the piece it is at. Safe twice, and at interpreter exit."""
+    def ask_to_stop(self) -> None:
+        """Lets the thread end after the piece it is at, without waiting for it.
+
+        For the garbage collector, which may be on any thread, one that the worker needs included.
+        """
         with self._condition:
             self._closed = True
             self._condition.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        self._receiver.shutdown(wait=True)
+
+    def stop(self) -> None:
+        """Ends the thread after the piece it is at. Safe twice."""
+        self.ask_to_stop()
+        self._thread.join()
         self._break_promises()
-        self._update = None
-        self._half.leaves = []
 
     def _wake(self) -> None:
         with self._condition:
@@ -176,6 +172,10 @@ class Worker:
             self._failure = error
         finally:
             self._break_promises()
+            self._update = None
+            self._masks.clear()
+            self._half.close()
+            self._receiver.shutdown(wait=False)
 
     def _turn(self) -> bool:
         """Does one thing; False when closed."""
@@ -233,11 +233,15 @@ class Worker:
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
                 window, entering = self._hand_over(close.hand_over, window)
             close.hand_over.done.set_result(entering)
+            # The caller has it from here; the old arrays must not outlive the hand-over.
+            close.hand_over = None
         self._update = self._make_update(close, window)
         self._next_piece = f"the update of window {window.number}"
 
     def _hand_over(self, item: HandOver, window: ClosedWindow) -> tuple[ClosedWindow, list[Any]]:
         leaves = self._half.leaves
+        for x in jax.tree.leaves((item.chosen, item.leaving)):
+            x.copy_to_host_async()  # all of them at once, then one after the other
         chosen = [
             # Copied, because it is kept, and a live view of the array would block its donation.
             np.array(x).reshape(leaf.channels.shape)
@@ -305,6 +309,12 @@ def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
             f"two steps were made without `exchange` between them (at step {step}), so the first "
             "one's mail is lost and deferred channels would not learn. Call `params, opt_state = "
             "engine.exchange(params, opt_state)` after every step."
+        )
+    if step < mail.step:
+        raise RuntimeError(
+            f"expected the mail of step {mail.step}, got that of step {step}: another run's state, "
+            "or one whose update was withheld, as by `optax.apply_if_finite`. Give each run an "
+            "engine of its own; `zenflow` skips steps that are not finite by itself."
         )
     if (step, ticket) != (mail.step, mail.ticket):
         raise RuntimeError(

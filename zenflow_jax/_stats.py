@@ -1,0 +1,38 @@
+"""What an engine and its worker have done, as records that never change."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerStats:
+    """The part of `EngineStats` that the worker counts."""
+
+    skipped_steps: int = 0
+    work_s: float = 0.0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """What an engine has done since it was made.
+
+    Attributes:
+        steps: Exchanges.
+        windows: Windows closed, by `flush` too.
+        reselections: Times that channels were selected anew, the first time included.
+        skipped_steps: Steps whose gradient was not finite, as far as their mail has been read.
+        wait_s: Seconds that the caller waited for the host after the device was done.
+        work_s: Seconds that the worker worked.
+        bytes_to_host: Bytes of mail read, and of channels handed over.
+        bytes_to_device: Bytes of updates, and of channels handed over.
+    """
+
+    steps: int = 0
+    windows: int = 0
+    reselections: int = 0
+    skipped_steps: int = 0
+    wait_s: float = 0.0
+    work_s: float = 0.0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
