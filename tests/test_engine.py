@@ -162,7 +162,7 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
         # Two mails of the next window fit in the box while the worker is in a piece.
         training.go(2)
         assert gate.log.count("piece") == 0
-        for mail, _ in training.engine._mailbox._unread:
+        for mail in training.engine._mailbox._unread:
             mail.arrived.result(TIMEOUT_S)  # or the next piece would come first
         # One piece, and the third is taken: mail comes before the next piece.
         gate.let_through()
@@ -265,7 +265,7 @@ def test_a_failing_update_is_named_though_mail_came_in_between(gate, bomb):
         gate.shut()
         gate.await_next(lambda: training.go(1))
         training.go(1)
-        mail, _ = training.engine._mailbox._unread[-1]
+        mail = training.engine._mailbox._unread[-1]
         mail.arrived.result(TIMEOUT_S)  # so it is taken as soon as the first piece is done
         gate.open()
         await_end(training)
@@ -726,8 +726,9 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(monkey
     assert ended[1]() is None
 
 
-def test_buffers_for_mail_are_allocated_once():
-    with started(CALM) as training:
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_buffers_for_mail_are_allocated_once(donate):
+    with started(CALM, donate=donate) as training:
         blank = [x.mail for x in training.state.leaves if x.mail is not None]
         training.go(6)
         after = [x.mail for x in training.state.leaves if x.mail is not None]

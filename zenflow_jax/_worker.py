@@ -219,9 +219,11 @@ class Worker:
         if finite:
             # The views end here: on a GPU a live one would block the buffer's donation.
             self._half.add([view(g) for g in mail.gradients], factor)
+        read = _nbytes((mail.gradients, mail.letter))
+        mail.gradients.clear()
         self._count(
             skipped_steps=0 if finite else 1,
-            bytes_to_host=_nbytes((mail.gradients, mail.letter)),
+            bytes_to_host=read,
         )
 
     def _begin(self, close: Close) -> None:
