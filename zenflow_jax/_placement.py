@@ -73,7 +73,8 @@ def commit(tree: Any, like: Any) -> Any:
 def view(x: jax.Array) -> np.ndarray:
     """A NumPy view of an array in host memory, without a copy; read-only.
 
-    Drop it before the buffer goes back into a state: on a GPU a live view blocks donation.
+    Drop it once it is read: it keeps the buffer alive, and on a GPU it blocks donation of the array
+    if the user's program still has it.
     """
     return np.asarray(x.addressable_data(0))
 

@@ -217,7 +217,7 @@ class Worker:
             )
         self._half.note(scalars)
         if finite:
-            # The views end here: on a GPU a live one would block the buffer's donation.
+            # The views end here, so that the buffers can be freed.
             self._half.add([view(g) for g in mail.gradients], factor)
         read = _nbytes((mail.gradients, mail.letter))
         mail.gradients.clear()
