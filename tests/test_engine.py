@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import threading
+import time
 import weakref
 
 import jax
@@ -423,6 +424,14 @@ def test_a_closed_engine_refuses_work_and_can_be_closed_again():
                 call()
 
 
+def assert_threads_left(count):
+    """Soon: some are told to end and not waited for, as a garbage collector must not wait."""
+    end = time.monotonic() + TIMEOUT_S
+    while threading.active_count() > count and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == count
+
+
 def test_close_during_work_ends_after_the_piece_it_is_at(gate):
     before = threading.active_count()
     with started(CALM) as training:
@@ -437,7 +446,7 @@ def test_close_during_work_ends_after_the_piece_it_is_at(gate):
         closing.join(TIMEOUT_S / 2)  # a worker that goes on stands at the gate for longer
         assert not closing.is_alive()
         assert gate.log.count("piece") == 1
-        assert threading.active_count() == before
+        assert_threads_left(before)
 
 
 def test_close_frees_the_host_memory():
@@ -460,7 +469,7 @@ def test_an_engine_that_is_forgotten_ends_its_threads():
     assert threading.active_count() > before
     del training
     gc.collect()
-    assert threading.active_count() == before
+    assert_threads_left(before)
 
 
 def leave_open(steps):
