@@ -429,7 +429,7 @@ def assert_threads_left(count):
     end = time.monotonic() + TIMEOUT_S
     while threading.active_count() > count and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() == count
+    assert threading.active_count() <= count  # less, if another test's last one ended
 
 
 def test_close_during_work_ends_after_the_piece_it_is_at(gate):
@@ -561,19 +561,17 @@ def test_stats_count_steps_windows_and_bytes():
             training.exchange()
         training.settle()
         stats = training.engine.stats
-        # Selected again, the same: so the device knows already which channels are new to it.
         assert training.selected()["w"].tolist() == [0]
     mail = 4 * 2 * 2 + 8 * 4 + 3 * 4  # the gradient; eight float32 and three int32 scalars
     row = 3 * 2 * 4 + 4  # of one channel, master and moments of float32, and a step count
     window = 4 * 2 * 2  # the parameter
-    mask = 4  # for each channel whether it is new
     assert dataclasses.replace(stats, wait_s=0.0, work_s=0.0) == zenflow_jax.EngineStats(
         steps=5,
         windows=2,
         reselections=1,
         skipped_steps=1,
         bytes_to_host=5 * mail + row + 4,  # and the channel's number
-        bytes_to_device=2 * window + mask + row,
+        bytes_to_device=2 * window + row,
     )
     assert stats.work_s > 0
     assert stats.wait_s >= 0

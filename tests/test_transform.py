@@ -890,6 +890,8 @@ def test_the_own_arguments_are_keyword_only_and_have_the_documented_defaults():
         "max_grad_norm": None,
         "channel_axis": -2,
         "resident": None,
+        "partition_replicated": True,
+        "param_shardings": None,
         "offload": True,
     }
 

@@ -5,6 +5,9 @@ each entry of the stack axes. Rows are there only when the channel axis is the l
 matrix, the tail only when it is not. What is done with a selection is `_adam.py` (device) and
 `_host_half.py` (host); this file only makes it and moves slices along it.
 
+On a mesh whose axes divide the channel axis, each piece of it selects the same number of channels,
+among its own. `_shards.py` sees to it that the functions below meet one device's piece only.
+
 Letters: `n` channels in a stack entry, `k` of them selected.
 """
 
@@ -18,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from zenflow_jax._mesh import Placement, divide_blocks, placement_of
 
 #: Dtypes a leaf may have. Wider ones would lose bits to the float32 arithmetic.
 DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
@@ -33,6 +38,7 @@ class LeafSpec:
     axis: int | None  # channel axis, counted from the front; None for a resident leaf
     k: int  # selected channels in each stack entry; 0 for a resident leaf
     decay: bool  # whether weight decay applies
+    placement: Placement | None = None  # None on one device
 
     @property
     def resident(self) -> bool:
@@ -84,6 +90,8 @@ def resolve(
     topk_ratio: float,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int],
     resident: Callable[[tuple[Any, ...], Any], bool] | None,
+    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool],
+    sharding: Any,
     decay: bool,
 ) -> LeafSpec:
     """Decides what kind of leaf this is; the only place that reads the user's callables."""
@@ -100,7 +108,10 @@ def resolve(
             "its arithmetic is float32. Cast the leaf, or keep it out with `optax.masked` or "
             "`optax.partition`."
         )
-    alone = LeafSpec(name, shape, dtype, axis=None, k=0, decay=decay)
+    place = placement_of(leaf, sharding)
+    if place is not None:
+        _check_even(name, shape, place)
+    alone = LeafSpec(name, shape, dtype, axis=None, k=0, decay=decay, placement=place)
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
         return alone
     axis = channel_axis(path, leaf) if callable(channel_axis) else channel_axis
@@ -111,10 +122,28 @@ def resolve(
             "device with `resident`."
         )
     spec = dataclasses.replace(alone, axis=int(axis) % len(shape))
+    pieces = 1 if place is None else place.count(place.block[int(axis)])
     # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
-    k = math.ceil(round(topk_ratio * spec.n, 6))
-    # With every channel selected nothing would travel: that is a resident leaf.
-    return alone if k >= spec.n else dataclasses.replace(spec, k=k)
+    k = pieces * math.ceil(round(topk_ratio * (spec.n // pieces), 6))
+    if k >= spec.n:
+        return alone  # With every channel selected nothing would travel: that is a resident leaf.
+    cut = partition_replicated
+    if place is not None and (bool(cut(path, leaf)) if callable(cut) else cut):
+        # Not along the channels, which are selected among all that a block has; and the last axis
+        # first, because a stack (of scanned layers) is filled one entry after the other.
+        rest = range(len(spec.stack), len(shape))
+        place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
+    return dataclasses.replace(spec, k=k, placement=place)
+
+
+def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
+    for axis, names in enumerate(place.block):
+        if shape[axis] % place.count(names):
+            raise ValueError(
+                f"expected axis {axis} of {name} to divide evenly over the mesh axes {names}, got "
+                f"a size of {shape[axis]} for {place.count(names)} devices. Pad the leaf, or shard "
+                "another axis of it."
+            )
 
 
 def along(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:

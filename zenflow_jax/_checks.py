@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from zenflow_jax._channels import LeafSpec, resolve
+from zenflow_jax._mesh import placement_of
 from zenflow_jax._schedule import FixedSchedule
 from zenflow_jax._state import ZenFlowState
 
@@ -26,6 +27,8 @@ STATIC_ARGS = (
     "overlap_step",
     "channel_axis",
     "resident",
+    "partition_replicated",
+    "param_shardings",
     "offload",
 )
 
@@ -122,7 +125,7 @@ def check_numbers(**numbers: Any) -> None:
             )
 
 
-def check_selectors(channel_axis: Any, resident: Any, mask: Any) -> None:
+def check_selectors(channel_axis: Any, resident: Any, partition_replicated: Any, mask: Any) -> None:
     if not callable(channel_axis):
         _static("channel_axis", channel_axis, Integral, "an int or a function of (path, leaf)")
     if resident is not None and not callable(resident):
@@ -130,6 +133,9 @@ def check_selectors(channel_axis: Any, resident: Any, mask: Any) -> None:
             "`resident` must be None or a function of (key path, leaf) that returns a bool, got "
             f"{resident!r}. {_IF_INJECTED}"
         )
+    if not callable(partition_replicated):
+        kinds = "a bool or a function of (path, leaf)"
+        _static("partition_replicated", partition_replicated, _BOOL, kinds)
     if isinstance(mask, jax.Array | np.ndarray):
         raise TypeError(
             f"`mask` must be a tree of bools or a function of the parameters, got {mask!r}. "
@@ -143,6 +149,8 @@ def resolve_specs(
     topk_ratio: float,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int],
     resident: Callable[[tuple[Any, ...], Any], bool] | None,
+    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool],
+    param_shardings: Any,
     mask: Any,
 ) -> tuple[LeafSpec, ...]:
     """One `LeafSpec` for each leaf of `params`, in order."""
@@ -156,9 +164,13 @@ def resolve_specs(
             topk_ratio=topk_ratio,
             channel_axis=channel_axis,
             resident=resident,
+            partition_replicated=partition_replicated,
+            sharding=sharding,
             decay=decay,
         )
-        for (path, leaf), decay in zip(paths, _decayed(params, mask), strict=True)
+        for (path, leaf), decay, sharding in zip(
+            paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True
+        )
     )
 
 
@@ -229,27 +241,41 @@ def check_fresh(state: ZenFlowState) -> None:
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses leaves that are not arrays on one device of this process."""
+    """Refuses leaves that are not where the state takes them to be: on one device, or a mesh."""
     for weight, spec in zip(weights, specs, strict=True):
         if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
                 f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}. Put "
                 "them on a device with `jax.device_put`, outside of jit."
             )
-        # A mesh of one device is refused too: what belongs to the leaf has other ranks than it.
-        if not weight.is_fully_addressable or not isinstance(
-            weight.sharding, jax.sharding.SingleDeviceSharding
+        now, then = placement_of(weight), spec.placement
+        if now is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
+            raise ValueError(
+                f"expected each leaf on one device or placed by a NamedSharding, got {spec.name} "
+                f"on {weight.sharding}. Place the parameters with `jax.device_put(params, "
+                "shardings)` before `tx.init`."
+            )
+        if then is None and now is not None:
+            raise ValueError(
+                f"expected {spec.name} on one device, as the state takes it to be, got "
+                f"{weight.sharding}. Call `tx.init` outside of jit, with parameters that are where "
+                "they stay, or tell it of them with `param_shardings`."
+            )
+        if then is not None and (
+            now is None or now.mesh.shape_tuple != then.mesh.shape_tuple or now.block != then.block
         ):
             raise ValueError(
-                f"expected each leaf on one device of this process, got {spec.name} on "
-                f"{weight.sharding}. Sharded leaves are not supported yet: use one device, as "
-                "by `jax.device_put(params, jax.devices()[0])`, or `offload=False`."
+                f"expected {spec.name} divided by the mesh axes {then.block} of "
+                f"{dict(then.mesh.shape)}, as `tx.init` took it to be, got {weight.sharding}. Keep "
+                "the parameters where they are, as by `jax.jit(step, out_shardings=...)`, or make "
+                "the state anew with `tx.init`."
             )
-    devices = {device for weight in weights for device in weight.sharding.device_set}
+    devices = {frozenset(weight.sharding.device_set) for weight in weights}
     if len(devices) > 1:
+        names = sorted(sorted(map(str, group)) for group in devices)
         raise ValueError(
-            f"expected all leaves on the same device, got {sorted(map(str, devices))}. Models in "
-            "parts are not supported yet: use one device, or `offload=False`."
+            f"expected all leaves on the same devices, got {names[0]} and {names[1]}. Put them on "
+            "one mesh: `jax.device_put(params, NamedSharding(mesh, PartitionSpec()))` replicates."
         )
 
 
@@ -308,6 +334,24 @@ def _static(name: str, value: Any, kind: Any, words: str) -> None:
 
 def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _shardings(params: Any, given: Any) -> list[Any]:
+    """For each leaf what the user said of its sharding, None where nothing was said."""
+    count = len(jax.tree.leaves(params))
+    if given is None:
+        return [None] * count
+    tree = given(params) if callable(given) else given
+    shardings = jax.tree.leaves(tree)
+    wrong = [x for x in shardings if not isinstance(x, jax.sharding.NamedSharding)]
+    if wrong or len(shardings) != count:
+        raise TypeError(
+            "`param_shardings` must be a tree of one NamedSharding for each leaf of the "
+            f"parameters, got {f'a {type(wrong[0]).__name__}' if wrong else len(shardings)} for "
+            f"{count} leaves. Pass `jax.tree.map(lambda p: p.sharding, params)`, or leave it out "
+            "and call `init` outside of jit."
+        )
+    return shardings
 
 
 def _decayed(params: Any, mask: Any) -> list[bool]:

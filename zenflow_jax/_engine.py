@@ -11,13 +11,12 @@ import dataclasses
 import os
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from zenflow_jax._checks import check_arrays, check_fresh, check_pinned, check_placement
@@ -25,6 +24,16 @@ from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._mailbox import BUFFERS, Mailbox
 from zenflow_jax._merge import choose, enter, merge
+from zenflow_jax._parts import (
+    as_before,
+    assemble,
+    by_leaf,
+    host_channels,
+    host_part,
+    part_sharding,
+    parts_of,
+    select_anew,
+)
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
 from zenflow_jax._worker import Close, HandOver, Worker
@@ -90,7 +99,7 @@ class HostEngine:
         check_placement([weights[i] for i in places], [leaf.spec for leaf in state.leaves])
         mails = [leaf.mail for leaf in state.leaves if leaf.mail is not None]
         check_pinned(
-            sum(mail.nbytes for mail in mails),
+            sum(shard.data.nbytes for mail in mails for shard in mail.addressable_shards),
             BUFFERS,
             next((d.platform for mail in mails for d in mail.sharding.device_set), "cpu"),
             os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
@@ -101,22 +110,25 @@ class HostEngine:
         self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.mail is not None]
         self._places = [places[i] for i in self._travels]
         self._travel_specs = tuple(self._specs[i] for i in self._travels)
-        travelling = [weights[place] for place in self._places]
+        travelling = [state.leaves[i] for i in self._travels]
+        self._parts = parts_of(travelling)
         adam = HostAdam(host_kernel, threads)
         half = HostHalf(
-            self._travel_specs,
-            # One at a time: the host copy of one leaf is enough to have beside the masters.
-            (jax.device_get(w) for w in travelling),
-            (jax.device_get(state.leaves[i].channels) for i in self._travels),
+            [part.spec for part in self._parts],
+            # One at a time: the host copy of one part is enough to have beside the masters.
+            (host_part(weights[self._places[part.leaf]], part) for part in self._parts),
+            (host_channels(travelling[part.leaf].channels, part) for part in self._parts),
             adam,
         )
-        self._worker = Worker(half, [w.sharding for w in travelling])
+        self._worker = Worker(half, self._parts)
         self._mailbox = Mailbox(self._worker, state)
         self._step = 0
         self._open_steps = 0
         self._windows = 0
         self._reselections = 0
         self._pending: Future | None = None  # an update that has not reached the parameters
+        # Channels that were selected while its window was open, if that was not so ever since.
+        self._before: list[jax.Array] | None = None
         self._closed = False
         self._interrupted = False
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
@@ -174,13 +186,13 @@ class HostEngine:
             self._mailbox.send(state, self._step)
             leaves = state.leaves
             if boundary.closes:
-                params = self._collect(params, state)
+                params = self._collect(params, state.step, leaves)
                 if boundary.selects:
                     params, leaves = self._reselect(params, state)
                 else:
                     self._close_window(None)
                 if boundary.synchronous:
-                    params = self._collect(params, state)
+                    params = self._collect(params, state.step, leaves)
             new = self._mailbox.refill(state, leaves, self._step)
             return params, replace_state(opt_state, new)
 
@@ -211,10 +223,10 @@ class HostEngine:
             )
         self._check_params(params, state)
         with self._all_or_nothing():
-            params = self._collect(params, state)
+            params = self._collect(params, state.step, state.leaves)
             if self._open_steps:
                 self._close_window(None)
-                params = self._collect(params, state)
+                params = self._collect(params, state.step, state.leaves)
             self._mailbox.drain()
             return params, opt_state
 
@@ -306,24 +318,26 @@ class HostEngine:
         self._open_steps = 0
         self._windows += 1
 
-    def _collect(self, params: Any, state: ZenFlowState) -> Any:
-        """`params` with the update that is on its way, if one is."""
+    def _collect(self, params: Any, after: Any, leaves: Sequence[LeafState]) -> Any:
+        """`params` with the update that is on its way, if one is; `leaves` are those of now."""
         if self._pending is None:
             return params
-        uploads = self._worker.wait(self._pending, state.step)
-        self._pending = None
+        uploads = self._worker.wait(self._pending, after)
+        now = [leaves[i].channels for i in self._travels]
+        before = now if self._before is None else self._before
+        self._pending = self._before = None
         if not uploads:
             return params
         weights, treedef = jax.tree.flatten(params)
-        which, new, masks = zip(*uploads, strict=True)
-        merged = merge(
-            tuple(weights[self._places[i]] for i in which),
-            new,
-            masks,
-            specs=tuple(self._travel_specs[i] for i in which),
-        )
-        for i, weight in zip(which, merged, strict=True):
-            weights[self._places[i]] = weight
+        mine = [weights[place] for place in self._places]
+        new = [
+            assemble(pieces, weight.shape, part_sharding(weight, spec))
+            for weight, spec, pieces in zip(
+                mine, self._travel_specs, by_leaf(self._parts, uploads), strict=True
+            )
+        ]
+        merged = merge(mine, new, before, now, self._travel_specs)
+        self._put(weights, merged, range(len(merged)))
         return jax.tree.unflatten(treedef, weights)
 
     def _reselect(self, params: Any, state: ZenFlowState) -> tuple[Any, list[LeafState]]:
@@ -331,47 +345,44 @@ class HostEngine:
         weights, treedef = jax.tree.flatten(params)
         leaves = list(state.leaves)
         states = [leaves[i] for i in self._travels]
-        mine = tuple(weights[place] for place in self._places)
-        chosen, masters = choose(
+        mine = [weights[place] for place in self._places]
+        self._before = [s.channels for s in states]
+        chosen, current, scores = choose(
             mine,
-            tuple(s.scores for s in states),
-            tuple(s.channels for s in states),
-            tuple(s.master for s in states),
+            [s.scores for s in states],
+            self._before,
+            [s.master for s in states],
             specs=self._travel_specs,
         )
         hand_over = HandOver(
             [
                 (master, s.mu, s.nu, s.steps) if s.spec.k else None
-                for s, master in zip(states, masters, strict=True)
+                for s, master in zip(states, current, strict=True)
             ],
             chosen,
         )
         self._close_window(hand_over)
-        entered = self._worker.wait(hand_over.done, state.step)
+        entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
         self._reselections += 1
-        selects = [i for i, new in enumerate(entered) if new is not None]
+        masters: list[jax.Array | None] = [None] * len(states)
+        for j, (i, s) in enumerate(zip(self._travels, states, strict=True)):
+            leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
+        some = [j for j, master in enumerate(masters) if master is not None]
         merged = enter(
-            tuple(mine[i] for i in selects),
-            tuple(entered[i][0] for i in selects),
-            tuple(chosen[i] for i in selects),
-            specs=tuple(self._travel_specs[i] for i in selects),
+            [mine[j] for j in some],
+            [masters[j] for j in some],
+            [leaves[self._travels[j]].channels for j in some],
+            specs=tuple(self._travel_specs[j] for j in some),
         )
-        for i, weight in zip(selects, merged, strict=True):
-            weights[self._places[i]] = weight
-        for i, s, channels, new in zip(self._travels, states, chosen, entered, strict=True):
-            scores = jax.device_put(np.zeros(s.scores.shape, np.float32), s.scores.sharding)
-            leaves[i] = dataclasses.replace(s, scores=scores)
-            if new is not None:
-                master, mu, nu, steps = new
-                leaves[i] = dataclasses.replace(
-                    leaves[i],
-                    channels=channels,
-                    steps=steps,
-                    master=None if s.master is None else master,
-                    mu=mu,
-                    nu=nu,
-                )
+        self._put(weights, merged, some)
         return jax.tree.unflatten(treedef, weights), leaves
+
+    def _put(
+        self, weights: list[jax.Array], merged: Sequence[jax.Array], which: Sequence[int]
+    ) -> None:
+        for i, weight in zip(which, merged, strict=True):
+            place = self._places[i]
+            weights[place] = as_before(weight, weights[place])
 
     def _in_place(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         params = nnx.as_pure(nnx.state(model, optimizer.wrt))

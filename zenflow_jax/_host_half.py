@@ -115,13 +115,13 @@ class HostHalf:
     def update(
         self,
         window: ClosedWindow,
-        finished: Callable[[int, HostLeaf, np.ndarray], None],
+        finished: Callable[[int, HostLeaf], None],
     ) -> Iterator[str]:
         """Makes a window's update, a bounded piece at a time.
 
         Args:
             window: What to do.
-            finished: Told the number, leaf and active channels of each leaf that is done.
+            finished: Told the number and arrays of each leaf that is done.
 
         Yields:
             The leaf's name before each piece. In between other methods may be called, except for
@@ -147,7 +147,7 @@ class HostHalf:
             ):
                 yield leaf.spec.name
             leaf.spare.append(total)
-            finished(i, leaf, active)
+            finished(i, leaf)
 
     def hand_over(
         self,

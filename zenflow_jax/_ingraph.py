@@ -6,6 +6,7 @@ the leaf, so this saves no memory.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ import jax.numpy as jnp
 from zenflow_jax._adam import AdamScalars, adamw
 from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
 from zenflow_jax._schedule import Boundary
+from zenflow_jax._shards import SAME, Here, Layout, on_each_device
 from zenflow_jax._state import (
     DeferredState,
     LeafState,
     ZenFlowState,
     find_state,
+    leaf_layout,
     match_leaves,
     replace_state,
 )
@@ -52,13 +55,15 @@ def advance(
     travels = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
     leaves = list(state.leaves)
     for i in travels:
-        leaves[i] = _collect(leaves[i], gradients[i], factor, finite)
+        layout, mine = Layout(leaves[i].spec), leaf_layout(leaves[i].spec, deferred=True)
+        collect = on_each_device(_collect, leaves[i].spec, [mine, layout.part, SAME, SAME], mine)
+        leaves[i] = collect(leaves[i], gradients[i], factor, finite)
     open_steps = state.open_steps + finite.astype(jnp.int32)
     boundary = state.schedule.boundary(state.step)
 
     def close(parts: list[Any]) -> list[Any]:
         return [
-            _close(leaf, weights[i], change, scalars, open_steps, boundary)
+            _close_leaf(leaf, weights[i], change, scalars, open_steps, boundary)
             for i, (leaf, change) in zip(travels, parts, strict=True)
         ]
 
@@ -77,15 +82,17 @@ def advance(
     return new, changes
 
 
-def _collect(leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array) -> LeafState:
+def _collect(
+    here: Here, leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array
+) -> LeafState:
     assert leaf.deferred is not None
     # Through the leaf's dtype, because mail has it.
-    g = g.astype(leaf.spec.dtype).astype(jnp.float32) * factor
+    g = g.astype(here.part.dtype).astype(jnp.float32) * factor
     total = jnp.where(finite, leaf.deferred.total + g, leaf.deferred.total)
     return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
 
 
-def _close(
+def _close_leaf(
     leaf: LeafState,
     p: jax.Array,
     change: jax.Array,
@@ -94,18 +101,42 @@ def _close(
     boundary: Boundary,
 ) -> tuple[LeafState, jax.Array]:
     """One leaf where a window closes: what was pending arrives, the next update is made."""
-    spec, half = leaf.spec, leaf.deferred
-    assert half is not None
-    change = _arrive(half, p, change, half.pending, spec)
+    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=True)
+    close = on_each_device(
+        _close,
+        leaf.spec,
+        [mine, layout.block, layout.block, SAME, SAME, SAME],
+        (mine, layout.block),
+    )
+    return close(leaf, p, change, scalars, open_steps, boundary)
 
-    active = ~contains(leaf.channels, spec.n) & (open_steps > 0)
+
+def _close(
+    here: Here,
+    leaf: LeafState,
+    p: jax.Array,
+    change: jax.Array,
+    scalars: AdamScalars,
+    open_steps: jax.Array,
+    boundary: Boundary,
+) -> tuple[LeafState, jax.Array]:
+    spec, half = here.part, leaf.deferred
+    assert half is not None
+    change = _arrive(here, half, p, change, half.pending)
+
+    active = ~contains(here.index(leaf.channels), spec.n) & (open_steps > 0)
     half = _update(half, active, scalars, open_steps, spec)
-    change = jnp.where(boundary.synchronous, _arrive(half, p, change, active, spec), change)
+    change = jnp.where(boundary.synchronous, _arrive(here, half, p, change, active), change)
     half = dataclasses.replace(half, pending=active & ~jnp.asarray(boundary.synchronous))
 
     leaf = dataclasses.replace(leaf, deferred=half)
     return jax.lax.cond(
-        boundary.selects, _reselect, lambda leaf, p, change: (leaf, change), leaf, p, change
+        boundary.selects,
+        partial(_reselect, here),
+        lambda leaf, p, change: (leaf, change),
+        leaf,
+        p,
+        change,
     )
 
 
@@ -134,25 +165,27 @@ def _update(
 
 
 def _arrive(
-    half: DeferredState, p: jax.Array, change: jax.Array, channels: jax.Array, spec: LeafSpec
+    here: Here, half: DeferredState, p: jax.Array, change: jax.Array, channels: jax.Array
 ) -> jax.Array:
     """`change`, with that of `channels` leading to the master's cast."""
-    target = half.master.astype(spec.dtype).astype(jnp.float32)
-    return jnp.where(along(channels, spec), target - p.astype(jnp.float32), change)
+    target = here.gather(half.master.astype(here.part.dtype)).astype(jnp.float32)
+    return jnp.where(along(channels, here.block), target - p.astype(jnp.float32), change)
 
 
-def _reselect(leaf: LeafState, p: jax.Array, change: jax.Array) -> tuple[LeafState, jax.Array]:
+def _reselect(
+    here: Here, leaf: LeafState, p: jax.Array, change: jax.Array
+) -> tuple[LeafState, jax.Array]:
     """Hands over every selected channel, selects anew, and takes the new ones."""
-    spec, half = leaf.spec, leaf.deferred
+    spec, half = here.part, leaf.deferred
     assert half is not None
-    place = positions(leaf.channels, spec.n)
+    place = positions(here.index(leaf.channels), spec.n)
     selected = along(place >= 0, spec)
 
     def hand_over(device: jax.Array, host: jax.Array) -> jax.Array:
         return jnp.where(selected, spread(device, place, spec), host)
 
     if leaf.master is None:
-        master = jnp.where(selected, p + change, half.master)
+        master = jnp.where(selected, here.own(p + change), half.master)
     else:
         master = hand_over(leaf.master, half.master)
     mu, nu = hand_over(leaf.mu, half.mu), hand_over(leaf.nu, half.nu)
@@ -165,18 +198,18 @@ def _reselect(leaf: LeafState, p: jax.Array, change: jax.Array) -> tuple[LeafSta
     )
     half = dataclasses.replace(half, master=master, mu=mu, nu=nu, steps=steps)
 
-    channels = top_channels(leaf.scores, spec.k)
+    index = top_channels(leaf.scores, spec.k)
     # Entering channels do not wait for the next boundary.
-    entering = contains(channels, spec.n) & half.pending
-    change = _arrive(half, p, change, entering, spec)
+    entering = contains(index, spec.n) & half.pending
+    change = _arrive(here, half, p, change, entering)
     half = dataclasses.replace(half, pending=half.pending & ~entering)
     leaf = dataclasses.replace(
         leaf,
-        channels=channels,
-        steps=jnp.take_along_axis(steps, channels, axis=-1),
-        master=None if leaf.master is None else take(master, channels, spec),
-        mu=take(mu, channels, spec),
-        nu=take(nu, channels, spec),
+        channels=here.number(index),
+        steps=jnp.take_along_axis(steps, index, axis=-1),
+        master=None if leaf.master is None else take(master, index, spec),
+        mu=take(mu, index, spec),
+        nu=take(nu, index, spec),
         scores=jnp.zeros_like(leaf.scores),
         deferred=half,
     )
@@ -213,7 +246,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
         if leaf.deferred is not None:
             p = weights[place]
             none = jnp.zeros(p.shape, jnp.float32)
-            leaf, change = _close(leaf, p, none, state.scalars, state.open_steps, boundary)
+            leaf, change = _close_leaf(leaf, p, none, state.scalars, state.open_steps, boundary)
             weights[place] = (p.astype(jnp.float32) + change).astype(p.dtype)
         leaves.append(leaf)
     new = dataclasses.replace(

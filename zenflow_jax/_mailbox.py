@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from zenflow_jax._placement import host_zeros, mail_rank
+from zenflow_jax._placement import put_everywhere, zeros_like
 from zenflow_jax._state import LeafState, Letter, ZenFlowState
 from zenflow_jax._worker import Mail, Worker
 
@@ -25,6 +25,7 @@ IN_FLIGHT = 2
 BUFFERS = IN_FLIGHT + 2
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Buffers:
     """One step's worth, in pinned host memory."""
@@ -47,7 +48,6 @@ class Mailbox:
 
     def __init__(self, worker: Worker, state: ZenFlowState):
         self._worker = worker
-        self._rank = mail_rank([leaf.spec for leaf in state.leaves])
         self._given = state.ticket
         self._ticket = int(state.ticket)
         # Runs that start from the same weights have the same first ticket, so the engine's number
@@ -72,10 +72,10 @@ class Mailbox:
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState], step: int) -> ZenFlowState:
         """The state for the step after `step`: `leaves`, buffers for its mail, and a ticket."""
         if any(x.is_deleted() for x in (*self._blank.gradients, *self._blank.letter)):
-            self._blank = self._allocate(state)
+            self._blank = jax.tree.map(zeros_like, self._blank)
         gradients = iter(self._blank.gradients)
         self._ticket = (self._run + step) & 0x7FFFFFFF  # never USED, which is negative
-        self._given = jax.device_put(np.int32(self._ticket), state.ticket.sharding)
+        self._given = put_everywhere(np.int32(self._ticket), state.ticket)
         return dataclasses.replace(
             state,
             leaves=tuple(
@@ -100,16 +100,6 @@ class Mailbox:
         mail = self._unread[0]
         self._worker.wait(mail.done, mail.letter)
         self._unread.popleft()
-
-    def _allocate(self, state: ZenFlowState) -> _Buffers:
-        return _Buffers(
-            [
-                host_zeros(leaf.spec.shape, leaf.spec.dtype, self._rank, leaf.scores)
-                for leaf in state.leaves
-                if leaf.mail is not None
-            ],
-            Letter(*(host_zeros(x.shape, x.dtype, self._rank, state.step) for x in state.letter)),
-        )
 
 
 def _buffers_of(state: ZenFlowState) -> _Buffers:

@@ -1,30 +1,75 @@
 """Device programs that the engine runs between steps: merge, choose, enter.
 
 One program each for all leaves, so that a boundary costs a few dispatches however many leaves
-there are.
+there are. On a mesh the only thing that moves between devices is what a part's update must reach:
+every device that holds its block.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from zenflow_jax._channels import LeafSpec, along, positions, spread, take, top_channels
+from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
+from zenflow_jax._shards import Here, Layout, on_each_device
 
-Arrays = tuple[Array, ...]
+Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
+
+
+def merge(
+    weights: Sequence[Array],
+    uploads: Sequence[Array],
+    before: Sequence[Array],
+    now: Sequence[Array],
+    specs: Sequence[LeafSpec],
+) -> list[Array]:
+    """The parameters, with a window's update on the channels that it was about.
+
+    Args:
+        weights: Parameters.
+        uploads: Masters' casts, in parts; used up.
+        before: Channels that were selected during the window.
+        now: Channels that are selected since it closed.
+        specs: The leaves.
+    """
+    merged = list(weights)
+    # What is gathered is a new array, which could not take the place of an upload.
+    in_place = [not any(spec.placement.shares) if spec.placement else True for spec in specs]
+    for kind, program in ((True, _merge_in_place), (False, _merge_parts)):
+        which = [i for i, found in enumerate(in_place) if found == kind]
+        if which:
+            columns = (tuple(x[i] for i in which) for x in (weights, uploads, before, now))
+            new = program(*columns, specs=tuple(specs[i] for i in which))
+            for i, weight in zip(which, new, strict=True):
+                merged[i] = weight
+    return merged
+
+
+def _merge(
+    weights: Arrays, uploads: Arrays, before: Arrays, now: Arrays, *, specs: Specs
+) -> Arrays:
+    def one(here: Here, weight: Array, upload: Array, before: Array, now: Array) -> Array:
+        n = here.block.n
+        kept = contains(here.index(before), n) | contains(here.index(now), n)
+        return jnp.where(along(kept, here.block), weight, here.gather(upload))
+
+    return tuple(
+        on_each_device(one, spec, [lay.block, lay.part, lay.channels, lay.channels], lay.block)(
+            *args
+        )
+        for spec, lay, *args in zip(
+            specs, map(Layout, specs), weights, uploads, before, now, strict=True
+        )
+    )
 
 
 # The uploads are donated, never the caller's parameters: those may be in use elsewhere. Either way
 # parameters and uploads are there once each, and the result takes the place of one.
-@partial(jax.jit, static_argnames="specs", donate_argnames="uploads")
-def merge(weights: Arrays, uploads: Arrays, masks: Arrays, *, specs: Specs) -> Arrays:
-    """The parameters, with the uploads where their mask `(*stack, n)` is True."""
-    return tuple(
-        jnp.where(along(mask, spec), new, old)
-        for old, new, mask, spec in zip(weights, uploads, masks, specs, strict=True)
-    )
+_merge_in_place = jax.jit(_merge, static_argnames="specs", donate_argnames="uploads")
+_merge_parts = jax.jit(_merge, static_argnames="specs")
 
 
 @partial(jax.jit, static_argnames="specs")
@@ -32,26 +77,47 @@ def choose(
     weights: Arrays,
     scores: Arrays,
     channels: Arrays,
-    masters: tuple[Array | None, ...],
+    masters: Sequence[Array | None],
     *,
     specs: Specs,
-) -> tuple[Arrays, Arrays]:
-    """The channels to select from now on, and the masters of those selected until now."""
-    chosen = tuple(top_channels(s, spec.k) for s, spec in zip(scores, specs, strict=True))
-    current = tuple(
-        take(weight, index, spec) if master is None else master
-        for weight, index, master, spec in zip(weights, channels, masters, specs, strict=True)
-    )
-    return chosen, current
+) -> tuple[Arrays, Arrays, Arrays]:
+    """The channels to select from now on, the masters of those until now, and scores of zero."""
+
+    def one(
+        here: Here, weight: Array, scores: Array, channels: Array, master: Array | None
+    ) -> tuple[Array, Array, Array]:
+        chosen = here.number(top_channels(scores, here.part.k))
+        if master is None:
+            master = here.own(take(weight, here.index(channels), here.block))
+        return chosen, master, jnp.zeros_like(scores)
+
+    made = [
+        on_each_device(
+            one,
+            spec,
+            [lay.block, lay.channels, lay.channels, None if master is None else lay.part],
+            (lay.channels, lay.part, lay.channels),
+        )(weight, score, index, master)
+        for spec, lay, weight, score, index, master in zip(
+            specs, map(Layout, specs), weights, scores, channels, masters, strict=True
+        )
+    ]
+    chosen, current, zeros = zip(*made, strict=True) if made else ((), (), ())
+    return chosen, current, zeros
 
 
 @partial(jax.jit, static_argnames="specs")
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
     """The parameters, with the masters' casts on the selected channels."""
 
-    def one(weight: Array, master: Array, channels: Array, spec: LeafSpec) -> Array:
-        place = positions(channels, spec.n)
-        new = spread(master.astype(spec.dtype), place, spec)
-        return jnp.where(along(place >= 0, spec), new, weight)
+    def one(here: Here, weight: Array, master: Array, channels: Array) -> Array:
+        place = positions(here.index(channels), here.block.n)
+        new = spread(here.gather(master.astype(here.block.dtype)), place, here.block)
+        return jnp.where(along(place >= 0, here.block), new, weight)
 
-    return tuple(one(*args) for args in zip(weights, masters, channels, specs, strict=True))
+    return tuple(
+        on_each_device(one, spec, [lay.block, lay.part, lay.channels], lay.block)(*args)
+        for spec, lay, *args in zip(
+            specs, map(Layout, specs), weights, masters, channels, strict=True
+        )
+    )

@@ -1,4 +1,4 @@
-"""Memory kinds: what lies in pinned host memory, and copies between NumPy and the device.
+"""Memory kinds: what lies in pinned host memory, and copies between NumPy and devices.
 
 Mail leaves the device inside the user's jitted step as a whole-array copy; everything else that
 crosses does so here, between steps.
@@ -79,14 +79,34 @@ def view(x: jax.Array) -> np.ndarray:
     return np.asarray(x.addressable_data(0))
 
 
-def upload(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+def upload(x: np.ndarray, device: Any) -> jax.Array:
     """`x` on the device, never sharing memory with it.
 
     The copy may still run when this returns: `x` must not change before the result is ready.
     """
-    (device,) = sharding.device_set
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory, `may_alias=False` notwithstanding
         # (jax 0.10.2), and later changes of `x` would show in the array.
         x = x.copy()
-    return jax.device_put(x, sharding)
+    return jax.device_put(x, jax.sharding.SingleDeviceSharding(device))
+
+
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Zeros placed as `x` is, in its memory; `x` may have been donated."""
+    return put_everywhere(np.zeros(x.sharding.shard_shape(x.shape), x.dtype), x)
+
+
+def put_everywhere(piece: np.ndarray | np.generic, like: jax.Array) -> jax.Array:
+    """An array like `like`, each of whose pieces is `piece`.
+
+    Nothing is asked of other processes; `jax.device_put` would make sure that they do the same.
+    """
+    sharding = like.sharding
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return jax.device_put(piece, sharding)
+    kind = sharding.memory_kind
+    pieces = [
+        jax.device_put(piece, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+        for device in sharding.addressable_devices
+    ]
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, pieces)

@@ -51,17 +51,20 @@ class _Channel:
 
 @dataclasses.dataclass
 class _Leaf:
-    """A parameter in its own dtype, and its channels, one list for each stack entry."""
+    """A parameter in its own dtype, and its channels, one list for each group of them.
+
+    Channels are selected within a group: a stack entry, or a shard of one.
+    """
 
     param: np.ndarray
     axis: int | None  # None for a resident leaf, which is one channel that is always selected
     stack: tuple[int, ...]
-    k: int
-    entries: list[list[_Channel]]
+    k: int  # selected in each group
+    groups: list[list[_Channel]]
 
     @property
     def channels(self) -> Iterator[_Channel]:
-        return (channel for entry in self.entries for channel in entry)
+        return (channel for group in self.groups for channel in group)
 
     def publish(self, channel: _Channel) -> None:
         """Make the parameter what it always is in the end: the cast of the master."""
@@ -79,6 +82,8 @@ class Reference:
         channel_axes: The channel axis of each leaf, counted from either end; None makes the leaf
             resident.
         decay: Whether each leaf takes part in weight decay; None is all of them.
+        shards: Into how many equal pieces each leaf's channel axis is cut, each of which selects
+            on its own; None is one for every leaf.
 
     Attributes:
         step_count: Steps so far, skipped ones included.
@@ -104,6 +109,7 @@ class Reference:
         *,
         channel_axes: Sequence[int | None],
         decay: Sequence[bool] | None = None,
+        shards: Sequence[int] | None = None,
     ):
         self._settings = settings
         self._learning_rate = learning_rate
@@ -115,9 +121,12 @@ class Reference:
         assert self._select_interval % settings.update_interval == 0
 
         decay = [True] * len(params) if decay is None else decay
+        shards = [1] * len(params) if shards is None else shards
         self._leaves = [
-            _make_leaf(np.array(param), axis, settings, settings.weight_decay if decays else 0.0)
-            for param, axis, decays in zip(params, channel_axes, decay, strict=True)
+            _make_leaf(
+                np.array(param), axis, settings, settings.weight_decay if decays else 0.0, pieces
+            )
+            for param, axis, decays, pieces in zip(params, channel_axes, decay, shards, strict=True)
         ]
 
         self.step_count = 0
@@ -258,9 +267,9 @@ class Reference:
 
     def _reselect(self) -> None:
         for leaf in self._leaves:
-            for entry in leaf.entries:
-                ranking = sorted(range(len(entry)), key=lambda j, e=entry: (-e[j].score, j))
-                for j, channel in enumerate(entry):
+            for group in leaf.groups:
+                ranking = sorted(range(len(group)), key=lambda j, g=group: (-g[j].score, j))
+                for j, channel in enumerate(group):
                     channel.selected = j in ranking[: leaf.k]
                     channel.score = np.float32(0)
                     # The device starts from the parameter, so a channel that enters cannot wait.
@@ -270,7 +279,7 @@ class Reference:
 
 
 def _make_leaf(
-    param: np.ndarray, axis: int | None, settings: Settings, weight_decay: float
+    param: np.ndarray, axis: int | None, settings: Settings, weight_decay: float, shards: int
 ) -> _Leaf:
     def channel(where: tuple[Any, ...], selected: bool) -> _Channel:
         master = param[where].astype(np.float32)
@@ -284,19 +293,25 @@ def _make_leaf(
     axis %= param.ndim
     # Both axes of a matrix belong to the matrix, whichever of them is the channel axis.
     stack = param.shape[: min(axis, max(param.ndim - 2, 0))]
-    n = param.shape[axis]
+    n, rest = divmod(param.shape[axis], shards)
+    assert rest == 0, (param.shape, axis, shards)
     k = _count_selected(settings.topk_ratio, n)
     between = (slice(None),) * (axis - len(stack))
-    entries = [
-        [channel((*entry, *between, j, ...), j < k) for j in range(n)]
+    groups = [
+        [channel((*entry, *between, shard * n + j, ...), j < k) for j in range(n)]
         for entry in np.ndindex(*stack)
+        for shard in range(shards)
     ]
-    return _Leaf(param, axis, stack, k, entries)
+    return _Leaf(param, axis, stack, k, groups)
 
 
 def _selected_channels(leaf: _Leaf) -> np.ndarray:
-    chosen = [[j for j, channel in enumerate(entry) if channel.selected] for entry in leaf.entries]
-    return np.array(chosen, np.int32).reshape(*leaf.stack, leaf.k)
+    assert leaf.axis is not None
+    # Groups of one stack entry follow each other, so their channels' numbers go on.
+    flags = np.array([channel.selected for channel in leaf.channels])
+    flags = flags.reshape(-1, leaf.param.shape[leaf.axis])
+    chosen = [np.flatnonzero(entry) for entry in flags]
+    return np.array(chosen, np.int32).reshape(*leaf.stack, -1 if leaf.k else 0)
 
 
 def _scores(leaf: _Leaf) -> np.ndarray:

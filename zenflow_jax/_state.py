@@ -12,6 +12,7 @@ import jax
 
 from zenflow_jax._channels import LeafSpec, plain_name
 from zenflow_jax._schedule import FixedSchedule
+from zenflow_jax._shards import SAME, Layout
 
 #: A ticket that was used: the mail of the last step has not been taken by an engine.
 USED = -1
@@ -85,6 +86,25 @@ class ZenFlowState:
     scalars: Any
     schedule: FixedSchedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
+
+
+def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
+    """The partition specs of a leaf's state, mail excepted; `deferred` where that half is in it."""
+    lay = Layout(spec)
+    each = None if spec.resident else lay.channels
+    return LeafState(
+        channels=each,
+        steps=SAME if spec.resident else each,
+        master=lay.part if spec.keeps_master else None,
+        mu=lay.part,
+        nu=lay.part,
+        scores=each,
+        mail=None,
+        deferred=DeferredState(lay.part, lay.part, lay.part, each, lay.part, each)
+        if deferred and not spec.resident
+        else None,
+        spec=spec,
+    )
 
 
 def find_state(opt_state: Any) -> ZenFlowState:

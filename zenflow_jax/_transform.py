@@ -6,27 +6,17 @@ as mail to the host (`offload=True`, taken in by `_engine.py`) or to `_ingraph.p
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
 from zenflow_jax import _ingraph
-from zenflow_jax._adam import AdamScalars, adamw
-from zenflow_jax._channels import (
-    LeafSpec,
-    along,
-    first_channels,
-    positions,
-    spread,
-    sum_squares,
-    take,
-)
+from zenflow_jax._adam import AdamScalars
 from zenflow_jax._checks import (
     check_numbers,
     check_placement,
@@ -35,8 +25,10 @@ from zenflow_jax._checks import (
     check_update,
     resolve_specs,
 )
-from zenflow_jax._placement import commit, host_zeros, mail_rank, to_host
-from zenflow_jax._state import USED, LeafState, Letter, ZenFlowState
+from zenflow_jax._first_state import first_state
+from zenflow_jax._placement import mail_rank, to_host
+from zenflow_jax._selected import judge, look, step_selected
+from zenflow_jax._state import USED, Letter
 
 
 def zenflow(
@@ -55,6 +47,8 @@ def zenflow(
     max_grad_norm: jax.typing.ArrayLike | None = None,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
     resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
+    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool] = True,
+    param_shardings: Any | Callable[[Any], Any] | None = None,
     offload: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW that keeps the state of the channels with the largest gradients on the device.
@@ -92,6 +86,13 @@ def zenflow(
             is the input axis of an `(in, out)` kernel and the row of an embedding.
         resident: Function of (key path, leaf) that says which further leaves stay wholly on the
             device, beside those with fewer than two axes.
+        partition_replicated: Whether, where a leaf is replicated over mesh axes, what is kept of it
+            is partitioned over them, as far as its sizes allow: each device then streams, and each
+            process keeps and updates, its part only (ZeRO). A bool, or a function of (key path,
+            leaf).
+        param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
+            parameters that returns one. Needed only where `init` runs under jit on a mesh with
+            Auto axes, as traced parameters do not know where they are.
         offload: False keeps the deferred half on the device too, in-graph, with the same
             arithmetic and staleness and no engine: where memory allows, under `lax.scan`, as an
             experiment. 12 bytes per parameter and more. Jit the step: outside of jit every
@@ -133,7 +134,7 @@ def zenflow(
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
     )
-    check_selectors(channel_axis, resident, mask)
+    check_selectors(channel_axis, resident, partition_replicated, mask)
 
     def scalars_at(step: jax.Array) -> AdamScalars:
         # As in optax, schedules count the steps before this one.
@@ -148,39 +149,14 @@ def zenflow(
             topk_ratio=topk_ratio,
             channel_axis=channel_axis,
             resident=resident,
+            partition_replicated=partition_replicated,
+            param_shardings=param_shardings,
             mask=mask,
         )
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
-            # Shapes in, shapes out: there are no weights to take masters from.
-            return jax.eval_shape(init, params)
-        weights = [jnp.asarray(p) for p in jax.tree.leaves(params)]
-        if offload and not any(isinstance(p, Tracer) for p in weights):
+        weights = jax.tree.leaves(params)
+        if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):
             check_placement(weights, specs)
-        rank = mail_rank(specs)
-        leaves: Any = tuple(
-            _init_leaf(p, spec, rank, offload) for p, spec in zip(weights, specs, strict=True)
-        )
-        if not specs and not isinstance(params, Mapping | list | tuple | None):
-            # Neither arrays nor an empty container: `optax.tree_map_params` asks with a
-            # placeholder, and wants it back where the per-leaf states are to stand.
-            leaves = params
-        like = next(iter(weights), None)
-        state = ZenFlowState(
-            step=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
-            leaves=leaves,
-            ticket=_fingerprint(weights[:: len(weights) // 8 + 1]) if offload else None,
-            letter=Letter(
-                host_zeros((8,), np.float32, rank, like), host_zeros((3,), np.int32, rank, like)
-            )
-            if offload
-            else None,
-            open_steps=None if offload else jnp.zeros((), jnp.int32),
-            scalars=None if offload else AdamScalars(*[jnp.zeros((), jnp.float32)] * 7),
-            schedule=schedule,
-            offload=offload,
-        )
-        return commit(state, like)
+        return first_state(params, specs, schedule, offload)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
@@ -191,11 +167,11 @@ def zenflow(
         rank = mail_rank([leaf.spec for leaf in state.leaves])
 
         # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
-        seen = [_look(g, leaf, rank) for g, leaf in zip(gradients, state.leaves, strict=True)]
-        finite, factor = _judge([s.squares for s in seen], max_grad_norm)
+        seen = [look(g, leaf, rank) for g, leaf in zip(gradients, state.leaves, strict=True)]
+        finite, factor = judge([s.squares for s in seen], max_grad_norm)
 
         stepped = [
-            _step_selected(p, s, leaf, scalars, factor, finite)
+            step_selected(p, s, leaf, scalars, factor, finite)
             for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
         ]
         changes = [change for change, _ in stepped]
@@ -236,136 +212,6 @@ def _raise_if_lost(lost: jax.Array) -> None:
             "`params, opt_state = engine.exchange(params, opt_state)` after every step, or use "
             "`zenflow(..., offload=False)` where there is no engine."
         )
-
-
-class _Seen(NamedTuple):
-    """What one leaf's step needs of its gradient."""
-
-    squares: jax.Array  # float32 sums of squares, per channel or of the whole resident leaf
-    gradient: jax.Array  # float32, selected channels
-    mail: jax.Array | None
-
-
-@jax.jit
-def _fingerprint(weights: list[jax.Array]) -> jax.Array:
-    """A number that differs between runs and is the same when a run is repeated.
-
-    Tickets start from it, which is how an engine knows another run's state. Some entries of some
-    leaves will do: they come from a seed or from a checkpoint.
-    """
-    total = jnp.zeros((), jnp.uint32)
-    for i, p in enumerate(weights):
-        corner = p[tuple(slice(0, 8) for _ in p.shape)].astype(jnp.float32)
-        bits = jax.lax.bitcast_convert_type(corner, jnp.uint32).ravel()
-        total += jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * i + 1))
-    return (total & 0x3FFFFFFF).astype(jnp.int32)
-
-
-def _init_leaf(p: jax.Array, spec: LeafSpec, rank: int, offload: bool) -> LeafState:
-    if spec.resident:
-        return LeafState(
-            channels=None,
-            steps=jnp.zeros((), jnp.int32),
-            master=p.astype(jnp.float32) if spec.keeps_master else None,
-            mu=jnp.zeros(spec.shape, jnp.float32),
-            nu=jnp.zeros(spec.shape, jnp.float32),
-            scores=None,
-            mail=None,
-            deferred=None,
-            spec=spec,
-        )
-    channels = first_channels(spec)
-    return LeafState(
-        channels=channels,
-        steps=jnp.zeros((*spec.stack, spec.k), jnp.int32),
-        master=take(p, channels, spec).astype(jnp.float32) if spec.keeps_master else None,
-        mu=jnp.zeros(spec.selected_shape, jnp.float32),
-        nu=jnp.zeros(spec.selected_shape, jnp.float32),
-        scores=jnp.zeros((*spec.stack, spec.n), jnp.float32),
-        mail=host_zeros(spec.shape, spec.dtype, rank, p) if offload else None,
-        deferred=None if offload else _ingraph.init_leaf(p, spec),
-        spec=spec,
-    )
-
-
-def _look(g: jax.Array, leaf: LeafState, rank: int) -> _Seen:
-    spec = leaf.spec
-    if spec.dtype == jnp.float16:
-        # Mail has the leaf's dtype: what overflows there must be seen to, and the step skipped.
-        g = g.astype(spec.dtype)
-    squares = sum_squares(g, spec)
-    if spec.resident:
-        return _Seen(squares, g.astype(jnp.float32), None)
-    selected = take(g, leaf.channels, spec).astype(jnp.float32)
-    if leaf.mail is None:
-        return _Seen(squares, selected, None)
-    # The copy is made the gradient's last use: its end then frees the gradient, so the scheduler
-    # starts it as soon as the backward pass has made the leaf. Without the barrier XLA:GPU leaves
-    # some models' copies, and all their gradients, for after the last matmul (benchmarks/LOG.md,
-    # gpu_program).
-    g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
-    return _Seen(squares, selected, to_host(g.astype(spec.dtype), rank))
-
-
-def _judge(
-    squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
-) -> tuple[jax.Array, jax.Array]:
-    """Whether the step counts, and the factor that clips its gradient."""
-    per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
-    finite = jnp.all(jnp.isfinite(per_leaf))
-    if max_grad_norm is None:
-        return finite, jnp.ones((), jnp.float32)
-    norm = jnp.sqrt(jnp.sum(per_leaf))
-    limit = jnp.asarray(max_grad_norm, jnp.float32)
-    return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
-
-
-def _step_selected(
-    p: jax.Array,
-    seen: _Seen,
-    leaf: LeafState,
-    scalars: AdamScalars,
-    factor: jax.Array,
-    finite: jax.Array,
-) -> tuple[jax.Array, LeafState]:
-    """The float32 change of the whole leaf, and its state, after AdamW on what is selected."""
-    spec = leaf.spec
-    old = p if spec.resident else take(p, leaf.channels, spec)
-    master = old if leaf.master is None else leaf.master
-    steps = leaf.steps + 1
-    change, mu, nu = adamw(
-        master,
-        seen.gradient * factor,
-        leaf.mu,
-        leaf.nu,
-        steps if spec.resident else along(steps, spec),
-        scalars,
-        decay=spec.decay,
-    )
-
-    def if_counted(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(finite, new.astype(old.dtype), old)
-
-    leaf = dataclasses.replace(
-        leaf,
-        steps=if_counted(steps, leaf.steps),
-        mu=if_counted(mu, leaf.mu),
-        nu=if_counted(nu, leaf.nu),
-    )
-    if leaf.master is not None:
-        leaf = dataclasses.replace(leaf, master=if_counted(master + change, leaf.master))
-        # In float32 the difference of two low-precision numbers is exact but for a factor of
-        # 2**16 between them, so that adding it gives the cast of the master.
-        change = leaf.master.astype(spec.dtype).astype(jnp.float32) - old.astype(jnp.float32)
-    else:
-        change = jnp.where(finite, change, jnp.zeros_like(change))
-    if spec.resident:
-        return change, leaf
-    place = positions(leaf.channels, spec.n)
-    change = spread(change, place, spec)
-    change = jnp.where(along(place >= 0, spec), change, jnp.zeros_like(change))
-    scores = leaf.scores + seen.squares * jnp.square(factor)
-    return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores), mail=seen.mail)
 
 
 def _write_letter(

@@ -22,7 +22,9 @@ import jax
 import numpy as np
 
 from zenflow_jax._adam import AdamScalars
+from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_half import ClosedWindow, HostHalf, HostLeaf, SelectedRows
+from zenflow_jax._parts import Part, host_channels
 from zenflow_jax._placement import upload, view
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._stats import WorkerStats
@@ -44,8 +46,9 @@ class Mail:
 class HandOver:
     """Channels change hands where a window closes, before its update begins.
 
-    The device arrays belong to the worker until `done`, which gives the arrays of each leaf's
-    selected channels from now on: (master, mu, nu, steps) on the device, None where there is none.
+    The device arrays belong to the worker until `done`, which gives for each part and each of its
+    devices the arrays of the channels that are selected from now on: (master, mu, nu, steps), None
+    for a leaf without any.
     """
 
     leaving: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None]
@@ -55,7 +58,10 @@ class HandOver:
 
 @dataclass
 class Close:
-    """The open window closes. `done` gives, for each leaf with news, (leaf, upload, mask)."""
+    """The open window closes. `done` gives, for each part and each of its devices, the update.
+
+    Nothing for no part, if no step of the window counted.
+    """
 
     hand_over: HandOver | None = None
     done: Future = field(default_factory=Future)
@@ -66,16 +72,15 @@ class Worker:
 
     Args:
         half: The arrays that the thread works on; nobody else touches them from now on.
-        shardings: For each leaf of `half` where its uploads go.
+        parts: For each leaf of `half` of what it is a part, and where its uploads go.
     """
 
-    def __init__(self, half: HostHalf, shardings: Sequence[jax.sharding.Sharding]):
+    def __init__(self, half: HostHalf, parts: Sequence[Part]):
         self.stats = WorkerStats()  # replaced as a whole, so it can be read at any time
         self.wait_s = 0.0  # the caller's; see `wait`
         self._half = half
-        self._shardings = list(shardings)
+        self._parts = list(parts)
         self._inbox: deque[Mail | Close] = deque()
-        self._masks: dict[int, tuple[np.ndarray, jax.Array]] = {}
         self._promised: list[Future] = []  # what the caller may be waiting for
         self._condition = threading.Condition()
         self._closed = False
@@ -173,7 +178,6 @@ class Worker:
         finally:
             self._break_promises()
             self._update = None
-            self._masks.clear()
             self._half.close()
             self._receiver.shutdown(wait=False)
 
@@ -216,10 +220,13 @@ class Worker:
                 "learning rate schedule and whatever else is computed."
             )
         self._half.note(scalars)
+        # Of each part what its first device has of it.
+        gradients = [part.of(mail.gradients[part.leaf]) for part in self._parts]
+        read = _nbytes((gradients, [x.addressable_data(0) for x in mail.letter]))
         if finite:
             # The views end here, so that the buffers can be freed.
-            self._half.add([view(g) for g in mail.gradients], factor)
-        read = _nbytes((mail.gradients, mail.letter))
+            self._half.add([view(g) for g in gradients], factor)
+        del gradients
         mail.gradients.clear()
         self._count(
             skipped_steps=0 if finite else 1,
@@ -241,52 +248,39 @@ class Worker:
         self._next_piece = f"the update of window {window.number}"
 
     def _hand_over(self, item: HandOver, window: ClosedWindow) -> tuple[ClosedWindow, list[Any]]:
-        leaves = self._half.leaves
-        for x in jax.tree.leaves((item.chosen, item.leaving)):
-            x.copy_to_host_async()  # all of them at once, then one after the other
-        chosen = [
-            # Copied, because it is kept, and a live view of the array would block its donation.
-            np.array(x).reshape(leaf.channels.shape)
-            for x, leaf in zip(item.chosen, leaves, strict=True)
+        moved = [
+            (part.of(item.chosen[part.leaf]), *map(part.of, item.leaving[part.leaf] or ()))
+            for part in self._parts
         ]
+        for x in jax.tree.leaves(moved):
+            x.copy_to_host_async()  # all of them at once, then one after the other
+        chosen = [host_channels(item.chosen[part.leaf], part) for part in self._parts]
         leaving = [
-            None if old is None else _download(old, leaf)
-            for old, leaf in zip(item.leaving, leaves, strict=True)
+            _download(old, part.spec) if old else None
+            for (_, *old), part in zip(moved, self._parts, strict=True)
         ]
         window, rows = self._half.hand_over(window, leaving, chosen)
         entering = [
-            None if new is None else _to_device(new, leaf, sharding)
-            for new, leaf, sharding in zip(rows, leaves, self._shardings, strict=True)
+            [new and _to_device(new, part.spec, device) for device in part.devices]
+            for new, part in zip(rows, self._parts, strict=True)
         ]
-        self._count(
-            bytes_to_host=_nbytes((item.leaving, item.chosen)), bytes_to_device=_nbytes(entering)
-        )
+        self._count(bytes_to_host=_nbytes(moved), bytes_to_device=_nbytes(entering))
         return window, entering
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        uploads: list[tuple[int, jax.Array, jax.Array]] = []
+        uploads: list[list[jax.Array]] = []
 
-        def finished(i: int, leaf: HostLeaf, active: np.ndarray) -> None:
-            spec, sharding = leaf.spec, self._shardings[i]
-            new = leaf.master if leaf.out is None else leaf.out
-            uploads.append((i, upload(new.reshape(spec.shape), sharding), self._mask(i, active)))
+        def finished(i: int, leaf: HostLeaf) -> None:
+            part = self._parts[i]
+            new = (leaf.master if leaf.out is None else leaf.out).reshape(part.spec.shape)
+            uploads.append([upload(new, device) for device in part.devices])
 
         for name in self._half.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
         # The arrays that they come from are written again by the next update.
         jax.block_until_ready(uploads)
-        self._count(bytes_to_device=_nbytes([new for _, new, _ in uploads]))
+        self._count(bytes_to_device=_nbytes(uploads))
         close.done.set_result(uploads)
-
-    def _mask(self, i: int, active: np.ndarray) -> jax.Array:
-        """`active` (groups, n) of leaf `i` on the device; it changes with the selection only."""
-        known = self._masks.get(i)
-        if known is None or not np.array_equal(known[0], active):
-            spec = self._half.leaves[i].spec
-            mask = upload(active.reshape(*spec.stack, spec.n), self._shardings[i])
-            known = self._masks[i] = (active, mask)
-            self._count(bytes_to_device=mask.nbytes)
-        return known[1]
 
     def _go_on(self) -> None:
         assert self._update is not None
@@ -326,26 +320,21 @@ def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
         )
 
 
-def _download(
-    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array], leaf: HostLeaf
-) -> SelectedRows:
-    shape = leaf.spec.view4(leaf.spec.k)
+def _download(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:
+    shape = spec.view4(spec.k)
     master, mu, nu, steps = (np.asarray(x) for x in arrays)
     return SelectedRows(
         master.reshape(shape),
         mu.reshape(shape),
         nu.reshape(shape),
-        steps.reshape(leaf.channels.shape),
+        steps.reshape(shape[::2]),
     )
 
 
-def _to_device(
-    rows: SelectedRows, leaf: HostLeaf, sharding: jax.sharding.Sharding
-) -> tuple[jax.Array, ...]:
-    spec = leaf.spec
+def _to_device(rows: SelectedRows, spec: LeafSpec, device: Any) -> tuple[jax.Array, ...]:
     wide = (x.reshape(spec.selected_shape) for x in (rows.master, rows.mu, rows.nu))
     steps = rows.steps.reshape(*spec.stack, spec.k)
-    return tuple(upload(x, sharding) for x in (*wide, steps))
+    return tuple(upload(x, device) for x in (*wide, steps))
 
 
 def _nbytes(tree: Any) -> int:

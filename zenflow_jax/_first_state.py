@@ -1,0 +1,212 @@
+"""The state before the first step, placed as `update` will give it back.
+
+jit would compile a step twice if the first state differed from the second in nothing but how its
+shardings are written. So on a mesh the first one comes out of jit too.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zenflow_jax import _ingraph
+from zenflow_jax._adam import AdamScalars
+from zenflow_jax._channels import LeafSpec, first_channels, take
+from zenflow_jax._placement import HOST, commit, host_zeros, mail_rank, to_host
+from zenflow_jax._schedule import FixedSchedule
+from zenflow_jax._shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._state import LeafState, Letter, ZenFlowState, leaf_layout
+
+#: Sizes of a letter: the fields of AdamScalars and the factor; step, ticket, finite.
+LETTER = ((8, np.dtype(np.float32)), (3, np.dtype(np.int32)))
+
+
+def first_state(
+    params: Any, specs: tuple[LeafSpec, ...], schedule: FixedSchedule, offload: bool
+) -> ZenFlowState:
+    """What `zenflow().init` returns for parameters of any kind: arrays, traced or abstract ones."""
+    leaves = jax.tree.leaves(params)
+    build = partial(_build, specs=specs, schedule=schedule, offload=offload)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        # Shapes in, shapes out: there are no weights to take masters from.
+        return _with_shardings(jax.eval_shape(build, leaves), leaves)
+    weights = [jnp.asarray(p) for p in leaves]
+    if not specs and not isinstance(params, Mapping | list | tuple | None):
+        # Neither arrays nor an empty container: `optax.tree_map_params` asks with a placeholder,
+        # and wants it back where the per-leaf states are to stand.
+        return dataclasses.replace(build(weights), leaves=params)
+    like = next(iter(weights), None)
+    if any(isinstance(p, Tracer) for p in weights) or all(s.placement is None for s in specs):
+        return commit(build(weights), like)
+    # The mail apart, a leaf at a time: it is made on the device, and all of it has no room there.
+    state = jax.jit(partial(build, mail=False))(weights)
+    if not offload:
+        return state
+    rank = mail_rank(specs)
+    leaves = tuple(
+        leaf
+        if leaf.spec.resident
+        else dataclasses.replace(leaf, mail=_mail_zeros(p, _anonymous(leaf.spec), rank))
+        for p, leaf in zip(weights, state.leaves, strict=True)
+    )
+    # The parameters are there for their devices alone.
+    letter = jax.jit(partial(_letter, specs=specs, rank=rank), keep_unused=True)(weights)
+    return dataclasses.replace(state, leaves=leaves, letter=letter)
+
+
+def _build(
+    weights: list[jax.Array],
+    *,
+    specs: tuple[LeafSpec, ...],
+    schedule: FixedSchedule,
+    offload: bool,
+    mail: bool = True,
+) -> ZenFlowState:
+    rank = mail_rank(specs)
+    leaves = []
+    for p, spec in zip(weights, specs, strict=True):
+        make = on_each_device(
+            partial(_init_leaf, spec=spec, offload=offload),
+            spec,
+            [Layout(spec).block],
+            leaf_layout(spec, deferred=not offload),
+        )
+        leaf = make(p)
+        if offload and mail and not spec.resident:
+            leaf = dataclasses.replace(leaf, mail=_leaf_zeros(p, spec, rank))
+        leaves.append(leaf)
+    few = slice(None, None, len(weights) // 8 + 1)
+    return ZenFlowState(
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        leaves=tuple(leaves),
+        ticket=_fingerprint(weights[few], specs[few]) if offload else None,
+        letter=_letter(weights, specs, rank) if offload and mail else None,
+        open_steps=None if offload else jnp.zeros((), jnp.int32),
+        scalars=None if offload else AdamScalars(*[jnp.zeros((), jnp.float32)] * 7),
+        schedule=schedule,
+        offload=offload,
+    )
+
+
+def _init_leaf(here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool) -> LeafState:
+    part = here.part
+    if part.resident:
+        return LeafState(
+            channels=None,
+            steps=jnp.zeros((), jnp.int32),
+            master=p.astype(jnp.float32) if part.keeps_master else None,
+            mu=jnp.zeros(part.shape, jnp.float32),
+            nu=jnp.zeros(part.shape, jnp.float32),
+            scores=None,
+            mail=None,
+            deferred=None,
+            spec=spec,
+        )
+    first = first_channels(part)
+    own = here.own(p)
+    return LeafState(
+        channels=here.number(first),
+        steps=jnp.zeros((*part.stack, part.k), jnp.int32),
+        master=take(own, first, part).astype(jnp.float32) if part.keeps_master else None,
+        mu=jnp.zeros(part.selected_shape, jnp.float32),
+        nu=jnp.zeros(part.selected_shape, jnp.float32),
+        scores=jnp.zeros((*part.stack, part.n), jnp.float32),
+        mail=None,
+        deferred=None if offload else _ingraph.init_leaf(own, part),
+        spec=spec,
+    )
+
+
+def _leaf_zeros(p: jax.Array, spec: LeafSpec, rank: int) -> jax.Array:
+    """Zeros for the mail of one leaf."""
+    if spec.placement is None:
+        return host_zeros(spec.shape, spec.dtype, rank, p)
+
+    def zeros(here: Here, _: jax.Array) -> jax.Array:
+        return here.to_mail(jnp.zeros(here.part.shape, spec.dtype), rank)
+
+    layout = Layout(spec)
+    return to_host(on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p), rank)
+
+
+# The parameter is there for its devices alone.
+@partial(jax.jit, static_argnames=("spec", "rank"), keep_unused=True)
+def _mail_zeros(p: jax.Array, spec: LeafSpec, rank: int) -> jax.Array:
+    return _leaf_zeros(p, spec, rank)
+
+
+def _letter(weights: list[jax.Array], specs: tuple[LeafSpec, ...], rank: int) -> Letter:
+    """Zeros for a letter, on every device that takes part."""
+    placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
+    if not placed:
+        like = next(iter(weights), None)
+        return Letter(*(host_zeros((size,), dtype, rank, like) for size, dtype in LETTER))
+
+    def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
+        return [here.to_mail(jnp.zeros(size, dtype), rank) for size, dtype in LETTER]
+
+    i = placed[0]
+    made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], SAME)(weights[i])
+    return Letter(*(to_host(x, rank) for x in made))
+
+
+def _anonymous(spec: LeafSpec) -> LeafSpec:
+    """Equal for leaves whose mail is alike, so that it is compiled for once."""
+    return dataclasses.replace(spec, name="", decay=False)
+
+
+@partial(jax.jit, static_argnames="specs")
+def _fingerprint(weights: list[jax.Array], specs: tuple[LeafSpec, ...]) -> jax.Array:
+    """A number that differs between runs and is the same when a run is repeated.
+
+    Tickets start from it, which is how an engine knows another run's state. Some entries of some
+    leaves will do: they come from a seed or from a checkpoint.
+    """
+    total = jnp.zeros((), jnp.uint32)
+    for i, (p, spec) in enumerate(zip(weights, specs, strict=True)):
+        corner = on_each_device(partial(_corner, number=i), spec, [Layout(spec).block], SAME)
+        total += corner(p)
+    return (total & 0x3FFFFFFF).astype(jnp.int32)
+
+
+def _corner(here: Here, p: jax.Array, *, number: int) -> jax.Array:
+    corner = p[tuple(slice(0, 8) for _ in p.shape)].astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(corner, jnp.uint32).ravel()
+    odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * number + 1
+    return here.sum_everywhere(jnp.sum(bits * odd))
+
+
+def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
+    """Abstract arrays with the shardings that real ones would have, as far as they are known."""
+    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+    if not meshes or not isinstance(meshes[0], Mesh):
+        return state
+
+    def put(x: Any, spec: PartitionSpec, memory_kind: str | None = None) -> Any:
+        sharding = NamedSharding(meshes[0], spec, memory_kind=memory_kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def put_leaf(leaf: LeafState) -> LeafState:
+        layout = leaf_layout(leaf.spec, deferred=not state.offload)
+        mail = leaf.mail
+        leaf = jax.tree.map(
+            put, dataclasses.replace(leaf, mail=None), dataclasses.replace(layout, mail=None)
+        )
+        if mail is None:
+            return leaf
+        spec = Layout(leaf.spec).mail(len(mail.shape))
+        return dataclasses.replace(leaf, mail=put(mail, spec, HOST))
+
+    alike = dataclasses.replace(state, leaves=None, letter=None)
+    return dataclasses.replace(
+        jax.tree.map(lambda x: put(x, SAME), alike),
+        leaves=tuple(put_leaf(leaf) for leaf in state.leaves),
+        letter=jax.tree.map(lambda x: put(x, SAME, HOST), state.letter),
+    )

@@ -1,0 +1,142 @@
+"""What this process has of each leaf that travels: parts of global arrays, and back again.
+
+Each part that some device of this process works on is kept once on the host, however many devices
+hold it. Arrays of one mesh have their local pieces in the same order: a device's *position*.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zenflow_jax._channels import LeafSpec
+from zenflow_jax._placement import view
+from zenflow_jax._shards import Here, Layout
+from zenflow_jax._state import LeafState
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of one leaf, all of whose arrays are on one device at a time."""
+
+    leaf: int  # number among the leaves that travel
+    spec: LeafSpec  # as if the part were all of the leaf
+    index: tuple[slice, ...]  # where it is in the leaf
+    first: int  # the leaf's number of its first channel
+    positions: tuple[int, ...]  # which of this process's devices hold it
+    devices: tuple[Any, ...]  # the same, as jax devices
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """What its first device has of an array that lies as the leaf does."""
+        return x.addressable_data(self.positions[0])
+
+
+def parts_of(leaves: Sequence[LeafState]) -> list[Part]:
+    """The parts that this process has of leaves that travel, as their mail shows."""
+    parts = []
+    for number, leaf in enumerate(leaves):
+        spec, axis = leaf.spec, leaf.spec.axis
+        assert axis is not None
+        holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any]]] = {}
+        for position, shard in enumerate(leaf.mail.addressable_shards):
+            ranges = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.mail.shape, strict=True)]
+            key = tuple(ranges[len(ranges) - len(spec.shape) :])
+            holders.setdefault(key, []).append((position, shard.device))
+        for key, found in holders.items():
+            positions, devices = zip(*found, strict=True)
+            parts.append(
+                Part(
+                    leaf=number,
+                    spec=Here(spec).part,
+                    index=tuple(slice(*ends) for ends in key),
+                    first=key[axis][0],
+                    positions=positions,
+                    devices=devices,
+                )
+            )
+    return parts
+
+
+def host_part(weight: jax.Array, part: Part) -> np.ndarray:
+    """A part of a parameter, in host memory; of a block that the part's device holds."""
+    block = next(s for s in weight.addressable_shards if s.device == part.devices[0])
+    starts = [s.indices(n)[0] for s, n in zip(block.index, weight.shape, strict=True)]
+    inside = tuple(
+        slice(s.start - start, s.stop - start) for s, start in zip(part.index, starts, strict=True)
+    )
+    return np.asarray(block.data)[inside]
+
+
+def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
+    """A part's selected channels `(groups, k)`, counted from its first one; a copy."""
+    # A live view of the array would block its donation.
+    shape = part.spec.view4(part.spec.k)[::2]
+    return np.array(view(part.of(channels))).reshape(shape) - part.first
+
+
+def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:
+    """How the parts of a parameter lie together."""
+    if not isinstance(weight.sharding, NamedSharding):
+        return weight.sharding
+    return NamedSharding(weight.sharding.mesh, Layout(spec).part)
+
+
+def assemble(
+    pieces: Sequence[jax.Array], shape: Sequence[int], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """One array of the pieces on this process's devices, without a copy."""
+    if not isinstance(sharding, NamedSharding):
+        return pieces[0]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
+
+
+def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new`, with its sharding written as that of `old`, where it is the same.
+
+    To jit `P("data")` and `P("data", None)` are two things, and a step is compiled for each.
+    """
+    if new.sharding == old.sharding:
+        return new
+    return assemble([s.data for s in new.addressable_shards], old.shape, old.sharding)
+
+
+def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The pieces of each leaf in the order of devices, from those of each part."""
+    found: list[dict[int, Any]] = [{} for _ in range(1 + max((p.leaf for p in parts), default=-1))]
+    for part, on_devices in zip(parts, pieces, strict=True):
+        found[part.leaf].update(zip(part.positions, on_devices, strict=True))
+    return [[x for _, x in sorted(leaf.items())] for leaf in found]
+
+
+def select_anew(
+    leaf: LeafState,
+    chosen: jax.Array,
+    scores: jax.Array,
+    pieces: Sequence[tuple[jax.Array, ...] | None],
+) -> tuple[LeafState, jax.Array | None]:
+    """The state of a leaf whose selected channels are other ones, and their masters.
+
+    Args:
+        leaf: The state until now.
+        chosen: Their numbers.
+        scores: To start from.
+        pieces: Of each device master, moments and step counts of its channels, if it has any.
+    """
+    leaf = dataclasses.replace(
+        leaf, channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
+    )
+    if leaf.spec.k == 0:
+        return leaf, None
+    master, mu, nu, steps = (
+        assemble(x, old.shape, old.sharding)
+        for x, old in zip(
+            zip(*filter(None, pieces), strict=True),
+            (leaf.mu, leaf.mu, leaf.nu, leaf.steps),
+            strict=True,
+        )
+    )
+    kept = None if leaf.master is None else master
+    return dataclasses.replace(leaf, master=kept, mu=mu, nu=nu, steps=steps), master

@@ -1,0 +1,154 @@
+"""One step of the device half: look at every gradient once, judge the step, step what is selected.
+
+A leaf at a time, and on a mesh each device its own part of it (`_shards.py`). What is left over,
+the deferred channels' gradient, is handed on as mail or stays for `_ingraph.py`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zenflow_jax._adam import AdamScalars, adamw
+from zenflow_jax._channels import along, positions, spread, sum_squares, take
+from zenflow_jax._placement import to_host
+from zenflow_jax._shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._state import LeafState, leaf_layout
+
+
+class Seen(NamedTuple):
+    """What one leaf's step needs of its gradient."""
+
+    squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
+    gradient: Any  # float32, selected channels
+    mail: Any  # None if nothing travels
+
+
+def look(g: jax.Array, leaf: LeafState, rank: int) -> Seen:
+    """Everything that reads a whole gradient; `rank` is the mail's."""
+    spec, layout = leaf.spec, Layout(leaf.spec)
+    if spec.dtype == jnp.float16:
+        # Mail has the leaf's dtype: what overflows there must be seen to, and the step skipped.
+        g = g.astype(spec.dtype)
+    travels = leaf.mail is not None
+    see = on_each_device(
+        partial(_look, rank=rank if travels else None),
+        spec,
+        [layout.part, layout.channels],
+        Seen(layout.channels, layout.part, layout.mail(rank) if travels else None),
+    )
+    seen = see(g, leaf.channels)
+    if not travels:
+        return seen
+    return seen._replace(mail=to_host(seen.mail, rank))
+
+
+def _look(here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None) -> Seen:
+    spec = here.part
+    squares = sum_squares(g, spec)
+    if channels is None:
+        return Seen(here.sum(squares), g.astype(jnp.float32), None)
+    selected = take(g, here.index(channels), spec).astype(jnp.float32)
+    if rank is None:
+        return Seen(here.sum(squares), selected, None)
+    # The copy is made the gradient's last use: its end then frees the gradient, so the scheduler
+    # starts it as soon as the backward pass has made the leaf. Without the barrier XLA:GPU leaves
+    # some models' copies, and all their gradients, for after the last matmul (benchmarks/LOG.md,
+    # gpu_program).
+    g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
+    return Seen(here.sum(squares), selected, here.to_mail(g.astype(spec.dtype), rank))
+
+
+def judge(
+    squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
+) -> tuple[jax.Array, jax.Array]:
+    """Whether the step counts, and the factor that clips its gradient."""
+    per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
+    finite = jnp.all(jnp.isfinite(per_leaf))
+    if max_grad_norm is None:
+        return finite, jnp.ones((), jnp.float32)
+    norm = jnp.sqrt(jnp.sum(per_leaf))
+    limit = jnp.asarray(max_grad_norm, jnp.float32)
+    return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
+
+
+def step_selected(
+    p: jax.Array,
+    seen: Seen,
+    leaf: LeafState,
+    scalars: AdamScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """The float32 change of the whole leaf, and its state, after AdamW on what is selected."""
+    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
+    step = on_each_device(
+        _step,
+        leaf.spec,
+        [layout.block, layout.channels, layout.part, mine, SAME, SAME, SAME],
+        (layout.block, mine),
+    )
+    # What the step does not touch stays outside, where it needs no place.
+    bare = dataclasses.replace(leaf, mail=None, deferred=None)
+    change, new = step(p, seen.squares, seen.gradient, bare, scalars, factor, finite)
+    return change, dataclasses.replace(new, mail=seen.mail, deferred=leaf.deferred)
+
+
+def _step(
+    here: Here,
+    p: jax.Array,
+    squares: jax.Array,
+    gradient: jax.Array,
+    leaf: LeafState,
+    scalars: AdamScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    spec = here.part
+    if spec.resident:
+        old, index = p, None
+    else:
+        index = here.index(leaf.channels)
+        old = here.own(take(p, index, here.block))
+    master = old if leaf.master is None else leaf.master
+    steps = leaf.steps + 1
+    change, mu, nu = adamw(
+        master,
+        gradient * factor,
+        leaf.mu,
+        leaf.nu,
+        steps if spec.resident else along(steps, spec),
+        scalars,
+        decay=spec.decay,
+    )
+
+    def if_counted(new: Any, old: Any) -> Any:
+        return jnp.where(finite, new.astype(old.dtype), old)
+
+    leaf = dataclasses.replace(
+        leaf,
+        steps=if_counted(steps, leaf.steps),
+        mu=if_counted(mu, leaf.mu),
+        nu=if_counted(nu, leaf.nu),
+    )
+    if leaf.master is not None:
+        leaf = dataclasses.replace(leaf, master=if_counted(master + change, leaf.master))
+        # In float32 the difference of two low-precision numbers is exact but for a factor of
+        # 2**16 between them, so that adding it gives the cast of the master.
+        change = leaf.master.astype(spec.dtype).astype(jnp.float32) - old.astype(jnp.float32)
+    else:
+        change = jnp.where(finite, change, jnp.zeros_like(change))
+    if index is None:
+        return change, leaf
+    change = _on_block(here, change, index)
+    scores = leaf.scores + squares * jnp.square(factor)
+    return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores))
+
+
+def _on_block(here: Here, change: jax.Array, index: jax.Array) -> jax.Array:
+    """What changes on the selected channels of this device's part, as a change of its block."""
+    place = positions(index, here.block.n)
+    change = spread(here.gather(change), place, here.block)
+    return jnp.where(along(place >= 0, here.block), change, jnp.zeros_like(change))
