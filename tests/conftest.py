@@ -4,9 +4,15 @@ Nothing here chooses a platform, sets XLA flags or keeps compiled programs: what
 a user's process sees. A test that needs another set-up starts a process of its own.
 """
 
+import os
+
 import jax
 import pytest
 from hypothesis import settings
+
+# They are run by `test_eight_devices.py`, in processes that have eight devices.
+DEVICES = "--xla_force_host_platform_device_count=8"
+collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
 
 # An implicit promotion is how float32 arithmetic would turn into bfloat16 unseen, and an implicit
 # rank promotion is how a vector of channels would be laid along the wrong axis.

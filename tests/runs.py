@@ -6,16 +6,15 @@ their parameters are, and a difference in one step does not grow in the next.
 
 import dataclasses
 import functools
-import subprocess
-import sys
+import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import zenflow_jax
 from zenflow_jax import _reference
@@ -99,9 +98,30 @@ def rate(count: Any) -> jax.Array:
 
 def initial(leaves: Leaves, seed: int = 0) -> dict[str, jax.Array]:
     """Parameters, bound to the first device."""
+    return place(initial_values(leaves, seed), None)
+
+
+def initial_values(leaves: Leaves, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng((seed, 0))
-    params = {x.name: jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves}
-    return jax.device_put(params, jax.devices()[0])
+    return {x.name: np.asarray(rng.normal(size=x.shape), np.dtype(x.dtype)) for x in leaves}
+
+
+def place(values: dict[str, np.ndarray], shardings: Any) -> dict[str, jax.Array]:
+    """Arrays on the devices of their shardings; without any, on this process's first device."""
+    if shardings is None:
+        return jax.device_put(values, jax.local_devices()[0])
+    # Unlike `device_put`, this talks to no other process.
+    return {
+        name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
+        for name, x in values.items()
+    }
+
+
+def fetch(x: jax.Array) -> np.ndarray:
+    """All of an array, wherever its parts are; a copy."""
+    if x.is_fully_addressable:
+        return np.array(x)
+    return np.array(multihost_utils.process_allgather(x, tiled=True))
 
 
 def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, np.ndarray]:
@@ -138,9 +158,11 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
 
 
 @functools.cache
-def programs(leaves: Leaves, settings: Settings, offload: bool, donate: bool) -> tuple[Any, Any]:
+def programs(
+    leaves: Leaves, settings: Settings, offload: bool, donate: bool, partition: bool
+) -> tuple[Any, Any]:
     """Transformation and jitted step, compiled once however many runs use them."""
-    tx = transformation(leaves, settings, offload=offload)
+    tx = transformation(leaves, settings, offload=offload, partition_replicated=partition)
     return tx, jitted(tx, donate=donate)
 
 
@@ -168,6 +190,8 @@ class Training:
         seed: Of parameters and gradients.
         offload: False has no engine, and `exchange` does nothing.
         donate: Whether the step donates parameters and state.
+        shardings: Of each leaf, a `NamedSharding`; None is one device.
+        partition: Whether devices that hold the same share the work on it.
         engine: Arguments of the engine.
     """
 
@@ -179,11 +203,13 @@ class Training:
         seed: int = 0,
         offload: bool = True,
         donate: bool = False,
+        shardings: Any = None,
+        partition: bool = True,
         **engine: Any,
     ):
-        self.leaves, self.seed, self.t = leaves, seed, 0
-        self.tx, self.program = programs(leaves, settings, offload, donate)
-        self.params = initial(leaves, seed)
+        self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
+        self.tx, self.program = programs(leaves, settings, offload, donate, partition)
+        self.params = place(initial_values(leaves, seed), shardings)
         self.state = self.tx.init(self.params)
         self.engine: Any = None
         if offload:
@@ -198,7 +224,8 @@ class Training:
 
     def step(self, *, bad: bool = False) -> None:
         self.t += 1
-        g = jax.tree.map(jnp.asarray, gradients(self.leaves, self.t, self.seed, bad))
+        g = gradients(self.leaves, self.t, self.seed, bad)
+        g = place(g, self.shardings) if self.shardings else jax.tree.map(jnp.asarray, g)
         self.params, self.state = self.program(self.params, self.state, g)
 
     def exchange(self) -> None:
@@ -240,36 +267,54 @@ class Training:
         return History(params, selected, self.moments(), int(self.state.skipped))
 
     def values(self) -> dict[str, np.ndarray]:
-        return {name: np.array(p) for name, p in self.params.items()}
+        return {name: fetch(p) for name, p in self.params.items()}
 
     def selected(self) -> dict[str, np.ndarray]:
         return {
-            leaf.name: np.array(s.channels)
+            leaf.name: fetch(s.channels)
             for leaf, s in zip(self.leaves, self.state.leaves, strict=True)
             if s.channels is not None
         }
 
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
         """All that is known of every channel, from whichever side it lives on; settle first."""
-        host = iter([] if self.engine is None else self.engine._worker._half.leaves)
         found = {}
+        travels = 0
         for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
             mine = (self.params[leaf.name] if s.master is None else s.master, s.mu, s.nu)
             if s.channels is None:
                 found[leaf.name] = (*map(np.array, mine), np.full(leaf.shape, s.steps))
                 continue
+            channels = np.asarray(s.channels)
             if s.master is None:
-                rows = jnp.take_along_axis(mine[0], _along(s.channels, leaf), leaf.axis)
+                rows = np.take_along_axis(np.array(mine[0]), _along(channels, leaf), leaf.axis)
                 mine = (rows, s.mu, s.nu)
-            full = next(host) if s.deferred is None else s.deferred
+            full = self._on_host(travels, s) if s.deferred is None else s.deferred
+            travels += 1
             found[leaf.name] = tuple(
-                _put(np.array(x).reshape(leaf.shape), s.channels, np.asarray(rows), leaf)
+                _put(np.array(x), channels, np.asarray(rows), leaf)
                 for x, rows in zip((full.master, full.mu, full.nu), mine, strict=True)
             )
-            steps = np.array(full.steps).reshape(s.scores.shape)
-            np.put_along_axis(steps, np.asarray(s.channels), np.asarray(s.steps), axis=-1)
+            steps = np.array(full.steps)
+            np.put_along_axis(steps, channels, np.asarray(s.steps), axis=-1)
             found[leaf.name] += (np.broadcast_to(_along(steps, leaf), leaf.shape),)
         return found
+
+    def _on_host(self, number: int, state: Any) -> Any:
+        """The engine's arrays of the leaf of this number, put together."""
+        spec, worker = state.spec, self.engine._worker
+        wide = {name: np.empty(spec.shape, np.float32) for name in ("master", "mu", "nu")}
+        steps = np.empty(state.scores.shape, np.int32)
+        for part, half in zip(worker._parts, worker._half.leaves, strict=True):
+            if part.leaf != number:
+                continue
+            for name, x in wide.items():
+                x[part.index] = getattr(half, name).reshape(part.spec.shape)
+            stack = part.index[: len(spec.stack)]
+            steps[(*stack, part.index[spec.axis])] = half.steps.reshape(
+                *part.spec.stack, part.spec.n
+            )
+        return types.SimpleNamespace(**wide, steps=steps)
 
 
 def _along(x: Any, leaf: Leaf) -> Any:
@@ -286,15 +331,18 @@ def _put(full: np.ndarray, channels: Any, rows: np.ndarray, leaf: Leaf) -> np.nd
     return full
 
 
-def reference(leaves: Leaves, settings: Settings, plan: Plan, seed: int = 0) -> tuple[History, Any]:
+def reference(
+    leaves: Leaves, settings: Settings, plan: Plan, seed: int = 0, shards: Any = None
+) -> tuple[History, Any]:
     """The run of the slow NumPy reference, and the reference itself for its counts."""
-    weights = initial(leaves, seed)
+    weights = initial_values(leaves, seed)
     slow = _reference.Reference(
-        [np.asarray(weights[x.name]) for x in leaves],
+        [weights[x.name] for x in leaves],
         rate,
         settings,
         channel_axes=[x.axis for x in leaves],
         decay=[x.decay for x in leaves],
+        shards=shards,
     )
     names = [x.name for x in leaves]
     params, selected = [], []
@@ -317,16 +365,26 @@ def adamw_program(leaves: Leaves, clip: float | None, weight_decay: float) -> tu
     return tx, jitted(tx)
 
 
-def adamw(leaves: Leaves, clip: float | None, weight_decay: float, steps: int, seed: int) -> Any:
+def adamw(
+    leaves: Leaves,
+    clip: float | None,
+    weight_decay: float,
+    steps: int,
+    seed: int,
+    shardings: Any = None,
+) -> Any:
     """Parameters after each step of `optax.adamw` on float32 masters, cast to their dtypes."""
     tx, step = adamw_program(leaves, clip, weight_decay)
-    masters = {n: p.astype(jnp.float32) for n, p in initial(leaves, seed).items()}
-    state = jax.device_put(tx.init(masters), jax.devices()[0])
+
+    def wide(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return place({n: x.astype(np.float32) for n, x in values.items()}, shardings)
+
+    masters = wide(initial_values(leaves, seed))
+    state = jax.jit(tx.init)(masters)
     seen = []
     for t in range(1, steps + 1):
-        g = {n: jnp.asarray(x, np.float32) for n, x in gradients(leaves, t, seed).items()}
-        masters, state = step(masters, state, g)
-        seen.append({x.name: np.asarray(masters[x.name].astype(x.dtype)) for x in leaves})
+        masters, state = step(masters, state, wide(gradients(leaves, t, seed)))
+        seen.append({x.name: fetch(masters[x.name]).astype(x.dtype) for x in leaves})
     return seen
 
 
@@ -380,26 +438,3 @@ def assert_same_bits(ours: Any, theirs: Any) -> None:
         x, y = np.asarray(x), np.asarray(y)
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         assert x.tobytes() == y.tobytes(), f"max difference {np.abs(x - y).max()}"
-
-
-def start_process(module: str, function: str, *args: Any) -> subprocess.Popen:
-    """`function` of a module of these tests in an interpreter of its own."""
-    code = f"from tests import {module}; {module}.{function}(*{args!r})"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def assert_ends_well(process: subprocess.Popen, timeout_s: float = 120) -> None:
-    """It ends by itself, with code 0; else its output is shown."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {timeout_s} s:\n{output[-3000:]}") from None
-    assert process.returncode == 0, f"code {process.returncode}:\n{output[-3000:]}"

@@ -20,7 +20,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zenflow_jax
-from tests import runs
+from tests import processes, runs
 from tests.runs import FEW, Plan, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._host_adam import HostAdam
@@ -484,9 +484,9 @@ def leave_open(steps):
 
 
 def test_the_interpreter_ends_with_an_engine_left_open_idle_or_at_work():
-    processes = [runs.start_process("test_engine", "leave_open", steps) for steps in (0, 3)]
+    processes = [processes.start_process("test_engine", "leave_open", steps) for steps in (0, 3)]
     for process in processes:
-        runs.assert_ends_well(process)
+        processes.assert_ends_well(process)
 
 
 def describe(tree):

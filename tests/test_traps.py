@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zenflow_jax
-from tests import runs
+from tests import processes, runs
 from tests.runs import FEW, ONE, Leaf, Settings, Training
 from zenflow_jax import (
     HostEngine,
@@ -117,7 +117,7 @@ def donate_beside_another_optimizer():
 @pytest.mark.parametrize("donate", ["donate_in_every_form", "donate_beside_another_optimizer"])
 def test_donation_does_not_abort_the_process(donate):
     # In a process of its own: what must not happen is SIGABRT, not an exception.
-    runs.assert_ends_well(runs.start_process("test_traps", donate))
+    processes.assert_ends_well(processes.start_process("test_traps", donate))
 
 
 def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatch):

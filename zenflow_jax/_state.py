@@ -54,7 +54,7 @@ class LeafState:
     nu: Any  # float32 selected
     scores: Any  # float32 (*stack, n): sum of squares since the last selection
     mail: Any  # the gradient in pinned host memory, leading unit axes; None if nothing travels
-    deferred: DeferredState | None
+    deferred: Any  # DeferredState in-graph, if anything is deferred; None with an engine
     spec: LeafSpec = dataclasses.field(metadata={"static": True})
 
 

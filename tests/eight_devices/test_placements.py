@@ -1,0 +1,193 @@
+"""Sharded runs equal `optax.adamw` on the same mesh, and the reference that is told the shards."""
+
+import contextlib
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import zenflow_jax
+from tests import meshes, runs
+from tests.meshes import LEAVES
+from tests.runs import Plan, Settings, Training
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+# Stale windows, channels that change hands, a warm-up, clipping; a skipped step, an early end.
+STALE = Settings(
+    topk_ratio=0.2,
+    update_interval=4,
+    select_interval=4,
+    full_warm_up_rounds=1,
+    weight_decay=0.1,
+    max_grad_norm=5.0,
+)
+PLAN = Plan(14, bad=(6,), flush_at=(11,))
+EVERY = Settings(
+    topk_ratio=0.2, update_interval=1, select_interval=3, overlap_step=False, weight_decay=0.1
+)
+
+WHERE = [
+    ("data", "replicated", AUTO),
+    ("fsdp", "others", AUTO),
+    ("two", "channels", EXPLICIT),
+    ("two", "replicated", AUTO),
+    ("three", "replicated", EXPLICIT),
+    ("three", "channels", AUTO),
+    ("three", "others", EXPLICIT),
+    ("three", "both", AUTO),
+    ("three", "both", EXPLICIT),
+    ("three", "stacks", AUTO),
+    ("one", "channels", AUTO),
+    ("one", "both", EXPLICIT),
+]
+
+
+def started(where, settings, *, in_context=True, **more):
+    name, placement, kind = where
+    mesh = meshes.make_mesh(name, kind)
+    # With Explicit axes a user has set the mesh, as a rule; with Auto ones, not.
+    set_mesh = kind == EXPLICIT and in_context
+    context = jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext()
+    shardings = meshes.shardings(mesh, placement)
+    if more.get("offload", True):
+        more = {"threads": 1, "host_kernel": "numpy", **more}
+    return context, functools.partial(Training, LEAVES, settings, shardings=shardings, **more)
+
+
+def placements(training):
+    """Where everything is, however it is written."""
+    return [
+        (
+            jax.tree_util.keystr(path),
+            x.sharding.memory_kind,
+            x.sharding.devices_indices_map(x.shape),
+        )
+        for path, x in jax.tree_util.tree_leaves_with_path((training.params, training.state))
+    ]
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+@pytest.mark.parametrize("offload", [True, False])
+def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, offload):
+    context, make = started(where, STALE, offload=offload, donate=True)
+    with context, make() as training:
+        before = placements(training)
+        shards = meshes.pieces(LEAVES, training.shardings)
+        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
+        runs.assert_agree(training.history(PLAN), expected)
+        assert placements(training) == before
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh(where):
+    context, make = started(where, EVERY)
+    with context, make() as training:
+        ours = [values for _, values in training.follow(Plan(8))]
+        theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 8, 0, training.shardings)
+        runs.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("where", "more"),
+    [
+        (("three", "channels", EXPLICIT), {"in_context": False}),
+        (("three", "channels", AUTO), {"partition": False}),
+        (("three", "replicated", AUTO), {"partition": False}),
+        (("two", "both", AUTO), {"donate": False, "host_kernel": "numba", "threads": 2}),
+    ],
+    ids=str,
+)
+def test_other_ways_to_run_equal_the_reference(where, more):
+    context, make = started(where, STALE, **{"donate": True, **more})
+    with context, make() as training:
+        shards = meshes.pieces(LEAVES, training.shardings)
+        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
+        runs.assert_agree(training.history(PLAN), expected)
+
+
+@pytest.mark.parametrize("where", [("three", "both", AUTO), ("three", "others", EXPLICIT)], ids=str)
+def test_shardings_that_jit_is_told_are_kept(where):
+    context, make = started(where, STALE)
+    with context, make() as training:
+        step = training.program
+        placed = jax.tree.map(lambda x: x.sharding, (training.params, training.state))
+        told = jax.jit(
+            step,
+            in_shardings=(*placed, training.shardings),
+            out_shardings=placed,
+            donate_argnums=(0, 1),
+        )
+        training.program = told
+        shards = meshes.pieces(LEAVES, training.shardings)
+        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
+        runs.assert_agree(training.history(PLAN), expected)
+        assert jax.tree.map(lambda x: x.sharding, (training.params, training.state)) == placed
+        assert told._cache_size() == 1
+
+
+@pytest.mark.parametrize("where", [("three", "both", AUTO), ("two", "channels", EXPLICIT)], ids=str)
+def test_a_step_is_traced_once(where):
+    context, make = started(where, STALE, donate=True)
+    with context, make() as training:
+        traces = []
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(*args):
+            traces.append(None)
+            return training_step(*args)
+
+        training_step, training.program = training.program, step
+        training.go(10)
+        assert len(traces) == 1
+        # Parameters may come written otherwise than jit writes them; once, and not through us.
+        assert step._cache_size() <= 2
+
+
+def specs_of(placement, mesh="three", **options):
+    mesh = meshes.make_mesh(mesh)
+    shardings = meshes.shardings(mesh, placement)
+    params = runs.place(runs.initial_values(LEAVES), shardings)
+    state = runs.transformation(LEAVES, STALE, **options).init(params)
+    return {leaf.name: s for leaf, s in zip(LEAVES, state.leaves, strict=True)}
+
+
+def test_what_belongs_to_a_leaf_follows_its_parameter():
+    rows = specs_of("both")["rows"]  # (32, 8), channels over fsdp and data, the rest over tensor
+    where = {name: getattr(rows, name).sharding for name in ("mu", "nu", "scores", "mail", "steps")}
+    wide = PartitionSpec(("fsdp", "data"), "tensor")
+    assert where["mu"].spec == where["nu"].spec == wide
+    assert where["scores"].spec == where["steps"].spec == PartitionSpec(("fsdp", "data"))
+    assert where["mail"].spec == PartitionSpec(*[None] * (rows.mail.ndim - 2), *wide)
+    assert where["mail"].memory_kind == "pinned_host"
+
+
+def test_each_shard_selects_its_share_of_the_channels():
+    rows = specs_of("channels")["rows"]  # 32 channels, over two devices; 0.2 of 16 is 4
+    assert rows.spec.k == 8
+    np.testing.assert_array_equal(rows.channels, [0, 1, 2, 3, 16, 17, 18, 19])
+
+
+@pytest.mark.parametrize("partition", [True, False, lambda path, _: "rows" in str(path)])
+def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partition):
+    states = specs_of("replicated", partition_replicated=partition)
+    for name, state in states.items():
+        asked = partition is True or (partition is not False and name == "rows")
+        if state.mail is None:
+            assert state.mu.sharding.shard_shape(state.mu.shape) == state.mu.shape
+            continue
+        share = 8 if asked else 1
+        assert state.mail.addressable_data(0).size * share == state.mail.size
+        assert state.mu.addressable_data(0).size * share == state.mu.size
+
+
+def test_an_axis_of_another_size_stays_whole():
+    mesh = meshes.make_mesh("three")
+    params = {
+        "w": jax.device_put(np.ones((10, 6), np.float32), NamedSharding(mesh, PartitionSpec()))
+    }
+    (state,) = zenflow_jax.zenflow(1e-2).init(params).leaves
+    # Only one mesh axis of two divides six.
+    assert state.mail.addressable_data(0).shape[-2:] == (10, 3)

@@ -1,0 +1,82 @@
+"""Meshes and placements that tests put leaves on."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tests.runs import Leaf, Leaves
+
+# Sizes that eight devices can divide; between them what FIRST, SECOND and THIRD of `runs` have.
+LEAVES: Leaves = (
+    Leaf("bias", (16,), None, "float32"),
+    Leaf("columns", (8, 32), -1, "bfloat16"),
+    Leaf("rows", (32, 8), -2, "float32", decay=False),
+    Leaf("stack", (2, 16, 8), -2, "bfloat16"),
+)
+
+MESHES = {
+    "data": {"data": 8},
+    "fsdp": {"fsdp": 8},
+    "two": {"fsdp": 4, "tensor": 2},
+    "three": {"data": 2, "fsdp": 2, "tensor": 2},
+    "one": {"data": 1},
+}
+
+# Of each leaf, which mesh axes divide which of its axes. Axes that a mesh lacks divide nothing.
+PLACEMENTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "replicated": {"bias": (), "columns": (), "rows": (), "stack": ()},
+    "channels": {
+        "bias": ("fsdp",),
+        "columns": (None, "fsdp"),
+        "rows": ("fsdp",),
+        "stack": (None, "fsdp"),
+    },
+    "others": {
+        "bias": (),
+        "columns": ("fsdp", None),
+        "rows": (None, "fsdp"),
+        "stack": (None, None, "fsdp"),
+    },
+    "both": {
+        "bias": ("tensor",),
+        "columns": ("tensor", "fsdp"),
+        "rows": (("fsdp", "data"), "tensor"),
+        "stack": (None, "tensor", "fsdp"),
+    },
+    "stacks": {
+        "bias": (),
+        "columns": ("data",),
+        "rows": ("tensor", None),
+        "stack": ("tensor", None, "fsdp"),
+    },
+}
+
+
+def make_mesh(name: str, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    axes = MESHES[name]
+    devices = jax.devices()[: 1 if name == "one" else None]
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=devices
+    )
+
+
+def shardings(mesh: jax.sharding.Mesh, placement: str) -> dict[str, NamedSharding]:
+    def there(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(name for name in entry if name in mesh.shape) or None
+        return entry if entry in mesh.shape else None
+
+    return {
+        name: NamedSharding(mesh, PartitionSpec(*map(there, entries)))
+        for name, entries in PLACEMENTS[placement].items()
+    }
+
+
+def pieces(leaves: Leaves, shardings: dict[str, NamedSharding]) -> list[int]:
+    """Of each leaf into how many pieces its channel axis is cut."""
+    found = []
+    for leaf in leaves:
+        cut = shardings[leaf.name].shard_shape(leaf.shape)
+        found.append(1 if leaf.axis is None else leaf.shape[leaf.axis] // cut[leaf.axis])
+    return found
