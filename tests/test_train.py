@@ -21,7 +21,7 @@ from train.settings import (
     Settings,
     SettingsError,
     load_settings,
-    settings_from_command_line,
+    read_command_line,
     to_toml,
 )
 
@@ -72,9 +72,9 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 # --- settings -------------------------------------------------------------------------------
 
 
-def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_to_the_library():
+def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
-    left_out = {"select_interval", "threads"}
+    left_out = {"select_interval", "threads", "mesh"}
     assert set(given) == set(asdict(Settings())) - left_out
     assert load_settings(QUICKSTART).optimizer == "zenflow"
 
@@ -125,8 +125,8 @@ def test_a_whole_number_does_for_a_float_and_becomes_one(tmp_path):
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
     path = config_file(tmp_path, "steps = 30\nlearning_rate = 0.5\nmax_grad_norm = 1.0")
     given = [str(path), "--learning-rate", "1e-2", "--max-grad-norm", "None", "--no-overlap-step"]
-    settings = settings_from_command_line(given, program="train")
-    assert settings == Settings(
+    command = read_command_line(given, program="train")
+    assert command.settings == Settings(
         steps=30, learning_rate=1e-2, max_grad_norm=None, overlap_step=False
     )
 

@@ -2,10 +2,13 @@
 
     python -m train.finetune configs/quickstart.toml
     python -m train.finetune configs/quickstart.toml --optimizer adamw --steps 100
+    python -m train.finetune configs/quickstart.toml --mesh data=2,fsdp=4
 
-Read from top to bottom: optimizer, one step, validation, then `train`, which is the whole job, and
-the command. The text is in `data.py`, the model in `model.py`, the settings in `settings.py`, what
-is measured in `meter.py`, what is shown and written in `report.py`.
+Read from top to bottom: optimizer, weights, one step, validation, then `train`, which is the whole
+job, and the command. The text is in `data.py`, the model in `model.py`, the settings in
+`settings.py`, what is measured in `meter.py`, what is shown and written in `report.py`. Several
+devices: what lies where in `sharding.py`, several processes in `processes.py`, the commands in
+docs/multi_host.md.
 """
 
 from __future__ import annotations
@@ -15,18 +18,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 
 import zenflow_jax
-from train import data
+from train import data, processes
 from train.meter import Meter, Row
 from train.model import Transformer, next_byte_loss
 from train.report import (
+    NoLog,
     RunLog,
     Summary,
     new_run_folder,
@@ -34,7 +41,8 @@ from train.report import (
     write_picture,
     write_summary,
 )
-from train.settings import Settings, SettingsError, settings_from_command_line, to_toml
+from train.settings import Settings, SettingsError, read_command_line, to_toml
+from train.sharding import batch_sharding, committed, make_mesh, own_rows, weight_shardings
 
 PROGRAM = "python -m train.finetune"
 
@@ -82,22 +90,57 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
         raise SettingsError(str(error)) from error
 
 
-def committed(tree):
-    """The same arrays, each bound to the device and the memory that it is in.
-
-    What jit returns is bound if any of its arguments is. Were the first ones not, the second step
-    would differ from the first in that alone, and compile again.
-    """
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
-
-
 def decayed(params):
     """Weight decay pulls on the matrices; the scales of the norms are left alone."""
     return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
-def make_train_step(graphdef: nnx.GraphDef, tx: optax.GradientTransformation) -> Callable:
-    """The jitted step; nothing in it knows which optimizer it is."""
+def make_model(settings: Settings, mesh: Mesh | None) -> Transformer:
+    """A fresh model, of the same weights with any mesh and with none."""
+    return Transformer(
+        width=settings.width,
+        layers=settings.layers,
+        heads=settings.heads,
+        ffn=settings.ffn,
+        vocabulary=data.VOCABULARY,
+        weight_dtype=WEIGHT_DTYPES[settings.optimizer],
+        compute_dtype=jnp.bfloat16,
+        rngs=nnx.Rngs(settings.seed),
+        stream_sharding=mesh and batch_sharding(mesh, settings.batch_size),
+    )
+
+
+def split_model(settings: Settings, mesh: Mesh | None) -> tuple[nnx.GraphDef, Any]:
+    """A fresh model's definition, and its weights where they belong.
+
+    Raises:
+        SettingsError: If the model or the batch does not divide by the mesh.
+    """
+
+    def split():
+        graphdef, params = nnx.split(make_model(settings, mesh))
+        return graphdef, nnx.as_pure(params)
+
+    if mesh is None:
+        graphdef, params = split()
+        return graphdef, committed(params)
+    # Each device draws its own part, so the model need not fit on any of them.
+    graphdef, shapes = jax.eval_shape(split)
+    shardings = weight_shardings(mesh, shapes)
+    return graphdef, jax.jit(lambda: split()[1], out_shardings=shardings)()
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef, tx: optax.GradientTransformation, *, placement: Any = None
+) -> Callable:
+    """The jitted step; nothing in it knows which optimizer it is, or how many devices there are.
+
+    Args:
+        graphdef: The model's definition.
+        tx: The optimizer.
+        placement: On a mesh, shardings of the parameters and of the optimizer's state, which the
+            compiler would otherwise be free to change.
+    """
 
     def train_step(params, opt_state, windows):
         def loss_of(params):
@@ -108,7 +151,8 @@ def make_train_step(graphdef: nnx.GraphDef, tx: optax.GradientTransformation) ->
         return optax.apply_updates(params, updates), opt_state, loss
 
     # Donated: the new parameters and state take the memory of the old ones.
-    return jax.jit(train_step, donate_argnums=(0, 1))
+    out_shardings = placement and (*placement, None)
+    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out_shardings)
 
 
 def make_validate(graphdef: nnx.GraphDef, batches, count: int) -> Callable:
@@ -129,10 +173,12 @@ def train(settings: Settings, console: Console) -> Summary:
     """Trains once; leaves metrics, loss curve and summary in a new folder of `output_dir`.
 
     Raises:
-        SettingsError: If zenflow rejects its options, or the folder cannot be made.
+        SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
+            or the model, the processes differ in settings or text, or the folder cannot be made.
         DataError: If there is too little text.
     """
     begin = time.perf_counter()
+    mesh = make_mesh(settings.mesh)
 
     root = data.standard_library()
     split = data.split_files(
@@ -142,35 +188,24 @@ def train(settings: Settings, console: Console) -> Summary:
         max_bytes=int(settings.corpus_megabytes * 1e6),
         validation_share=settings.validation_share,
     )
-    train_batches, validation_batches = (
-        data.batches(
-            data.windows(root, files, settings.sequence_length),
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-        )
+    train_windows, validation_windows = (
+        data.windows(root, files, settings.sequence_length)
         for files in (split.train, split.validation)
     )
+    processes.check_same(to_toml(settings), train_windows, validation_windows)
+    train_batches = make_batches(settings, mesh, train_windows)
+    validation_batches = make_batches(settings, mesh, validation_windows)
 
-    model = Transformer(
-        width=settings.width,
-        layers=settings.layers,
-        heads=settings.heads,
-        ffn=settings.ffn,
-        vocabulary=data.VOCABULARY,
-        weight_dtype=WEIGHT_DTYPES[settings.optimizer],
-        compute_dtype=jnp.bfloat16,
-        rngs=nnx.Rngs(settings.seed),
-    )
-    graphdef, params = nnx.split(model)
-    params = committed(nnx.as_pure(params))
+    graphdef, params = split_model(settings, mesh)
     parameters = sum(p.size for p in jax.tree.leaves(params))
 
     tx = make_optimizer(settings)
-    opt_state = committed(tx.init(params))
-    train_step = make_train_step(graphdef, tx)
+    opt_state = committed(tx.init(params), mesh)
+    placement = mesh and jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    train_step = make_train_step(graphdef, tx, placement=placement)
     validate = make_validate(graphdef, validation_batches, settings.eval_batches)
 
-    folder = make_run_folder(settings)
+    folder = make_run_folder(settings) if processes.is_first() else None
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         engine = None
@@ -179,7 +214,10 @@ def train(settings: Settings, console: Console) -> Summary:
                 params, opt_state, host_kernel=settings.host_kernel, threads=settings.threads
             )
             stack.enter_context(engine)
-        log = RunLog(folder, steps=settings.steps, console=console, progress=settings.progress)
+        if folder:
+            log = RunLog(folder, steps=settings.steps, console=console, progress=settings.progress)
+        else:
+            log = NoLog()
         stack.enter_context(log)
         meter = Meter(
             log_every=settings.log_every,
@@ -220,10 +258,12 @@ def train(settings: Settings, console: Console) -> Summary:
     summary = Summary(
         optimizer=settings.optimizer,
         device=jax.devices()[0].device_kind,
+        devices=mesh.size if mesh else 1,
+        processes=jax.process_count(),
         parameters=parameters,
         steps=settings.steps,
         tokens_per_s=totals.tokens_per_s,
-        bytes_per_parameter_and_step=moved / (parameters * settings.steps),
+        bytes_per_parameter_and_step=processes.sum_over(moved / (parameters * settings.steps)),
         wait_share=totals.wait_share,
         host_s=stats.work_s if stats else 0.0,
         train_s=totals.seconds,
@@ -231,11 +271,29 @@ def train(settings: Settings, console: Console) -> Summary:
         validation_loss_before=loss_before,
         validation_loss_after=loss_after,
     )
-    write_summary(folder, summary)
-    write_picture(folder, rows, summary)
-    console.print(summary_table(summary))
-    console.print(f"metrics, loss curve and settings: {folder}", highlight=False, soft_wrap=True)
+    if folder:
+        write_summary(folder, summary)
+        write_picture(folder, rows, summary)
+        console.print(summary_table(summary))
+        console.print(
+            f"metrics, loss curve and settings: {folder}", highlight=False, soft_wrap=True
+        )
+    processes.leave()
     return summary
+
+
+def make_batches(settings: Settings, mesh: Mesh | None, windows: np.ndarray):
+    """The batches of `windows`: NumPy arrays, or with a mesh arrays over its devices.
+
+    Raises:
+        SettingsError: If the batch does not divide by the mesh.
+    """
+    size, seed = settings.batch_size, settings.seed
+    if mesh is None:
+        return data.batches(windows, batch_size=size, seed=seed)
+    sharding = batch_sharding(mesh, size)
+    rows = own_rows(sharding, size)
+    return data.ShardedBatches(windows, batch_size=size, seed=seed, sharding=sharding, rows=rows)
 
 
 def make_run_folder(settings: Settings) -> Path:
@@ -258,10 +316,9 @@ def make_run_folder(settings: Settings) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0, or 2 after a mistake that the message explains."""
     try:
-        settings = settings_from_command_line(
-            sys.argv[1:] if argv is None else argv, program=PROGRAM
-        )
-        train(settings, Console())
+        command = read_command_line(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+        processes.join(command.launch)
+        train(command.settings, Console(quiet=not processes.is_first()))
     except (SettingsError, data.DataError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

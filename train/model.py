@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 ROTARY_BASE = 10_000.0  # the usual one; wavelengths from 2 pi to about 60,000 positions
@@ -33,6 +34,8 @@ class Transformer(nnx.Module):
         compute_dtype: In which they are multiplied.
         rngs: Source of the initial weights. They are drawn in float32 and then rounded, so that
             every `weight_dtype` starts from the same draw.
+        stream_sharding: On a mesh, where the residual stream `(b, t, width)` lies between blocks.
+            Left to the compiler, it would take over how the embedding's rows are split.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Transformer(nnx.Module):
         weight_dtype: DTypeLike,
         compute_dtype: DTypeLike,
         rngs: nnx.Rngs,
+        stream_sharding: Sharding | None = None,
     ):
+        self.stream_sharding = stream_sharding
         dtypes = {"param_dtype": weight_dtype, "dtype": compute_dtype}
         self.embed = nnx.Embed(
             vocabulary, width, **dtypes, embedding_init=_rounded_normal(INIT_STD), rngs=rngs
@@ -70,10 +75,15 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens `(b, t)`, integers, to float32 logits `(b, t, vocabulary)`."""
-        x = self.embed(tokens)
+        x = self._placed(self.embed(tokens))
         for block in self.blocks:
-            x = block(x)
+            x = self._placed(block(x))
         return self.head(self.norm(x))
+
+    def _placed(self, x):
+        if self.stream_sharding is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.stream_sharding)
 
 
 class Block(nnx.Module):
@@ -151,9 +161,10 @@ def _norm(width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def _rounded_normal(std: float):
-    draw = jax.nn.initializers.normal(std)
-
     def init(key, shape, dtype, **options):
-        return draw(key, shape, jnp.float32, **options).astype(dtype)
+        draw = jax.random.normal(key, shape, jnp.float32, **options)
+        # Under jit the compiler would first multiply `std` with a factor that ends `normal`, and so
+        # round otherwise: weights drawn on a mesh would not be quite those drawn without.
+        return (jax.lax.optimization_barrier(draw) * std).astype(dtype)
 
     return init

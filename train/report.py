@@ -32,12 +32,14 @@ class Summary:
 
     optimizer: str
     device: str
+    devices: int  # of all processes
+    processes: int
     parameters: int
     steps: int
     tokens_per_s: float  # after the first step, which compiles
-    bytes_per_parameter_and_step: float  # to the host and back
-    wait_share: float  # of `train_s`, 0 to 1
-    host_s: float  # seconds in which the host update worked, beside the device or not
+    bytes_per_parameter_and_step: float  # to the host and back, all processes together
+    wait_share: float  # of `train_s`, 0 to 1; of process 0
+    host_s: float  # in which the host update of process 0 worked, beside the device or not
     train_s: float  # after the first step, with the last update of the host
     total_s: float  # with reading the text, compilation and validation
     validation_loss_before: float  # nats per byte
@@ -124,6 +126,22 @@ class RunLog:
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
+class NoLog:
+    """In place of a `RunLog` where another process of the run reports."""
+
+    def __enter__(self) -> NoLog:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
+
+    def add(self, row: Row) -> None:
+        pass
+
+    def validation(self, step: int, loss: float) -> None:
+        pass
+
+
 def write_summary(folder: Path, summary: Summary) -> None:
     """Writes `summary.json`."""
     text = json.dumps(asdict(summary), indent=2) + "\n"
@@ -165,21 +183,29 @@ def write_picture(folder: Path, rows: Sequence[Row], summary: Summary) -> None:
 
 def summary_table(summary: Summary) -> Table:
     """The figures of a run as a table for the terminal."""
-    table = Table("figure", "value", title=f"{summary.optimizer} on {summary.device}")
+    table = Table("figure", "value", title=f"{summary.optimizer} on {_devices(summary)}")
     table.columns[1].justify = "right"
     for name, value in _figures(summary).items():
         table.add_row(name, value)
     return table
 
 
+def _devices(summary: Summary) -> str:
+    if summary.devices == 1:
+        return summary.device
+    several = f"{summary.devices} x {summary.device}"
+    return f"{several}, {summary.processes} processes" if summary.processes > 1 else several
+
+
 def _figures(summary: Summary) -> dict[str, str]:
+    first = ", process 0" if summary.processes > 1 else ""
     return {
         "parameters": f"{summary.parameters:,}",
         "steps": f"{summary.steps:,}",
         "tokens/s": f"{summary.tokens_per_s:,.0f}",
         "bytes moved per parameter and step": f"{summary.bytes_per_parameter_and_step:.2f}",
-        "share of time waiting for the host": f"{summary.wait_share:.1%}",
-        "host seconds": f"{summary.host_s:.1f}",
+        f"share of time waiting for the host{first}": f"{summary.wait_share:.1%}",
+        f"host seconds{first}": f"{summary.host_s:.1f}",
         "training seconds": f"{summary.train_s:.1f}",
         "seconds in all": f"{summary.total_s:.1f}",
         "validation loss before": f"{summary.validation_loss_before:.3f}",

@@ -2,6 +2,7 @@
 
     configs/quickstart.toml      what the file says goes over the defaults of `Settings`
     --learning-rate 1e-3         what the command line says goes over the file
+    --process 1                  `Launch`: which of several processes this is; never in a file
 
 Nothing is guessed: an unknown key, a wrong type or an impossible value is a `SettingsError`.
 """
@@ -41,7 +42,7 @@ class Settings:
     sequence_length: int = 128
     """Bytes in one sequence."""
     batch_size: int = 8
-    """Sequences in one step."""
+    """Sequences in one step, all devices together."""
 
     # Model.
     width: int = 256
@@ -83,6 +84,11 @@ class Settings:
     threads: int | None = None
     """Threads of the host update. Left out: the library chooses."""
 
+    # Devices.
+    mesh: str | None = None
+    """All devices of all processes as axis=size pairs of the axes data, fsdp and tensor, such as
+    data=2,fsdp=4 for eight (train/sharding.py). Left out: one device."""
+
     # Reporting.
     log_every: int = 10
     """Steps between two rows of the metrics."""
@@ -115,6 +121,50 @@ class Settings:
                 f"such as {math.ceil(self.width / pairs) * pairs}"
             )
             raise SettingsError(_impossible("width", wanted, self.width))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Which process of a run this is: all three, or none for a run of one process and under SLURM,
+    which knows."""
+
+    coordinator: str | None = None
+    """HOST:PORT at which process 0 will listen and the others reach it; the same for all."""
+    processes: int | None = None
+    """How many there are."""
+    process: int | None = None
+    """Which of them this is, counted from 0."""
+
+    def __post_init__(self):
+        flags = {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
+        missing = [flag for flag, value in flags.items() if value is None]
+        if len(missing) == len(flags):
+            return
+        if missing:
+            given = " and ".join(flag for flag, value in flags.items() if value is not None)
+            raise SettingsError(
+                f"expected {', '.join(flags)} together or none of them, got {given} alone. Add "
+                f"{' and '.join(missing)}, or leave all out for a run of one process."
+            )
+        host, _, port = self.coordinator.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise SettingsError(
+                f"`--coordinator`: expected HOST:PORT, got {self.coordinator}. Name the machine of "
+                "process 0 and a port that is free on it, such as 10.0.0.1:29500."
+            )
+        if not 0 <= self.process < self.processes:
+            raise SettingsError(
+                f"`--process`: expected a number from 0 to one below --processes, got "
+                f"{self.process} with --processes {self.processes}. Processes are counted from 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a command line says."""
+
+    settings: tyro.conf.OmitArgPrefixes[Settings]
+    launch: tyro.conf.OmitArgPrefixes[Launch]
 
 
 _ABOVE_ZERO = (
@@ -161,8 +211,8 @@ def load_settings(path: str | Path) -> Settings:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def settings_from_command_line(argv: Sequence[str], *, program: str) -> Settings:
-    """The settings of the command `program CONFIG.toml [--key value ...]`.
+def read_command_line(argv: Sequence[str], *, program: str) -> Command:
+    """What the command `program CONFIG.toml [--key value ...]` says.
 
     Args:
         argv: The arguments: the path of the file, then settings that go over it.
@@ -184,7 +234,8 @@ def settings_from_command_line(argv: Sequence[str], *, program: str) -> Settings
             f"expected the path of a config file as the first argument, got {got}. For example: "
             f"{program} configs/quickstart.toml --steps 100"
         )
-    return tyro.cli(Settings, prog=f"{program} {config}", default=defaults, args=overrides)
+    default = Command(settings=defaults, launch=Launch())
+    return tyro.cli(Command, prog=f"{program} {config}", default=default, args=overrides)
 
 
 def to_toml(settings: Settings) -> str:

@@ -77,6 +77,16 @@ class HostHalf:
         self._windows = 0
         self._scalars: AdamScalars | None = None  # of the last step, skipped or not
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, spare ones included."""
+        return sum(
+            x.nbytes
+            for leaf in self.leaves
+            for x in (*vars(leaf).values(), *leaf.spare)
+            if isinstance(x, np.ndarray)
+        )
+
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
         self.leaves = []

@@ -11,11 +11,12 @@ class WorkerStats:
     work_s: float = 0.0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done since it was made.
+    """What an engine has done since it was made: this process's, where there are several.
 
     Attributes:
         steps: Exchanges.
@@ -25,7 +26,9 @@ class EngineStats:
         wait_s: Seconds that the caller waited for the host after the device was done.
         work_s: Seconds that the worker worked.
         bytes_to_host: Bytes of mail read, and of channels handed over.
-        bytes_to_device: Bytes of updates, and of channels handed over.
+        bytes_to_device: Bytes of updates, and of channels handed over; to each device that gets
+            them.
+        host_bytes: Bytes of the NumPy arrays that are kept for the deferred half.
     """
 
     steps: int = 0
@@ -36,3 +39,4 @@ class EngineStats:
     work_s: float = 0.0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
+    host_bytes: int = 0

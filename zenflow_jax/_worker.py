@@ -76,7 +76,8 @@ class Worker:
     """
 
     def __init__(self, half: HostHalf, parts: Sequence[Part]):
-        self.stats = WorkerStats()  # replaced as a whole, so it can be read at any time
+        # Replaced as a whole, so it can be read at any time.
+        self.stats = WorkerStats(host_bytes=half.nbytes)
         self.wait_s = 0.0  # the caller's; see `wait`
         self._half = half
         self._parts = list(parts)
@@ -231,6 +232,7 @@ class Worker:
         self._count(
             skipped_steps=0 if finite else 1,
             bytes_to_host=read,
+            host_bytes=self._half.nbytes - self.stats.host_bytes,
         )
 
     def _begin(self, close: Close) -> None:
