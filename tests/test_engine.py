@@ -484,8 +484,8 @@ def leave_open(steps):
 
 
 def test_the_interpreter_ends_with_an_engine_left_open_idle_or_at_work():
-    processes = [processes.start_process("test_engine", "leave_open", steps) for steps in (0, 3)]
-    for process in processes:
+    left = [processes.start_process("test_engine", "leave_open", n) for n in (0, 3)]
+    for process in left:
         processes.assert_ends_well(process)
 
 

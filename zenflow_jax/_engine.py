@@ -8,6 +8,7 @@ All device programs are dispatched from here, in the same order in every run; th
 import atexit
 import contextlib
 import dataclasses
+import itertools
 import os
 import types
 import weakref
@@ -36,7 +37,11 @@ from zenflow_jax._parts import (
 )
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
+from zenflow_jax._watch import Watch
 from zenflow_jax._worker import Close, HandOver, Worker
+
+# Counts the engines of this process, which is all that tells two of them apart for certain.
+_ENGINES = itertools.count()
 
 
 class HostEngine:
@@ -120,8 +125,13 @@ class HostEngine:
             (host_channels(travelling[part.leaf].channels, part) for part in self._parts),
             adam,
         )
-        self._worker = Worker(half, self._parts)
-        self._mailbox = Mailbox(self._worker, state)
+        shardings = {weight.sharding for weight in weights}
+        number = next(_ENGINES)
+        self._watch = Watch(
+            f"engine {number}", {d.process_index for s in shardings for d in s.device_set}
+        )
+        self._worker = Worker(half, self._parts, self._watch)
+        self._mailbox = Mailbox(self._worker, state, number)
         self._step = 0
         self._open_steps = 0
         self._windows = 0
@@ -134,6 +144,7 @@ class HostEngine:
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
         # waited for, before the modules go that it works with.
         weakref.finalize(self, self._worker.ask_to_stop)
+        weakref.finalize(self, self._watch.close)
         self._at_exit = partial(_stop, weakref.ref(self._worker))
         atexit.register(self._at_exit)
 
@@ -253,6 +264,7 @@ class HostEngine:
         """
         self._closed = True
         self._worker.stop()
+        self._watch.close()
         self._mailbox.close()
         self._pending = None
         atexit.unregister(self._at_exit)

@@ -8,7 +8,6 @@ is freed by the worker once it is read: freeing an array takes 30 us, which the 
 """
 
 import dataclasses
-import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -34,25 +33,22 @@ class _Buffers:
     letter: Letter
 
 
-# Counts the engines of this process, which is all that tells two of them apart for certain.
-_ENGINES = itertools.count()
-
-
 class Mailbox:
     """The caller's side of the mail. For one calling thread.
 
     Args:
         worker: Reads the mail.
         state: The state before the first step.
+        number: Of the engine, among those of this process.
     """
 
-    def __init__(self, worker: Worker, state: ZenFlowState):
+    def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
         self._given = state.ticket
         self._ticket = int(state.ticket)
         # Runs that start from the same weights have the same first ticket, so the engine's number
         # takes part from the second on. It is the same on every process and in every repetition.
-        self._run = self._ticket + 1_000_003 * next(_ENGINES)
+        self._run = self._ticket + 1_000_003 * number
         self._blank = _buffers_of(state)
         self._unread: deque[Mail] = deque()
 

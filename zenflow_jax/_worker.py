@@ -28,6 +28,7 @@ from zenflow_jax._parts import Part, host_channels
 from zenflow_jax._placement import upload, view
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._stats import WorkerStats
+from zenflow_jax._watch import Watch
 
 
 @dataclass
@@ -73,9 +74,10 @@ class Worker:
     Args:
         half: The arrays that the thread works on; nobody else touches them from now on.
         parts: For each leaf of `half` of what it is a part, and where its uploads go.
+        watch: Tells the other processes of a failure, and this worker of theirs.
     """
 
-    def __init__(self, half: HostHalf, parts: Sequence[Part]):
+    def __init__(self, half: HostHalf, parts: Sequence[Part], watch: Watch):
         # Replaced as a whole, so it can be read at any time.
         self.stats = WorkerStats(host_bytes=half.nbytes)
         self.wait_s = 0.0  # the caller's; see `wait`
@@ -86,6 +88,12 @@ class Worker:
         self._condition = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
+        self._reason = ""  # the failure in words, set before it
+        self._other: str | None = None  # another process's failure, which becomes this one's
+        self._watch = watch
+        # The caller's. Every process makes the same calls in the same order, so where two raise a
+        # failure after the same number of points they have dispatched the same programs.
+        self._passed = 0
         self._update: Iterator[str] | None = None
         self._window = 1  # the one being summed, for messages
         self._where = "the first mail"  # what the thread is at, for messages
@@ -95,6 +103,7 @@ class Worker:
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
         self._thread.start()
+        watch.start(self.fail)
 
     def post(self, item: Mail | Close) -> None:
         promised = [item.done]
@@ -118,9 +127,12 @@ class Worker:
 
     def check(self) -> None:
         """Raises what ended the thread, if anything did."""
-        if self._failure is not None:
+        if self._failure is None:
+            self._passed += 1
+        else:
+            self._watch.raised(f"point {self._passed}")
             raise RuntimeError(
-                f"the host worker failed at {self._where}: {str(self._failure).rstrip('.')}. "
+                f"{self._reason}. "
                 "Deferred channels are not up to date and this engine takes no more work; go on "
                 "from the last checkpoint."
             ) from self._failure
@@ -138,7 +150,17 @@ class Worker:
             self.wait_s += time.perf_counter() - start
         if future.exception() is not None:
             self.check()
+        self._passed += 1
         return future.result()
+
+    def fail(self, message: str) -> None:
+        """Another process failed. The thread ends after the piece it is at, with that failure.
+
+        For the watch's thread. All promises are broken by the worker's own.
+        """
+        with self._condition:
+            self._other = message
+            self._condition.notify()
 
     def ask_to_stop(self) -> None:
         """Lets the thread end after the piece it is at, without waiting for it.
@@ -175,6 +197,11 @@ class Worker:
             while self._turn():
                 pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            if self._other is None:
+                self._reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
+                self._watch.report(self._reason)
+            else:
+                self._reason = self._other
             self._failure = error
         finally:
             self._break_promises()
@@ -185,10 +212,12 @@ class Worker:
     def _turn(self) -> bool:
         """Does one thing; False when closed."""
         with self._condition:
-            while not (self._closed or self._ready() or self._update is not None):
+            while not (self._closed or self._other or self._ready() or self._update is not None):
                 self._condition.wait()
             if self._closed:
                 return False
+            if self._other is not None:
+                raise RuntimeError(self._other)
             item = self._inbox.popleft() if self._ready() else None
         start = time.perf_counter()
         if item is None:

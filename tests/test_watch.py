@@ -1,0 +1,373 @@
+"""What becomes of the other processes when one fails: real processes, real collectives.
+
+The functions without `test_` run in the processes. `me` is the index of one, `failing` that of the
+process which fails. They wait for conditions; how long a test may take is up to `assert_ends`.
+"""
+
+import atexit
+import contextlib
+import gc
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.processes import start_process
+from zenflow_jax import _watch
+from zenflow_jax._watch import CLOSED, Watch
+
+POLL_S = 0.3  # process 0 outlives the others by three polls, which must be time enough
+SOON_S = 0.5  # a grace that a test waits for
+NEVER_S = 300.0  # and one that no test lives to see
+TIMEOUT_S = 120.0
+
+
+class Engine:
+    """The part of an engine that a watch knows: its caller waits for `future`."""
+
+    def __init__(self, name: str, grace_s: float):
+        self.future: Future = Future()
+        self.watch = Watch(name, [0, 1], poll_s=POLL_S, grace_s=grace_s)
+        self.watch.start(self.fail)
+        weakref.finalize(self, self.watch.close)
+
+    def fail(self, message: str) -> None:
+        self.future.set_exception(RuntimeError(message))
+
+
+def join(me: int, port: int) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, cluster_detection_method="deactivate")
+    # Made here, or the exit would wait for a process that never says which devices it has.
+    assert jax.device_count() == 2
+
+
+def collective() -> float:
+    """A sum over both processes: returns once both have called it."""
+    mesh = jax.make_mesh((2,), ("x",))
+    x = jax.make_array_from_callback(
+        (2,),
+        jax.NamedSharding(mesh, jax.P("x")),
+        lambda _: np.ones(1, np.float32),
+    )
+    total = jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, jax.P()))(x)
+    return float(total)
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.02)
+
+
+def watches() -> bool:
+    return any(t.name == "zenflow-watch" for t in threading.enumerate())
+
+
+def has_left(engine: Engine, process: int) -> bool:
+    """Whether that process has left the engine, as the others see it."""
+    entries = engine.watch._client.key_value_dir_get(engine.watch._directory)
+    return any(key.endswith(f"/{process}/left") for key, _ in entries)
+
+
+def fail_while_the_other_is_in_a_collective(me: int, port: int, failing: int) -> None:
+    join(me, port)
+    assert collective() == 2
+    engine = Engine("engine", SOON_S)
+    if me != failing:
+        collective()
+        raise AssertionError("nobody else was there")
+    engine.watch.report("the moments ran away")
+    engine.watch.raised("call 1")
+    raise RuntimeError("as the engine would")
+
+
+def fail_after_the_other_closed(me: int, port: int, failing: int) -> None:
+    join(me, port)
+    assert collective() == 2
+    engine = Engine("engine", SOON_S)
+    if me != failing:
+        engine.watch.close()
+        collective()
+        raise AssertionError("nobody else was there")
+    wait_until(lambda: has_left(engine, 1 - me))
+    engine.watch.report("the moments ran away")
+    engine.watch.raised("call 1")
+    threading.Event().wait()  # the program caught it and does something else
+
+
+def fail_while_the_other_waits_for_its_engine(me: int, port: int, failing: int) -> None:
+    join(me, port)
+    assert collective() == 2
+    engine = Engine("engine", NEVER_S)
+    atexit.register(lambda: sys.stdout.write("goes through its exit\n"))
+    if me != failing:
+        try:
+            engine.future.result()
+        except RuntimeError:
+            engine.watch.raised("call 2")
+            raise
+    engine.watch.report("the moments ran away")
+    engine.watch.raised("call 1")
+    raise RuntimeError("as the engine would")
+
+
+def raise_at_different_points_and_go_on(me: int, port: int, failing: int) -> None:
+    join(me, port)
+    engine = Engine("engine", SOON_S)
+    if me == failing:
+        engine.watch.report("the moments ran away")
+    else:
+        with contextlib.suppress(RuntimeError):
+            engine.future.result()
+    engine.watch.raised(f"call {me}")
+    engine.watch.close()
+    threading.Event().wait()
+
+
+def go_on(me: int, port: int) -> None:
+    """All that must not end a process, one after the other."""
+    join(me, port)
+
+    # All fail, and raise at the same point. Process 0 may hear of process 1 first, or not.
+    engine = Engine("all fail", SOON_S)
+    engine.watch.report(f"mistake of process {me}")
+    engine.watch.raised("call 7")
+    engine.watch.close()
+    wait_until(lambda: not watches())
+    assert collective() == 2
+
+    # One fails, and all raise at the same point.
+    engine = Engine("one fails", SOON_S)
+    if me == 1:
+        engine.watch.report("a letter that UTF-8 lacks: \ud800, and many more" + "." * 5_000_000)
+    else:
+        with pytest.raises(RuntimeError, match="^process 1 failed: a letter"):
+            engine.future.result()
+    engine.watch.raised("call 7")
+    wait_until(lambda: not watches())
+    assert collective() == 2
+
+    # None fails, and one closes long before the other.
+    engine = Engine("one closes first", SOON_S)
+    if me == 0:
+        wait_until(lambda: has_left(engine, 1))
+        start = time.monotonic()
+        wait_until(lambda: time.monotonic() > start + 2 * SOON_S)
+    engine.watch.close()
+    engine.watch.close()
+    assert me == 0 or watches()
+    wait_until(lambda: not watches())
+
+    # An engine is forgotten, by all.
+    engine = Engine("forgotten", SOON_S)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    wait_until(lambda: not watches())
+
+    # A worker fails when the engine has been closed: nobody misses anything.
+    engine = Engine("closed, then failed", SOON_S)
+    engine.watch.close()
+    engine.watch.report("too late")
+    wait_until(lambda: not watches())
+    assert not engine.future.done()
+
+    # The engine of one process only: nothing is watched, with `jax.distributed` or not.
+    Watch("alone", [me]).start(engine.fail)
+    assert not watches()
+
+    # The interpreter closes what the program did not, at different times.
+    left_open = Engine("left open", NEVER_S)
+    assert collective() == 2
+    if me == 0:
+        wait_until(lambda: has_left(left_open, 1))
+    sys.stdout.write("the last line\n")
+
+
+def leave_at_very_different_times(me: int, port: int) -> None:
+    """Longer apart than exit waits: then JAX's own exit does."""
+    join(me, port)
+    assert collective() == 2
+    engine = Engine("engine", SOON_S)
+    if me == 0:
+        wait_until(lambda: has_left(engine, 1))
+        start = time.monotonic()
+        wait_until(lambda: time.monotonic() > start + 2 * SOON_S)
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that the kernel gives to nobody else, and that JAX's service can share."""
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as holder:
+        # As the service binds: all addresses of both families, and ready to share.
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("::", 0))
+        yield holder.getsockname()[1]
+
+
+@contextlib.contextmanager
+def both(function: str, *args: Any) -> Iterator[list[subprocess.Popen]]:
+    """Processes 0 and 1 in that function."""
+    with reserved_port() as port:
+        processes = [
+            start_process("test_watch", function, me, port, *args, devices=1) for me in (0, 1)
+        ]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def assert_end(processes: list[subprocess.Popen], code: int) -> list[str]:
+    """All end by themselves, with that exit code; what they wrote."""
+    outputs = []
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=TIMEOUT_S)[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"still running:\n{process.communicate()[0][-3000:]}") from None
+        assert process.returncode == code, f"code {process.returncode}:\n{outputs[-1][-3000:]}"
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fail_while_the_other_is_in_a_collective",
+        "fail_after_the_other_closed",
+        "raise_at_different_points_and_go_on",
+    ],
+)
+def test_a_failure_ends_all_processes_that_cannot_raise_it_together(case):
+    # Process 0 has JAX's service, without which the other is aborted, with another exit code.
+    with both(case, 0) as first, both(case, 1) as second:
+        for failing, processes in enumerate((first, second)):
+            outputs = assert_end(processes, code=1)
+            for output in outputs:
+                assert f"process {failing} failed: the moments ran away" in output
+            # Gloo may wake the other one when the first goes; what else is used for it does not.
+            assert any(
+                f"Process {me} ends itself" in output and "most recent call first" in output
+                for me, output in enumerate(outputs)
+            )
+
+
+def test_a_failure_is_raised_by_a_process_that_waits_for_its_engine():
+    case = "fail_while_the_other_waits_for_its_engine"
+    with both(case, 0) as first, both(case, 1) as second:
+        for failing, processes in enumerate((first, second)):
+            outputs = assert_end(processes, code=1)
+            waited = f"RuntimeError: process {failing} failed: the moments ran away"
+            assert waited in outputs[1 - failing]
+            assert "RuntimeError: as the engine would" in outputs[failing]
+            for output in outputs:
+                # By itself, although the two raised at different points.
+                assert "goes through its exit" in output
+                assert "ends itself" not in output
+
+
+def test_a_program_goes_on_where_no_process_waits_for_another():
+    with both("go_on") as processes:
+        for output in assert_end(processes, code=0):
+            assert output.endswith("the last line\n"), output  # nothing of ours or JAX's follows
+
+
+def test_processes_that_end_at_very_different_times_end_well():
+    with both("leave_at_very_different_times") as processes:
+        for output in assert_end(processes, code=0):
+            assert not re.search("zenflow|rror", output), output
+
+
+def test_one_process_has_no_thread_and_needs_no_service():
+    class Owner:
+        def fail(self, message: str) -> None:
+            raise AssertionError(message)
+
+    watch = Watch("engine", [0])
+    watch.start(Owner().fail)
+    watch.report("the moments ran away")
+    watch.raised("call 1")
+    watch.close()
+    assert not watches()
+
+
+def test_several_processes_need_jax_distributed():
+    with pytest.raises(RuntimeError, match=r"Call `jax.distributed.initialize`"):
+        Watch("engine", [0, 1])
+
+
+def test_jax_still_has_the_private_store_that_the_watch_rests_on():
+    # When this fails on a new jax: look where the store went, change `_watch._connect` and the
+    # versions beside it, and see that the other tests here pass.
+    from jax._src import distributed
+    from jax._src.lib import _jax
+
+    assert distributed.global_state.client is None  # not initialized, in this process
+    for method in ("key_value_set", "key_value_dir_get"):
+        assert callable(getattr(_jax.DistributedRuntimeClient, method))
+
+
+class Store:
+    """In the place of JAX's client: a dict, which can be out of order."""
+
+    def __init__(self):
+        self.entries: dict[str, str] = {}
+        self.broken = False
+
+    def key_value_set(self, key: str, text: str, allow_overwrite: bool) -> None:
+        self._answer()
+        self.entries[key] = text
+
+    def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+        self._answer()
+        return [(k, v) for k, v in self.entries.items() if k.startswith(directory)]
+
+    def _answer(self) -> None:
+        if self.broken:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(_watch, "_connect", lambda: store)
+    return store
+
+
+def test_a_watch_survives_a_service_that_is_away_for_a_while(store):
+    engine = Engine("engine", NEVER_S)
+    store.broken = True
+    engine.watch.report("the moments ran away")
+    wait_until(lambda: engine.watch._failed)
+    assert not store.entries
+    store.broken = False
+    wait_until(lambda: store.entries)
+    assert store.entries == {f"{engine.watch._directory}0/failed": "the moments ran away"}
+    store.entries[f"{engine.watch._directory}1/left"] = CLOSED
+    engine.watch.close()
+    wait_until(lambda: not watches())
+
+
+def test_a_watch_ends_with_the_service_once_its_engine_is_closed(store):
+    engine = Engine("engine", NEVER_S)
+    store.broken = True
+    engine.watch.close()
+    wait_until(lambda: not watches())

@@ -1,0 +1,259 @@
+"""What one process's failure does to the others, which may be waiting for it in a collective.
+
+JAX notices a process that is dead, 100 s after its last heartbeat, but not one whose program ends
+with an error: that one waits at exit for the others, these wait for it in a collective, and after
+300 s JAX aborts them all. A program that catches the error holds up the others for ever.
+
+So the engine of a run on several processes has a `Watch`. It spreads a worker's failure, so that
+the other processes raise it too, and it ends processes that cannot raise it because they are stuck.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import hashlib
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
+
+import jax
+
+# How soon the others hear of a failure. A look takes the service half a millisecond, so that it
+# has time for a thousand processes.
+POLL_S = 1.0
+# How long a process has to raise it. Whatever a slower one is at, it is lost: a step waits for the
+# others, and so does a checkpoint.
+GRACE_S = 30.0
+# The service is in this process. JAX aborts the others the moment that it goes, with messages that
+# hide the reason, so it goes last, by so many polls.
+SERVICE = 0
+LAST_BY = 3
+# Where a process left that closed its engine, beside the points at which failures are raised.
+CLOSED = "close"
+# A message longer than this is cut.
+LONGEST = 4000
+
+
+class Watch:
+    """Spreads failures between the processes of one engine, through JAX's coordination service.
+
+    A process *leaves* the engine when it raises a failure to its caller, or closes. When all have
+    left at the same point they have dispatched the same programs, none waits for another, and the
+    watch ends without a word, whatever they do next. If a failure is known and that has not come
+    about `grace_s` later, each process ends itself with code 1, its message and its threads' stacks
+    on stderr: some are stuck already, and the others would be in their next collective. The
+    interpreter's exit has no longer than that either. All in all 35 s, with the defaults.
+
+    First `start`, then the other calls, from any thread and any number of times; they neither wait
+    nor raise, and the point at which a process left first is the one that counts. Where one
+    process has all the devices, no call does anything.
+
+    Args:
+        name: Equal on all processes for the same engine, and no other engine's.
+        processes: The indices of those that take part.
+        poll_s: Seconds between two looks at the others.
+        grace_s: Seconds from a failure to the end of a process that is stuck.
+
+    Raises:
+        RuntimeError: If several processes take part, and `jax.distributed` is not initialized.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        processes: Collection[int],
+        *,
+        poll_s: float = POLL_S,
+        grace_s: float = GRACE_S,
+    ):
+        self._processes = frozenset(processes)
+        self._idle = len(self._processes) < 2
+        if self._idle:
+            return
+        self._me = jax.process_index()
+        self._client = _connect()
+        # Engines of other sets of processes may have the same names.
+        members = hashlib.sha256(repr(sorted(self._processes)).encode()).hexdigest()[:16]
+        self._directory = f"zenflow_jax/{members}/{name}/"
+        self._poll_s, self._grace_s = poll_s, grace_s
+        # (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
+        # collector may `close`, and it may run on a thread that is inside of `put` or `get`.
+        self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._at_rest = threading.Event()  # the thread makes no more requests
+        # The thread's own: what it knows of each process, and what it has told the others.
+        self._failed: dict[int, str] = {}  # messages
+        self._left: dict[int, str] = {}  # points
+        self._told: set[str] = set()
+        self._exits = False
+        self._thread = threading.Thread(target=self._run, name="zenflow-watch", daemon=True)
+
+    def start(self, on_failure: Callable[[str], None]) -> None:
+        """Begins to watch.
+
+        Args:
+            on_failure: A bound method that does not raise. The watch's thread calls it with a
+                message when another process has failed: once, unless this one failed or left
+                before. Its object is held weakly, so that an engine can be forgotten.
+        """
+        if self._idle:
+            return
+        self._on_failure = weakref.WeakMethod(on_failure)
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def report(self, message: str) -> None:
+        """This process's worker has failed."""
+        self._put("failed", message)
+
+    def raised(self, point: str) -> None:
+        """The caller's thread raises a failure, this process's or another's.
+
+        Args:
+            point: Where in the program that is: processes with the same text have dispatched the
+                same programs until now.
+        """
+        self._put("left", point)
+
+    def close(self) -> None:
+        """The engine was closed, or forgotten."""
+        self._put("left", CLOSED)
+
+    def _put(self, kind: str, text: str) -> None:
+        if not self._idle:
+            # What the service takes.
+            self._news.put((kind, text[:LONGEST].encode(errors="replace").decode()))
+
+    def _at_exit(self) -> None:
+        """Waits for all to leave, as JAX's own exit does, which comes after this one.
+
+        The interpreter must not go while the thread is inside of a request: C++ would abort.
+        """
+        if self._thread.is_alive():  # not so in a fork
+            self.close()
+            self._put("exit", "")
+            self._at_rest.wait()
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._at_rest.set()
+            if not self._exits:
+                atexit.unregister(self._at_exit)
+
+    def _watch(self) -> None:
+        end = exit_end = math.inf
+        while not self._together():
+            # At exit somebody waits for this thread.
+            self._hear(self._poll_s / 10 if self._exits else self._poll_s)
+            try:
+                self._tell()
+                self._look()
+            except jax.errors.JaxRuntimeError:
+                # The service has gone, or has no time. If it does not come back, JAX ends the
+                # processes, unless this one shut it down, as it may once it has left.
+                if self._me in self._left and not self._failed:
+                    return
+            now = time.monotonic()
+            if self._failed and end == math.inf:
+                end = now + self._grace_s + (LAST_BY * self._poll_s if self._me == SERVICE else 0)
+                self._pass_on()
+            if self._exits and self._failed:
+                # The exit may go on, and gets stuck or not: this thread does not outlive it.
+                if self._left[self._me] == CLOSED:
+                    # An error that was raised here, if one was, does not say why.
+                    _say(f"{self._what()}\n")
+                self._at_rest.set()
+                time.sleep(max(0.0, end - now))
+                self._end_process()
+            if now >= end:
+                self._end_process()
+            if self._exits:
+                exit_end = min(exit_end, now + self._grace_s)
+            if now >= exit_end:
+                return  # the others take long, and JAX's exit has its own patience
+
+    def _together(self) -> bool:
+        """Whether all processes have left, at the same point, and the others know it of this."""
+        points = set(self._left.values())
+        return "left" in self._told and self._left.keys() == self._processes and len(points) == 1
+
+    def _hear(self, seconds: float) -> None:
+        """Takes in the news of this process, or waits for some."""
+        try:
+            kind, text = self._news.get(timeout=seconds)
+            while True:
+                if kind == "exit":
+                    self._exits = True
+                else:
+                    self._texts(kind).setdefault(self._me, text)
+                kind, text = self._news.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _tell(self) -> None:
+        for kind in ("failed", "left"):
+            text = self._texts(kind).get(self._me)
+            if text is not None and kind not in self._told:
+                # Overwrites, because a request that failed may have arrived.
+                self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
+                self._told.add(kind)
+
+    def _look(self) -> None:
+        for key, text in self._client.key_value_dir_get(self._directory):
+            process, kind = key.removeprefix(self._directory).split("/")
+            self._texts(kind).setdefault(int(process), text)
+
+    def _texts(self, kind: str) -> dict[int, str]:
+        return {"failed": self._failed, "left": self._left}[kind]
+
+    def _pass_on(self) -> None:
+        on_failure = self._on_failure()
+        if not (on_failure is None or self._me in self._failed or self._me in self._left):
+            on_failure(self._what())
+
+    def _what(self) -> str:
+        process, message = min(self._failed.items())
+        return f"process {process} failed: {message}"
+
+    def _end_process(self) -> NoReturn:
+        states = ", ".join(
+            f"process {i} left it at {self._left[i]}" if i in self._left else f"process {i} did not"
+            for i in sorted(self._processes)
+        )
+        _say(
+            f"{self._what()}\n"
+            f"Process {self._me} ends itself with code 1: {self._grace_s:g} s later the processes "
+            f"have not all left the engine at the same point ({states}), and whoever goes on "
+            "waits in a collective that others never join. Start them all again, from the last "
+            "checkpoint. The threads of this one now:\n"
+        )
+        faulthandler.dump_traceback(2)
+        os._exit(1)
+
+
+def _say(text: str) -> None:
+    # Not through `sys.stderr`, whose lock a thread may hold that is stuck. Nobody may be reading.
+    with contextlib.suppress(OSError):
+        os.write(2, f"zenflow_jax: {text}".encode())
+
+
+def _connect() -> Any:
+    # JAX has no public key-value store, nor another way from process to process that goes around
+    # the devices. Checked on jax 0.10.0 and 0.10.2; imported here, so that whoever has one process
+    # does not depend on it.
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError(
+            "expected an initialized `jax.distributed`, because the parameters lie on devices of "
+            "several processes, got none. Call `jax.distributed.initialize` before anything else "
+            "of jax."
+        )
+    return client
