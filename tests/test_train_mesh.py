@@ -1,0 +1,338 @@
+"""The quickstart job on several devices and in several processes: mesh, rules, batches, launching.
+
+Devices are forced CPU devices, each set of them in a process of its own; processes meet on
+127.0.0.1.
+"""
+
+import csv
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from train import data, finetune, processes, sharding
+from train.settings import Launch, Settings, SettingsError, load_settings, read_command_line
+
+ROOT = Path(__file__).parents[1]
+
+TINY = {
+    "corpus_megabytes": 0.3,
+    "sequence_length": 16,
+    "batch_size": 8,
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "ffn": 24,
+    "steps": 5,
+    "log_every": 1,
+    "eval_batches": 2,
+    "learning_rate": 1e-2,
+    # The settings in which zenflow is adamw, whatever it selects: it selects inside each shard.
+    "update_interval": 1,
+    "overlap_step": False,
+}
+
+# Losses in nats, of the same batches. Products and sums over devices are rounded to bfloat16 in
+# another order. Measured 3e-4; a process that fed another's rows would be off by more than 1e-2.
+SAME_TRAINING_ATOL = 2e-3
+
+
+def tiny_settings(**changed) -> Settings:
+    return Settings(**(TINY | {"optimizer": "adamw"} | changed))
+
+
+def abstract_mesh(**axes: int) -> AbstractMesh:
+    return AbstractMesh(tuple(axes.values()), tuple(axes))
+
+
+def shapes_of(settings: Settings):
+    return nnx.as_pure(nnx.state(nnx.eval_shape(lambda: finetune.make_model(settings, None))))
+
+
+# --- mesh and rules -------------------------------------------------------------------------
+
+
+def test_a_mesh_is_read_from_the_file_and_the_command_line_goes_over_it(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('mesh = "data=2,fsdp=4"', encoding="utf-8")
+    assert load_settings(path).mesh == "data=2,fsdp=4"
+    command = read_command_line([str(path), "--mesh", "tensor=8"], program="train")
+    assert (command.settings.mesh, command.launch) == ("tensor=8", Launch())
+
+
+def test_without_the_setting_there_is_no_mesh():
+    assert sharding.make_mesh(None) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        ("data", "expected `axis=size` pairs.*got 'data'"),
+        ("", "expected `axis=size` pairs.*got ''"),
+        ("data=1,", "expected `axis=size` pairs"),
+        ("data=0", "expected `axis=size` pairs.*above 0"),
+        ("data=1.5", "expected `axis=size` pairs"),
+        ("tensr=1", "expected axes of data, fsdp, tensor, got `tensr`.*mean `tensor`"),
+        ("data=1,data=1", "expected every axis once, got `data` twice"),
+        (
+            "data=64,fsdp=3",
+            r"expected .* number of devices, here \d+ .*got data=64,fsdp=3, which is 192",
+        ),
+    ],
+)
+def test_a_mistake_in_the_mesh_is_named_with_a_remedy(mesh, expected):
+    with pytest.raises(SettingsError, match=f"^`mesh`: {expected}"):
+        sharding.make_mesh(mesh)
+
+
+def test_every_weight_of_the_model_is_split_by_its_rule():
+    mesh = abstract_mesh(data=3, fsdp=2, tensor=4)
+    specs = jax.tree.map(
+        lambda s: s.spec, sharding.weight_shardings(mesh, shapes_of(tiny_settings()))
+    )
+    columns, rows = PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor", "fsdp")
+    norm = {"scale": PartitionSpec(None)}
+    assert specs == {
+        "embed": {"embedding": columns},
+        "blocks": {
+            0: {
+                "attention_norm": norm,
+                "query_key_value": {"kernel": columns},
+                "attention_out": {"kernel": rows},
+                "ffn_norm": norm,
+                "gate": {"kernel": columns},
+                "up": {"kernel": columns},
+                "down": {"kernel": rows},
+            }
+        },
+        "norm": norm,
+        "head": {"kernel": columns},
+    }
+
+
+def test_an_axis_that_the_mesh_does_not_have_splits_nothing():
+    shardings = sharding.weight_shardings(abstract_mesh(tensor=2), shapes_of(tiny_settings()))
+    assert shardings["head"]["kernel"].spec == PartitionSpec(None, "tensor")
+
+
+def test_a_size_that_does_not_divide_is_an_error_that_names_leaf_and_axis():
+    expected = (
+        r"`mesh`: expected a size of `fsdp` that divides dimension 1 of the leaf "
+        r"`blocks/0/attention_out/kernel`, which is 16, got fsdp=3\. Change"
+    )
+    with pytest.raises(SettingsError, match=expected):
+        sharding.weight_shardings(abstract_mesh(fsdp=3), shapes_of(tiny_settings()))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("bias", (4,), r"a rule for the leaf `bias` of shape \(4,\), got none\. Change RULES"),
+        ("norm/scale", (4, 4), r"leaf `norm/scale` .* got one for 1 dimensions"),
+    ],
+)
+def test_a_leaf_without_a_rule_that_fits_is_an_error(name, shape, expected):
+    outer, _, inner = name.rpartition("/")
+    leaf = {inner: jax.ShapeDtypeStruct(shape, np.float32)}
+    with pytest.raises(SettingsError, match=expected):
+        sharding.weight_shardings(abstract_mesh(fsdp=2), {outer: leaf} if outer else leaf)
+
+
+# --- batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, PartitionSpec(("data", "fsdp"))),
+        ({"tensor": 8}, PartitionSpec(())),
+    ],
+)
+def test_the_batch_is_split_over_data_and_fsdp(axes, spec):
+    assert sharding.batch_sharding(abstract_mesh(**axes), 4).spec == spec
+
+
+def test_a_batch_that_does_not_divide_is_an_error():
+    expected = "`batch_size`: expected a multiple of 6, .*data and fsdp .*got 8.*--batch-size 12"
+    with pytest.raises(SettingsError, match=expected):
+        sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
+
+
+class OneProcessOfMany:
+    """Stands in for the sharding of a batch over three devices of this process, and others."""
+
+    def addressable_devices_indices_map(self, shape):
+        return {0: (slice(6, 8),), 1: (slice(2, 4),), 2: (slice(6, 8),)}
+
+
+def test_a_process_takes_the_rows_of_its_own_devices_once_each():
+    assert sharding.own_rows(OneProcessOfMany(), 8).tolist() == [2, 3, 6, 7]
+
+
+def test_sharded_batches_hold_the_rows_of_the_same_batches():
+    windows = np.arange(60, dtype=np.uint8).reshape(20, 3)
+    whole = data.batches(windows, batch_size=8, seed=5)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    options = {"batch_size": 8, "seed": 5, "sharding": place}
+    sharded = data.ShardedBatches(windows, rows=np.arange(8), **options)
+    for i in (0, 1, 7):  # an epoch ends inside of batch 2
+        np.testing.assert_array_equal(sharded[i], whole[i])
+
+
+# --- processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"processes": 2}, "--processes alone. Add --coordinator and --process,"),
+        ({"coordinator": "a:1", "process": 0}, "--coordinator and --process alone. Add --proce"),
+        ({"coordinator": "a", "processes": 2, "process": 0}, "expected HOST:PORT, got a"),
+        ({"coordinator": "a:b", "processes": 2, "process": 0}, "expected HOST:PORT, got a:b"),
+        ({"coordinator": "a:1", "processes": 2, "process": 2}, "from 0 to .*got 2 with .* 2"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_the_launch_flags_is_named_with_a_remedy(flags, expected):
+    with pytest.raises(SettingsError, match=expected):
+        Launch(**flags)
+
+
+SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "environment", "arguments", "options"),
+    [
+        (Launch(), {}, None, None),
+        (Launch(), {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
+        (Launch(), SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}),
+        (Launch(), SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"}, (), {"local_device_ids": None}),
+        (
+            Launch(coordinator="a:1", processes=2, process=1),
+            SLURM_STEP,
+            ("a:1", 2, 1),
+            {"cluster_detection_method": "deactivate"},
+        ),
+    ],
+    ids=["alone", "alone under SLURM", "one per node", "one per GPU", "flags under SLURM"],
+)
+def test_the_processes_are_those_of_the_flags_or_else_of_slurm(
+    monkeypatch, launch, environment, arguments, options
+):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **o: calls.append((a, o)))
+    for name in SLURM_STEP:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    processes.join(launch)
+    assert [a for a, _ in calls] == ([] if arguments is None else [arguments])
+    assert all(o.items() >= options.items() for _, o in calls)
+
+
+# --- the command ----------------------------------------------------------------------------
+
+# The script, after a look at the weights that it starts from.
+ON_A_MESH = """
+import sys
+import jax, numpy as np
+from train import finetune, sharding
+from train.settings import read_command_line
+
+settings = read_command_line(sys.argv[1:], program="test").settings
+mesh = sharding.make_mesh(settings.mesh)
+(_, alone), (_, placed) = (finetune.split_model(settings, m) for m in (None, mesh))
+jax.tree.map(np.testing.assert_array_equal, alone, placed)
+kernel = placed["blocks"][0]["gate"]["kernel"]
+assert kernel.sharding.shard_shape(kernel.shape) == (8, 12), kernel.sharding
+sys.exit(finetune.main(sys.argv[1:]))
+"""
+
+
+def config_file(folder: Path, **settings) -> str:
+    values = TINY | {"output_dir": str(folder / "runs")} | settings
+    path = folder / "job.toml"
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def start(*command: str, devices: int) -> subprocess.Popen:
+    forced = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | forced,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(*started: subprocess.Popen) -> list[str]:
+    """What the processes print until their end, which is to be without an error."""
+    try:
+        shown = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, text in zip(started, shown, strict=True):
+        assert process.returncode == 0, text
+    return shown
+
+
+def losses(folder: Path) -> list[float]:
+    """Of every step, and of the validation before and after them."""
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+        steps = [float(row["loss"]) for row in csv.DictReader(file)]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert len(steps) == TINY["steps"]
+    return [*steps, summary["validation_loss_before"], summary["validation_loss_after"]]
+
+
+@pytest.fixture(scope="module", params=["adamw", "zenflow"])
+def on_one_device(request, tmp_path_factory) -> tuple[str, list[float]]:
+    """An optimizer, and the losses of its run on one device."""
+    folder = tmp_path_factory.mktemp("one")
+    # As users have it: jax's own `dot_product_attention` is not clean under strict promotion.
+    with jax.default_device(jax.devices("cpu")[0]), jax.numpy_dtype_promotion("standard"):
+        assert finetune.main([config_file(folder, optimizer=request.param)]) == 0
+    (run,) = (folder / "runs").iterdir()
+    return request.param, losses(run)
+
+
+def test_eight_devices_train_as_one_does(tmp_path, on_one_device):
+    optimizer, expected = on_one_device
+    config = config_file(tmp_path, optimizer=optimizer, mesh="data=2,fsdp=2,tensor=2")
+    output(start("-c", ON_A_MESH, config, devices=8))
+    (run,) = (tmp_path / "runs").iterdir()
+    np.testing.assert_allclose(losses(run), expected, rtol=0, atol=SAME_TRAINING_ATOL)
+
+
+def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, on_one_device):
+    optimizer, expected = on_one_device
+    config = config_file(tmp_path, optimizer=optimizer, mesh="data=2")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ("-m", "train.finetune", config, "--coordinator", coordinator, "--processes", "2")
+    first, second = output(
+        *(start(*command, "--process", str(process), devices=1) for process in range(2))
+    )
+    (run,) = (tmp_path / "runs").iterdir()
+    np.testing.assert_allclose(losses(run), expected, rtol=0, atol=SAME_TRAINING_ATOL)
+    assert "2 processes" in first
+    assert not re.search("loss|tokens|metrics", second)
