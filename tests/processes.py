@@ -1,8 +1,11 @@
 """Processes of their own for tests that need another set-up, or that may hang or die."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +42,14 @@ def assert_ends_well(process: subprocess.Popen, timeout_s: float = 120) -> None:
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout_s} s:\n{output[-3000:]}") from None
     assert process.returncode == 0, f"code {process.returncode}:\n{output[-3000:]}"
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that the kernel gives to nobody else, and that JAX's service can share."""
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as holder:
+        # As the service binds: all addresses of both families, and ready to share.
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("::", 0))
+        yield holder.getsockname()[1]

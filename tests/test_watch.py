@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import gc
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.processes import start_process
+from tests.processes import reserved_port, start_process
 from zenflow_jax import _watch
 from zenflow_jax._watch import CLOSED, Watch
 
@@ -207,17 +206,6 @@ def leave_at_very_different_times(me: int, port: int) -> None:
         wait_until(lambda: has_left(engine, 1))
         start = time.monotonic()
         wait_until(lambda: time.monotonic() > start + 2 * SOON_S)
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port that the kernel gives to nobody else, and that JAX's service can share."""
-    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as holder:
-        # As the service binds: all addresses of both families, and ready to share.
-        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("::", 0))
-        yield holder.getsockname()[1]
 
 
 @contextlib.contextmanager

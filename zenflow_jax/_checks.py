@@ -262,7 +262,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 "they stay, or tell it of them with `param_shardings`."
             )
         if then is not None and (
-            now is None or now.mesh.shape_tuple != then.mesh.shape_tuple or now.block != then.block
+            now is None or now.mesh.shape_tuple != then.mesh.shape_tuple or now.cuts != then.cuts
         ):
             raise ValueError(
                 f"expected {spec.name} divided by the mesh axes {then.block} of "

@@ -33,6 +33,13 @@ class Placement:
         return math.prod(self.mesh.shape[name] for name in axes)
 
     @property
+    def cuts(self) -> MeshAxes:
+        """`block` without mesh axes of one device, which jit leaves out of what it returns."""
+        return tuple(
+            tuple(name for name in names if self.mesh.shape[name] > 1) for names in self.block
+        )
+
+    @property
     def shares(self) -> MeshAxes:
         """For each axis of the leaf the mesh axes that cut a block into parts."""
         return tuple(p[len(b) :] for b, p in zip(self.block, self.part, strict=True))

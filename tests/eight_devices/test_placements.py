@@ -40,6 +40,8 @@ WHERE = [
     ("three", "both", AUTO),
     ("three", "both", EXPLICIT),
     ("three", "stacks", AUTO),
+    ("flat", "both", AUTO),
+    ("flat", "both", EXPLICIT),
     ("one", "channels", AUTO),
     ("one", "both", EXPLICIT),
 ]

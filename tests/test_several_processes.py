@@ -1,0 +1,125 @@
+"""Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests import meshes, processes, runs
+from tests.meshes import LEAVES
+from tests.runs import Plan, Settings, Training
+from zenflow_jax import _engine
+from zenflow_jax._host_adam import HostAdam
+
+STALE = Settings(
+    topk_ratio=0.2,
+    update_interval=4,
+    select_interval=4,
+    full_warm_up_rounds=1,
+    weight_decay=0.1,
+    max_grad_norm=5.0,
+)
+PLAN = Plan(10, bad=(6,), flush_at=(8,))
+
+
+def join(me: int, port: int, count: int) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
+
+
+def on_all(axes: dict[str, int], placement: str) -> dict[str, jax.sharding.NamedSharding]:
+    auto = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
+    return meshes.shardings(mesh, placement)
+
+
+def train(me: int, port: int, count: int) -> None:
+    """One of the processes: runs on different placements, each held to the reference."""
+    join(me, port, count)
+    here = jax.local_device_count()
+    for axes, placement in (
+        ({"data": count * here}, "replicated"),
+        ({"fsdp": count, "tensor": here}, "both"),
+    ):
+        shardings = on_all(axes, placement)
+        shards = meshes.pieces(LEAVES, shardings)
+        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
+        with Training(LEAVES, STALE, shardings=shardings, threads=1, donate=True) as training:
+            ours = []
+            for t, values in training.follow(PLAN):
+                ours.append(values)
+                for name, channels in training.selected().items():
+                    np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
+            runs.assert_close(ours, expected.params)
+
+
+def share(me: int, port: int, count: int) -> None:
+    """One of the processes: where all have copies, each does its part of the work only."""
+    join(me, port, count)
+    shardings = on_all({"data": jax.device_count()}, "replicated")
+    done = []
+    for partition in (True, False):
+        # NumPy, because what Numba compiles first takes longer than everything else here.
+        options = {"shardings": shardings, "partition": partition, "host_kernel": "numpy"}
+        with Training(LEAVES, STALE, threads=1, **options) as training:
+            training.go(9)
+            training.settle()
+            half = training.engine._worker._half
+            updated = sum(x.master.size for x in half.leaves)
+            stats = training.engine.stats
+            done.append((updated, stats.bytes_to_host - 9 * 44, stats.bytes_to_device))
+    ours, alone = np.array(done)
+    assert ours[0] * count == alone[0]
+    # All but the channels' numbers and step counts, which every process has.
+    assert np.all(ours[1:] < 1.1 * alone[1:] / count)
+
+
+def fail(me: int, port: int, count: int) -> None:
+    """One of the processes: the worker of the last one fails, the others wait for it."""
+    join(me, port, count)
+    _engine.Watch = functools.partial(_engine.Watch, poll_s=0.2, grace_s=5.0)
+
+    class Broken(HostAdam):
+        def accumulate(self, *args, **kwargs):
+            raise OSError("the memory is gone")
+
+    if me == count - 1:
+        _engine.HostAdam = Broken
+    shardings = on_all({"data": jax.device_count()}, "replicated")
+    with Training(LEAVES, STALE, shardings=shardings, threads=1) as training:
+        training.go(1000)
+
+
+def together(function: str, count: int, devices: int) -> list[tuple[int, str]]:
+    """Exit codes and outputs of so many processes in that function."""
+    with processes.reserved_port() as port:
+        started = [
+            processes.start_process(
+                "test_several_processes", function, me, port, count, devices=devices
+            )
+            for me in range(count)
+        ]
+        try:
+            return [(p.communicate(timeout=300)[0], p.returncode)[::-1] for p in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
+def test_several_processes_equal_the_reference(count, devices):
+    for code, output in together("train", count, devices):
+        assert code == 0, output[-5000:]
+
+
+def test_each_process_does_its_part_of_the_work():
+    for code, output in together("share", 2, 1):
+        assert code == 0, output[-5000:]
+
+
+def test_a_worker_that_fails_ends_all_processes_with_its_message():
+    for code, output in together("fail", 2, 1):
+        assert code not in (0, None)
+        assert "the memory is gone" in output, output[-5000:]
