@@ -58,7 +58,8 @@ def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
         leaf: An array, a traced one, or a `ShapeDtypeStruct`.
         sharding: Used instead of the leaf's own. Traced leaves know theirs on Explicit axes only.
     """
-    if sharding is None:
+    told = sharding is not None
+    if not told:
         sharding = (
             jax.typeof(leaf).sharding
             if isinstance(leaf, Tracer)
@@ -69,7 +70,7 @@ def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
     mesh = sharding.mesh
     if not isinstance(mesh, AbstractMesh):
         mesh = mesh.abstract_mesh
-    if isinstance(leaf, Tracer) and AxisType.Explicit not in mesh.axis_types:
+    if not told and isinstance(leaf, Tracer) and AxisType.Explicit not in mesh.axis_types:
         return None
     axes = mesh_axes(sharding.spec, len(leaf.shape))
     return Placement(mesh, axes, axes)

@@ -193,3 +193,24 @@ def test_an_axis_of_another_size_stays_whole():
     (state,) = zenflow_jax.zenflow(1e-2).init(params).leaves
     # Only one mesh axis of two divides six.
     assert state.mail.addressable_data(0).shape[-2:] == (10, 3)
+
+
+@pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
+def test_init_under_jit_places_its_state_as_init_outside_of_it(kind, told):
+    mesh = meshes.make_mesh("three", kind)
+    shardings = meshes.shardings(mesh, "both")
+    params = runs.place(runs.initial_values(LEAVES), shardings)
+    tx = runs.transformation(LEAVES, STALE, param_shardings=shardings if told else None)
+    outside, inside = tx.init(params), jax.jit(tx.init)(params)
+    assert jax.tree.structure(inside) == jax.tree.structure(outside)
+    for x, y in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):
+        assert x.sharding == y.sharding
+    zenflow_jax.HostEngine(params, inside, host_kernel="numpy").close()
+
+
+def test_a_state_made_under_jit_that_was_not_told_where_parameters_are_is_refused():
+    shardings = meshes.shardings(meshes.make_mesh("three"), "both")
+    params = runs.place(runs.initial_values(LEAVES), shardings)
+    state = jax.jit(runs.transformation(LEAVES, STALE).init)(params)
+    with pytest.raises(ValueError, match="param_shardings"):
+        zenflow_jax.HostEngine(params, state, host_kernel="numpy")
