@@ -21,6 +21,7 @@ import zenflow_jax
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _LINE = re.compile(rf" = (?P<result>.*?) (?P<kind>{KINDS})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
 
 
 class Collective(NamedTuple):
@@ -28,23 +29,59 @@ class Collective(NamedTuple):
 
     kind: str
     nbytes: int  # of its result on one device
+    group: int  # devices that take part in it together
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each device sends, where the devices of a group stand in a ring."""
+        others = self.group - 1
+        shares = {
+            "all-reduce": 2 * others / self.group,  # a reduce-scatter, then an all-gather
+            "reduce-scatter": others,  # of a result that is one part in `group`
+            "collective-permute": 1,
+            "collective-broadcast": 1,
+        }
+        return round(self.nbytes * shares.get(self.kind, others / self.group))
 
 
 def collectives(program: str) -> list[Collective]:
-    """The operations between devices in the text of a compiled program."""
+    """The operations between devices in the text of a compiled program.
+
+    What is inside a loop counts once.
+    """
+    partitions = _PARTITIONS.search(program)
+    devices = int(partitions[1]) if partitions else 1
     found = []
     for line in program.splitlines():
         if match := _LINE.search(line):
-            arrays = [_nbytes(*array) for array in _ARRAY.findall(match["result"])]
-            # What starts one gives its arguments back too, before the result.
-            size = arrays[-1] if match["start"] else sum(arrays)
-            found.append(Collective(match["kind"], size))
+            kind, arrays = match["kind"], [_nbytes(*x) for x in _ARRAY.findall(match["result"])]
+            # What starts one gives its arguments back too, before the results; but for an
+            # all-reduce, whose results could not be told from them.
+            if match["start"] and kind != "all-reduce":
+                if kind == "collective-permute":
+                    arrays = arrays[:2]  # two counters come last
+                arrays = arrays[len(arrays) // 2 :]
+            found.append(Collective(kind, sum(arrays), _group(line, devices)))
     return found
 
 
 def _nbytes(name: str, bits: str, shape: str) -> int:
     width = 1 if name == "pred" else int(bits) // 8
     return width * math.prod(int(n) for n in shape.split(",") if n)
+
+
+def _group(line: str, devices: int) -> int:
+    """Of how many devices the groups of a line are, in any of the ways that XLA writes them."""
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):  # {{0,1},{2,3}}
+        return len(match[1].split(","))
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):  # [groups,size]<=[devices]
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
+        # mesh['axis_0'=4,'axis_1'=2] {'axis_0'}; a part of an axis is written 'axis_1':(1)2
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part or sizes[name]) for name, part in named)
+    return devices
 
 
 def compiled_step(
