@@ -1,17 +1,22 @@
 """What does XLA make of a training step on a GPU: how much memory, and when does mail leave?
 
-    JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m benchmarks.gpu_program
+    export JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+    python -m benchmarks.gpu_program
+    python -m benchmarks.gpu_program --devices 8
 
 Compiles the steps of a Llama-shaped model with `optax.adamw` and `zenflow` for an NVIDIA H200,
 which need not be there: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each
 step the device's peak bytes per parameter (arguments, outputs and temporaries, less what is
 aliased) and the share of the mail's bytes whose copy starts while matmuls are still to come, that
-is, while the backward pass can hide it. Answers: `benchmarks/LOG.md`.
+is, while the backward pass can hide it. With several devices also what they send each other in a
+step, and the program that merges a window's update into the parameters; bytes are those of one
+device, parameters those of the whole model. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +29,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
+from benchmarks.collectives import Collective, collectives
+from zenflow_jax import _merge
 
 # What XLA asks about an H200 (CUDA compute capability 9.0, 132 multiprocessors, 141 GB at 4.8
 # TB/s), in the text form of its GpuTargetConfig.
@@ -55,7 +62,10 @@ device_description_str: "NVIDIA H200"
 
 
 class Shape(NamedTuple):
-    """A decoder of the Llama family; the defaults have 953 million parameters."""
+    """A decoder of the Llama family; the defaults have 953 million parameters.
+
+    `batch` counts the sequences of one device.
+    """
 
     vocabulary: int = 32000
     width: int = 2048
@@ -112,21 +122,43 @@ def _layer(heads: int, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
 
 
-def loss(shape: Shape, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+def loss(shape: Shape, mesh: Mesh, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
     layer = jax.checkpoint(partial(_layer, shape.heads))
-    x = params["embedding"][tokens[:, :-1]]
+
+    def placed(x: jax.Array) -> jax.Array:
+        # Else the compiler may cut activations by how the weights lie, and leave the batch whole.
+        return jax.lax.with_sharding_constraint(x, batch_sharding(mesh)) if mesh.size > 1 else x
+
+    x = placed(params["embedding"][tokens[:, :-1]])
     if isinstance(params["layers"], dict):
-        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+        x, _ = jax.lax.scan(lambda x, w: (placed(layer(x, w)), None), x, params["layers"])
     else:
         for w in params["layers"]:
-            x = layer(x, w)
-    logits = (_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+            x = placed(layer(x, w))
+    logits = placed((_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32))
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def adamw_step(
-    shape: Shape, max_grad_norm: float
-) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def weight_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """A matrix is cut over `fsdp` along its last axis, which is not that of its channels."""
+    cut = len(shape) > 1 and "fsdp" in mesh.shape
+    spec = PartitionSpec(*[None] * (len(shape) - 1), "fsdp") if cut else PartitionSpec()
+    return NamedSharding(mesh, spec)
+
+
+class Program(NamedTuple):
+    """A step of (params, state, tokens), and what makes its state."""
+
+    step: Callable[..., Any]
+    init: Callable[[Any], Any]
+    scanned: bool = False
+
+
+def adamw_step(shape: Shape, mesh: Mesh, max_grad_norm: float) -> Program:
     """bf16 weights made from a float32 master that is the optimizer's, as is usual."""
     tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(1e-4))
 
@@ -136,29 +168,41 @@ def adamw_step(
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         master, opt_state = state
-        value, gradients = jax.value_and_grad(partial(loss, shape))(params, tokens)
+        value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(params, tokens)
         updates, opt_state = tx.update(gradients, opt_state, master)
         master = optax.apply_updates(master, updates)
         params = jax.tree.map(lambda m: m.astype(jnp.bfloat16), master)
         return params, (master, opt_state), value
 
-    return step, init
+    # Of plain shapes: moments and masters lie as their parameters do.
+    return Program(step, partial(jax.eval_shape, init))
 
 
 def zenflow_step(
-    shape: Shape, max_grad_norm: float | None, front: bool = False
-) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    tx = zenflow_jax.zenflow(1e-4, topk_ratio=0.05, max_grad_norm=None if front else max_grad_norm)
+    shape: Shape,
+    mesh: Mesh,
+    max_grad_norm: float | None,
+    front: bool = False,
+    scanned: bool = False,
+    partition: bool = True,
+) -> Program:
+    tx = zenflow_jax.zenflow(
+        1e-4,
+        topk_ratio=0.05,
+        max_grad_norm=None if front else max_grad_norm,
+        partition_replicated=partition,
+    )
     if front:
         assert max_grad_norm is not None
         tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        value, gradients = jax.value_and_grad(partial(loss, shape))(params, tokens)
+        value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(params, tokens)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    return step, tx.init
+    # On one device of a mesh as on a device without one: no placement to think about.
+    return Program(step, tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init), scanned)
 
 
 class Report(NamedTuple):
@@ -167,40 +211,84 @@ class Report(NamedTuple):
     temporary_bytes: int
     copies: list[tuple[int, int]]  # to the host, in order: (bytes, matmuls still to come)
     matmuls: int
+    collectives: list[Collective]
 
-    def __str__(self) -> str:
+    def row(self, sent: str = "") -> str:
+        """A line of the table; `sent` is a column that only several devices have."""
         mail = sum(size for size, _ in self.copies)
         hidden = sum(size for size, left in self.copies if left > 0)
         n = self.parameters
         memory = f"{self.peak_bytes / n:5.2f} {self.temporary_bytes / n:5.2f}"
         if not mail:
-            return f"{memory}      -        -"
+            return f"{memory}      -        -{sent}   -"
         first = max(left for _, left in self.copies)
-        return f"{memory} {mail / n:6.2f} {hidden / mail:8.1%}   {first} of {self.matmuls}"
+        return f"{memory} {mail / n:6.2f} {hidden / mail:8.1%}{sent}   {first} of {self.matmuls}"
 
 
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 
 
-def compile_step(
-    step: Callable[..., Any], init: Callable[[Any], Any], shape: Shape, scanned: bool
-) -> Report:
-    device = topologies.get_topology_desc(
-        "h200", "cuda", target_config=H200, topology="1x1x1"
-    ).devices[0]
-    placed = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-
-    def put(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), tree)
-
-    params = weights(shape, scanned)
-    tokens = jax.ShapeDtypeStruct((shape.batch, shape.length + 1), jnp.int32)
-    # A described device has no host memory to put arguments in. The step reads no mail, so jit
-    # drops those arguments and their place does not matter.
-    state = jax.eval_shape(init, params)
-    compiled = (
-        jax.jit(step, donate_argnums=(0, 1)).lower(put(params), put(state), put(tokens)).compile()
+def described_mesh(**sizes: int) -> Mesh:
+    """H200s that need not be there, in one node."""
+    count = math.prod(sizes.values())
+    topology = topologies.get_topology_desc(
+        "h200", "cuda", target_config=H200, topology=f"1x1x{count}"
     )
+    return Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """What the step takes, as shapes that lie on the mesh."""
+
+    def put(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+        # A described device has no host memory to put arguments in. The step reads no mail, so jit
+        # drops those arguments and their place does not matter.
+        known = getattr(x, "sharding", None)
+        sharding = sharding or (
+            NamedSharding(mesh, known.spec) if known else weight_sharding(mesh, x.shape)
+        )
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params = jax.tree.map(put, weights(shape, program.scanned))
+    state = jax.tree.map(put, program.init(params))
+    tokens = jax.ShapeDtypeStruct((shape.batch * mesh.size, shape.length + 1), jnp.int32)
+    return params, state, put(tokens, batch_sharding(mesh))
+
+
+def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
+    params, state, tokens = arguments(program, shape, mesh)
+    # Left to the compiler, what replicated arguments become need not be replicated.
+    kept = jax.tree.map(lambda x: x.sharding, params) if mesh.size > 1 else None
+    step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
+    return report(step.lower(params, state, tokens).compile(), params)
+
+
+def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
+    """The engine's program that brings a window's update into the parameters."""
+    params, state, _ = arguments(program, shape, mesh)
+    both = [
+        (p, leaf)
+        for p, leaf in zip(jax.tree.leaves(params), state.leaves, strict=True)
+        if leaf.mail is not None
+    ]
+    mine, leaves = zip(*both, strict=True)
+    uploads = [
+        jax.ShapeDtypeStruct(
+            p.shape,
+            p.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*leaf.mail.sharding.spec[-len(p.shape) :])),
+        )
+        for p, leaf in both
+    ]
+    channels = [leaf.channels for leaf in leaves]
+    specs = tuple(leaf.spec for leaf in leaves)
+    shared = {any(spec.placement.shares) for spec in specs}
+    assert len(shared) == 1, "these leaves are merged by two programs"
+    merge = _merge._merge_parts if shared.pop() else _merge._merge_in_place
+    return report(merge.lower(mine, uploads, channels, channels, specs=specs).compile(), params)
+
+
+def report(compiled: Any, params: Any) -> Report:
     memory = compiled.memory_analysis()
     peak = (
         memory.argument_size_in_bytes
@@ -208,13 +296,15 @@ def compile_step(
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
-    copies, matmuls = _copies(compiled.as_text())
+    text = compiled.as_text()
+    copies, matmuls = _copies(text)
     return Report(
         parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         peak_bytes=peak,
         temporary_bytes=memory.temp_size_in_bytes,
         copies=copies,
         matmuls=matmuls,
+        collectives=collectives(text),
     )
 
 
@@ -271,24 +361,67 @@ def _computations(text: str) -> dict[str, list[str]]:
     return found
 
 
+def one_device(shape: Shape) -> None:
+    mesh = described_mesh(data=1)
+    programs = {
+        "optax.adamw, float32 master": adamw_step(shape, mesh, 1.0),
+        "zenflow": zenflow_step(shape, mesh, None),
+        "zenflow(max_grad_norm=1)": zenflow_step(shape, mesh, 1.0),
+        "zenflow behind clip_by_global_norm": zenflow_step(shape, mesh, 1.0, front=True),
+        "zenflow(max_grad_norm=1), scanned": zenflow_step(shape, mesh, 1.0, scanned=True),
+    }
+    print(
+        f"{'step':36} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
+    )
+    for name, program in programs.items():
+        print(f"{name:36} {compile_step(program, shape, mesh).row()}", flush=True)
+
+
+def many_devices(shape: Shape, devices: int) -> None:
+    print(
+        f"{'step':36} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8} {'sent':>6}   "
+        "matmuls to come at first; between devices: operations of a kind, bytes of their results"
+    )
+    for sizes in ({"data": devices}, {"fsdp": devices}, {"data": 2, "fsdp": devices // 2}):
+        mesh = described_mesh(**sizes)
+        print(", ".join(f"{name}={size}" for name, size in sizes.items()))
+        ours = zenflow_step(shape, mesh, 1.0)
+        reports = {
+            "optax.adamw, float32 master": partial(compile_step, adamw_step(shape, mesh, 1.0)),
+            "zenflow(max_grad_norm=1)": partial(compile_step, ours),
+            "  merge, once a window": partial(compile_merge, ours),
+        }
+        if "data" in sizes:
+            whole = zenflow_step(shape, mesh, 1.0, partition=False)
+            reports["zenflow, partition_replicated=False"] = partial(compile_step, whole)
+            reports["  merge, once a window "] = partial(compile_merge, whole)
+        for name, compiled in reports.items():
+            print(f"  {name:34} {_with_collectives(compiled(shape, mesh))}", flush=True)
+
+
+def _with_collectives(report: Report) -> str:
+    n = report.parameters
+    found = report.collectives
+    counts, size = Counter(c.kind for c in found), Counter[str]()
+    for c in found:
+        size[c.kind] += c.nbytes
+    kinds = ", ".join(f"{counts[k]} {k} {size[k] / n:.2f}" for k in sorted(counts))
+    return f"{report.row(f' {sum(c.sent for c in found) / n:6.2f}')}; {kinds}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in Shape._field_defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    shape = Shape(**vars(parser.parse_args()))
-    programs = {
-        "optax.adamw, float32 master": (adamw_step(shape, 1.0), False),
-        "zenflow": (zenflow_step(shape, None), False),
-        "zenflow(max_grad_norm=1)": (zenflow_step(shape, 1.0), False),
-        "zenflow behind clip_by_global_norm": (zenflow_step(shape, 1.0, front=True), False),
-        "zenflow(max_grad_norm=1), scanned": (zenflow_step(shape, 1.0), True),
-    }
+    parser.add_argument("--devices", type=int, default=1, help="even, for meshes of so many")
+    options = vars(parser.parse_args())
+    devices = options.pop("devices")
+    shape = Shape(**options)
     print(f"{shape}, jax {jax.__version__}; bytes per parameter")
-    print(
-        f"{'step':36} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
-    )
-    for name, ((step, init), scanned) in programs.items():
-        print(f"{name:36} {compile_step(step, init, shape, scanned)}", flush=True)
+    if devices == 1:
+        one_device(shape)
+    else:
+        many_devices(shape, devices)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""What would the deferred half of Llama-2-7B cost on 8 GPUs, and that of 70B on 64? On paper.
+
+    python -m benchmarks.projection
+
+Counts come from the placements that `zenflow` gives its state, seconds from the assumptions below.
+Answers: `benchmarks/LOG.md`.
+"""
+
+import math
+import os
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import zenflow_jax
+from zenflow_jax._mailbox import BUFFERS
+
+INTERVAL = 4
+RATIO = 0.05
+
+# Assumed.
+NODE = 8  # GPUs
+FLOPS, UTILIZATION = 990e12, 0.4  # of an H100 or H200 with dense bfloat16
+TO_HOST = 50e9  # bytes a second over PCIe into pinned memory
+TO_DEVICE_STAGED, TO_DEVICE = 13e9, 53e9  # from NumPy memory as it is, and from registered memory
+HOST_MEMORY = 200e9  # bytes a second of a node
+
+
+class Llama(NamedTuple):
+    name: str
+    layers: int
+    width: int
+    ffn: int
+    keys: int  # width of keys and of values
+    vocabulary: int = 32000
+
+    def leaves(self) -> list[tuple[int, tuple[int, ...]]]:
+        """How many there are of each shape."""
+        d, f, kv, layers = self.width, self.ffn, self.keys, self.layers
+        return [
+            (2 * layers, (d, d)),
+            (2 * layers, (d, kv)),
+            (2 * layers, (d, f)),
+            (layers, (f, d)),
+            (1, (self.vocabulary, d)),
+            (1, (d, self.vocabulary)),
+            (2 * layers + 1, (d,)),
+        ]
+
+    @property
+    def parameters(self) -> int:
+        return sum(count * math.prod(shape) for count, shape in self.leaves())
+
+
+SMALL = Llama("Llama-2-7B", 32, 4096, 11008, 4096)
+LARGE = Llama("Llama-2-70B", 80, 8192, 28672, 1024)
+
+
+class Costs(NamedTuple):
+    """Bytes, of leaves that travel."""
+
+    mail: int  # of one device and step
+    upload: int  # to one device, a window
+    gathered: int  # by one device from others, a window
+    elements: int  # whose state one node keeps
+    pinned: int  # one step's mail in one node
+
+
+def costs(model: Llama, mesh: Mesh, partition: bool) -> Costs:
+    """From the placements that `zenflow` gives to its state."""
+    spec = PartitionSpec(None, "fsdp") if "fsdp" in mesh.shape else PartitionSpec()
+    matrices = [(count, shape) for count, shape in model.leaves() if len(shape) == 2]
+    params = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for _, shape in matrices
+    ]
+    tx = zenflow_jax.zenflow(1e-4, topk_ratio=RATIO, partition_replicated=partition)
+    leaves = zenflow_jax.find_state(tx.init(params)).leaves
+    node = set(mesh.devices.flat[:NODE])
+    total = Costs(0, 0, 0, 0, 0)
+    for (count, shape), p, leaf in zip(matrices, params, leaves, strict=True):
+        mail, size = leaf.mail, p.dtype.itemsize
+        part = math.prod(mail.sharding.shard_shape(mail.shape))
+        block = math.prod(p.sharding.shard_shape(shape))
+        there = mail.sharding.devices_indices_map(mail.shape)
+        kept = part * len({str(index) for device, index in there.items() if device in node})
+        one = (part * size, part * size, (block - part) * size, kept, part * size * NODE)
+        total = Costs(*(a + count * b for a, b in zip(total, one, strict=True)))
+    return total
+
+
+def main() -> None:
+    print(
+        f"S = {INTERVAL}, ratio {RATIO}, bfloat16 leaves, nodes of {NODE} GPUs. Assumed:"
+        f" {FLOPS / 1e12:.0f} TFLOP/s of which {UTILIZATION:.0%} are used, 6 FLOP a parameter and"
+        f" token;\n{TO_HOST / 1e9:.0f} GB/s to the host, {TO_DEVICE_STAGED / 1e9:.0f} staged and"
+        f" {TO_DEVICE / 1e9:.0f} registered to the device, {HOST_MEMORY / 1e9:.0f} of host memory"
+    )
+    print(
+        "model, mesh, parts | a device, GB: mail a step, update a window, gathered a window |"
+        " a node: host arrays, GB, and pinned mail, GB, at most"
+    )
+    # Where `fsdp` does not span all devices, `data` is the axis that crosses nodes.
+    for model, sizes, partition in (
+        (SMALL, {"data": 8}, True),
+        (SMALL, {"data": 8}, False),
+        (SMALL, {"fsdp": 8}, True),
+        (LARGE, {"fsdp": 64}, True),
+        (LARGE, {"data": 8, "fsdp": 8}, True),
+        (LARGE, {"data": 8, "fsdp": 8}, False),
+    ):
+        count = math.prod(sizes.values())
+        mesh = Mesh(np.array(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
+        c = costs(model, mesh, partition)
+        # Masters and moments; a window's sum and the next one's; what is uploaded.
+        host = c.elements * (12 + 4 + 4 + 2)
+        name = f"{model.name}, " + " ".join(f"{k}={v}" for k, v in sizes.items())
+        print(
+            f"{name:28} {'parts' if partition else 'whole'}",
+            f"{c.mail / 1e9:6.3f} {c.upload / 1e9:6.3f} {c.gathered / 1e9:6.2f}",
+            f"{host / 1e9:7.1f} {BUFFERS * c.pinned / 1e9:6.1f}",
+            sep="  ",
+        )
+        _print_seconds(model, c)
+
+
+def _print_seconds(model: Llama, c: Costs) -> None:
+    # Of a parameter and window: mail is written by the device and read (2 + 2), and added to a sum
+    # (read and written, 8, the first time written only, 4); Adam reads the sum (4), reads and
+    # writes masters and moments (24) and writes what is uploaded (2), which is read (2).
+    adam = 30 * c.elements / HOST_MEMORY
+    host = (INTERVAL * (2 + 2 + 8) - 4 + 30 + 2) * c.elements / HOST_MEMORY
+    for tokens in (4096, 8192):
+        step = 6 * model.parameters * tokens / (FLOPS * UTILIZATION)
+        window = INTERVAL * step
+        print(
+            f"    {tokens} tokens a device: step {step:.3f} s, mail {c.mail / TO_HOST:.3f} s;"
+            f" window {window:.2f} s, update staged {c.upload / TO_DEVICE_STAGED:.3f} s or"
+            f" registered {c.upload / TO_DEVICE:.3f} s, host {host:.2f} s (Adam {adam:.2f} s);"
+            f" host memory must do {host * HOST_MEMORY / window / 1e9:.0f} GB/s"
+        )
+
+
+if __name__ == "__main__":
+    # Shapes are put on so many devices; nothing is computed.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
+    main()

@@ -1,0 +1,91 @@
+"""Flax's own ways to hold parameters and state, on a mesh: nnx modules and a linen `TrainState`."""
+
+import jax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+
+from tests import meshes, runs
+from tests.meshes import LEAVES
+from tests.runs import Settings, Training
+from zenflow_jax import HostEngine
+
+SETTINGS = Settings(topk_ratio=0.2, update_interval=2, select_interval=2, weight_decay=0.1)
+STEPS = 7
+
+
+def started(kind: AxisType) -> Training:
+    shardings = meshes.shardings(meshes.make_mesh("three", kind), "both")
+    return Training(LEAVES, SETTINGS, shardings=shardings, threads=1, host_kernel="numpy")
+
+
+def gradients(training: Training, t: int):
+    return runs.place(runs.gradients(LEAVES, t), training.shardings)
+
+
+def copied(training: Training):
+    return runs.place(runs.initial_values(LEAVES), training.shardings)
+
+
+def where(tree):
+    return [x.sharding.devices_indices_map(x.shape) for x in jax.tree.leaves(tree)]
+
+
+class Model(nnx.Module):
+    def __init__(self, values):
+        for name, value in values.items():
+            setattr(self, name, nnx.Param(value))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_an_nnx_module_trains_as_the_functional_form_does(kind):
+    with started(kind) as expected, jax.set_mesh(expected.shardings["rows"].mesh):
+        model = Model(copied(expected))
+        optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def train_step(model, optimizer, gradients):
+            state = nnx.state(model, nnx.Param)
+            nnx.replace_by_pure_dict(state, gradients)
+            with jax.numpy_dtype_promotion("standard"):
+                optimizer.update(model, state)
+
+        params = nnx.state(model, nnx.Param)
+        before = where(params)
+        with HostEngine(params, optimizer.opt_state, host_kernel="numpy") as engine:
+            for t in range(1, STEPS + 1):
+                expected.go(1)
+                train_step(model, optimizer, gradients(expected, t))
+                engine.exchange_nnx(model, optimizer)
+                ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+                runs.assert_same_bits(ours, expected.params)
+            expected.flush()
+            engine.flush_nnx(model, optimizer)
+            ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            runs.assert_same_bits(ours, expected.params)
+            assert where(nnx.state(model, nnx.Param)) == before
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_linen_train_state_trains_as_the_functional_form_does(kind):
+    with started(kind) as expected, jax.set_mesh(expected.shardings["rows"].mesh):
+        ts = TrainState.create(apply_fn=None, params=copied(expected), tx=expected.tx)
+        before = where(ts.params)
+
+        @jax.jit
+        def train_step(ts, gradients):
+            with jax.numpy_dtype_promotion("standard"):
+                return ts.apply_gradients(grads=gradients)
+
+        with HostEngine(ts.params, ts, host_kernel="numpy") as engine:
+            for t in range(1, STEPS + 1):
+                expected.go(1)
+                ts = train_step(ts, gradients(expected, t))
+                params, opt_state = engine.exchange(ts.params, ts.opt_state)
+                ts = ts.replace(params=params, opt_state=opt_state)
+                runs.assert_same_bits(ts.params, expected.params)
+            expected.flush()
+            params, ts = engine.flush(ts.params, ts)
+            runs.assert_same_bits(params, expected.params)
+            assert where(params) == before
