@@ -150,7 +150,7 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
         return next(x for x in leaves if f"['{x.name}']" in jax.tree_util.keystr(path))
 
     return zenflow_jax.zenflow(
-        **{"learning_rate": rate, **dataclasses.asdict(settings), **more},
+        **{"learning_rate": rate, **vars(settings), **more},
         mask=lambda params: jax.tree.map_with_path(lambda path, _: of(path).decay, params),
         channel_axis=lambda path, _: of(path).axis,
         resident=lambda path, _: of(path).axis is None,

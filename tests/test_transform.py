@@ -21,7 +21,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zenflow_jax
-from zenflow_jax._schedule import FixedSchedule
+from zenflow_jax._schedule import Schedule
 
 # Float32 parameters up to 3 (a unit in the last place is 2.4e-7), the same operations compiled
 # into another program, updates near 1e-2.
@@ -747,7 +747,7 @@ def test_the_mail_is_in_pinned_host_memory_and_the_rest_on_the_device():
     mail = [leaf.mail for leaf in state.leaves if leaf.mail is not None]
     assert len(mail) == 2
     ours = {id(x) for x in host_leaves(state)}
-    assert ours == {id(x) for x in [*mail, *state.letter]}
+    assert ours == {id(x) for x in jax.tree.leaves((mail, state.letter))}
     others = {x.sharding.memory_kind for x in jax.tree.leaves(state) if id(x) not in ours}
     assert others == {DEVICE.default_memory().kind}
 
@@ -846,7 +846,7 @@ BOUNDARIES = [
 
 @pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
 def test_windows_close_and_channels_are_selected_where_the_table_says(settings, expected):
-    schedule = FixedSchedule(*settings)
+    schedule = Schedule(*settings)
 
     def letter(boundary):
         assert boundary.closes or not boundary.selects
@@ -856,13 +856,13 @@ def test_windows_close_and_channels_are_selected_where_the_table_says(settings, 
         return mark.upper() if boundary.synchronous else mark
 
     steps = range(1, len(expected) + 1)
-    assert "".join(letter(schedule.boundary(t)) for t in steps) == expected
-    assert "".join(letter(schedule.boundary(jnp.int32(t))) for t in steps) == expected
+    assert "".join(letter(schedule.boundary(t, None)) for t in steps) == expected
+    assert "".join(letter(schedule.boundary(jnp.int32(t), None)) for t in steps) == expected
 
 
 def test_a_selection_is_every_sixteen_windows_by_default():
     tx = zenflow_jax.zenflow(1e-2, update_interval=3)
-    assert tx.init(example_params()).schedule.select_interval == 48
+    assert tx.init(example_params()).schedule.select == 48
 
 
 # --- the public surface ---------------------------------------------------------------------

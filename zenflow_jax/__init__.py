@@ -6,6 +6,7 @@
 from zenflow_jax._checks import STATIC_ARGS
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._ingraph import flush
+from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._state import ZenFlowState, find_state
 from zenflow_jax._stats import EngineStats
 from zenflow_jax._transform import zenflow
@@ -14,7 +15,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "STATIC_ARGS",
+    "AutoSelect",
+    "AutoWindow",
     "EngineStats",
+    "EpochSelect",
     "HostEngine",
     "ZenFlowState",
     "find_state",

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from zenflow_jax._channels import LeafSpec, resolve
 from zenflow_jax._mesh import placement_of
-from zenflow_jax._schedule import FixedSchedule
+from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect, Schedule
 from zenflow_jax._state import ZenFlowState
 
 #: Arguments that shape the state or are functions but no schedules.
@@ -35,12 +35,12 @@ STATIC_ARGS = (
 
 def check_schedule(
     topk_ratio: float,
-    update_interval: int,
-    select_interval: int | None,
+    update_interval: int | str | AutoWindow,
+    select_interval: int | str | AutoSelect | EpochSelect | None,
     full_warm_up_rounds: int,
     overlap_step: bool,
     offload: bool,
-) -> FixedSchedule:
+) -> Schedule:
     """The schedule that these arguments describe, or an error that says which is wrong."""
     _static("topk_ratio", topk_ratio, Real, "a float")
     if not 0 <= topk_ratio <= 1:
@@ -48,22 +48,8 @@ def check_schedule(
             f"`topk_ratio` must lie in [0, 1], got {topk_ratio}. It is a share of channels, "
             "neither a percentage nor a count: for a tenth of them pass 0.1."
         )
-    _static("update_interval", update_interval, Integral, "an int")
-    if update_interval < 1:
-        raise ValueError(
-            f"`update_interval` must be at least 1, got {update_interval}. It counts the steps in "
-            "a window; 1 updates the deferred channels at every step."
-        )
-    if select_interval is None:
-        select_interval = 16 * update_interval
-    _static("select_interval", select_interval, Integral, "an int or None")
-    if select_interval < 1 or select_interval % update_interval:
-        nearest = update_interval * max(1, select_interval // update_interval)
-        raise ValueError(
-            "`select_interval` must be a positive multiple of `update_interval`, got "
-            f"{select_interval} with update_interval={update_interval}. Channels change hands "
-            f"where a window closes: pass {nearest}, or None for every 16 windows."
-        )
+    window = _check_window(update_interval, topk_ratio)
+    select = _check_select(select_interval, window)
     _static("full_warm_up_rounds", full_warm_up_rounds, Integral, "an int")
     if full_warm_up_rounds < 0:
         raise ValueError(
@@ -72,12 +58,60 @@ def check_schedule(
         )
     _static("overlap_step", overlap_step, _BOOL, "a bool")
     _static("offload", offload, _BOOL, "a bool")
-    return FixedSchedule(
-        update_interval=int(update_interval),
-        select_interval=int(select_interval),
+    return Schedule(
+        window=window,
+        select=select,
         full_warm_up_rounds=int(full_warm_up_rounds),
         overlap_step=bool(overlap_step),
     )
+
+
+def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
+    interval = _rule(interval, AutoWindow)
+    if isinstance(interval, AutoWindow):
+        if topk_ratio == 0:
+            raise ValueError(
+                "`topk_ratio` must be above 0 with an adaptive `update_interval`, got 0. Windows "
+                "close by comparing deferred channels with selected ones: select some, or pass an "
+                "int."
+            )
+        return interval
+    _static("update_interval", interval, Integral, 'an int, "auto" or an AutoWindow')
+    if interval < 1:
+        raise ValueError(
+            f"`update_interval` must be at least 1, got {interval}. It counts the steps in "
+            "a window; 1 updates the deferred channels at every step."
+        )
+    return int(interval)
+
+
+def _rule(interval: Any, rule: Callable[[], Any]) -> Any:
+    return rule() if isinstance(interval, str) and interval == "auto" else interval
+
+
+def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect | EpochSelect:
+    interval = _rule(interval, AutoSelect)
+    if isinstance(interval, AutoSelect | EpochSelect):
+        return interval
+    longest = window.max_interval if isinstance(window, AutoWindow) else window
+    if interval is None:
+        return 16 * longest
+    kinds = 'an int, "auto", an AutoSelect, an EpochSelect or None'
+    _static("select_interval", interval, Integral, kinds)
+    if isinstance(window, AutoWindow):
+        if interval < 1:
+            raise ValueError(
+                f"`select_interval` must be at least 1, got {interval}. It counts the steps "
+                "between two selections; None for as many as in 16 of the longest windows."
+            )
+    elif interval < 1 or interval % window:
+        nearest = window * max(1, interval // window)
+        raise ValueError(
+            "`select_interval` must be a positive multiple of `update_interval`, got "
+            f"{interval} with update_interval={window}. Channels change hands "
+            f"where a window closes: pass {nearest}, or None for every 16 windows."
+        )
+    return int(interval)
 
 
 def check_numbers(**numbers: Any) -> None:

@@ -12,6 +12,7 @@ import itertools
 import os
 import types
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -24,7 +25,7 @@ from zenflow_jax._checks import check_arrays, check_fresh, check_pinned, check_p
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._mailbox import BUFFERS, Mailbox
-from zenflow_jax._merge import choose, enter, merge
+from zenflow_jax._merge import choose, enter, measure, merge
 from zenflow_jax._parts import (
     as_before,
     assemble,
@@ -35,6 +36,7 @@ from zenflow_jax._parts import (
     parts_of,
     select_anew,
 )
+from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
 from zenflow_jax._watch import Watch
@@ -132,10 +134,9 @@ class HostEngine:
         )
         self._worker = Worker(half, self._parts, self._watch)
         self._mailbox = Mailbox(self._worker, state, number)
-        self._step = 0
+        self._progress = Progress(self._schedule, len(self._travels))
         self._open_steps = 0
-        self._windows = 0
-        self._reselections = 0
+        self._window_lengths: Counter[int] = Counter()
         self._pending: Future | None = None  # an update that has not reached the parameters
         # Channels that were selected while its window was open, if that was not so ever since.
         self._before: list[jax.Array] | None = None
@@ -152,9 +153,11 @@ class HostEngine:
     def stats(self) -> EngineStats:
         """What was done so far: counts, seconds and bytes."""
         return EngineStats(
-            steps=self._step,
-            windows=self._windows,
-            reselections=self._reselections,
+            steps=self._progress.step,
+            windows=self._window_lengths.total(),
+            window_lengths=dict(sorted(self._window_lengths.items())),
+            reselections=self._progress.reselections,
+            kept_share=self._progress.kept,
             wait_s=self._worker.wait_s,
             **dataclasses.asdict(self._worker.stats),
         )
@@ -164,8 +167,9 @@ class HostEngine:
 
         Waits where a window closes and the update of the one before is not ready, where the host
         is more than two mails behind, and, briefly, wherever channels are selected: for the step,
-        and for the hand-over of what changes sides. The arrays of `opt_state` that hold mail must
-        not be used again; the parameters may.
+        and for the hand-over of what changes sides. Where windows adapt, also for the step before
+        the one just made, never for that one. The arrays of `opt_state` that hold mail must not be
+        used again; the parameters may.
 
         Args:
             params: The parameters after the step.
@@ -187,24 +191,27 @@ class HostEngine:
                 "expected the state of a new step, got the one that this engine returned last. "
                 "Call `exchange` once after each step, with what the step returned."
             )
-        boundary = self._schedule.boundary(self._step + 1)
+        boundary = self._progress.boundary()
         if boundary.closes:
             # Refuses what does not fit before anything is done.
             self._check_params(params, state)
         with self._all_or_nothing():
-            self._step += 1
+            step = self._progress.step + 1
             self._open_steps += 1
-            self._mailbox.send(state, self._step)
+            self._mailbox.send(state, step)
             leaves = state.leaves
+            measured = None
             if boundary.closes:
                 params = self._collect(params, state.step, leaves)
                 if boundary.selects:
                     params, leaves = self._reselect(params, state)
                 else:
                     self._close_window(None)
+                    measured = self._measure(leaves)
                 if boundary.synchronous:
                     params = self._collect(params, state.step, leaves)
-            new = self._mailbox.refill(state, leaves, self._step)
+            self._progress.passed(boundary, state.letter.statistics, measured)
+            new = self._mailbox.refill(state, leaves, step)
             return params, replace_state(opt_state, new)
 
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -327,8 +334,16 @@ class HostEngine:
         close = Close(hand_over)
         self._pending = close.done
         self._worker.post(close)
+        self._window_lengths[self._open_steps] += 1
         self._open_steps = 0
-        self._windows += 1
+
+    def _measure(self, leaves: Sequence[LeafState]) -> jax.Array | None:
+        """Starts to compute the share of the score that is kept, if it is asked for."""
+        if not self._schedule.measures:
+            return None
+        states = [leaves[i] for i in self._travels]
+        scores, channels = [s.scores for s in states], [s.channels for s in states]
+        return measure(scores, channels, specs=self._travel_specs)
 
     def _collect(self, params: Any, after: Any, leaves: Sequence[LeafState]) -> Any:
         """`params` with the update that is on its way, if one is; `leaves` are those of now."""
@@ -375,7 +390,6 @@ class HostEngine:
         )
         self._close_window(hand_over)
         entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
-        self._reselections += 1
         masters: list[jax.Array | None] = [None] * len(states)
         for j, (i, s) in enumerate(zip(self._travels, states, strict=True)):
             leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])

@@ -19,16 +19,25 @@ from zenflow_jax import _ingraph
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._channels import LeafSpec, first_channels, take
 from zenflow_jax._placement import HOST, commit, host_zeros, mail_rank, to_host
-from zenflow_jax._schedule import FixedSchedule
+from zenflow_jax._schedule import Schedule, Tally
 from zenflow_jax._shards import SAME, Here, Layout, on_each_device
 from zenflow_jax._state import LeafState, Letter, ZenFlowState, leaf_layout
 
-#: Sizes of a letter: the fields of AdamScalars and the factor; step, ticket, finite.
-LETTER = ((8, np.dtype(np.float32)), (3, np.dtype(np.int32)))
+
+def _letter_sizes(specs: tuple[LeafSpec, ...], schedule: Schedule) -> list[tuple[int, Any]]:
+    """Of a letter: the fields of AdamScalars and the factor; step, ticket, finite; statistics."""
+    sizes = [(8, np.dtype(np.float32)), (3, np.dtype(np.int32))]
+    if schedule.weighs:
+        sizes.append((1 + 2 * _travelling(specs), np.dtype(np.float32)))
+    return sizes
+
+
+def _travelling(specs: tuple[LeafSpec, ...]) -> int:
+    return sum(not spec.resident for spec in specs)
 
 
 def first_state(
-    params: Any, specs: tuple[LeafSpec, ...], schedule: FixedSchedule, offload: bool
+    params: Any, specs: tuple[LeafSpec, ...], schedule: Schedule, offload: bool
 ) -> ZenFlowState:
     """What `zenflow().init` returns for parameters of any kind: arrays, traced or abstract ones."""
     leaves = jax.tree.leaves(params)
@@ -56,7 +65,9 @@ def first_state(
         for p, leaf in zip(weights, state.leaves, strict=True)
     )
     # The parameters are there for their devices alone.
-    letter = jax.jit(partial(_letter, specs=specs, rank=rank), keep_unused=True)(weights)
+    letter = jax.jit(partial(_letter, specs=specs, schedule=schedule, rank=rank), keep_unused=True)(
+        weights
+    )
     return dataclasses.replace(state, leaves=leaves, letter=letter)
 
 
@@ -64,7 +75,7 @@ def _build(
     weights: list[jax.Array],
     *,
     specs: tuple[LeafSpec, ...],
-    schedule: FixedSchedule,
+    schedule: Schedule,
     offload: bool,
     mail: bool = True,
 ) -> ZenFlowState:
@@ -87,11 +98,25 @@ def _build(
         skipped=jnp.zeros((), jnp.int32),
         leaves=tuple(leaves),
         ticket=_fingerprint(weights[few], specs[few]) if offload else None,
-        letter=_letter(weights, specs, rank) if offload and mail else None,
+        letter=_letter(weights, specs, schedule, rank) if offload and mail else None,
         open_steps=None if offload else jnp.zeros((), jnp.int32),
         scalars=None if offload else AdamScalars(*[jnp.zeros((), jnp.float32)] * 7),
+        tally=None if offload or not schedule.adaptive else _first_tally(specs, schedule),
         schedule=schedule,
         offload=offload,
+    )
+
+
+def _first_tally(specs: tuple[LeafSpec, ...], schedule: Schedule) -> Tally:
+    leaves = _travelling(specs) if schedule.weighs else 0
+    # One array each: a step may donate them, and none twice.
+    return Tally(
+        length=jnp.zeros((), jnp.int32),
+        counted=jnp.zeros((), jnp.float32),
+        deferred=jnp.zeros(leaves, jnp.float32),
+        selected=jnp.zeros(leaves, jnp.float32),
+        windows=jnp.zeros((), jnp.int32),
+        kept=jnp.ones((), jnp.float32),
     )
 
 
@@ -142,15 +167,18 @@ def _mail_zeros(p: jax.Array, spec: LeafSpec, rank: int) -> jax.Array:
     return _leaf_zeros(p, spec, rank)
 
 
-def _letter(weights: list[jax.Array], specs: tuple[LeafSpec, ...], rank: int) -> Letter:
+def _letter(
+    weights: list[jax.Array], specs: tuple[LeafSpec, ...], schedule: Schedule, rank: int
+) -> Letter:
     """Zeros for a letter, on every device that takes part."""
+    sizes = _letter_sizes(specs, schedule)
     placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
     if not placed:
         like = next(iter(weights), None)
-        return Letter(*(host_zeros((size,), dtype, rank, like) for size, dtype in LETTER))
+        return Letter(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
 
     def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
-        return [here.to_mail(jnp.zeros(size, dtype), rank) for size, dtype in LETTER]
+        return [here.to_mail(jnp.zeros(size, dtype), rank) for size, dtype in sizes]
 
     i = placed[0]
     made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], SAME)(weights[i])

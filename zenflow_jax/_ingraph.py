@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zenflow_jax._adam import AdamScalars, adamw
 from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
-from zenflow_jax._schedule import Boundary
+from zenflow_jax._schedule import Boundary, Schedule, Tally
 from zenflow_jax._shards import SAME, Here, Layout, on_each_device
 from zenflow_jax._state import (
     DeferredState,
@@ -25,6 +25,7 @@ from zenflow_jax._state import (
     match_leaves,
     replace_state,
 )
+from zenflow_jax._statistics import kept_share
 
 
 def init_leaf(p: jax.Array, spec: LeafSpec) -> DeferredState:
@@ -46,11 +47,13 @@ def advance(
     scalars: AdamScalars,
     factor: jax.Array,
     finite: jax.Array,
+    statistics: jax.Array | None,
 ) -> tuple[ZenFlowState, list[jax.Array]]:
     """Sums the step's gradients and does what its boundary asks.
 
     `changes` are those of the selected channels; deferred channels whose update arrives now are
-    added to them. `scalars` are the window's last if it closes here.
+    added to them. `scalars` are the window's last if it closes here. `statistics` are for the
+    tally.
     """
     travels = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
     leaves = list(state.leaves)
@@ -59,17 +62,24 @@ def advance(
         collect = on_each_device(_collect, leaves[i].spec, [mine, layout.part, SAME, SAME], mine)
         leaves[i] = collect(leaves[i], gradients[i], factor, finite)
     open_steps = state.open_steps + finite.astype(jnp.int32)
-    boundary = state.schedule.boundary(state.step)
+    boundary = state.schedule.boundary(state.step, state.tally)
 
-    def close(parts: list[Any]) -> list[Any]:
-        return [
+    def close(parts: list[Any], tally: Tally | None) -> Any:
+        parts = [
             _close_leaf(leaf, weights[i], change, scalars, open_steps, boundary)
             for i, (leaf, change) in zip(travels, parts, strict=True)
         ]
+        closed = [leaf for leaf, _ in parts]
+        return parts, tally and _close_tally(tally, state.schedule, boundary, closed)
 
     # A branch, not a `where`: three steps of four, it costs nothing.
-    parts = [(leaves[i], changes[i]) for i in travels]
-    parts = jax.lax.cond(boundary.closes, close, lambda parts: parts, parts)
+    parts, tally = jax.lax.cond(
+        boundary.closes,
+        close,
+        lambda parts, tally: (parts, tally and _open_tally(tally, statistics)),
+        [(leaves[i], changes[i]) for i in travels],
+        state.tally,
+    )
     changes = list(changes)
     for i, (leaf, change) in zip(travels, parts, strict=True):
         leaves[i], changes[i] = leaf, change
@@ -78,8 +88,32 @@ def advance(
         leaves=tuple(leaves),
         open_steps=jnp.where(boundary.closes, jnp.zeros_like(open_steps), open_steps),
         scalars=AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars)),
+        tally=tally,
     )
     return new, changes
+
+
+def _open_tally(tally: Tally, statistics: jax.Array | None) -> Tally:
+    return tally._replace(length=tally.length + 1).add(statistics)
+
+
+def _close_tally(
+    tally: Tally, schedule: Schedule, boundary: Boundary, leaves: list[LeafState]
+) -> Tally:
+    """The tally where a window closes; the step that closed it counts for no window."""
+    kept = tally.kept
+    if schedule.measures:
+        # Where channels were just selected no scores are left, and the share is 1.
+        columns = zip(*((leaf.scores, leaf.channels, leaf.spec) for leaf in leaves), strict=True)
+        kept = kept_share(*columns) if leaves else kept
+    return Tally(
+        length=jnp.zeros_like(tally.length),
+        counted=jnp.zeros_like(tally.counted),
+        deferred=jnp.zeros_like(tally.deferred),
+        selected=jnp.zeros_like(tally.selected),
+        windows=jnp.where(boundary.selects, 0, tally.windows + 1).astype(jnp.int32),
+        kept=kept,
+    )
 
 
 def _collect(

@@ -67,7 +67,7 @@ class Mailbox:
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState], step: int) -> ZenFlowState:
         """The state for the step after `step`: `leaves`, buffers for its mail, and a ticket."""
-        if any(x.is_deleted() for x in (*self._blank.gradients, *self._blank.letter)):
+        if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
         gradients = iter(self._blank.gradients)
         self._ticket = (self._run + step) & 0x7FFFFFFF  # never USED, which is negative

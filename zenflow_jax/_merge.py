@@ -1,4 +1,4 @@
-"""Device programs that the engine runs between steps: merge, choose, enter.
+"""Device programs that the engine runs between steps: merge, choose, enter, measure.
 
 One program each for all leaves, so that a boundary costs a few dispatches however many leaves
 there are. On a mesh the only thing that moves between devices is what a part's update must reach:
@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
 from zenflow_jax._shards import Here, Layout, on_each_device
+from zenflow_jax._statistics import kept_share
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
@@ -121,3 +122,9 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
             specs, map(Layout, specs), weights, masters, channels, strict=True
         )
     )
+
+
+@partial(jax.jit, static_argnames="specs")
+def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
+    """The share of the best channels' score that the selected ones hold; on every device."""
+    return kept_share(scores, channels, specs)

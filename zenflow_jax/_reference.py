@@ -3,7 +3,8 @@
 Nothing runs in the background here and nothing is fast. A channel is an object that carries
 everything known of it, so that "selected", "deferred" and "waiting" are words about one object and
 not about where an array lives. The tests hold the engine and the in-graph mode to this file, which
-is why it imports neither: a mistake shared by two of them would be seen by nobody.
+is why it imports nothing of them but the names of options: a mistake shared by two of them would
+be seen by nobody.
 
 Letters: `t` the step, counted from 1; `g` a gradient; `n` channels in a stack entry, `k` of them
 selected; `*stack` the axes whose entries select separately.
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -26,8 +29,8 @@ class Settings:
     eps: float = 1e-8
     weight_decay: float = 1e-4
     topk_ratio: float = 0.1
-    update_interval: int = 4
-    select_interval: int | None = None  # steps; None is every 16 windows
+    update_interval: int | AutoWindow = 4
+    select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
     full_warm_up_rounds: int = 0  # steps
     overlap_step: bool = True
     max_grad_norm: float | None = None
@@ -66,6 +69,11 @@ class _Leaf:
     def channels(self) -> Iterator[_Channel]:
         return (channel for group in self.groups for channel in group)
 
+    @property
+    def travels(self) -> bool:
+        """Whether anything of it is deferred."""
+        return any(len(group) > self.k for group in self.groups)
+
     def publish(self, channel: _Channel) -> None:
         """Make the parameter what it always is in the end: the cast of the master."""
         self.param[channel.where] = channel.master.astype(self.param.dtype)
@@ -91,6 +99,8 @@ class Reference:
         windows: Windows closed so far: each warm-up step is one, and so is each one that `flush`
             closed; those that had nothing but skipped steps count too.
         reselections: Times that channels were chosen, the first choice included.
+        boundaries: The steps after which a window closed, `flush` apart.
+        kept: The share of the best score that was selected, at each of them.
 
     Examples:
         >>> settings = Settings(topk_ratio=0.5, update_interval=2)
@@ -113,13 +123,6 @@ class Reference:
     ):
         self._settings = settings
         self._learning_rate = learning_rate
-        self._select_interval = (
-            16 * settings.update_interval
-            if settings.select_interval is None
-            else settings.select_interval
-        )
-        assert self._select_interval % settings.update_interval == 0
-
         decay = [True] * len(params) if decay is None else decay
         shards = [1] * len(params) if shards is None else shards
         self._leaves = [
@@ -133,6 +136,12 @@ class Reference:
         self.skipped = 0
         self.windows = 0
         self.reselections = 0
+        self.boundaries: list[int] = []
+        self.kept: list[float] = []
+        self._selected_at = 0  # how many boundaries there were at the last selection
+        # Of each step since the last boundary, unless it was skipped: per leaf the root mean square
+        # of the gradient's deferred channels and of its selected ones.
+        self._weights: list[list[tuple[float, float]]] = []
         self._last_lr = np.float32(0)
         self._open_steps = 0  # of the open window, skipped ones included
         self._open_steps_taken = 0  # the same without them
@@ -157,16 +166,22 @@ class Reference:
         self._last_lr = np.float32(lr)
 
         squares = _sums_of_squares(gradients)
+        weights = []
         if np.isfinite(squares).all():
             self._open_steps_taken += 1
             factor = _clipping_factor(squares, self._settings.max_grad_norm)
+            weights = [_weigh(leaf, factor * g) for leaf, g in self._travelling(gradients)]
             for leaf, g in zip(self._leaves, gradients, strict=True):
                 for channel in leaf.channels:
                     self._take_gradient(leaf, channel, factor * g[channel.where])
         else:
             self.skipped += 1
 
-        self._exchange(self.step_count)
+        # What this step weighs is not known yet when it is decided what follows it.
+        if self._exchange(self.step_count):
+            self._weights = []
+        elif weights:
+            self._weights.append(weights)
         return self.params
 
     def flush(self) -> list[np.ndarray]:
@@ -228,19 +243,76 @@ class Reference:
         else:
             channel.window_sum = channel.window_sum + g
 
-    def _exchange(self, t: int) -> None:
+    def _exchange(self, t: int) -> bool:
+        """What follows step `t`; whether it is a boundary."""
         s = self._settings
-        since_warm_up = t - s.full_warm_up_rounds
-        if since_warm_up <= 0:
-            # A warm-up step is a window of its own, and never leaves anything waiting.
-            self._close_window(overlap=False)
-        elif since_warm_up % s.update_interval == 0:
-            self._close_window(overlap=s.overlap_step)
+        warm = t <= s.full_warm_up_rounds
+        if not warm and not self._window_ends(t):
+            return False
+        # A warm-up step is a window of its own, and never leaves anything waiting.
+        self._close_window(overlap=s.overlap_step and not warm)
 
         # The first boundary there is: the end of the warm-up, or else of the first window.
-        first = t == (s.full_warm_up_rounds or s.update_interval)
-        if first or (since_warm_up > 0 and since_warm_up % self._select_interval == 0):
+        first = t == s.full_warm_up_rounds if s.full_warm_up_rounds else not self.boundaries
+        selects = first or (not warm and self._selection_is_due(t))
+        self.boundaries.append(t)
+        if selects:
             self._reselect()
+            self._selected_at = len(self.boundaries)
+        self.kept.append(self._kept_share())
+        return True
+
+    def _window_ends(self, t: int) -> bool:
+        rule, since = self._settings.update_interval, t - self._settings.full_warm_up_rounds
+        if not isinstance(rule, AutoWindow):
+            return since % rule == 0
+        if t - self._last_boundary == rule.max_interval:
+            return True
+        if not self._weights:
+            return False
+        # A leaf is ripe when what piled up weighs as much as one important step.
+        ripe = [
+            bool(sum(d for d, _ in steps) >= np.mean([selected for _, selected in steps]))
+            for steps in zip(*self._weights, strict=True)
+        ]
+        return ripe.count(True) >= math.ceil(round(rule.share * len(ripe), 6))
+
+    def _selection_is_due(self, t: int) -> bool:
+        s, rule = self._settings, self._settings.select_interval
+        window = range(self._last_boundary + 1, t + 1)
+        if isinstance(rule, AutoSelect):
+            windows = len(self.boundaries) + 1 - self._selected_at
+            return windows == rule.max_windows or self.kept[-1] < rule.keep
+        if isinstance(rule, EpochSelect):
+            return any(u % (rule.epochs * rule.steps_per_epoch) == 0 for u in window)
+        if rule is None:
+            longest = s.update_interval
+            rule = 16 * (longest.max_interval if isinstance(longest, AutoWindow) else longest)
+        return any((u - s.full_warm_up_rounds) % rule == 0 for u in window)
+
+    @property
+    def _last_boundary(self) -> int:
+        return self.boundaries[-1] if self.boundaries else 0
+
+    def _travelling(self, gradients: Sequence[np.ndarray]) -> list[tuple[_Leaf, np.ndarray]]:
+        pairs = zip(self._leaves, gradients, strict=True)
+        return [(leaf, g) for leaf, g in pairs if leaf.axis is not None and leaf.travels]
+
+    def _kept_share(self) -> float:
+        """How much of the best channels' score the selected ones have, by the leaves' sizes."""
+        total = size = 0.0
+        for leaf in self._leaves:
+            if leaf.axis is None or not leaf.travels:
+                continue
+            held = sum(float(c.score) for c in leaf.channels if c.selected)
+            best = sum(
+                float(score)
+                for group in leaf.groups
+                for score in sorted((c.score for c in group), reverse=True)[: leaf.k]
+            )
+            total += leaf.param.size * (held / best if best > 0 else 1.0)
+            size += leaf.param.size
+        return total / size if size else 1.0
 
     def _close_window(self, *, overlap: bool) -> None:
         # The update before this one first: after the next lines the masters are a window further.
@@ -303,6 +375,16 @@ def _make_leaf(
         for shard in range(shards)
     ]
     return _Leaf(param, axis, stack, k, groups)
+
+
+def _weigh(leaf: _Leaf, g: np.ndarray) -> tuple[float, float]:
+    """Root mean squares of the deferred and of the selected channels' gradient."""
+    both = []
+    for selected in (False, True):
+        mine = [g[c.where].ravel() for c in leaf.channels if c.selected == selected]
+        both.append(math.sqrt(np.mean(np.square(np.concatenate(mine)), dtype=np.float64)))
+    deferred, chosen = both
+    return deferred, chosen
 
 
 def _selected_channels(leaf: _Leaf) -> np.ndarray:

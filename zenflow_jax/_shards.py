@@ -106,6 +106,19 @@ class Here:
         ]
         return jax.lax.psum(per_channel, tuple(names)) if names else per_channel
 
+    def sum_channels(self, x: jax.Array) -> jax.Array:
+        """Sums over all devices that work on different channels; the counterpart of `sum`."""
+        if self._place is None:
+            return x
+        axis, stack = self._spec.axis, len(self._spec.stack)
+        names = [
+            name
+            for i, names in enumerate(self._place.part)
+            if i < stack or i == axis
+            for name in names
+        ]
+        return jax.lax.psum(x, tuple(names)) if names else x
+
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
         """The sum over all devices, those that hold the same included."""
         return x if self._place is None else jax.lax.psum(x, self._place.mesh.axis_names)

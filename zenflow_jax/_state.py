@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zenflow_jax._channels import LeafSpec, plain_name
-from zenflow_jax._schedule import FixedSchedule
+from zenflow_jax._schedule import Schedule
 from zenflow_jax._shards import SAME, Layout
 
 #: A ticket that was used: the mail of the last step has not been taken by an engine.
@@ -23,6 +23,7 @@ class Letter(NamedTuple):
 
     floats: Any  # float32 (1, .., 1, 8): the fields of AdamScalars, then the clipping factor
     ints: Any  # int32 (1, .., 1, 3): step, ticket, whether the gradient was finite
+    statistics: Any = None  # float32 (1, .., 1, 1 + 2 leaves), as `Tally.add` takes; if needed
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +74,7 @@ class ZenFlowState:
         letter: The scalars in the mail, in host memory; None with `offload=False`.
         open_steps: int32 (). Steps summed in the open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
+        tally: What an adaptive schedule decides by; None if it is not, or with an engine.
         schedule: When windows close and channels are selected. Static.
         offload: Whether the deferred half is with an engine. Static.
     """
@@ -84,7 +86,8 @@ class ZenFlowState:
     letter: Any
     open_steps: Any
     scalars: Any
-    schedule: FixedSchedule = dataclasses.field(metadata={"static": True})
+    tally: Any
+    schedule: Schedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
 
 

@@ -21,7 +21,11 @@ class EngineStats:
     Attributes:
         steps: Exchanges.
         windows: Windows closed, by `flush` too.
+        window_lengths: How many of them had so many steps, skipped ones included.
         reselections: Times that channels were selected anew, the first time included.
+        kept_share: Share of the score of the best k channels that the selected ones held, one
+            boundary ago. None before the first was read, and unless `select_interval` is an
+            `AutoSelect`.
         skipped_steps: Steps whose gradient was not finite, as far as their mail has been read.
         wait_s: Seconds that the caller waited for the host after the device was done.
         work_s: Seconds that the worker worked.
@@ -33,7 +37,9 @@ class EngineStats:
 
     steps: int = 0
     windows: int = 0
+    window_lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     reselections: int = 0
+    kept_share: float | None = None
     skipped_steps: int = 0
     wait_s: float = 0.0
     work_s: float = 0.0

@@ -27,8 +27,10 @@ from zenflow_jax._checks import (
 )
 from zenflow_jax._first_state import first_state
 from zenflow_jax._placement import mail_rank, to_host
+from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._selected import judge, look, step_selected
 from zenflow_jax._state import USED, Letter
+from zenflow_jax._statistics import weigh
 
 
 def zenflow(
@@ -40,8 +42,8 @@ def zenflow(
     mask: Any | Callable[[Any], Any] | None = None,
     *,
     topk_ratio: float = 0.1,
-    update_interval: int = 4,
-    select_interval: int | None = None,
+    update_interval: int | str | AutoWindow = 4,
+    select_interval: int | str | AutoSelect | EpochSelect | None = None,
     full_warm_up_rounds: int = 0,
     overlap_step: bool = True,
     max_grad_norm: jax.typing.ArrayLike | None = None,
@@ -75,9 +77,12 @@ def zenflow(
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the
             parameters that returns one: True where weight decay applies. Everywhere by default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
-        update_interval: Steps in a window, at least 1.
+        update_interval: Steps in a window, at least 1; or an `AutoWindow`, which closes windows by
+            what has piled up in them, "auto" for its defaults.
         select_interval: Steps between two selections, a multiple of `update_interval`. Every 16
-            windows by default. The first selection is at the first boundary.
+            windows by default (of the longest, if they are adaptive). The first selection is at
+            the first boundary. Or an `AutoSelect`, which selects when the selected channels are
+            no longer those that matter, "auto" for its defaults; or an `EpochSelect`.
         full_warm_up_rounds: For so many first steps everything is updated at every step.
         overlap_step: Whether the host update of a window runs beside the next window and arrives
             at its end (True), or is waited for (False).
@@ -175,6 +180,9 @@ def zenflow(
             for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
         ]
         changes = [change for change, _ in stepped]
+        statistics = None
+        if state.schedule.weighs:
+            statistics = weigh([s.squares for s in seen], state.leaves, factor, finite)
         leaves = tuple(leaf for _, leaf in stepped)
         new = dataclasses.replace(
             state,
@@ -188,11 +196,11 @@ def zenflow(
             lost = state.ticket == USED
             _raise_if_lost(lost)
             changes = [jnp.where(lost, jnp.nan, change) for change in changes]
-            letter = _write_letter(scalars, factor, step, state.ticket, finite, rank)
+            letter = _write_letter(scalars, factor, step, state.ticket, finite, statistics, rank)
             new = dataclasses.replace(new, ticket=jnp.full_like(state.ticket, USED), letter=letter)
         else:
             new, changes = _ingraph.advance(
-                new, weights, gradients, changes, scalars, factor, finite
+                new, weights, gradients, changes, scalars, factor, finite, statistics
             )
         return jax.tree.unflatten(treedef, changes), new
 
@@ -220,8 +228,10 @@ def _write_letter(
     step: jax.Array,
     ticket: jax.Array,
     finite: jax.Array,
+    statistics: jax.Array | None,
     rank: int,
 ) -> Letter:
     floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*scalars, factor)])
     ints = jnp.stack([step, ticket, finite.astype(jnp.int32)])
-    return Letter(to_host(floats, rank), to_host(ints, rank))
+    parts = [floats, ints] if statistics is None else [floats, ints, statistics]
+    return Letter(*(to_host(x, rank) for x in parts))

@@ -252,7 +252,7 @@ class Worker:
         self._half.note(scalars)
         # Of each part what its first device has of it.
         gradients = [part.of(mail.gradients[part.leaf]) for part in self._parts]
-        read = _nbytes((gradients, [x.addressable_data(0) for x in mail.letter]))
+        read = _nbytes((gradients, [x.addressable_data(0) for x in jax.tree.leaves(mail.letter)]))
         if finite:
             # The views end here, so that the buffers can be freed.
             self._half.add([view(g) for g in gradients], factor)
