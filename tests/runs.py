@@ -4,10 +4,9 @@ Every run makes the same gradients from (seed, step) alone, so two runs see the 
 their parameters are, and a difference in one step does not grow in the next.
 """
 
-import dataclasses
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -192,6 +191,7 @@ class Training:
         donate: Whether the step donates parameters and state.
         shardings: Of each leaf, a `NamedSharding`; None is one device.
         partition: Whether devices that hold the same share the work on it.
+        gradients: Makes those of a step, as `gradients` does.
         engine: Arguments of the engine.
     """
 
@@ -205,8 +205,10 @@ class Training:
         donate: bool = False,
         shardings: Any = None,
         partition: bool = True,
+        gradients: Callable[..., dict[str, np.ndarray]] = gradients,
         **engine: Any,
     ):
+        self.gradients = gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
         self.tx, self.program = programs(leaves, settings, offload, donate, partition)
         self.params = place(initial_values(leaves, seed), shardings)
@@ -224,7 +226,7 @@ class Training:
 
     def step(self, *, bad: bool = False) -> None:
         self.t += 1
-        g = gradients(self.leaves, self.t, self.seed, bad)
+        g = self.gradients(self.leaves, self.t, self.seed, bad)
         g = place(g, self.shardings) if self.shardings else jax.tree.map(jnp.asarray, g)
         self.params, self.state = self.program(self.params, self.state, g)
 
@@ -332,7 +334,12 @@ def _put(full: np.ndarray, channels: Any, rows: np.ndarray, leaf: Leaf) -> np.nd
 
 
 def reference(
-    leaves: Leaves, settings: Settings, plan: Plan, seed: int = 0, shards: Any = None
+    leaves: Leaves,
+    settings: Settings,
+    plan: Plan,
+    seed: int = 0,
+    shards: Any = None,
+    gradients: Callable[..., dict[str, np.ndarray]] = gradients,
 ) -> tuple[History, Any]:
     """The run of the slow NumPy reference, and the reference itself for its counts."""
     weights = initial_values(leaves, seed)

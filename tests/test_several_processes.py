@@ -1,6 +1,8 @@
 """Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each."""
 
+import dataclasses
 import functools
+import time
 
 import jax
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from tests import meshes, processes, runs
 from tests.meshes import LEAVES
 from tests.runs import Plan, Settings, Training
-from zenflow_jax import _engine
+from zenflow_jax import AutoSelect, AutoWindow, _engine
 from zenflow_jax._host_adam import HostAdam
 
 STALE = Settings(
@@ -21,6 +23,9 @@ STALE = Settings(
     max_grad_norm=5.0,
 )
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
+ADAPTIVE = dataclasses.replace(
+    STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
+)
 
 
 def join(me: int, port: int, count: int) -> None:
@@ -75,6 +80,40 @@ def share(me: int, port: int, count: int) -> None:
     assert np.all(ours[1:] < 1.1 * alone[1:] / count)
 
 
+def adapt(me: int, port: int, count: int) -> None:
+    """One of the processes: the last of them is slow, on either thread, at steps that vary."""
+    join(me, port, count)
+    rng = np.random.default_rng(me)
+
+    class Slow(HostAdam):
+        def accumulate(self, *args, **kwargs):
+            time.sleep(0.1 * rng.random())
+            super().accumulate(*args, **kwargs)
+
+    late = me == count - 1
+    if late:
+        _engine.HostAdam = Slow
+    plan = Plan(24, bad=(9,))
+    shardings = on_all({"fsdp": jax.device_count()}, "channels")
+    shards = meshes.pieces(LEAVES, shardings)
+    expected, slow = runs.reference(LEAVES, ADAPTIVE, plan, shards=shards)
+    options = {"shardings": shardings, "threads": 1, "host_kernel": "numpy"}
+    with Training(LEAVES, ADAPTIVE, **options) as training:
+        ends, windows = [], 0
+        for t, _ in enumerate(expected.params, start=1):
+            training.step(bad=t in plan.bad)
+            if late and rng.random() < 0.3:
+                time.sleep(0.2)
+            training.exchange()
+            if training.engine.stats.windows > windows:
+                windows = training.engine.stats.windows
+                ends.append(t)
+            np.testing.assert_equal(training.selected(), expected.selected[t - 1])
+        assert ends == slow.boundaries
+        assert len(training.engine.stats.window_lengths) > 2
+        runs.assert_close([training.values()], expected.params[-1:])
+
+
 def fail(me: int, port: int, count: int) -> None:
     """One of the processes: the worker of the last one fails, the others wait for it."""
     join(me, port, count)
@@ -116,6 +155,11 @@ def test_several_processes_equal_the_reference(count, devices):
 
 def test_each_process_does_its_part_of_the_work():
     for code, output in together("share", 2, 1):
+        assert code == 0, output[-5000:]
+
+
+def test_all_processes_close_the_same_windows_however_slow_one_is():
+    for code, output in together("adapt", 2, 1):
         assert code == 0, output[-5000:]
 
 

@@ -17,6 +17,7 @@ from train import data, finetune
 from train.meter import Meter
 from train.model import Transformer, next_byte_loss, rotary
 from train.report import new_run_folder
+from train.schedule import ScheduleRecord, selection_rule, window_rule
 from train.settings import (
     Settings,
     SettingsError,
@@ -24,6 +25,7 @@ from train.settings import (
     read_command_line,
     to_toml,
 )
+from zenflow_jax import AutoSelect, AutoWindow, EngineStats, EpochSelect
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
@@ -74,8 +76,10 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 
 def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
-    left_out = {"select_interval", "threads", "mesh"}
-    assert set(given) == set(asdict(Settings())) - left_out
+    left_out = {"select_interval", "full_warm_up_share", "threads", "mesh"}
+    settings = asdict(Settings())
+    left_out |= {name for name in settings if name.startswith("auto_")}
+    assert set(given) == set(settings) - left_out
     assert load_settings(QUICKSTART).optimizer == "zenflow"
 
 
@@ -97,6 +101,27 @@ def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_de
         ("validation_share = 10", "`validation_share`: expected a share.*got 10"),
         ("width = 250", "`width`: expected a multiple of 8 .*such as 256, got 250"),
         ("steps = 3\nwidth 4", "expected TOML .*line 2"),
+        (
+            'update_interval = "often"',
+            '`update_interval`: expected a whole number or "auto", got .of',
+        ),
+        ('update_interval = "Auto"', 'a whole number or "auto", got .*mean "auto"'),
+        ('update_interval = "4"', 'a whole number or "auto", got .*a string.*Remove the quotes'),
+        ("update_interval = true", 'a whole number or "auto", got True'),
+        ('select_interval = "epochs"', 'a whole number, "auto" or "epoch", got .*mean "epoch"'),
+        ("select_interval = 64.0", 'a whole number, "auto" or "epoch", got 64.0.*Write 64'),
+        ("auto_window_max_interval = 0", "`auto_window_max_interval`: .* above 0, got 0"),
+        ("auto_window_share = 0", "`auto_window_share`: expected a share above 0 .*got 0"),
+        ("auto_window_share = 99", "`auto_window_share`: expected a share .* up to 1 .*got 99"),
+        ("auto_select_keep = -0.1", "`auto_select_keep`: expected a share from 0 to 1 .*got -0.1"),
+        ("auto_select_max_windows = 0", "`auto_select_max_windows`: .* above 0, got 0"),
+        ("full_warm_up_share = 1", "`full_warm_up_share`: expected a share of the steps .*got 1"),
+        ("full_warm_up_share = nan", "`full_warm_up_share`: expected a share .*got nan"),
+        (
+            "full_warm_up_share = 0.05\nfull_warm_up_rounds = 20",
+            "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: 0.05 and 20.*"
+            "--full-warm-up-rounds 0",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, text, expected):
@@ -131,9 +156,61 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     )
 
 
-def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
-    settings = Settings(output_dir='a "b" \\ c', select_interval=8, learning_rate=1e-9)
+def test_intervals_are_numbers_or_words_in_the_file_and_on_the_command_line(tmp_path):
+    path = config_file(tmp_path, 'update_interval = "auto"\nselect_interval = 64')
+    words = ["--update-interval", "2", "--select-interval", "epoch"]
+    read = [read_command_line([str(path), *given], program="train") for given in ([], words)]
+    intervals = [(c.settings.update_interval, c.settings.select_interval) for c in read]
+    assert intervals == [("auto", 64), (2, "epoch")]
+
+
+def test_a_wrong_interval_on_the_command_line_ends_it_with_code_2_and_the_choices(tmp_path, capsys):
+    path = config_file(tmp_path, "")
+    with pytest.raises(SystemExit) as ended:
+        read_command_line([str(path), "--select-interval", "often"], program="train")
+    assert ended.value.code == 2
+    assert re.search(r"--select-interval.*\{auto,epoch\}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"output_dir": 'a "b" \\ c', "select_interval": 8, "learning_rate": 1e-9},
+        {"update_interval": "auto", "auto_window_share": 0.5, "auto_window_max_interval": 3},
+        {"select_interval": "auto", "auto_select_keep": 1.0, "auto_select_max_windows": 2},
+        {"select_interval": "epoch", "full_warm_up_share": 0.05},
+    ],
+    ids=lambda changed: ", ".join(changed),
+)
+def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path, changed):
+    settings = Settings(**changed)
     assert load_settings(config_file(tmp_path, to_toml(settings))) == settings
+
+
+def test_words_for_intervals_become_the_rules_of_the_library():
+    assert window_rule(Settings(update_interval=3)) == 3
+    assert window_rule(Settings(update_interval="auto")) == AutoWindow()
+    changed = {"auto_window_max_interval": 5, "auto_window_share": 0.5}
+    assert window_rule(Settings(update_interval="auto", **changed)) == AutoWindow(5, 0.5)
+
+    assert selection_rule(Settings(select_interval=12), None) == 12
+    assert selection_rule(Settings(), None) is None
+    assert selection_rule(Settings(select_interval="auto"), None) == AutoSelect()
+    changed = {"auto_select_keep": 0.5, "auto_select_max_windows": 7}
+    assert selection_rule(Settings(select_interval="auto", **changed), 3) == AutoSelect(0.5, 7)
+    assert selection_rule(Settings(select_interval="epoch"), 3) == EpochSelect(3)
+
+
+@pytest.mark.parametrize(
+    ("share", "steps", "rounds"),
+    [(0.0, 400, 0), (0.05, 400, 20), (0.05, 401, 21), (0.07, 100, 7), (1e-3, 10, 1)],
+)
+def test_a_share_of_full_warm_up_is_one_of_the_steps_rounded_up(share, steps, rounds):
+    assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
+
+
+def test_without_a_share_the_full_warm_up_has_the_rounds_that_were_given():
+    assert Settings(full_warm_up_rounds=3).warm_up_rounds == 3
 
 
 @pytest.mark.parametrize("argv", [[], ["--steps", "3"]], ids=["nothing", "an option first"])
@@ -215,6 +292,13 @@ def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_windo
     epoch = np.concatenate([once[i] for i in range(3)])
     assert sorted(epoch[:, 0].tolist()) == windows[:, 0].tolist()
     assert epoch.dtype == np.uint8
+
+
+def test_an_epoch_has_as_many_batches_as_hold_every_window_at_least_one():
+    windows = np.zeros((9, 2), np.uint8)
+    sizes = (1, 3, 4, 9, 100)
+    counts = [data.batches_per_epoch(windows, batch_size=size) for size in sizes]
+    assert counts == [9, 3, 3, 1, 1]
 
 
 # --- model ----------------------------------------------------------------------------------
@@ -335,7 +419,47 @@ def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
     assert meter.since_start() == (2, 15.0, 0.125)
 
 
+# --- schedule -------------------------------------------------------------------------------
+
+
+def test_the_record_of_the_schedule_is_of_each_interval_and_carries_a_length_on():
+    stats = iter(
+        [
+            EngineStats(steps=2),
+            EngineStats(steps=4, windows=2, window_lengths={1: 1, 3: 1}, reselections=1),
+            EngineStats(steps=6, windows=2, window_lengths={1: 1, 3: 1}, reselections=1),
+            EngineStats(
+                steps=7,
+                windows=3,
+                window_lengths={1: 1, 3: 2},
+                reselections=2,
+                kept_share=0.5,
+            ),
+        ]
+    )
+    record = ScheduleRecord(log_every=2, steps=7, stats=lambda: next(stats))
+    for step in range(1, 8):
+        record.step(step)
+    assert [record.take(step) for step in (2, 4, 6, 7)] == [
+        (None, None, 0),  # no window has closed yet
+        (2.0, None, 1),
+        (2.0, None, 1),  # none has closed in these steps: as before
+        (3.0, 0.5, 2),
+    ]
+
+
+def test_a_run_without_an_engine_has_no_record_of_a_schedule():
+    record = ScheduleRecord(log_every=2, steps=2, stats=None)
+    record.step(2)
+    assert record.take(2) == (None, None, None)
+
+
 # --- the command ----------------------------------------------------------------------------
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def run_folders(folder: Path) -> list[str]:
@@ -349,8 +473,7 @@ def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
 
     assert run_folders(tmp_path) == [f"001-{optimizer}"]
     folder = tmp_path / "runs" / f"001-{optimizer}"
-    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = metrics(folder)
     assert [int(row["step"]) for row in rows] == [4, 8, 12, 13]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list(folder.glob("events.out.tfevents.*"))
@@ -366,6 +489,58 @@ def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
     shown = capsys.readouterr().out
     assert "validation loss after" in shown
     assert "bytes moved per parameter and step" in shown
+
+    of_schedule = ("window_length", "kept_share", "reselections")
+    recorded = {tuple(row[name] for name in of_schedule) for row in rows}
+    figures = ("windows", "mean_window_length", "reselections", "kept_share")
+    if optimizer == "adamw":
+        assert recorded == {("", "", "")}
+        assert [summary[name] for name in figures] == [None] * 4
+        assert "window" not in shown
+    else:
+        assert recorded == {("2.0", "", "1")}
+        # The seventh window has the thirteenth step alone.
+        assert [summary[name] for name in figures] == [7, 13 / 7, 1, None]
+        assert "mean window length" in shown
+
+
+def test_windows_and_selections_that_adapt_are_in_the_metrics_and_the_summary(tmp_path, capsys):
+    changed = {"update_interval": "auto", "select_interval": "auto", "full_warm_up_share": 0.1}
+    assert finetune.main(tiny_command(tmp_path, auto_window_max_interval=4, **changed)) == 0
+    folder = tmp_path / "runs" / "001-zenflow"
+    rows = metrics(folder)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+    # Two steps of warm-up are windows of one step, and the fourth step's is no longer than two.
+    assert 1 <= float(rows[0]["window_length"]) <= 4 / 3
+    assert all(1 <= float(row["window_length"]) <= 4 for row in rows)
+    assert 2 + 11 / 4 <= summary["windows"] <= 2 + 11
+    np.testing.assert_allclose(summary["windows"] * summary["mean_window_length"], TINY["steps"])
+
+    selections = [int(row["reselections"]) for row in rows]
+    assert selections == sorted(selections)
+    assert 1 <= selections[0]
+    assert selections[-1] == summary["reselections"] <= summary["windows"]
+    assert 0 < float(rows[-1]["kept_share"]) <= 1
+    assert float(rows[-1]["kept_share"]) == summary["kept_share"]
+    assert "score kept" in capsys.readouterr().out
+
+
+def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
+    changed = {"corpus_megabytes": 0.1, "steps": 9, "log_every": 1, "update_interval": 1}
+    root = data.standard_library()
+    split = data.split_files(
+        root, data.source_files(root), seed=0, max_bytes=100_000, validation_share=0.1
+    )
+    windows = data.windows(root, split.train, TINY["sequence_length"])
+    # So large that it takes four batches, the last of them not full, whatever this Python's text.
+    changed["batch_size"] = len(windows) // 4 + 1
+    assert data.batches_per_epoch(windows, batch_size=changed["batch_size"]) == 4
+
+    assert finetune.main(tiny_command(tmp_path, select_interval="epoch", **changed)) == 0
+    rows = metrics(tmp_path / "runs" / "001-zenflow")
+    # Also after the first step, because the channels that a run starts with were chosen by nobody.
+    assert [int(row["reselections"]) for row in rows] == [1, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
 def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):

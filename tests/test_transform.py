@@ -21,7 +21,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zenflow_jax
-from zenflow_jax._schedule import Schedule
 
 # Float32 parameters up to 3 (a unit in the last place is 2.4e-7), the same operations compiled
 # into another program, updates near 1e-2.
@@ -824,45 +823,6 @@ def test_the_letter_says_that_a_gradient_was_not_finite():
     before = tx.init(params)
     _, state = tx.update(gradients, before, params)
     assert np.asarray(state.letter.ints).ravel().tolist() == [1, int(before.ticket), 0]
-
-
-# --- the schedule ---------------------------------------------------------------------------
-
-# What happens after each step: "." nothing, "c" a window closes, "s" and channels are selected;
-# in capitals where the update reaches the parameters at once.
-BOUNDARIES = [
-    # window, selection, warm-up, overlap
-    ((1, 1, 0, False), "SSSSSS"),
-    ((1, 3, 0, True), "scsccsccs"),  # the first selection is at the first boundary
-    ((2, 2, 0, True), ".s.s.s.s"),
-    ((2, 6, 0, True), ".s.c.s.c.c.s.c"),
-    ((3, 6, 0, False), "..S..S..C..S"),
-    ((2, 4, 1, True), "S.c.s.c.s"),  # with a warm-up, at its end
-    ((3, 6, 2, True), "CS..c..s..c..s"),
-    ((2, 2, 3, False), "CCS.S.S"),
-    ((4, 4, 3, True), "CCS...s...s"),
-]
-
-
-@pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
-def test_windows_close_and_channels_are_selected_where_the_table_says(settings, expected):
-    schedule = Schedule(*settings)
-
-    def letter(boundary):
-        assert boundary.closes or not boundary.selects
-        if not boundary.closes:
-            return "."
-        mark = "s" if boundary.selects else "c"
-        return mark.upper() if boundary.synchronous else mark
-
-    steps = range(1, len(expected) + 1)
-    assert "".join(letter(schedule.boundary(t, None)) for t in steps) == expected
-    assert "".join(letter(schedule.boundary(jnp.int32(t), None)) for t in steps) == expected
-
-
-def test_a_selection_is_every_sixteen_windows_by_default():
-    tx = zenflow_jax.zenflow(1e-2, update_interval=3)
-    assert tx.init(example_params()).schedule.select == 48
 
 
 # --- the public surface ---------------------------------------------------------------------

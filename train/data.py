@@ -149,6 +149,14 @@ def batches(windows: np.ndarray, *, batch_size: int, seed: int) -> grain.MapData
     return _endless(windows, seed).batch(batch_size, drop_remainder=True)
 
 
+def batches_per_epoch(windows: np.ndarray, *, batch_size: int) -> int:
+    """Batches until every window was in one, at least 1.
+
+    Rounded up: the last of them may begin the next epoch.
+    """
+    return -(-len(windows) // batch_size)
+
+
 class ShardedBatches:
     """The batches of `batches`, as arrays over the devices of all processes.
 

@@ -6,9 +6,9 @@
 
 Read from top to bottom: optimizer, weights, one step, validation, then `train`, which is the whole
 job, and the command. The text is in `data.py`, the model in `model.py`, the settings in
-`settings.py`, what is measured in `meter.py`, what is shown and written in `report.py`. Several
-devices: what lies where in `sharding.py`, several processes in `processes.py`, the commands in
-docs/multi_host.md.
+`settings.py`, what is measured in `meter.py`, zenflow's windows and selections in `schedule.py`,
+what is shown and written in `report.py`. Several devices: what lies where in `sharding.py`, several
+processes in `processes.py`, the commands in docs/multi_host.md.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ from train.report import (
     write_picture,
     write_summary,
 )
+from train.schedule import (
+    ScheduleRecord,
+    ScheduleRow,
+    mean_window_length,
+    selection_rule,
+    window_rule,
+)
 from train.settings import Settings, SettingsError, read_command_line, to_toml
 from train.sharding import batch_sharding, committed, make_mesh, own_rows, weight_shardings
 
@@ -55,8 +62,14 @@ PROGRAM = "python -m train.finetune"
 WEIGHT_DTYPES = {"zenflow": jnp.bfloat16, "adamw": jnp.float32}
 
 
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+def make_optimizer(
+    settings: Settings, *, steps_per_epoch: int | None = None
+) -> optax.GradientTransformation:
     """The optimizer that the settings ask for.
+
+    Args:
+        settings: Of the run.
+        steps_per_epoch: Needed where zenflow is to select channels once per epoch.
 
     Raises:
         SettingsError: If zenflow rejects its options.
@@ -80,9 +93,9 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
             weight_decay=settings.weight_decay,
             mask=decayed,
             topk_ratio=settings.topk_ratio,
-            update_interval=settings.update_interval,
-            select_interval=settings.select_interval,
-            full_warm_up_rounds=settings.full_warm_up_rounds,
+            update_interval=window_rule(settings),
+            select_interval=selection_rule(settings, steps_per_epoch),
+            full_warm_up_rounds=settings.warm_up_rounds,
             overlap_step=settings.overlap_step,
             max_grad_norm=settings.max_grad_norm,
         )
@@ -199,14 +212,15 @@ def train(settings: Settings, console: Console) -> Summary:
     graphdef, params = split_model(settings, mesh)
     parameters = sum(p.size for p in jax.tree.leaves(params))
 
-    tx = make_optimizer(settings)
+    steps_per_epoch = data.batches_per_epoch(train_windows, batch_size=settings.batch_size)
+    tx = make_optimizer(settings, steps_per_epoch=steps_per_epoch)
     opt_state = committed(tx.init(params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (params, opt_state))
     train_step = make_train_step(graphdef, tx, placement=placement)
     validate = make_validate(graphdef, validation_batches, settings.eval_batches)
 
     folder = make_run_folder(settings) if processes.is_first() else None
-    rows: list[Row] = []
+    rows: list[tuple[Row, ScheduleRow]] = []
     with contextlib.ExitStack() as stack:
         engine = None
         if settings.optimizer == "zenflow":
@@ -224,27 +238,36 @@ def train(settings: Settings, console: Console) -> Summary:
             tokens_per_step=settings.batch_size * settings.sequence_length,
             waited_s=lambda: engine.stats.wait_s if engine else 0.0,
         )
+        record = ScheduleRecord(
+            log_every=settings.log_every,
+            steps=settings.steps,
+            stats=(lambda: engine.stats) if engine else None,
+        )
+
+        def report(row: Row) -> None:
+            rows.append((row, record.take(row.step)))
+            log.add(*rows[-1])
 
         loss_before = validate(params)
         log.validation(0, loss_before)
 
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
-        # ahead of the device, or when a window closes before the host has finished the update of
-        # the one before (the share of time waiting is of this). The rest is dispatched only.
+        # ahead of the device (one, where windows or selections adapt), or when a window closes
+        # before the host has finished the update of the one before (the share of time waiting is of
+        # this). The rest is dispatched only.
         for step in range(1, settings.steps + 1):
             params, opt_state, loss = train_step(params, opt_state, train_batches[step - 1])
             if engine:
                 params, opt_state = engine.exchange(params, opt_state)
+            record.step(step)
             if step == 1:
                 jax.block_until_ready(params)
                 meter.start(steps_done=1)
             if row := meter.step(loss):
-                rows.append(row)
-                log.add(row)
+                report(row)
         for row in meter.drain():
-            rows.append(row)
-            log.add(row)
+            report(row)
         if engine:
             params, opt_state = engine.flush(params, opt_state)
         jax.block_until_ready(params)  # the last update belongs to the measured time
@@ -270,6 +293,10 @@ def train(settings: Settings, console: Console) -> Summary:
         total_s=time.perf_counter() - begin,
         validation_loss_before=loss_before,
         validation_loss_after=loss_after,
+        windows=stats.windows if stats else None,
+        mean_window_length=mean_window_length(stats) if stats else None,
+        reselections=stats.reselections if stats else None,
+        kept_share=stats.kept_share if stats else None,
     )
     if folder:
         write_summary(folder, summary)

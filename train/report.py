@@ -1,9 +1,10 @@
 """What a run shows while it goes on and what it leaves behind.
 
-    metrics.csv           one row for every `log_every` steps, written as they come
+    metrics.csv           one row for every `log_every` steps, written as they come; what is not
+                          known, as with adamw of windows, is blank
     events.out.tfevents.* the same for TensorBoard, and the validation loss
     settings.toml         the settings in full; the command takes it as a config file
-    loss.png              the loss curve
+    loss.png              the loss curve; below it, for zenflow, the length of its windows
     summary.json          the figures of the summary table
 
 All of it lies in a folder that the run has to itself (`new_run_folder`).
@@ -13,17 +14,22 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import tensorboardX
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from train.meter import Row
+from train.schedule import ScheduleRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,11 @@ class Summary:
     total_s: float  # with reading the text, compilation and validation
     validation_loss_before: float  # nats per byte
     validation_loss_after: float
+    # Of zenflow's schedule; None for adamw.
+    windows: int | None  # with those of the warm-up, of one step each, and the last, cut short
+    mean_window_length: float | None  # of these, in steps
+    reselections: int | None  # the first selection included
+    kept_share: float | None  # at the end; None also where select_interval is not "auto"
 
 
 def new_run_folder(parent: Path, label: str) -> Path:
@@ -80,7 +91,7 @@ class RunLog:
         self._as_lines = not (progress and console.is_terminal)
         self._csv_file = open(folder / "metrics.csv", "w", newline="", encoding="utf-8")
         self._csv = csv.writer(self._csv_file)
-        self._csv.writerow(Row._fields)
+        self._csv.writerow(Row._fields + ScheduleRow._fields)
         self._board = tensorboardX.SummaryWriter(str(folder))
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -103,12 +114,14 @@ class RunLog:
         self._board.close()
         self._csv_file.close()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, schedule: ScheduleRow) -> None:
         """Shows and writes the figures of one interval."""
-        self._csv.writerow(row)
+        self._csv.writerow(row + schedule)
         self._csv_file.flush()  # so that a run can be followed, and one that dies leaves a record
-        for name, value in zip(Row._fields[1:], row[1:], strict=True):
-            self._board.add_scalar(f"train/{name}", value, row.step)
+        for group, figures in (("train", row), ("schedule", schedule)):
+            for name, value in figures._asdict().items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(f"{group}/{name}", value, row.step)
         figures = (
             f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tokens/s  "
             f"waited for host {row.wait_share:.1%}"
@@ -135,7 +148,7 @@ class NoLog:
     def __exit__(self, *exception) -> None:
         pass
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, schedule: ScheduleRow) -> None:
         pass
 
     def validation(self, step: int, loss: float) -> None:
@@ -148,29 +161,87 @@ def write_summary(folder: Path, summary: Summary) -> None:
     (folder / "summary.json").write_text(text, encoding="utf-8")
 
 
-def write_picture(folder: Path, rows: Sequence[Row], summary: Summary) -> None:
-    """Writes `loss.png`: the loss over the steps, and the summary beside it."""
+def write_picture(folder: Path, rows: Sequence[tuple[Row, ScheduleRow]], summary: Summary) -> None:
+    """Writes `loss.png`: the loss over the steps, the summary beside it, the schedule below.
+
+    Below are the length of the windows, with the intervals in which channels were selected, and the
+    share of the score that is kept: each only where something is known of it.
+    """
+    steps = [row.step for row, _ in rows]
+    schedule = [of_schedule for _, of_schedule in rows]
+    panels: list[tuple[float, Callable]] = [(3, partial(_draw_loss, rows=rows, summary=summary))]
+    if any(row.window_length is not None for row in schedule):
+        panels.append((1.2, partial(_draw_windows, steps=steps, schedule=schedule)))
+    # What is held by the channels that a run starts with, which nobody selected, is of no interest
+    # and would set the scale.
+    kept = [
+        math.nan if not selections or row.kept_share is None else row.kept_share
+        for row, selections in zip(schedule, _selections_before(schedule), strict=True)
+    ]
+    if not all(map(math.isnan, kept)):
+        panels.append((1.2, partial(_draw_kept_share, steps=steps, kept=kept)))
+
+    heights = [height for height, _ in panels]
     # A Figure without pyplot draws with Agg: no display is needed and no global state is left.
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes, beside = figure.subplots(1, 2, width_ratios=(5, 3))
+    figure = Figure(figsize=(10, 1 + sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(panels), 2, width_ratios=(5, 3), height_ratios=heights)
+    axes = None
+    for place, (_, draw) in enumerate(panels):
+        axes = figure.add_subplot(grid[place, 0], sharex=axes)
+        draw(axes)
+        axes.grid(alpha=0.3)
+        axes.tick_params(labelbottom=place == len(panels) - 1)
+    axes.set_xlabel("step")
+    figure.align_ylabels()
+    _draw_table(figure.add_subplot(grid[:, 1]), summary)
+    figure.savefig(folder / "loss.png", dpi=120)
+
+
+def _draw_loss(axes: Axes, *, rows: Sequence[tuple[Row, ScheduleRow]], summary: Summary) -> None:
     axes.set(
         title=f"{summary.optimizer}, {summary.parameters / 1e6:.1f} M parameters",
-        xlabel="step",
         ylabel="loss, nats per byte",
     )
-    axes.plot([row.step for row in rows], [row.loss for row in rows], ".-", label="training")
+    axes.plot([row.step for row, _ in rows], [row.loss for row, _ in rows], ".-", label="training")
     axes.plot(
         [0, summary.steps],
         [summary.validation_loss_before, summary.validation_loss_after],
         "o",
         label="validation",
     )
-    axes.grid(alpha=0.3)
     axes.legend()
-    beside.axis("off")
-    figures = _figures(summary)
-    table = beside.table(
-        [[name, value] for name, value in figures.items()],
+
+
+def _draw_windows(axes: Axes, *, steps: Sequence[int], schedule: Sequence[ScheduleRow]) -> None:
+    lengths = [math.nan if row.window_length is None else row.window_length for row in schedule]
+    # A row is about the steps before it, back to the row before or the start.
+    axes.step([0, *steps], [lengths[0], *lengths], where="pre", color="C2")
+    axes.set_ylabel("window,\nsteps")
+    axes.set_ylim(0, 1.6 * max(row.window_length or 0 for row in schedule))  # room for the legend
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    before = _selections_before(schedule)
+    anew = [s for s, row, b in zip(steps, schedule, before, strict=True) if row.reselections > b]
+    height = axes.get_xaxis_transform()  # in shares of the panel's
+    axes.plot(anew, [0.08] * len(anew), "|k", transform=height, label="channels selected")
+    axes.legend(loc="upper right", fontsize=8, frameon=False)
+
+
+def _draw_kept_share(axes: Axes, *, steps: Sequence[int], kept: Sequence[float]) -> None:
+    axes.plot(steps, kept, ".-", color="C3")
+    axes.set_ylabel("share of\nscore kept")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+
+
+def _selections_before(schedule: Sequence[ScheduleRow]) -> list[int]:
+    """How often channels had been selected before each interval."""
+    return [0, *(row.reselections for row in schedule[:-1])]
+
+
+def _draw_table(axes: Axes, summary: Summary) -> None:
+    axes.axis("off")
+    table = axes.table(
+        [[name, value] for name, value in _figures(summary).items()],
         colWidths=[0.78, 0.22],
         cellLoc="left",
         loc="center",
@@ -178,7 +249,6 @@ def write_picture(folder: Path, rows: Sequence[Row], summary: Summary) -> None:
     table.auto_set_font_size(False)
     table.set_fontsize(8)
     table.scale(1, 1.6)
-    figure.savefig(folder / "loss.png", dpi=120)
 
 
 def summary_table(summary: Summary) -> Table:
@@ -199,6 +269,15 @@ def _devices(summary: Summary) -> str:
 
 def _figures(summary: Summary) -> dict[str, str]:
     first = ", process 0" if summary.processes > 1 else ""
+    of_schedule = {}
+    if summary.windows is not None:
+        of_schedule = {
+            "windows": f"{summary.windows:,}",
+            "mean window length, steps": f"{summary.mean_window_length:.2f}",
+            "times that channels were selected": f"{summary.reselections:,}",
+        }
+    if summary.kept_share is not None:
+        of_schedule["share of the best channels' score kept"] = f"{summary.kept_share:.1%}"
     return {
         "parameters": f"{summary.parameters:,}",
         "steps": f"{summary.steps:,}",
@@ -206,6 +285,7 @@ def _figures(summary: Summary) -> dict[str, str]:
         "bytes moved per parameter and step": f"{summary.bytes_per_parameter_and_step:.2f}",
         f"share of time waiting for the host{first}": f"{summary.wait_share:.1%}",
         f"host seconds{first}": f"{summary.host_s:.1f}",
+        **of_schedule,
         "training seconds": f"{summary.train_s:.1f}",
         "seconds in all": f"{summary.total_s:.1f}",
         "validation loss before": f"{summary.validation_loss_before:.3f}",

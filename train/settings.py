@@ -71,12 +71,28 @@ class Settings:
     # zenflow; without meaning for adamw.
     topk_ratio: float = 0.1
     """Share of the channels that is updated on the device at every step."""
-    update_interval: int = 4
-    """Steps in a window, after which the host updates the deferred channels."""
-    select_interval: int | None = None
-    """Steps between two selections, a multiple of update_interval. Left out: 16 windows."""
+    # Lines end where sentences do: `--help` breaks them there.
+    update_interval: int | Literal["auto"] = 4
+    """Steps in a window, after which the host updates the deferred channels.
+    auto: as many as pile up what weighs as much as one important step (zenflow_jax.AutoWindow)."""
+    auto_window_max_interval: int = 8
+    """With update_interval auto: steps that a window has at most."""
+    auto_window_share: float = 0.99
+    """With update_interval auto: share of the leaves in which so much must have piled up."""
+    select_interval: int | Literal["auto", "epoch"] | None = None
+    """Steps between two selections, a multiple of update_interval if that is a number.
+    Left out: 16 windows, of the longest if they adapt.
+    auto: when the selected channels are no longer those that matter (zenflow_jax.AutoSelect).
+    epoch: at the end of each pass over the text; a shorter run selects only at its start."""
+    auto_select_keep: float = 0.9
+    """With select_interval auto: share of the best channels' score that need not be bettered."""
+    auto_select_max_windows: int = 64
+    """With select_interval auto: windows between two selections at most."""
     full_warm_up_rounds: int = 0
     """Steps at the start in which every channel is updated at every step."""
+    full_warm_up_share: float | None = None
+    """The same as a share of the steps, rounded up; the paper recommends 0.05.
+    Left out: full_warm_up_rounds counts, which must be 0 otherwise."""
     overlap_step: bool = True
     """Let the host update run beside the next window."""
     host_kernel: Literal["numba", "numpy"] = "numba"
@@ -100,7 +116,7 @@ class Settings:
     """Show a progress bar where the output is a terminal; plain lines otherwise."""
 
     def __post_init__(self):
-        # What only zenflow can judge (its ratio and intervals) is left to zenflow.
+        # What zenflow itself judges by the same name (its ratio and intervals) is left to it.
         for name in _ABOVE_ZERO:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -114,6 +130,22 @@ class Settings:
         if not 0 < self.validation_share < 1:
             wanted = "a share between 0 and 1 (0.1 for a tenth)"
             raise SettingsError(_impossible("validation_share", wanted, self.validation_share))
+        if not 0 < self.auto_window_share <= 1:
+            wanted = "a share above 0 and up to 1 (0.99 for all but one leaf in a hundred)"
+            raise SettingsError(_impossible("auto_window_share", wanted, self.auto_window_share))
+        if not 0 <= self.auto_select_keep <= 1:
+            wanted = "a share from 0 to 1 (0.9 for nine tenths of the score)"
+            raise SettingsError(_impossible("auto_select_keep", wanted, self.auto_select_keep))
+        share = self.full_warm_up_share
+        if share is not None and not 0 <= share < 1:
+            wanted = "a share of the steps from 0 to below 1 (0.05 for a twentieth)"
+            raise SettingsError(_impossible("full_warm_up_share", wanted, share))
+        if share is not None and self.full_warm_up_rounds:
+            raise SettingsError(
+                "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: "
+                f"{share} and {self.full_warm_up_rounds}. Take one out of the config file, or pass "
+                "--full-warm-up-rounds 0 or --full-warm-up-share None."
+            )
         pairs = 2 * self.heads
         if self.width % pairs:
             wanted = (
@@ -121,6 +153,14 @@ class Settings:
                 f"such as {math.ceil(self.width / pairs) * pairs}"
             )
             raise SettingsError(_impossible("width", wanted, self.width))
+
+    @property
+    def warm_up_rounds(self) -> int:
+        """Steps of the full warm-up, in whichever way they were given."""
+        if self.full_warm_up_share is None:
+            return self.full_warm_up_rounds
+        # Rounded first, as 0.07 * 100 is 7.000000000000001.
+        return math.ceil(round(self.full_warm_up_share * self.steps, 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +209,7 @@ class Command:
 
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length batch_size width layers heads ffn steps learning_rate "
-    "max_grad_norm threads log_every eval_batches"
+    "auto_window_max_interval auto_select_max_windows max_grad_norm threads log_every eval_batches"
 ).split()
 
 _AT_LEAST_ZERO = "seed warmup_steps weight_decay".split()
@@ -301,18 +341,36 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
+def _options(hint: Any) -> tuple[Any, ...]:
+    # A file cannot say "none", so only the other types are worth naming.
+    union = get_origin(hint) in (Union, types.UnionType)
+    return tuple(h for h in get_args(hint) if h is not types.NoneType) if union else (hint,)
+
+
+def _words(hint: Any) -> tuple[str, ...]:
+    """The strings that a setting may be, if it may not be just any."""
+    return tuple(w for h in _options(hint) if get_origin(h) is Literal for w in get_args(h))
+
+
 def _described(hint: Any) -> str:
-    if get_origin(hint) in (Union, types.UnionType):
-        # A file cannot say "none", so only the other types are worth naming.
-        return " or ".join(_described(h) for h in get_args(hint) if h is not types.NoneType)
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
-    return "a number" if hint is float else _TOML_NAMES[hint]
+    quoted = [f'"{word}"' for word in _words(hint)]
+    kinds = [
+        "a number" if h is float else _TOML_NAMES[h]
+        for h in _options(hint)
+        if get_origin(h) is not Literal
+    ]
+    if not kinds:
+        return "one of " + ", ".join(quoted)
+    *others, last = kinds + quoted
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _remedy(value: object, hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        near = difflib.get_close_matches(str(value), get_args(hint), n=1, cutoff=0.4)
+    words = _words(hint)
+    # Digits in quotes, where a number does, are a number with quotes too many.
+    meant_as_word = isinstance(value, str) and not (int in _options(hint) and value.isdecimal())
+    if words and (meant_as_word or get_origin(hint) is Literal):
+        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.4)
         return f'Did you mean "{near[0]}"?' if near else "Use one of these."
     if isinstance(value, str) and hint is not str:
         return "Remove the quotes."

@@ -1,6 +1,7 @@
 """Sharded runs equal `optax.adamw` on the same mesh, and the reference that is told the shards."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ import zenflow_jax
 from tests import meshes, runs
 from tests.meshes import LEAVES
 from tests.runs import Plan, Settings, Training
+from zenflow_jax import AutoSelect, AutoWindow
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -25,6 +27,10 @@ STALE = Settings(
     max_grad_norm=5.0,
 )
 PLAN = Plan(14, bad=(6,), flush_at=(11,))
+# Decided by numbers that all devices must have alike.
+ADAPTIVE = dataclasses.replace(
+    STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
+)
 EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, overlap_step=False, weight_decay=0.1
 )
@@ -80,6 +86,28 @@ def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, offloa
         shards = meshes.pieces(LEAVES, training.shardings)
         expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
         runs.assert_agree(training.history(PLAN), expected)
+        assert placements(training) == before
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("data", "replicated", AUTO),
+        ("three", "both", EXPLICIT),
+        ("three", "stacks", AUTO),
+        ("two", "channels", AUTO),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("offload", [True, False])
+def test_adaptive_schedules_decide_as_the_reference_does(where, offload):
+    context, make = started(where, ADAPTIVE, offload=offload, donate=True)
+    with context, make() as training:
+        before = placements(training)
+        shards = meshes.pieces(LEAVES, training.shardings)
+        expected, slow = runs.reference(LEAVES, ADAPTIVE, PLAN, shards=shards)
+        runs.assert_agree(training.history(PLAN), expected)
+        assert len(set(np.diff(slow.boundaries))) > 1
         assert placements(training) == before
 
 

@@ -1,0 +1,175 @@
+"""Windows and selections that adapt: the engine, the in-graph mode and the reference do the same.
+
+Gradients are scripted, so that it is known beforehand what the rules must do with them.
+"""
+
+import dataclasses
+from collections import Counter
+from itertools import accumulate
+
+import numpy as np
+import pytest
+
+from tests import runs, scripted
+from tests.runs import FIRST, SECOND, THIRD, Plan, Settings, Training
+from tests.scripted import Weight, ripe_after
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+
+LONGEST = 6
+RATIO = 0.3
+AUTO = Settings(
+    topk_ratio=RATIO,
+    update_interval=AutoWindow(max_interval=LONGEST),
+    select_interval=AutoSelect(max_windows=4),
+    weight_decay=0.1,
+    max_grad_norm=5.0,
+)
+
+
+def all_three(leaves, settings, plan, gradients=runs.gradients, seed=0):
+    """The reference, after engine and in-graph mode were found to do the same; engine's stats."""
+    expected, slow = runs.reference(leaves, settings, plan, seed, gradients=gradients)
+    for options in ({"offload": False}, {"threads": 1, "host_kernel": "numpy", "donate": True}):
+        with Training(leaves, settings, seed=seed, gradients=gradients, **options) as training:
+            runs.assert_agree(training.history(plan), expected)
+            if training.engine is not None:
+                stats = training.engine.stats
+                assert stats.windows == sum(stats.window_lengths.values())
+                assert stats.reselections == slow.reselections
+            else:
+                tally, schedule = training.state.tally, training.state.schedule
+                if schedule.adaptive:
+                    assert tally.length == plan.steps - slow.boundaries[-1]
+                if schedule.measures:
+                    np.testing.assert_allclose(tally.kept, slow.kept[-1], rtol=1e-5)
+    return slow, stats
+
+
+def windows_of(lengths):
+    """A script for windows of these lengths, each ripe or full at its end and not before."""
+    ends = list(accumulate(lengths))
+
+    def script(t):
+        i = next(i for i, end in enumerate(ends) if t <= end)
+        # What the last step weighs is not known yet where the window closes.
+        light = lengths[i] == LONGEST or t == ends[i]
+        return Weight(0.02 if light else ripe_after(lengths[i] - 1))
+
+    return script, ends
+
+
+@pytest.mark.parametrize(
+    ("leaves", "seed"), [(FIRST, 1), (SECOND, 2), (THIRD, 3)], ids=["first", "second", "third"]
+)
+def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(leaves, seed):
+    lengths = [int(x) for x in np.random.default_rng(seed).permutation([2, 3, 4, 5, 6] * 2)]
+    script, ends = windows_of(lengths)
+    plan = Plan(ends[-1] + 1)
+    script = (lambda of: lambda t: Weight(0.1) if t > ends[-1] else of(t))(script)
+    slow, stats = all_three(leaves, AUTO, plan, scripted.gradients(script, RATIO), seed)
+    assert slow.boundaries == ends
+    assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
+
+
+def test_skipped_steps_make_a_window_longer_but_not_longer_than_the_longest():
+    script, _ = windows_of([20])
+    at = {1: 3, 2: 3, 3: 3, 4: 3, 5: 3, 6: 3, 7: 3}
+
+    def rest(t):
+        return Weight(ripe_after(2) if t in at or t < 14 else 0.02)
+
+    # Ripe after two steps that count: the third closes; with one skipped, the fourth.
+    plan = Plan(19, bad=(4, 9, 10, 11, 12))
+    slow, stats = all_three(FIRST, AUTO, plan, scripted.gradients(rest, RATIO))
+    assert slow.boundaries == [3, 7, 13, 19]
+    assert stats.skipped_steps == 5
+
+
+def test_a_flush_moves_no_boundary():
+    script, ends = windows_of([4, 3, 5, 2])
+    gradients = scripted.gradients(script, RATIO)
+    slow, stats = all_three(FIRST, AUTO, Plan(ends[-1], flush_at=(2, 4, 9)), gradients)
+    assert slow.boundaries == ends
+    # Windows that a flush cut in two.
+    assert stats.window_lengths == {2: 4, 3: 2}
+
+
+def test_a_warm_up_is_made_of_windows_of_one_step():
+    settings = dataclasses.replace(AUTO, full_warm_up_rounds=3)
+    script, ends = windows_of([2, 2, 3, 5])
+    gradients = scripted.gradients(lambda t: script(t - 3) if t > 3 else Weight(0.1), RATIO)
+    slow, stats = all_three(SECOND, settings, Plan(3 + ends[-1]), gradients)
+    assert slow.boundaries == [1, 2, 3, *(3 + end for end in ends)]
+    assert stats.window_lengths == {1: 3, 2: 2, 3: 1, 5: 1}
+
+
+@pytest.mark.parametrize(
+    ("window", "fixed"), [(AutoWindow(1), 1), (AutoWindow(3, 1.0), 3)], ids=str
+)
+@pytest.mark.parametrize("offload", [True, False])
+def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, fixed, offload):
+    ours, theirs = (
+        Settings(topk_ratio=RATIO, update_interval=x, select_interval=6) for x in (window, fixed)
+    )
+    gradients = scripted.gradients(lambda t: Weight(0.02), RATIO)
+    options = {"threads": 1, "host_kernel": "numpy"} if offload else {}
+    options |= {"offload": offload, "gradients": gradients}
+    with Training(FIRST, ours, **options) as mine, Training(FIRST, theirs, **options) as yours:
+        for _ in range(13):
+            mine.go(1)
+            yours.go(1)
+            runs.assert_same_bits(mine.params, yours.params)
+
+
+# Windows of two steps; the important channels are others from step 41 on.
+SWITCH = 41
+
+
+@pytest.mark.parametrize(
+    ("select", "then"),
+    [
+        # The first selection is at step 2; the scores have 19 windows when the switch comes. The
+        # new channels' exceed the old ones' after 19 more, by a ninth after 22 or 23, and that is
+        # acted on a window later.
+        (AutoSelect(keep=0.9, max_windows=200), 88),
+        # After 30 windows, at step 62, scores are still for the old ones. But they restart, and two
+        # windows later it is seen.
+        (AutoSelect(keep=0.9, max_windows=30), 66),
+        # At the first boundary at or after each 15th step: in 31 to 46 the old ones have more.
+        (EpochSelect(steps_per_epoch=15), 60),
+    ],
+    ids=str,
+)
+def test_the_selection_follows_a_switch_within_the_stated_time(select, then):
+    settings = Settings(topk_ratio=RATIO, update_interval=2, select_interval=select)
+    script = scripted.gradients(lambda t: Weight(0.1, first=2 if t >= SWITCH else 0), RATIO)
+    plan = Plan(96)
+    slow, _ = all_three(THIRD, settings, plan, script)
+    history, _ = runs.reference(THIRD, settings, plan, gradients=script)
+    new = [t for t, now in enumerate(history.selected, start=1) if now["columns"].min() == 2]
+    assert new[0] == then
+    assert new == list(range(then, plan.steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "changes"),
+    [
+        (FIRST, {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.5, 3)}),
+        (
+            SECOND,
+            {
+                "update_interval": AutoWindow(4, 0.7),
+                "select_interval": EpochSelect(7),
+                "full_warm_up_rounds": 2,
+            },
+        ),
+        (
+            THIRD,
+            {"update_interval": AutoWindow(3, 0.3), "select_interval": 5, "overlap_step": False},
+        ),
+        (FIRST, {"update_interval": 3, "select_interval": AutoSelect(0.6, 4)}),
+    ],
+    ids=["both", "epochs", "steps", "selection"],
+)
+def test_whatever_the_gradients_are(leaves, changes):
+    all_three(leaves, dataclasses.replace(AUTO, **changes), Plan(30, bad=(7, 8), flush_at=(15,)))

@@ -1,0 +1,135 @@
+"""When windows close and channels are selected, as a table of what happens after each step."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zenflow_jax
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._schedule import Schedule, Tally
+
+# What happens after each step: "." nothing, "c" a window closes, "s" and channels are selected;
+# in capitals where the update reaches the parameters at once.
+BOUNDARIES = [
+    # window, selection, warm-up, overlap
+    ((1, 1, 0, False), "SSSSSS"),
+    ((1, 3, 0, True), "scsccsccs"),  # the first selection is at the first boundary
+    ((2, 2, 0, True), ".s.s.s.s"),
+    ((2, 6, 0, True), ".s.c.s.c.c.s.c"),
+    ((3, 6, 0, False), "..S..S..C..S"),
+    ((2, 4, 1, True), "S.c.s.c.s"),  # with a warm-up, at its end
+    ((3, 6, 2, True), "CS..c..s..c..s"),
+    ((2, 2, 3, False), "CCS.S.S"),
+    ((4, 4, 3, True), "CCS...s...s"),
+]
+
+
+# The same with a tally: for each step [its length so far, ripe leaves of four, windows since the
+# selection, share kept], and what happens after it.
+ADAPTIVE = [
+    # At least 0.7 of four is three leaves; a window's first step decides nothing.
+    ((AutoWindow(4, 0.7), 8, 0, True), [(0, 4, 0, 1), (1, 2, 0, 1), (2, 3, 0, 1)], "..s"),
+    (
+        (AutoWindow(4, 0.7), 8, 0, True),
+        [(0, 0, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (3, 2, 0, 1)],
+        "...s",
+    ),
+    ((AutoWindow(1), 8, 0, True), [(0, 0, 0, 1), (0, 0, 1, 1)], "sc"),
+    # A selection every five steps, wherever the window ends in which the fifth lies.
+    (
+        (AutoWindow(3), 5, 1, True),
+        [(0, 0, 0, 1), (0, 4, 0, 1), (1, 4, 0, 1), (0, 0, 1, 1), (1, 0, 1, 1), (2, 0, 1, 1)],
+        "S.c..s",
+    ),
+    # Below the share, or after three windows.
+    (
+        (2, AutoSelect(0.9, 3), 0, False),
+        [(0, 0, 0, 1), (1, 0, 0, 0.5), (0, 0, 0, 0.5), (1, 0, 0, 0.89)],
+        ".S.S",
+    ),
+    (
+        (2, AutoSelect(0.9, 3), 2, True),
+        [(0, 0, 0, 0.5), (0, 0, 0, 0.5), (0, 0, 0, 1), (1, 0, 0, 0.95)],
+        "CS.c",
+    ),
+    (
+        (1, AutoSelect(0.9, 3), 1, True),
+        [(0, 0, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 2, 1)],
+        "Sccs",
+    ),
+    (
+        (1, AutoSelect(0.0, 3), 1, True),
+        [(0, 0, 0, 1), (0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 2, 0)],
+        "Sccs",
+    ),
+    # Epochs of five steps, counted from the first; windows of two, from the end of the warm-up.
+    ((2, EpochSelect(5), 1, True), [(0, 0, 0, 1)] * 11, "S.c.s.c.c.s"),
+    ((2, EpochSelect(1), 0, True), [(0, 0, 0, 1)] * 6, ".s.s.s"),
+    ((2, EpochSelect(2, epochs=3), 0, True), [(0, 0, 0, 1)] * 8, ".s.c.s.c"),
+]
+
+
+def letter(boundary):
+    assert boundary.closes or not boundary.selects
+    if not boundary.closes:
+        return "."
+    mark = "s" if boundary.selects else "c"
+    return mark.upper() if boundary.synchronous else mark
+
+
+@pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
+def test_windows_close_and_channels_are_selected_where_the_table_says(settings, expected):
+    schedule = Schedule(*settings)
+
+    steps = range(1, len(expected) + 1)
+    assert "".join(letter(schedule.boundary(t, None)) for t in steps) == expected
+    assert "".join(letter(schedule.boundary(jnp.int32(t), None)) for t in steps) == expected
+
+
+@pytest.mark.parametrize(("settings", "known", "expected"), ADAPTIVE, ids=lambda x: str(x))
+@pytest.mark.parametrize("kind", ["numpy", "jax"])
+def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected, kind):
+    schedule = Schedule(*settings)
+    xp = np if kind == "numpy" else jnp
+    got = []
+    for t, (length, ripe, windows, kept) in enumerate(known, start=1):
+        # Two steps counted: a sum is ripe from half of the other side's on.
+        tally = Tally(
+            length=xp.int32(length),
+            counted=xp.float32(2 if length else 0),
+            deferred=xp.asarray([1.0] * ripe + [0.99] * (4 - ripe), xp.float32),
+            selected=xp.full(4, 2.0, xp.float32),
+            windows=xp.int32(windows),
+            kept=xp.float32(kept),
+        )
+        got.append(letter(schedule.boundary(t if kind == "numpy" else jnp.int32(t), tally)))
+    assert "".join(got) == expected
+
+
+def test_a_rule_says_how_many_leaves_must_be_ripe():
+    assert [AutoWindow(share=0.99).needed(n) for n in (1, 10, 100, 101, 200)] == [
+        1,
+        10,
+        99,
+        100,
+        198,
+    ]
+    assert AutoWindow(share=0.07).needed(100) == 7  # not 8, for all that 0.07 * 100 is above 7
+    assert AutoWindow(share=0.01).needed(3) == 1
+
+
+def test_auto_is_the_rules_with_their_defaults():
+    tx = zenflow_jax.zenflow(1e-2, update_interval="auto", select_interval="auto")
+    schedule = tx.init({"w": jnp.ones((8, 4))}).schedule
+    assert schedule.window == AutoWindow()
+    assert schedule.select == AutoSelect()
+
+
+def test_a_selection_is_every_sixteen_windows_by_default():
+    tx = zenflow_jax.zenflow(1e-2, update_interval=3)
+    assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == 48
+
+
+def test_a_selection_is_every_sixteen_of_the_longest_windows_if_they_adapt():
+    tx = zenflow_jax.zenflow(1e-2, update_interval=AutoWindow(max_interval=5))
+    assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == 80

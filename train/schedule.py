@@ -1,0 +1,104 @@
+"""zenflow's schedule in a run: the rules that the settings ask for, and what came of them.
+
+When windows close and channels are selected is decided by the library; here a word or a number of
+the settings becomes one of its rules, and what its engine has counted becomes a `ScheduleRow` for
+every interval of steps, beside the `Row` of speed and loss that `meter.py` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zenflow_jax
+from train.settings import Settings
+
+
+def window_rule(settings: Settings) -> int | zenflow_jax.AutoWindow:
+    """What `zenflow` gets as its `update_interval`."""
+    if settings.update_interval != "auto":
+        return settings.update_interval
+    return zenflow_jax.AutoWindow(
+        max_interval=settings.auto_window_max_interval, share=settings.auto_window_share
+    )
+
+
+def selection_rule(
+    settings: Settings, steps_per_epoch: int | None
+) -> int | zenflow_jax.AutoSelect | zenflow_jax.EpochSelect | None:
+    """What `zenflow` gets as its `select_interval`; `steps_per_epoch` is for "epoch" alone."""
+    if settings.select_interval == "auto":
+        return zenflow_jax.AutoSelect(
+            keep=settings.auto_select_keep, max_windows=settings.auto_select_max_windows
+        )
+    if settings.select_interval == "epoch":
+        return zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
+    return settings.select_interval
+
+
+class ScheduleRow(NamedTuple):
+    """What the schedule did in one interval of steps. All None without zenflow."""
+
+    # Mean length, in steps, of the windows that closed in the interval. Where none did, what the
+    # row before says; None before the first.
+    window_length: float | None = None
+    # Share of the best channels' score that the selected ones hold, as the engine had last read it
+    # at the end of the interval: one boundary late. None if never; see `EngineStats.kept_share`.
+    kept_share: float | None = None
+    reselections: int | None = None  # since the start of the run, the first selection included
+
+
+class ScheduleRecord:
+    """Takes down what the engine has counted, at the end of every interval.
+
+    The meter's row of an interval comes when the loop is an interval further, and the engine knows
+    of nothing but the loop's present. So this is asked after every exchange, and its rows are kept
+    until the meter's are there. It never waits for the device.
+
+    Args:
+        log_every: Steps in an interval.
+        steps: Length of the run; its end is the end of an interval too.
+        stats: Gives the engine's counts as of now; None for a run without an engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_every: int,
+        steps: int,
+        stats: Callable[[], zenflow_jax.EngineStats] | None,
+    ):
+        self._log_every = log_every
+        self._steps = steps
+        self._stats = stats
+        self._rows: dict[int, ScheduleRow] = {}  # by the last step of the interval
+        self._last = ScheduleRow()
+        self._windows = self._steps_in_them = 0  # closed, by the last row
+
+    def step(self, step: int) -> None:
+        """To be called after the exchange of step `step`, counted from 1."""
+        if self._stats is None or (step % self._log_every and step != self._steps):
+            return
+        stats = self._stats()
+        windows = stats.windows - self._windows
+        steps_in_them = _steps_in_windows(stats) - self._steps_in_them
+        self._windows += windows
+        self._steps_in_them += steps_in_them
+        self._last = self._rows[step] = ScheduleRow(
+            window_length=steps_in_them / windows if windows else self._last.window_length,
+            kept_share=stats.kept_share,
+            reselections=stats.reselections,
+        )
+
+    def take(self, step: int) -> ScheduleRow:
+        """The row of the interval that ended with step `step`; can be had once."""
+        return self._rows.pop(step) if self._stats else ScheduleRow()
+
+
+def mean_window_length(stats: zenflow_jax.EngineStats) -> float:
+    """Of all windows that have closed, in steps; those of the warm-up count, of one step each."""
+    return _steps_in_windows(stats) / stats.windows
+
+
+def _steps_in_windows(stats: zenflow_jax.EngineStats) -> int:
+    return sum(length * count for length, count in stats.window_lengths.items())
