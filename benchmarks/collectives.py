@@ -126,6 +126,12 @@ def placements(devices: list[Any]) -> dict[str, NamedSharding]:
             {"fsdp": eight // 4, "tensor": 4}, "tensor", "fsdp"
         ),
         "replicated over data": on({"data": eight}),
+        "the other axis over fsdp, replicated over data": on(
+            {"data": 2, "fsdp": eight // 2}, None, "fsdp"
+        ),
+        "channels over fsdp, the other over tensor, replicated over data": on(
+            {"data": 2, "fsdp": eight // 4, "tensor": 2}, "fsdp", "tensor"
+        ),
     }
 
 

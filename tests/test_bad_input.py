@@ -643,11 +643,6 @@ def engine(params=PARAMS, state=STATE, **options):
         pass
 
 
-def on_a_mesh(params):
-    mesh = jax.sharding.Mesh([DEVICE], ("data",))
-    return jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-
-
 def after_a_step():
     return jax.jit(TX.update)(PARAMS, TX.init(PARAMS), PARAMS)[1]
 
@@ -696,18 +691,6 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
             lambda: jax.jit(lambda p: (engine(p, TX.init(p)), p)[1])(PARAMS),
             ValueError,
             ["a state of arrays", "Tracer", "outside of jit"],
-        ),
-        (
-            "params on a mesh",
-            lambda: engine(on_a_mesh(PARAMS), TX.init(PARAMS)),
-            ValueError,
-            ["['bias'] on one device", "NamedSharding", "`tx.init` outside of jit"],
-        ),
-        (
-            "params that have left their mesh",
-            lambda: engine(PARAMS, TX.init(on_a_mesh(PARAMS))),
-            ValueError,
-            ["['bias'] divided by the mesh axes", "'data': 1", "SingleDevice", "out_shardings"],
         ),
         (
             "a state in mid-run",

@@ -22,6 +22,7 @@ STALE = Settings(
     weight_decay=0.1,
     max_grad_norm=5.0,
 )
+EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 ADAPTIVE = dataclasses.replace(
     STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
@@ -57,6 +58,10 @@ def train(me: int, port: int, count: int) -> None:
                 for name, channels in training.selected().items():
                     np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
             runs.assert_close(ours, expected.params)
+    with Training(LEAVES, EVERY, shardings=shardings, threads=1) as training:
+        ours = [values for _, values in training.follow(Plan(6))]
+        theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
+        runs.assert_close(ours, theirs)
 
 
 def share(me: int, port: int, count: int) -> None:

@@ -138,6 +138,12 @@ def resolve(
 
 def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
     for axis, names in enumerate(place.block):
+        if place.explicit.intersection(names) not in (set(), set(names)):
+            raise ValueError(
+                f"expected mesh axes of one kind along axis {axis} of {name}, got {names} of "
+                f"{dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))}. Make all "
+                "of them Auto or all Explicit, or divide another axis of it by one of them."
+            )
         if shape[axis] % place.count(names):
             raise ValueError(
                 f"expected axis {axis} of {name} to divide evenly over the mesh axes {names}, got "

@@ -282,6 +282,8 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}. Put "
                 "them on a device with `jax.device_put`, outside of jit."
             )
+        if 0 in spec.shape:
+            continue  # it has no place to be at
         now, then = placement_of(weight), spec.placement
         if now is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
             raise ValueError(
@@ -289,14 +291,20 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 f"on {weight.sharding}. Place the parameters with `jax.device_put(params, "
                 "shardings)` before `tx.init`."
             )
-        if then is None and now is not None:
+        if then is None and now is not None and now.mesh.size > 1:
             raise ValueError(
                 f"expected {spec.name} on one device, as the state takes it to be, got "
                 f"{weight.sharding}. Call `tx.init` outside of jit, with parameters that are where "
                 "they stay, or tell it of them with `param_shardings`."
             )
-        if then is not None and (
-            now is None or now.mesh.shape_tuple != then.mesh.shape_tuple or now.cuts != then.cuts
+        if (
+            then is not None
+            and (then.mesh.size > 1 or now is not None)
+            and (
+                now is None
+                or now.mesh.shape_tuple != then.mesh.shape_tuple
+                or now.cuts != then.cuts
+            )
         ):
             raise ValueError(
                 f"expected {spec.name} divided by the mesh axes {then.block} of "
@@ -311,6 +319,25 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
             f"expected all leaves on the same devices, got {names[0]} and {names[1]}. Put them on "
             "one mesh: `jax.device_put(params, NamedSharding(mesh, PartitionSpec()))` replicates."
         )
+
+
+def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
+    """Refuses parameters on other devices than their state, or on the same in another order."""
+    for weight, leaf in zip(weights, state.leaves, strict=True):
+        mine, its = _devices(weight.sharding), _devices(leaf.mu.sharding)
+        if mine != its:
+            raise ValueError(
+                f"expected {leaf.spec.name} on the devices of its state, {its}, got it on {mine}. "
+                "Make the state with `tx.init` from the parameters that the engine gets, where "
+                "they are."
+            )
+
+
+def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        devices: Any = sharding.mesh.devices
+        return list(devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def check_arrays(state: ZenFlowState) -> None:
@@ -382,8 +409,9 @@ def _shardings(params: Any, given: Any) -> list[Any]:
         raise TypeError(
             "`param_shardings` must be a tree of one NamedSharding for each leaf of the "
             f"parameters, got {f'a {type(wrong[0]).__name__}' if wrong else len(shardings)} for "
-            f"{count} leaves. Pass `jax.tree.map(lambda p: p.sharding, params)`, or leave it out "
-            "and call `init` outside of jit."
+            f"{count} leaves. Pass `jax.tree.map(lambda p: p.sharding, params)` (under "
+            "`optax.masked` a function of the parameters that are left), or leave it out and call "
+            "`init` outside of jit."
         )
     return shardings
 

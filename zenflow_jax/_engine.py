@@ -21,7 +21,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from zenflow_jax._checks import check_arrays, check_fresh, check_pinned, check_placement
+from zenflow_jax._checks import (
+    check_arrays,
+    check_devices,
+    check_fresh,
+    check_pinned,
+    check_placement,
+)
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._mailbox import BUFFERS, Mailbox
@@ -66,8 +72,8 @@ class HostEngine:
         threads: Cores that host updates use. By default all but one, which is the caller's.
 
     Raises:
-        ValueError: If the state is not one ZenFlowState with `offload=True` and no step taken, if
-            the parameters are not its own, or if arrays lie on several devices.
+        ValueError: If the state is not one ZenFlowState with `offload=True` and no step taken, or
+            if the parameters are not its own, or not where it takes them to be.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -104,6 +110,7 @@ class HostEngine:
         weights = jax.tree.leaves(params)
         places = match_leaves(params, state)
         check_placement([weights[i] for i in places], [leaf.spec for leaf in state.leaves])
+        check_devices([weights[i] for i in places], state)
         mails = [leaf.mail for leaf in state.leaves if leaf.mail is not None]
         check_pinned(
             sum(shard.data.nbytes for mail in mails for shard in mail.addressable_shards),

@@ -54,7 +54,8 @@ def first_state(
     if any(isinstance(p, Tracer) for p in weights) or all(s.placement is None for s in specs):
         return commit(build(weights), like)
     # The mail apart, a leaf at a time: it is made on the device, and all of it has no room there.
-    state = jax.jit(partial(build, mail=False))(weights)
+    # Parameters that nothing is taken from are there for their devices.
+    state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
     if not offload:
         return state
     rank = mail_rank(specs)
@@ -217,24 +218,30 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
     if not meshes or not isinstance(meshes[0], Mesh):
         return state
 
-    def put(x: Any, spec: PartitionSpec, memory_kind: str | None = None) -> Any:
-        sharding = NamedSharding(meshes[0], spec, memory_kind=memory_kind)
+    def put(
+        x: Any, spec: PartitionSpec, memory_kind: str | None = None, mesh: Any = meshes[0]
+    ) -> Any:
+        sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def put_leaf(leaf: LeafState) -> LeafState:
+    def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
+        placed = isinstance(parameter.sharding, NamedSharding)
+        mesh: Any = parameter.sharding.mesh if placed else meshes[0]
         layout = leaf_layout(leaf.spec, deferred=not state.offload)
         mail = leaf.mail
         leaf = jax.tree.map(
-            put, dataclasses.replace(leaf, mail=None), dataclasses.replace(layout, mail=None)
+            partial(put, mesh=mesh),
+            dataclasses.replace(leaf, mail=None),
+            dataclasses.replace(layout, mail=None),
         )
         if mail is None:
             return leaf
         spec = Layout(leaf.spec).mail(len(mail.shape))
-        return dataclasses.replace(leaf, mail=put(mail, spec, HOST))
+        return dataclasses.replace(leaf, mail=put(mail, spec, HOST, mesh))
 
     alike = dataclasses.replace(state, leaves=None, letter=None)
     return dataclasses.replace(
         jax.tree.map(lambda x: put(x, SAME), alike),
-        leaves=tuple(put_leaf(leaf) for leaf in state.leaves),
+        leaves=tuple(map(put_leaf, state.leaves, leaves)),
         letter=jax.tree.map(lambda x: put(x, SAME, HOST), state.letter),
     )

@@ -154,24 +154,23 @@ def _close(
     open_steps: jax.Array,
     boundary: Boundary,
 ) -> tuple[LeafState, jax.Array]:
-    spec, half = here.part, leaf.deferred
-    assert half is not None
-    change = _arrive(here, half, p, change, half.pending)
-
+    spec, before = here.part, leaf.deferred
+    assert before is not None
     active = ~contains(here.index(leaf.channels), spec.n) & (open_steps > 0)
-    half = _update(half, active, scalars, open_steps, spec)
-    change = jnp.where(boundary.synchronous, _arrive(here, half, p, change, active), change)
-    half = dataclasses.replace(half, pending=active & ~jnp.asarray(boundary.synchronous))
-
-    leaf = dataclasses.replace(leaf, deferred=half)
-    return jax.lax.cond(
-        boundary.selects,
-        partial(_reselect, here),
-        lambda leaf, p, change: (leaf, change),
-        leaf,
-        p,
-        change,
+    half = _update(before, active, scalars, open_steps, spec)
+    waits = active & ~jnp.asarray(boundary.synchronous)
+    leaf = dataclasses.replace(leaf, deferred=dataclasses.replace(half, pending=waits))
+    leaf = jax.lax.cond(
+        boundary.selects, partial(_reselect, here), lambda leaf, p, change: leaf, leaf, p, change
     )
+    half = leaf.deferred
+    assert half is not None
+    # What was pending arrives as it was; what does not wait, as it is now.
+    now = active & ~half.pending
+    arriving = jnp.where(along(now, spec), half.master, before.master)
+    target = here.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
+    arrives = along(before.pending | now, here.block)
+    return leaf, jnp.where(arrives, target - p.astype(jnp.float32), change)
 
 
 def _update(
@@ -198,18 +197,11 @@ def _update(
     )
 
 
-def _arrive(
-    here: Here, half: DeferredState, p: jax.Array, change: jax.Array, channels: jax.Array
-) -> jax.Array:
-    """`change`, with that of `channels` leading to the master's cast."""
-    target = here.gather(half.master.astype(here.part.dtype)).astype(jnp.float32)
-    return jnp.where(along(channels, here.block), target - p.astype(jnp.float32), change)
+def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> LeafState:
+    """Hands over every selected channel, selects anew, and takes the new ones.
 
-
-def _reselect(
-    here: Here, leaf: LeafState, p: jax.Array, change: jax.Array
-) -> tuple[LeafState, jax.Array]:
-    """Hands over every selected channel, selects anew, and takes the new ones."""
+    `p + change` are the selected channels' masters where the leaf keeps none.
+    """
     spec, half = here.part, leaf.deferred
     assert half is not None
     place = positions(here.index(leaf.channels), spec.n)
@@ -234,10 +226,8 @@ def _reselect(
 
     index = top_channels(leaf.scores, spec.k)
     # Entering channels do not wait for the next boundary.
-    entering = contains(index, spec.n) & half.pending
-    change = _arrive(here, half, p, change, entering)
-    half = dataclasses.replace(half, pending=half.pending & ~entering)
-    leaf = dataclasses.replace(
+    half = dataclasses.replace(half, pending=half.pending & ~contains(index, spec.n))
+    return dataclasses.replace(
         leaf,
         channels=here.number(index),
         steps=jnp.take_along_axis(steps, index, axis=-1),
@@ -247,7 +237,6 @@ def _reselect(
         scores=jnp.zeros_like(leaf.scores),
         deferred=half,
     )
-    return leaf, change
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:

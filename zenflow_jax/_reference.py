@@ -170,7 +170,8 @@ class Reference:
         if np.isfinite(squares).all():
             self._open_steps_taken += 1
             factor = _clipping_factor(squares, self._settings.max_grad_norm)
-            weights = [_weigh(leaf, factor * g) for leaf, g in self._travelling(gradients)]
+            if isinstance(self._settings.update_interval, AutoWindow):
+                weights = [_weigh(leaf, factor * g) for leaf, g in self._travelling(gradients)]
             for leaf, g in zip(self._leaves, gradients, strict=True):
                 for channel in leaf.channels:
                     self._take_gradient(leaf, channel, factor * g[channel.where])

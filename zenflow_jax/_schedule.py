@@ -62,8 +62,8 @@ class AutoSelect:
     At a boundary channels are selected again if, at the boundary before, the selected ones held
     less than `keep` of the score that the best k channels held (the ratio of each leaf, weighted by
     its size), or if this is the `max_windows`-th window since the last selection. Scores are sums
-    since the last selection: a change of the important channels w windows after it is followed about
-    w / keep + 1 windows later, and at the latest two windows after the `max_windows`-th.
+    since the last selection: a change of the important channels w windows after it is followed
+    about w / keep + 1 windows later, and at the latest two windows after the `max_windows`-th.
 
     Args:
         keep: In [0, 1]. 0 selects every `max_windows` windows and merely measures the share.

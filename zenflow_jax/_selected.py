@@ -107,12 +107,9 @@ def _step(
     finite: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
     spec = here.part
-    if spec.resident:
-        old, index = p, None
-    else:
-        index = here.index(leaf.channels)
-        old = here.own(take(p, index, here.block))
-    master = old if leaf.master is None else leaf.master
+    index = None if leaf.channels is None else here.index(leaf.channels)
+    old = p if index is None else take(p, index, here.block)
+    master = here.own(old) if leaf.master is None else leaf.master
     steps = leaf.steps + 1
     change, mu, nu = adamw(
         master,
@@ -137,18 +134,19 @@ def _step(
         leaf = dataclasses.replace(leaf, master=if_counted(master + change, leaf.master))
         # In float32 the difference of two low-precision numbers is exact but for a factor of
         # 2**16 between them, so that adding it gives the cast of the master.
-        change = leaf.master.astype(spec.dtype).astype(jnp.float32) - old.astype(jnp.float32)
+        new = here.gather(leaf.master.astype(spec.dtype))
+        change = new.astype(jnp.float32) - old.astype(jnp.float32)
     else:
-        change = jnp.where(finite, change, jnp.zeros_like(change))
+        change = here.gather(jnp.where(finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
-    change = _on_block(here, change, index)
+    change = _spread_out(here, change, index)
     scores = leaf.scores + squares * jnp.square(factor)
     return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores))
 
 
-def _on_block(here: Here, change: jax.Array, index: jax.Array) -> jax.Array:
-    """What changes on the selected channels of this device's part, as a change of its block."""
+def _spread_out(here: Here, change: jax.Array, index: jax.Array) -> jax.Array:
+    """What changes on the selected channels of a block, as a change of all of it."""
     place = positions(index, here.block.n)
-    change = spread(here.gather(change), place, here.block)
+    change = spread(change, place, here.block)
     return jnp.where(along(place >= 0, here.block), change, jnp.zeros_like(change))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._channels import LeafSpec
@@ -182,6 +183,19 @@ def on_each_device(
         )
 
     return moved
+
+
+def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
+    """A traced gradient, which the compiler is to place as its parameter before anything reads it.
+
+    Left to itself it would also place it as the parts are that the first reader takes, and its way
+    there can be to sum whole gradients over all devices in the backward pass.
+    """
+    place = spec.placement
+    if place is None or place.explicit or not any(place.shares) or not isinstance(g, Tracer):
+        return g
+    target = NamedSharding(place.mesh, partition_spec(place.block))
+    return jax.lax.with_sharding_constraint(g, target)
 
 
 def _cut(spec: LeafSpec, axes: MeshAxes) -> LeafSpec:

@@ -29,6 +29,7 @@ from zenflow_jax._first_state import first_state
 from zenflow_jax._placement import mail_rank, to_host
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._selected import judge, look, step_selected
+from zenflow_jax._shards import as_its_parameter
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._statistics import weigh
 
@@ -167,6 +168,9 @@ def zenflow(
         del extra  # Adam needs none; a chain hands them to everybody.
         gradients, treedef = jax.tree.flatten(updates)
         weights = check_update(gradients, params, state, offload)
+        gradients = [
+            as_its_parameter(g, leaf.spec) for g, leaf in zip(gradients, state.leaves, strict=True)
+        ]
         step = state.step + 1
         scalars = scalars_at(step)
         rank = mail_rank([leaf.spec for leaf in state.leaves])

@@ -213,6 +213,96 @@ def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partitio
         assert state.mu.addressable_data(0).size * share == state.mu.size
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_tree_of_which_nothing_travels_is_as_good_as_any(offload):
+    mesh = meshes.make_mesh("data")
+    params = jax.device_put(
+        {"b": np.ones(8, np.float32), "w": np.ones((16, 8), np.float32)},
+        NamedSharding(mesh, PartitionSpec("data")),
+    )
+    tx = zenflow_jax.zenflow(1e-2, topk_ratio=1.0, offload=offload)
+    for leaf in tx.init(params).leaves:
+        assert leaf.mu.sharding.device_set == set(jax.devices())
+
+
+def test_a_mesh_of_one_device_is_that_device():
+    # Parameters bound to no device go where the batch is.
+    mesh = meshes.make_mesh("one")
+    batch = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, PartitionSpec("data")))
+    params = {"w": jax.numpy.ones((8, 4))}
+    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=2)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        gradients = jax.tree.map(lambda w: w * batch.reshape(1, 4), params)
+        updates, state = tx.update(gradients, state, params)
+        return runs.apply(params, updates), state
+
+    with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
+        for _ in range(5):
+            params, state = engine.exchange(*step(params, state, batch))
+        params, state = engine.flush(params, state)
+    assert np.all(np.asarray(params["w"]) < 1)
+
+
+def test_parameters_on_other_devices_than_their_state_are_refused():
+    devices = jax.devices()
+    params = {"w": np.ones((8, 4), np.float32)}
+    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
+    state = tx.init(jax.device_put(params, devices[0]))
+    with pytest.raises(ValueError, match=r"\['w'\] on the devices of its state"):
+        zenflow_jax.HostEngine(jax.device_put(params, devices[1]), state)
+    here, there = (
+        NamedSharding(jax.make_mesh((4,), ("x",), devices=x), PartitionSpec("x"))
+        for x in (devices[:4], devices[3::-1])
+    )
+    state = tx.init(jax.device_put(params, here))
+    with pytest.raises(ValueError, match=r"\['w'\] on the devices of its state"):
+        zenflow_jax.HostEngine(jax.device_put(params, there), state)
+
+
+def test_parameters_that_are_not_where_their_state_takes_them_to_be_are_refused():
+    alone = runs.place(runs.initial_values(LEAVES), None)
+    spread = runs.place(
+        runs.initial_values(LEAVES), meshes.shardings(meshes.make_mesh("two"), "others")
+    )
+    tx = runs.transformation(LEAVES, STALE)
+    with pytest.raises(ValueError, match=r"\['bias'\] on one device.*outside of jit"):
+        zenflow_jax.HostEngine(spread, tx.init(alone))
+    with pytest.raises(ValueError, match=r"\['bias'\] divided by the mesh axes.*out_shardings"):
+        zenflow_jax.HostEngine(alone, tx.init(spread))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("moved", ["state", "parameters"])
+def test_one_device_is_a_mesh_of_one(kind, moved):
+    mesh = meshes.make_mesh("one", kind)
+    with Training(LEAVES, STALE, threads=1, host_kernel="numpy") as expected:
+        shardings = dict.fromkeys(expected.params, NamedSharding(mesh, PartitionSpec()))
+        ours, theirs = (runs.place(runs.initial_values(LEAVES), x) for x in (shardings, None))
+        params, state = (theirs, ours) if moved == "state" else (ours, theirs)
+        state = expected.tx.init(state)
+        with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
+            for t in range(1, 10):
+                g = jax.tree.map(jax.numpy.asarray, runs.gradients(LEAVES, t))
+                params, state = engine.exchange(*expected.program(params, state, g))
+                expected.go(1)
+                runs.assert_same_bits(params, expected.params)
+            engine.flush(params, state)
+
+
+def test_an_axis_that_both_kinds_of_mesh_axes_divide_is_refused():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(EXPLICIT, AUTO))
+    params = {
+        "w": jax.device_put(
+            np.ones((8, 4), np.float32), NamedSharding(mesh, PartitionSpec(("a", "b")))
+        )
+    }
+    with pytest.raises(ValueError, match=r"one kind along axis 0 of \['w'\]"):
+        zenflow_jax.zenflow(1e-2).init(params)
+
+
 def test_an_axis_of_another_size_stays_whole():
     mesh = meshes.make_mesh("three")
     params = {
