@@ -76,11 +76,15 @@ def _group(line: str, devices: int) -> int:
         return len(match[1].split(","))
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):  # [groups,size]<=[devices]
         return int(match[1])
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
-        # mesh['axis_0'=4,'axis_1'=2] {'axis_0'}; a part of an axis is written 'axis_1':(1)2
+    ids = r"(?:, device_ids=\([^{]*\))?"
+    if match := re.search(rf"replica_groups=mesh\[(.*?)\]{ids} ?\{{(.*?)\}}", line):
+        # mesh['axis_0'=4,'axis_1'=2] {'axis_0'}; a part of an axis is written 'axis_1':(1)2; where
+        # devices are in another order, device_ids=([4,2]T(1,0)) stands between.
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part or sizes[name]) for name, part in named)
+    if re.search(r"replica_groups=(?!\{\})", line):
+        raise ValueError(f"cannot read the groups of devices in {line.strip()[:300]}")
     return devices
 
 
