@@ -208,7 +208,7 @@ class Training:
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
         **engine: Any,
     ):
-        self.gradients = gradients
+        self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
         self.tx, self.program = programs(leaves, settings, offload, donate, partition)
         self.params = place(initial_values(leaves, seed), shardings)

@@ -5,6 +5,7 @@
 
 from zenflow_jax._checks import STATIC_ARGS
 from zenflow_jax._engine import HostEngine
+from zenflow_jax._engine_state import abstract_engine_state
 from zenflow_jax._ingraph import flush
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._state import ZenFlowState, find_state
@@ -21,6 +22,7 @@ __all__ = [
     "EpochSelect",
     "HostEngine",
     "ZenFlowState",
+    "abstract_engine_state",
     "find_state",
     "flush",
     "zenflow",

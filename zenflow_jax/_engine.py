@@ -28,6 +28,20 @@ from zenflow_jax._checks import (
     check_pinned,
     check_placement,
 )
+from zenflow_jax._engine_state import (
+    EMPTY,
+    NONE,
+    PENDING,
+    Counts,
+    arrays_of,
+    channels_before,
+    check_resumed,
+    counts_from_tree,
+    counts_to_tree,
+    leaves_to_trees,
+    options_of,
+    resume_half,
+)
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._mailbox import BUFFERS, Mailbox
@@ -42,6 +56,7 @@ from zenflow_jax._parts import (
     parts_of,
     select_anew,
 )
+from zenflow_jax._placement import upload
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
@@ -70,10 +85,13 @@ class HostEngine:
         opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         threads: Cores that host updates use. By default all but one, which is the caller's.
+        engine_state: What `state()` returned when `params` and `opt_state` were saved, to go on
+            from there with the same bits. It is copied.
 
     Raises:
-        ValueError: If the state is not one ZenFlowState with `offload=True` and no step taken, or
-            if the parameters are not its own, or not where it takes them to be.
+        ValueError: If the state is not one ZenFlowState with `offload=True`, and with no step taken
+            unless `engine_state` is given; if that is another run's, or one with other options; or
+            if the parameters are not the state's own, or not where it takes them to be.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -103,10 +121,14 @@ class HostEngine:
         *,
         host_kernel: str = "numba",
         threads: int | None = None,
+        engine_state: Any = None,
     ):
         params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
         state = find_state(opt_state)
-        check_fresh(state)
+        if engine_state is None:
+            check_fresh(state)
+        else:
+            check_resumed(engine_state, state)
         weights = jax.tree.leaves(params)
         places = match_leaves(params, state)
         check_placement([weights[i] for i in places], [leaf.spec for leaf in state.leaves])
@@ -134,12 +156,20 @@ class HostEngine:
             (host_channels(travelling[part.leaf].channels, part) for part in self._parts),
             adam,
         )
+        counts = None
+        if engine_state is not None:
+            counts = counts_from_tree(engine_state["counts"])
+            resume_half(half, self._parts, self._travel_specs, engine_state["leaves"], counts)
         shardings = {weight.sharding for weight in weights}
         number = next(_ENGINES)
         self._watch = Watch(
             f"engine {number}", {d.process_index for s in shardings for d in s.device_set}
         )
-        self._worker = Worker(half, self._parts, self._watch)
+        self._half = half
+        self._arrays = [arrays_of(leaf) for leaf in travelling]
+        self._options = options_of(state)
+        skipped = 0 if counts is None else counts.skipped
+        self._worker = Worker(half, self._parts, self._watch, skipped)
         self._mailbox = Mailbox(self._worker, state, number)
         self._progress = Progress(self._schedule, len(self._travels))
         self._open_steps = 0
@@ -147,6 +177,8 @@ class HostEngine:
         self._pending: Future | None = None  # an update that has not reached the parameters
         # Channels that were selected while its window was open, if that was not so ever since.
         self._before: list[jax.Array] | None = None
+        if counts is not None and engine_state is not None:
+            self._resume(counts, engine_state["leaves"], travelling)
         self._closed = False
         self._interrupted = False
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
@@ -255,6 +287,51 @@ class HostEngine:
             self._mailbox.drain()
             return params, opt_state
 
+    def state(self) -> dict[str, Any]:
+        """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
+
+        To be saved together with the parameters and the optimizer state which that returned, and
+        given to a new engine as its `engine_state`. Waits for the host work that is under way, an
+        update included; the run goes on as if it had not been called. In a run of several
+        processes all must call it.
+
+        Returns:
+            A tree of dicts, lists and arrays. The large ones are in host memory (on a GPU pinned)
+            and take 16 bytes per parameter that travels, for as long as they live; they never
+            change. Shapes and placements are those of `abstract_engine_state(opt_state)`.
+
+        Raises:
+            RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
+        """
+        self._check_open()
+        self._mailbox.drain()
+        pending = NONE
+        if self._pending is not None:
+            pending = PENDING if self._worker.wait(self._pending, None) else EMPTY
+        # The worker has nothing to do, and gets nothing before this returns.
+        half, stats = self._half, self._worker.stats
+        run, ticket = self._mailbox.numbers
+        counts = Counts(
+            step=self._progress.step,
+            open_steps=self._open_steps,
+            counted=half.counted,
+            windows=half.windows,
+            pending=pending,
+            run=run,
+            ticket=ticket,
+            skipped=stats.skipped_steps,
+            reselections=self._progress.reselections,
+            window_lengths=self._window_lengths,
+            scalars=half.scalars,
+            tally=self._progress.tally,
+            kept=self._progress.kept,
+        )
+        return {
+            "leaves": leaves_to_trees(half, self._parts, self._arrays, self._before),
+            "counts": counts_to_tree(counts, self._schedule),
+            "options": self._options,
+        }
+
     def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """`exchange` for flax nnx: updates `model` and `optimizer` in place.
 
@@ -302,7 +379,36 @@ class HostEngine:
                 "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
             )
 
-    def _check(self, opt_state: Any) -> ZenFlowState:
+    def _resume(
+        self, counts: Counts, leaves: Sequence[Any], travelling: Sequence[LeafState]
+    ) -> None:
+        """Goes on where the engine was that `counts` and `leaves` are of."""
+        self._progress.resume(counts.step, counts.reselections, counts.tally, counts.kept)
+        self._mailbox.resume(counts.run)
+        self._open_steps = counts.open_steps
+        self._window_lengths.update(counts.window_lengths)
+        if counts.pending == NONE:
+            return
+        self._pending = Future()
+        uploads = []
+        if counts.pending == PENDING:
+            for part, cast in zip(self._parts, self._half.casts(), strict=True):
+                uploads.append([upload(cast, device) for device in part.devices])
+            # The arrays that they come from are written again by the next update.
+            jax.block_until_ready(uploads)
+        self._pending.set_result(uploads)
+        before = [
+            [upload(x, device) for device in part.devices]
+            for part, x in zip(
+                self._parts, channels_before(self._parts, self._travel_specs, leaves), strict=True
+            )
+        ]
+        self._before = [
+            assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
+            for pieces, leaf in zip(by_leaf(self._parts, before), travelling, strict=True)
+        ]
+
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(
                 "expected an open engine, got one after `close`. Make a new run's engine with "
@@ -315,6 +421,9 @@ class HostEngine:
                 "half-way: parameters, state and host no longer belong together. Go on from the "
                 "last checkpoint."
             )
+
+    def _check(self, opt_state: Any) -> ZenFlowState:
+        self._check_open()
         state = find_state(opt_state)
         if tuple(leaf.spec for leaf in state.leaves) != self._specs or (
             state.schedule != self._schedule

@@ -19,7 +19,7 @@ from zenflow_jax import _ingraph
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._channels import LeafSpec, first_channels, take
 from zenflow_jax._placement import HOST, commit, host_zeros, mail_rank, to_host
-from zenflow_jax._schedule import Schedule, Tally
+from zenflow_jax._schedule import Schedule, first_tally
 from zenflow_jax._shards import SAME, Here, Layout, on_each_device
 from zenflow_jax._state import LeafState, Letter, ZenFlowState, leaf_layout
 
@@ -102,22 +102,11 @@ def _build(
         letter=_letter(weights, specs, schedule, rank) if offload and mail else None,
         open_steps=None if offload else jnp.zeros((), jnp.int32),
         scalars=None if offload else AdamScalars(*[jnp.zeros((), jnp.float32)] * 7),
-        tally=None if offload or not schedule.adaptive else _first_tally(specs, schedule),
+        tally=None
+        if offload or not schedule.adaptive
+        else jax.tree.map(jnp.array, first_tally(schedule, _travelling(specs))),
         schedule=schedule,
         offload=offload,
-    )
-
-
-def _first_tally(specs: tuple[LeafSpec, ...], schedule: Schedule) -> Tally:
-    leaves = _travelling(specs) if schedule.weighs else 0
-    # One array each: a step may donate them, and none twice.
-    return Tally(
-        length=jnp.zeros((), jnp.int32),
-        counted=jnp.zeros((), jnp.float32),
-        deferred=jnp.zeros(leaves, jnp.float32),
-        selected=jnp.zeros(leaves, jnp.float32),
-        windows=jnp.zeros((), jnp.int32),
-        kept=jnp.ones((), jnp.float32),
     )
 
 

@@ -8,7 +8,7 @@ Letters: `n` channels in a group, `k` of them selected.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -73,9 +73,9 @@ class HostHalf:
     ):
         self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
         self._adam = adam
-        self._counted = 0  # steps summed in the open window
-        self._windows = 0
-        self._scalars: AdamScalars | None = None  # of the last step, skipped or not
+        self.counted = 0  # steps summed in the open window
+        self.windows = 0
+        self.scalars: AdamScalars | None = None  # of the last step, skipped or not
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +87,37 @@ class HostHalf:
             if isinstance(x, np.ndarray)
         )
 
+    def resume(
+        self,
+        arrays: Iterable[Mapping[str, np.ndarray]],
+        *,
+        counted: int,
+        windows: int,
+        scalars: AdamScalars | None,
+    ) -> None:
+        """Goes on where another half was, with the selected channels that are there already.
+
+        Args:
+            arrays: Of each leaf "master", "mu", "nu", "steps", and "total" if any step is in it.
+            counted: Steps summed in the open window.
+            windows: Windows closed.
+            scalars: Of the last step.
+        """
+        self.counted, self.windows, self.scalars = counted, windows, scalars
+        for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
+            for name in ("master", "mu", "nu", "steps"):
+                array = getattr(leaf, name)
+                array[...] = of_leaf[name].reshape(array.shape)
+            if counted:
+                leaf.total = np.array(of_leaf["total"]).reshape(leaf.master.shape)
+
+    def casts(self) -> Iterator[np.ndarray]:
+        """Of each leaf what is uploaded of it: all masters, in the leaf's dtype."""
+        for leaf in self.leaves:
+            if leaf.out is not None:
+                np.copyto(leaf.out, leaf.master, casting="unsafe")
+            yield (leaf.master if leaf.out is None else leaf.out).reshape(leaf.spec.shape)
+
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
         self.leaves = []
@@ -94,7 +125,7 @@ class HostHalf:
 
     def note(self, scalars: AdamScalars) -> None:
         """Takes in the scalars of a step; the last ones before a window closes are the window's."""
-        self._scalars = scalars
+        self.scalars = scalars
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         """Adds one step's gradients to the open window, `factor` times."""
@@ -102,19 +133,19 @@ class HostHalf:
             if leaf.total is None:
                 leaf.total = leaf.spare.pop() if leaf.spare else np.empty_like(leaf.master)
             self._adam.accumulate(
-                leaf.total, gradient.reshape(leaf.master.shape), factor, first=self._counted == 0
+                leaf.total, gradient.reshape(leaf.master.shape), factor, first=self.counted == 0
             )
-        self._counted += 1
+        self.counted += 1
 
     def close_window(self) -> ClosedWindow:
         """Ends the open window; the next mail begins another."""
-        assert self._scalars is not None
-        self._windows += 1
-        counted, self._counted = self._counted, 0
+        assert self.scalars is not None
+        self.windows += 1
+        counted, self.counted = self.counted, 0
         closed = ClosedWindow(
-            number=self._windows,
+            number=self.windows,
             scale=1 / max(counted, 1),
-            scalars=self._scalars,
+            scalars=self.scalars,
             totals=[leaf.total for leaf in self.leaves if leaf.total is not None],
             active=[~_members(leaf.channels, leaf.spec.n) for leaf in self.leaves],
         )

@@ -22,6 +22,7 @@ from zenflow_jax._worker import Mail, Worker
 IN_FLIGHT = 2
 #: Mails that exist at most: unread ones, the buffers in the state, and what the step writes.
 BUFFERS = IN_FLIGHT + 2
+_POSITIVE = 0x7FFFFFFF
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +53,15 @@ class Mailbox:
         self._blank = _buffers_of(state)
         self._unread: deque[Mail] = deque()
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """What tickets are made from, and the next step's ticket."""
+        return self._run & _POSITIVE, self._ticket
+
+    def resume(self, run: int) -> None:
+        """Makes the tickets that another mailbox with this number would have made."""
+        self._run = run
+
     def holds(self, state: ZenFlowState) -> bool:
         """Whether this is the state last given: no step was made with it since."""
         return state.ticket is self._given
@@ -70,7 +80,7 @@ class Mailbox:
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
         gradients = iter(self._blank.gradients)
-        self._ticket = (self._run + step) & 0x7FFFFFFF  # never USED, which is negative
+        self._ticket = (self._run + step) & _POSITIVE  # never USED, which is negative
         self._given = put_everywhere(np.int32(self._ticket), state.ticket)
         return dataclasses.replace(
             state,

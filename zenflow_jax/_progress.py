@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._placement import view
-from zenflow_jax._schedule import Boundary, Schedule, Tally
+from zenflow_jax._schedule import Boundary, Schedule, Tally, first_tally
 
 
 class Progress:
@@ -30,14 +30,7 @@ class Progress:
         self.reselections = 0
         self.kept: float | None = None
         self._schedule = schedule
-        self._tally = Tally(
-            length=0,
-            counted=np.float32(0),
-            deferred=np.zeros(leaves if schedule.weighs else 0, np.float32),
-            selected=np.zeros(leaves if schedule.weighs else 0, np.float32),
-            windows=0,
-            kept=np.float32(1),
-        )
+        self._tally = first_tally(schedule, leaves)
         # Of the last step, if its window is open; and of the last boundary. Not read yet.
         self._statistics: jax.Array | None = None
         self._measured: jax.Array | None = None
@@ -73,6 +66,17 @@ class Progress:
         )
         self._statistics, self._measured = None, measured
         self.reselections += boundary.selects
+
+    @property
+    def tally(self) -> Tally:
+        """What is known before the step that comes."""
+        self._read()
+        return self._tally
+
+    def resume(self, step: int, reselections: int, tally: Tally, kept: float | None) -> None:
+        """Goes on where another run was."""
+        self.step, self.reselections, self.kept = step, reselections, kept
+        self._tally = tally
 
     def _read(self) -> None:
         if self._statistics is not None:

@@ -13,6 +13,8 @@ import math
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class AutoWindow:
@@ -149,6 +151,19 @@ class Tally(NamedTuple):
             deferred=self.deferred + statistics[1 : 1 + leaves],
             selected=self.selected + statistics[1 + leaves :],
         )
+
+
+def first_tally(schedule: "Schedule", leaves: int) -> Tally:
+    """Before the first step, in NumPy, for so many leaves that travel."""
+    sums = leaves if schedule.weighs else 0
+    return Tally(
+        length=np.int32(0),
+        counted=np.float32(0),
+        deferred=np.zeros(sums, np.float32),
+        selected=np.zeros(sums, np.float32),
+        windows=np.int32(0),
+        kept=np.float32(1),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

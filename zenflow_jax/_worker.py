@@ -75,11 +75,12 @@ class Worker:
         half: The arrays that the thread works on; nobody else touches them from now on.
         parts: For each leaf of `half` of what it is a part, and where its uploads go.
         watch: Tells the other processes of a failure, and this worker of theirs.
+        skipped: Steps that were skipped before.
     """
 
-    def __init__(self, half: HostHalf, parts: Sequence[Part], watch: Watch):
+    def __init__(self, half: HostHalf, parts: Sequence[Part], watch: Watch, skipped: int = 0):
         # Replaced as a whole, so it can be read at any time.
-        self.stats = WorkerStats(host_bytes=half.nbytes)
+        self.stats = WorkerStats(skipped_steps=skipped, host_bytes=half.nbytes)
         self.wait_s = 0.0  # the caller's; see `wait`
         self._half = half
         self._parts = list(parts)
@@ -95,7 +96,7 @@ class Worker:
         # failure after the same number of points they have dispatched the same programs.
         self._passed = 0
         self._update: Iterator[str] | None = None
-        self._window = 1  # the one being summed, for messages
+        self._window = half.windows + 1  # the one being summed, for messages
         self._where = "the first mail"  # what the thread is at, for messages
         self._next_piece = ""  # and what the update's next piece is
         # Waiting for the device must not keep the thread from an update: it is done here.
