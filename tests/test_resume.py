@@ -1,4 +1,4 @@
-"""A run that is saved at any step and resumed in new objects ends with the bits of one that was not."""
+"""A run that is saved at any step, and resumed in new objects, ends with the same bits."""
 
 import copy
 import dataclasses

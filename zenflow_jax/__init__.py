@@ -7,6 +7,7 @@ from zenflow_jax._checks import STATIC_ARGS
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._engine_state import abstract_engine_state
 from zenflow_jax._ingraph import flush
+from zenflow_jax._master import master_params
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._state import ZenFlowState, find_state
 from zenflow_jax._stats import EngineStats
@@ -25,5 +26,6 @@ __all__ = [
     "abstract_engine_state",
     "find_state",
     "flush",
+    "master_params",
     "zenflow",
 ]

@@ -304,11 +304,7 @@ class HostEngine:
             RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
         """
         self._check_open()
-        self._mailbox.drain()
-        pending = NONE
-        if self._pending is not None:
-            pending = PENDING if self._worker.wait(self._pending, None) else EMPTY
-        # The worker has nothing to do, and gets nothing before this returns.
+        pending = self._settle()
         half, stats = self._half, self._worker.stats
         run, ticket = self._mailbox.numbers
         counts = Counts(
@@ -331,6 +327,22 @@ class HostEngine:
             "counts": counts_to_tree(counts, self._schedule),
             "options": self._options,
         }
+
+    def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
+        """Of each leaf that travels the host's masters, on the devices, in parts. For `_master.py`.
+
+        One leaf at a time; the rows of selected channels are not current.
+        """
+        self._check(state)
+        self._settle()
+        for i, spec in zip(self._travels, self._travel_specs, strict=True):
+            parts, pieces = [], []
+            for part, half in zip(self._parts, self._half.leaves, strict=True):
+                if self._travels[part.leaf] == i:
+                    master = half.master.reshape(part.spec.shape)
+                    parts.append(dataclasses.replace(part, leaf=0))
+                    pieces.append([upload(master, device) for device in part.devices])
+            yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
 
     def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """`exchange` for flax nnx: updates `model` and `optimizer` in place.
@@ -407,6 +419,13 @@ class HostEngine:
             assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
             for pieces, leaf in zip(by_leaf(self._parts, before), travelling, strict=True)
         ]
+
+    def _settle(self) -> int:
+        """Waits until the worker has nothing to do; what there is of an update on its way."""
+        self._mailbox.drain()
+        if self._pending is None:
+            return NONE
+        return PENDING if self._worker.wait(self._pending, None) else EMPTY
 
     def _check_open(self) -> None:
         if self._closed:

@@ -78,12 +78,14 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
         "tally": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.tally._asdict().items()
+            if np.size(x)  # orbax writes no empty arrays
         },
     }
 
 
 def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
     tally = {name: np.asarray(x) for name, x in tree["tally"].items()}
+    nothing = np.zeros(0, np.float32)
     lengths = np.asarray(tree["window_lengths"])
     kept = float(tree["kept"])
     return Counts(
@@ -93,8 +95,8 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
         tally=Tally(
             length=int(tally["length"]),
             counted=np.float32(tally["counted"]),
-            deferred=tally["deferred"],
-            selected=tally["selected"],
+            deferred=tally.get("deferred", nothing),
+            selected=tally.get("selected", nothing),
             windows=int(tally["windows"]),
             kept=np.float32(tally["kept"]),
         ),
@@ -178,12 +180,14 @@ def arrays_of(leaf: LeafState) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
     else:
         (device,) = sharding.device_set
         wide = each = SingleDeviceSharding(device, memory_kind=HOST)
-    return {
+    arrays = {
         **{name: (spec.shape, np.dtype(np.float32), wide) for name in WIDE},
         "steps": ((*spec.stack, spec.n), np.dtype(np.int32), each),
-        # Channels selected while the pending update's window was open, if there is one.
-        "before": ((*spec.stack, spec.k), np.dtype(np.int32), each),
     }
+    if spec.k:  # orbax writes no empty arrays
+        # Channels selected while the pending update's window was open, if there is one.
+        arrays["before"] = ((*spec.stack, spec.k), np.dtype(np.int32), each)
+    return arrays
 
 
 def leaves_to_trees(
@@ -287,7 +291,12 @@ def channels_before(
     parts: Sequence[Part], specs: Sequence[LeafSpec], leaves: Sequence[Mapping[str, Any]]
 ) -> list[np.ndarray]:
     """Of each part the channels that were selected while the pending update's window was open."""
-    return [_piece(leaves[part.leaf], "before", part, specs[part.leaf]) for part in parts]
+    return [
+        _piece(leaves[part.leaf], "before", part, specs[part.leaf])
+        if part.spec.k
+        else np.zeros((*part.spec.stack, 0), np.int32)
+        for part in parts
+    ]
 
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:

@@ -1,0 +1,125 @@
+"""A checkpoint of some devices goes on on others: written and read by orbax, in mid-window."""
+
+import functools
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType
+
+import zenflow_jax
+from tests import meshes, runs
+from tests.meshes import LEAVES
+from tests.runs import Plan, Settings, Training
+
+SETTINGS = Settings(
+    topk_ratio=0.2,
+    update_interval=4,
+    select_interval=4,
+    full_warm_up_rounds=1,
+    weight_decay=0.1,
+    max_grad_norm=5.0,
+)
+PLAN = Plan(17, bad=(12,))
+SAVED_AT = 11  # with an update on its way, and two steps in the open window
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+HERE = functools.partial(Training, LEAVES, SETTINGS)
+
+
+def placed(where):
+    if where is None:
+        return None
+    name, placement, kind = where
+    return meshes.shardings(meshes.make_mesh(name, kind), placement)
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def save(training, folder):
+    tree = {
+        "params": training.params,
+        "opt_state": training.state,
+        "engine": training.engine.state(),
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, tree)
+
+
+def resume(training, folder):
+    """A fresh training goes on from there."""
+    training.engine.close()
+    template = {
+        "params": abstract(training.params),
+        "opt_state": abstract(training.state),
+        "engine": zenflow_jax.abstract_engine_state(training.state),
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(folder, template)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(template), strict=True):
+        if isinstance(y, jax.ShapeDtypeStruct):
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+            assert x.sharding.memory_kind == y.sharding.memory_kind
+    training.params, training.state = found["params"], found["opt_state"]
+    training.engine = zenflow_jax.HostEngine(
+        training.params, training.state, threads=1, engine_state=found["engine"]
+    )
+    training.t = SAVED_AT
+
+
+def follow(training, until):
+    while training.t < until:
+        training.step(bad=training.t + 1 in PLAN.bad)
+        training.exchange()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("data", "replicated", AUTO), None),
+        (None, ("data", "replicated", AUTO)),
+        (("three", "others", AUTO), ("two", "replicated", EXPLICIT)),
+        (("two", "channels", AUTO), ("two", "channels", AUTO)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
+    with HERE(shardings=placed(before), threads=1, donate=True) as training:
+        follow(training, SAVED_AT)
+        save(training, tmp_path / "checkpoint")
+        shards = meshes.pieces(LEAVES, training.shardings) if before else None
+    with HERE(shardings=placed(after), threads=1, donate=True) as training:
+        resume(training, tmp_path / "checkpoint")
+        follow(training, PLAN.steps)
+        training.settle()
+        expected, _ = runs.reference(LEAVES, SETTINGS, PLAN, shards=shards)
+        runs.assert_close([training.values()], expected.params[-1:])
+        np.testing.assert_equal(training.selected(), expected.selected[-1])
+        training.flush()
+        masters = zenflow_jax.master_params(training.params, training.state, training.engine)
+        for name, master in masters.items():
+            assert master.sharding.is_equivalent_to(training.params[name].sharding, master.ndim)
+            cast = np.asarray(master).astype(training.params[name].dtype)
+            np.testing.assert_array_equal(cast, np.asarray(training.params[name]))
+
+
+def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
+    channels = placed(("fsdp", "channels", AUTO))
+    # As many channels, wherever they are: one device, and eight pieces of 32 or 16 channels.
+    settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
+    leaves = LEAVES[1:3]
+    with Training(leaves, settings, threads=1) as training:
+        training.go(6)
+        values = jax.tree.map(np.asarray, jax.tree.leaves((training.params, training.state)))
+        engine_state = jax.tree.map(np.asarray, training.engine.state())
+    with Training(leaves, settings, shardings=channels, threads=1) as training:
+        likes, treedef = jax.tree.flatten((training.params, training.state))
+        params, state = jax.tree.unflatten(
+            treedef,
+            [jax.device_put(x, like.sharding) for x, like in zip(values, likes, strict=True)],
+        )
+        with pytest.raises(ValueError, match="no more devices divide its channel axis"):
+            zenflow_jax.HostEngine(params, state, engine_state=engine_state)
