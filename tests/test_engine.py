@@ -573,6 +573,7 @@ def test_stats_count_steps_windows_and_bytes():
     ) == zenflow_jax.EngineStats(
         steps=5,
         windows=2,
+        window_lengths={2: 2},
         reselections=1,
         skipped_steps=1,
         bytes_to_host=5 * mail + row + 4,  # and the channel's number

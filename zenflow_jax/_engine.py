@@ -328,7 +328,7 @@ class HostEngine:
             "options": self._options,
         }
 
-    def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
+    def _masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
         """Of each leaf that travels the host's masters, on the devices, in parts. For `_master.py`.
 
         One leaf at a time; the rows of selected channels are not current.

@@ -44,7 +44,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
         )
     weights, treedef = jax.tree.flatten(params)
     places = match_leaves(params, state)
-    hosts = iter(()) if engine is None else engine.masters(state)
+    hosts = iter(()) if engine is None else engine._masters(state)
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             host = leaf.deferred.master

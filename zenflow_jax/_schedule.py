@@ -27,7 +27,7 @@ class AutoWindow:
     steps up to t - 1; a window that is not cut short thus has at least two. Skipped steps count
     for its length alone. The idea is that of "Zen-auto" in DeepSpeed, which compares L1 sums.
 
-    Args:
+    Attributes:
         max_interval: Steps that a window has at most.
         share: Of the leaves that travel, in (0, 1], rounded up.
 
@@ -67,7 +67,7 @@ class AutoSelect:
     since the last selection: a change of the important channels w windows after it is followed
     about w / keep + 1 windows later, and at the latest two windows after the `max_windows`-th.
 
-    Args:
+    Attributes:
         keep: In [0, 1]. 0 selects every `max_windows` windows and merely measures the share.
         max_windows: Windows between two selections at most.
 
@@ -91,7 +91,7 @@ class EpochSelect:
     `select_strategy="epoch"`, which takes the steps from the data loader it was given, and never
     selects again when it was given none.
 
-    Args:
+    Attributes:
         steps_per_epoch: Optimizer steps in an epoch, counted from the first step of the run.
         epochs: Between two selections.
 
