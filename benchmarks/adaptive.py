@@ -61,7 +61,7 @@ def draw(runs: dict[str, Run], path: Path) -> None:
     axes.set(xlabel="step", ylabel="steps in a window,\nmean of those closed in 10 steps")
     axes.set_ylim(0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
 
 

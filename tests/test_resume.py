@@ -98,3 +98,113 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, ke
                 for name in ("steps", "windows", "window_lengths", "reselections", "kept_share"):
                     assert getattr(new, name) == getattr(stats, name), (t, name)
                 assert new.skipped_steps == stats.skipped_steps
+
+
+def continued(training, **changes):
+    """What a run with other options and the state's own arrays would ask an engine for."""
+    params, state, engine_state = saved(training)
+    settings = dataclasses.replace(training.settings, **changes)
+    fresh = runs.transformation(training.leaves, settings).init(runs.initial(training.leaves))
+    fresh = dataclasses.replace(fresh, step=state.step, ticket=state.ticket)
+    return lambda: zenflow_jax.HostEngine(params, fresh, engine_state=engine_state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"update_interval": 2}, "`update_interval` as in the saved run, 4, got 2"),
+        (
+            {"update_interval": AutoWindow(4)},
+            "`update_interval` as in the saved run, 4, got 4 .rule",
+        ),
+        ({"select_interval": 16}, "`select_interval` as in the saved run, 8, got 16"),
+        ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
+        ({"overlap_step": False}, "`overlap_step` as in the saved run, 1, got 0"),
+        ({"topk_ratio": 0.5}, r"number of selected channels of \['columns'\].* 3, got 5"),
+    ],
+    ids=str,
+)
+def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        training.go(6)
+        with pytest.raises(ValueError, match=f"{words}.*Learning rate.*may be others"):
+            continued(training, **changes)()
+
+
+def test_numbers_that_shape_nothing_may_be_others():
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        training.go(6)
+        params, state, engine_state = saved(training)
+    other = dataclasses.replace(SETTINGS, weight_decay=0.0, max_grad_norm=None, b1=0.8)
+    tx = runs.transformation(FIRST, other, learning_rate=1e-3)
+    step = runs.jitted(tx)
+    with zenflow_jax.HostEngine(params, state, engine_state=engine_state) as engine:
+        for t in range(7, 12):
+            g = jax.tree.map(jax.numpy.asarray, runs.gradients(FIRST, t))
+            params, state = engine.exchange(*step(params, state, g))
+        engine.flush(params, state)
+
+
+def test_an_engine_state_of_another_step_or_another_run_is_refused():
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        training.go(5)
+        _, _, earlier = saved(training)
+        training.go(1)
+        params, state, engine_state = saved(training)
+        with pytest.raises(ValueError, match=r"after step 5, got one after step 6\. Save and"):
+            zenflow_jax.HostEngine(params, state, engine_state=earlier)
+        other = dataclasses.replace(state, ticket=state.ticket + 1)
+        with pytest.raises(ValueError, match="got one after step 6 of another run"):
+            zenflow_jax.HostEngine(params, other, engine_state=engine_state)
+        with pytest.raises(ValueError, match="a state from `tx.init`, got one after 6 steps"):
+            zenflow_jax.HostEngine(params, state)
+        with pytest.raises(ValueError, match="expected `engine_state` with the structure"):
+            zenflow_jax.HostEngine(params, state, engine_state=engine_state["leaves"])
+
+
+def test_an_engine_state_does_not_change_while_training_goes_on():
+    with Training(FIRST, SETTINGS, threads=1, donate=True) as training:
+        go(training, PLAN, 11)
+        now = training.engine.state()
+        values = jax.tree.map(np.array, now)
+        go(training, PLAN, PLAN.steps)
+        runs.assert_same_bits(jax.tree.map(np.asarray, now), values)
+
+
+def test_the_template_is_what_the_state_is():
+    with Training(SECOND, SETTINGS, threads=1, host_kernel="numpy") as training:
+        training.go(3)
+        real = training.engine.state()
+        template = zenflow_jax.abstract_engine_state(training.state)
+        assert jax.tree.structure(real) == jax.tree.structure(template)
+        for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(template), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            if isinstance(x, jax.Array):
+                assert isinstance(y, jax.ShapeDtypeStruct)
+                assert x.sharding == y.sharding
+                assert x.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("leaves", [FIRST, THIRD], ids=["first", "third"])
+@pytest.mark.parametrize("offload", [True, False])
+def test_masters_are_those_of_the_reference(leaves, offload):
+    options = {"threads": 1, "host_kernel": "numpy"} if offload else {"offload": False}
+    with Training(leaves, SETTINGS, **options) as training:
+        go(training, PLAN, 16)
+        before = runs.reference(leaves, SETTINGS, PLAN._replace(steps=16))[0]
+        masters = zenflow_jax.master_params(training.params, training.state, training.engine)
+        for name, (expected, *_) in before.moments.items():
+            assert masters[name].dtype == np.float32
+            np.testing.assert_allclose(masters[name], expected, rtol=0, atol=runs.ATOL)
+        training.flush()
+        masters = zenflow_jax.master_params(training.params, training.state, training.engine)
+        casts = {
+            name: np.asarray(x).astype(training.params[name].dtype) for name, x in masters.items()
+        }
+        runs.assert_same_bits(casts, jax.tree.map(np.asarray, training.params))
+
+
+def test_masters_want_the_engine_that_has_them():
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        with pytest.raises(ValueError, match="Pass the engine that trained"):
+            zenflow_jax.master_params(training.params, training.state)

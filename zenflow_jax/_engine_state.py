@@ -302,13 +302,16 @@ def channels_before(
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
     """Refuses an engine state that does not continue `state`, naming the first difference."""
     expected = abstract_engine_state(state)
+    # Options first: others have other arrays, too.
+    options = saved.get("options") if isinstance(saved, Mapping) else None
+    if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
+        _check_options(options, expected["options"], _specs(state))
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
             "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "
             f"{_first_words(jax.tree.structure(saved))}. Pass what `engine.state()` returned for a "
             "run with the same parameters and options."
         )
-    _check_options(saved["options"], expected["options"], _specs(state))
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(saved), jax.tree.leaves(expected), strict=True
     ):
