@@ -2,8 +2,8 @@
 
     python -m benchmarks.adaptive
 
-Trains the quickstart's model once with each rule, one run after the other, from the same weights on
-the same batches. Prints a table and draws the length of windows over the steps into
+Trains the quickstart's model once with each rule (`--rules` for some), one run after the other, from
+the same weights on the same batches. Prints a table and draws the length of windows over the steps into
 `benchmarks/adaptive.png`. Answers: `benchmarks/LOG.md`.
 """
 
@@ -69,13 +69,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--picture", type=Path, default=Path(__file__).with_name("adaptive.png"))
+    parser.add_argument("--rules", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     args = parser.parse_args()
     print(
         "| rule | validation loss | windows | mean length | selections | kept | waited | tokens/s |"
     )
     print("|---|---|---|---|---|---|---|---|")
     runs = {}
-    for name, options in VARIANTS.items():
+    for name in args.rules:
+        options = VARIANTS[name]
         with tempfile.TemporaryDirectory() as folder:
             run = train([*options, "--steps", str(args.steps), "--no-progress"], Path(folder))
         runs[name] = run
