@@ -2,9 +2,9 @@
 
     python -m benchmarks.adaptive
 
-Trains the quickstart's model once with each rule (`--rules` for some), one run after the other, from
-the same weights on the same batches. Prints a table and draws the length of windows over the steps into
-`benchmarks/adaptive.png`. Answers: `benchmarks/LOG.md`.
+Trains the quickstart's model once with each rule (`--rules` for some), one run after the other,
+from the same weights on the same batches. Prints a table and draws the length of windows over the
+steps into `benchmarks/adaptive.png`. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse

@@ -248,8 +248,8 @@ class Training:
         """Waits until the worker has nothing to do; no public call does that without flushing."""
         if self.engine is not None:
             self.engine._mailbox.drain()
-            if self.engine._pending is not None:
-                self.engine._pending.result(timeout=60)
+            if self.engine._crossing.pending is not None:
+                self.engine._crossing.pending.result(timeout=60)
 
     def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Each step of the plan, with the parameters after it."""

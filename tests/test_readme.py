@@ -1,4 +1,4 @@
-"""README.md: its Python blocks run as they stand, and it stays short."""
+"""README.md and docs/: their Python blocks run as they stand, and README.md stays short."""
 
 import os
 import re
@@ -6,19 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 MOST_LINES = 149  # "under 150"
 
 
-def program() -> str:
-    """The blocks in order as one program, every line where it is in README.md.
+def program(text: str = TEXT) -> str:
+    """The blocks in order as one program, every line where it is in the text.
 
-    All other lines are blank, so that a traceback names README's own lines.
+    All other lines are blank, so that a traceback names the text's own lines.
     """
     inside, lines = False, []
-    for line in TEXT.splitlines():
+    for line in text.splitlines():
         fence = line.startswith("```")
         if fence:
             inside = line == "```python"
@@ -31,10 +33,12 @@ def test_the_readme_has_an_example():
     assert any("zenflow_jax.HostEngine(" in block for block in BLOCKS)
 
 
-def test_the_examples_run_in_order_as_one_program(tmp_path):
-    assert BLOCKS, "README.md has no block that starts with ```python"
-    script = tmp_path / "README.py"
-    script.write_text(program(), encoding="utf-8")
+@pytest.mark.parametrize("name", ["README.md", "docs/checkpoints.md"])
+def test_the_examples_run_in_order_as_one_program(tmp_path, name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert "```python" in text
+    script = tmp_path / "program.py"
+    script.write_text(program(text), encoding="utf-8")
     # A process of its own: with jax's default settings, not those of the tests.
     run = subprocess.run(
         [sys.executable, script],

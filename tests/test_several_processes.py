@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import time
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from tests import meshes, processes, runs
+from tests import elastic, meshes, processes, runs
 from tests.meshes import LEAVES
 from tests.runs import Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow, _engine
@@ -119,6 +121,22 @@ def adapt(me: int, port: int, count: int) -> None:
         runs.assert_close([training.values()], expected.params[-1:])
 
 
+def pass_on(me: int, port: int, count: int, before: str, until: int, after: str) -> None:
+    """One of the processes: goes on from one checkpoint, if there is one, and writes another."""
+    if count > 1:
+        join(me, port, count)
+    shardings = on_all({"data": jax.device_count()}, "replicated")
+    with elastic.HERE(shardings=shardings, threads=1, donate=True) as training:
+        if before:
+            elastic.resume(training, Path(before))
+        elastic.follow(training, until)
+        if after:
+            elastic.save(training, Path(after))
+        plan = elastic.PLAN._replace(steps=until)
+        expected, _ = runs.reference(LEAVES, elastic.SETTINGS, plan)
+        runs.assert_close([training.values()], expected.params[-1:])
+
+
 def fail(me: int, port: int, count: int) -> None:
     """One of the processes: the worker of the last one fails, the others wait for it."""
     join(me, port, count)
@@ -135,12 +153,12 @@ def fail(me: int, port: int, count: int) -> None:
         training.go(1000)
 
 
-def together(function: str, count: int, devices: int) -> list[tuple[int, str]]:
+def together(function: str, count: int, devices: int, *args: Any) -> list[tuple[int, str]]:
     """Exit codes and outputs of so many processes in that function."""
     with processes.reserved_port() as port:
         started = [
             processes.start_process(
-                "test_several_processes", function, me, port, count, devices=devices
+                "test_several_processes", function, me, port, count, *args, devices=devices
             )
             for me in range(count)
         ]
@@ -166,6 +184,17 @@ def test_each_process_does_its_part_of_the_work():
 def test_all_processes_close_the_same_windows_however_slow_one_is():
     for code, output in together("adapt", 2, 1):
         assert code == 0, output[-5000:]
+
+
+def test_a_checkpoint_goes_on_in_another_number_of_processes(tmp_path):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    for count, devices, before, until, after in [
+        (1, 4, "", 7, first),
+        (2, 2, first, 11, second),
+        (1, 1, second, 15, ""),
+    ]:
+        for code, output in together("pass_on", count, devices, before, until, after):
+            assert code == 0, output[-5000:]
 
 
 def test_a_worker_that_fails_ends_all_processes_with_its_message():

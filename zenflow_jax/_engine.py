@@ -2,7 +2,7 @@
 
 Bookkeeping on the caller's thread: which window is open, whose buffers are where, when to wait.
 All device programs are dispatched from here, in the same order in every run; the work itself is
-`_worker.py`'s, the merge into the parameters `_merge.py`'s.
+`_worker.py`'s, what crosses where a window closes `_crossing.py`'s.
 """
 
 import atexit
@@ -14,7 +14,6 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -28,13 +27,10 @@ from zenflow_jax._checks import (
     check_pinned,
     check_placement,
 )
+from zenflow_jax._crossing import Crossing
 from zenflow_jax._engine_state import (
-    EMPTY,
-    NONE,
-    PENDING,
     Counts,
     arrays_of,
-    channels_before,
     check_resumed,
     counts_from_tree,
     counts_to_tree,
@@ -45,23 +41,16 @@ from zenflow_jax._engine_state import (
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._mailbox import BUFFERS, Mailbox
-from zenflow_jax._merge import choose, enter, measure, merge
 from zenflow_jax._parts import (
-    as_before,
-    assemble,
-    by_leaf,
     host_channels,
     host_part,
-    part_sharding,
     parts_of,
-    select_anew,
 )
-from zenflow_jax._placement import upload
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
 from zenflow_jax._watch import Watch
-from zenflow_jax._worker import Close, HandOver, Worker
+from zenflow_jax._worker import Worker
 
 # Counts the engines of this process, which is all that tells two of them apart for certain.
 _ENGINES = itertools.count()
@@ -144,22 +133,22 @@ class HostEngine:
         self._schedule = state.schedule
         self._specs = tuple(leaf.spec for leaf in state.leaves)
         self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.mail is not None]
-        self._places = [places[i] for i in self._travels]
-        self._travel_specs = tuple(self._specs[i] for i in self._travels)
+        mine = [weights[places[i]] for i in self._travels]
         travelling = [state.leaves[i] for i in self._travels]
         self._parts = parts_of(travelling)
         adam = HostAdam(host_kernel, threads)
         half = HostHalf(
             [part.spec for part in self._parts],
             # One at a time: the host copy of one part is enough to have beside the masters.
-            (host_part(weights[self._places[part.leaf]], part) for part in self._parts),
+            (host_part(mine[part.leaf], part) for part in self._parts),
             (host_channels(travelling[part.leaf].channels, part) for part in self._parts),
             adam,
         )
         counts = None
         if engine_state is not None:
             counts = counts_from_tree(engine_state["counts"])
-            resume_half(half, self._parts, self._travel_specs, engine_state["leaves"], counts)
+            specs = [leaf.spec for leaf in travelling]
+            resume_half(half, self._parts, specs, engine_state["leaves"], counts)
         shardings = {weight.sharding for weight in weights}
         number = next(_ENGINES)
         self._watch = Watch(
@@ -174,9 +163,14 @@ class HostEngine:
         self._progress = Progress(self._schedule, len(self._travels))
         self._open_steps = 0
         self._window_lengths: Counter[int] = Counter()
-        self._pending: Future | None = None  # an update that has not reached the parameters
-        # Channels that were selected while its window was open, if that was not so ever since.
-        self._before: list[jax.Array] | None = None
+        self._crossing = Crossing(
+            self._worker,
+            half,
+            self._parts,
+            self._travels,
+            [places[i] for i in self._travels],
+            state,
+        )
         if counts is not None and engine_state is not None:
             self._resume(counts, engine_state["leaves"], travelling)
         self._closed = False
@@ -241,14 +235,16 @@ class HostEngine:
             leaves = state.leaves
             measured = None
             if boundary.closes:
-                params = self._collect(params, state.step, leaves)
+                params = self._crossing.collect(params, state.step, leaves)
                 if boundary.selects:
-                    params, leaves = self._reselect(params, state)
+                    params, leaves = self._crossing.reselect(params, state)
                 else:
-                    self._close_window(None)
-                    measured = self._measure(leaves)
+                    self._crossing.close_window()
+                    if self._schedule.measures:
+                        measured = self._crossing.measure(leaves)
+                self._count_window()
                 if boundary.synchronous:
-                    params = self._collect(params, state.step, leaves)
+                    params = self._crossing.collect(params, state.step, leaves)
             self._progress.passed(boundary, state.letter.statistics, measured)
             new = self._mailbox.refill(state, leaves, step)
             return params, replace_state(opt_state, new)
@@ -280,10 +276,11 @@ class HostEngine:
             )
         self._check_params(params, state)
         with self._all_or_nothing():
-            params = self._collect(params, state.step, state.leaves)
+            params = self._crossing.collect(params, state.step, state.leaves)
             if self._open_steps:
-                self._close_window(None)
-                params = self._collect(params, state.step, state.leaves)
+                self._crossing.close_window()
+                self._count_window()
+                params = self._crossing.collect(params, state.step, state.leaves)
             self._mailbox.drain()
             return params, opt_state
 
@@ -323,26 +320,16 @@ class HostEngine:
             kept=self._progress.kept,
         )
         return {
-            "leaves": leaves_to_trees(half, self._parts, self._arrays, self._before),
+            "leaves": leaves_to_trees(half, self._parts, self._arrays, self._crossing.before),
             "counts": counts_to_tree(counts, self._schedule),
             "options": self._options,
         }
 
-    def _masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
-        """Of each leaf that travels the host's masters, on the devices, in parts. For `_master.py`.
-
-        One leaf at a time; the rows of selected channels are not current.
-        """
-        self._check(state)
+    def _masters(self, opt_state: Any) -> Iterator[jax.Array]:
+        """Of each leaf that travels the host's masters, for `_master.py`."""
+        state = self._check(opt_state)
         self._settle()
-        for i, spec in zip(self._travels, self._travel_specs, strict=True):
-            parts, pieces = [], []
-            for part, half in zip(self._parts, self._half.leaves, strict=True):
-                if self._travels[part.leaf] == i:
-                    master = half.master.reshape(part.spec.shape)
-                    parts.append(dataclasses.replace(part, leaf=0))
-                    pieces.append([upload(master, device) for device in part.devices])
-            yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
+        return self._crossing.masters(state)
 
     def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """`exchange` for flax nnx: updates `model` and `optimizer` in place.
@@ -369,7 +356,7 @@ class HostEngine:
         self._worker.stop()
         self._watch.close()
         self._mailbox.close()
-        self._pending = None
+        self._crossing.pending = None
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> "HostEngine":
@@ -383,7 +370,7 @@ class HostEngine:
     ) -> None:
         # After a failure, or a `close` of the user's, `flush` would be no remedy.
         failed = self._closed or self._interrupted or self._worker.failed
-        dropped = not failed and (self._open_steps > 0 or self._pending is not None)
+        dropped = not failed and (self._open_steps > 0 or self._crossing.pending is not None)
         self.close()
         if kind is None and dropped:
             raise RuntimeError(
@@ -399,33 +386,12 @@ class HostEngine:
         self._mailbox.resume(counts.run)
         self._open_steps = counts.open_steps
         self._window_lengths.update(counts.window_lengths)
-        if counts.pending == NONE:
-            return
-        self._pending = Future()
-        uploads = []
-        if counts.pending == PENDING:
-            for part, cast in zip(self._parts, self._half.casts(), strict=True):
-                uploads.append([upload(cast, device) for device in part.devices])
-            # The arrays that they come from are written again by the next update.
-            jax.block_until_ready(uploads)
-        self._pending.set_result(uploads)
-        before = [
-            [upload(x, device) for device in part.devices]
-            for part, x in zip(
-                self._parts, channels_before(self._parts, self._travel_specs, leaves), strict=True
-            )
-        ]
-        self._before = [
-            assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
-            for pieces, leaf in zip(by_leaf(self._parts, before), travelling, strict=True)
-        ]
+        self._crossing.resume(counts.pending, leaves, travelling)
 
     def _settle(self) -> int:
         """Waits until the worker has nothing to do; what there is of an update on its way."""
         self._mailbox.drain()
-        if self._pending is None:
-            return NONE
-        return PENDING if self._worker.wait(self._pending, None) else EMPTY
+        return self._crossing.wait()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -465,85 +431,9 @@ class HostEngine:
         places, weights = match_leaves(params, state), jax.tree.leaves(params)
         check_placement([weights[i] for i in places], self._specs)
 
-    def _close_window(self, hand_over: HandOver | None) -> None:
-        close = Close(hand_over)
-        self._pending = close.done
-        self._worker.post(close)
+    def _count_window(self) -> None:
         self._window_lengths[self._open_steps] += 1
         self._open_steps = 0
-
-    def _measure(self, leaves: Sequence[LeafState]) -> jax.Array | None:
-        """Starts to compute the share of the score that is kept, if it is asked for."""
-        if not self._schedule.measures:
-            return None
-        states = [leaves[i] for i in self._travels]
-        scores, channels = [s.scores for s in states], [s.channels for s in states]
-        return measure(scores, channels, specs=self._travel_specs)
-
-    def _collect(self, params: Any, after: Any, leaves: Sequence[LeafState]) -> Any:
-        """`params` with the update that is on its way, if one is; `leaves` are those of now."""
-        if self._pending is None:
-            return params
-        uploads = self._worker.wait(self._pending, after)
-        now = [leaves[i].channels for i in self._travels]
-        before = now if self._before is None else self._before
-        self._pending = self._before = None
-        if not uploads:
-            return params
-        weights, treedef = jax.tree.flatten(params)
-        mine = [weights[place] for place in self._places]
-        new = [
-            assemble(pieces, weight.shape, part_sharding(weight, spec))
-            for weight, spec, pieces in zip(
-                mine, self._travel_specs, by_leaf(self._parts, uploads), strict=True
-            )
-        ]
-        merged = merge(mine, new, before, now, self._travel_specs)
-        self._put(weights, merged, range(len(merged)))
-        return jax.tree.unflatten(treedef, weights)
-
-    def _reselect(self, params: Any, state: ZenFlowState) -> tuple[Any, list[LeafState]]:
-        """Closes the window and hands channels over; entering ones are up to date at once."""
-        weights, treedef = jax.tree.flatten(params)
-        leaves = list(state.leaves)
-        states = [leaves[i] for i in self._travels]
-        mine = [weights[place] for place in self._places]
-        self._before = [s.channels for s in states]
-        chosen, current, scores = choose(
-            mine,
-            [s.scores for s in states],
-            self._before,
-            [s.master for s in states],
-            specs=self._travel_specs,
-        )
-        hand_over = HandOver(
-            [
-                (master, s.mu, s.nu, s.steps) if s.spec.k else None
-                for s, master in zip(states, current, strict=True)
-            ],
-            chosen,
-        )
-        self._close_window(hand_over)
-        entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
-        masters: list[jax.Array | None] = [None] * len(states)
-        for j, (i, s) in enumerate(zip(self._travels, states, strict=True)):
-            leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
-        some = [j for j, master in enumerate(masters) if master is not None]
-        merged = enter(
-            [mine[j] for j in some],
-            [masters[j] for j in some],
-            [leaves[self._travels[j]].channels for j in some],
-            specs=tuple(self._travel_specs[j] for j in some),
-        )
-        self._put(weights, merged, some)
-        return jax.tree.unflatten(treedef, weights), leaves
-
-    def _put(
-        self, weights: list[jax.Array], merged: Sequence[jax.Array], which: Sequence[int]
-    ) -> None:
-        for i, weight in zip(which, merged, strict=True):
-            place = self._places[i]
-            weights[place] = as_before(weight, weights[place])
 
     def _in_place(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         params = nnx.as_pure(nnx.state(model, optimizer.wrt))

@@ -1,31 +1,17 @@
 """A checkpoint of some devices goes on on others: written and read by orbax, in mid-window."""
 
-import functools
-
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
 import zenflow_jax
 from tests import meshes, runs
+from tests.elastic import HERE, PLAN, SAVED_AT, SETTINGS, follow, resume, save
 from tests.meshes import LEAVES
-from tests.runs import Plan, Settings, Training
-
-SETTINGS = Settings(
-    topk_ratio=0.2,
-    update_interval=4,
-    select_interval=4,
-    full_warm_up_rounds=1,
-    weight_decay=0.1,
-    max_grad_norm=5.0,
-)
-PLAN = Plan(17, bad=(12,))
-SAVED_AT = 11  # with an update on its way, and two steps in the open window
+from tests.runs import Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-HERE = functools.partial(Training, LEAVES, SETTINGS)
 
 
 def placed(where):
@@ -33,47 +19,6 @@ def placed(where):
         return None
     name, placement, kind = where
     return meshes.shardings(meshes.make_mesh(name, kind), placement)
-
-
-def abstract(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-def save(training, folder):
-    tree = {
-        "params": training.params,
-        "opt_state": training.state,
-        "engine": training.engine.state(),
-    }
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, tree)
-
-
-def resume(training, folder):
-    """A fresh training goes on from there."""
-    training.engine.close()
-    template = {
-        "params": abstract(training.params),
-        "opt_state": abstract(training.state),
-        "engine": zenflow_jax.abstract_engine_state(training.state),
-    }
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(folder, template)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(template), strict=True):
-        if isinstance(y, jax.ShapeDtypeStruct):
-            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-            assert x.sharding.memory_kind == y.sharding.memory_kind
-    training.params, training.state = found["params"], found["opt_state"]
-    training.engine = zenflow_jax.HostEngine(
-        training.params, training.state, threads=1, engine_state=found["engine"]
-    )
-    training.t = SAVED_AT
-
-
-def follow(training, until):
-    while training.t < until:
-        training.step(bad=training.t + 1 in PLAN.bad)
-        training.exchange()
 
 
 @pytest.mark.parametrize(

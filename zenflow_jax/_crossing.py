@@ -1,0 +1,181 @@
+"""What goes between parameters, the device's state and the host half where a window closes.
+
+The caller's side of it: the update that is on its way, the merge into the parameters, channels that
+change hands. Everything here is dispatched in the same order on every process.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from zenflow_jax._engine_state import EMPTY, NONE, PENDING, channels_before
+from zenflow_jax._host_half import HostHalf
+from zenflow_jax._merge import choose, enter, measure, merge
+from zenflow_jax._parts import Part, as_before, assemble, by_leaf, part_sharding, select_anew
+from zenflow_jax._placement import upload
+from zenflow_jax._state import LeafState, ZenFlowState
+from zenflow_jax._worker import Close, HandOver, Worker
+
+
+class Crossing:
+    """The updates and channels of one engine on their way. For one calling thread.
+
+    Args:
+        worker: Makes the updates.
+        half: What it works on; read here only while the worker has nothing to do.
+        parts: Of what `half` has the arrays.
+        travels: Of each leaf that travels its place among the leaves of the state.
+        places: And among those of the parameters.
+        state: The state before the first step.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        half: HostHalf,
+        parts: Sequence[Part],
+        travels: Sequence[int],
+        places: Sequence[int],
+        state: ZenFlowState,
+    ):
+        self._worker = worker
+        self._half = half
+        self._parts = parts
+        self._travels = travels
+        self._places = places
+        self._specs = tuple(state.leaves[i].spec for i in travels)
+        #: An update that has not reached the parameters.
+        self.pending: Future | None = None
+        #: Channels that were selected while its window was open, if that was not so ever since.
+        self.before: list[jax.Array] | None = None
+
+    def close_window(self, hand_over: HandOver | None = None) -> None:
+        """Starts the update of the window that ends here."""
+        close = Close(hand_over)
+        self.pending = close.done
+        self._worker.post(close)
+
+    def wait(self) -> int:
+        """Waits for the update that is on its way; says what there is of it."""
+        if self.pending is None:
+            return NONE
+        return PENDING if self._worker.wait(self.pending, None) else EMPTY
+
+    def collect(self, params: Any, after: Any, leaves: Sequence[LeafState]) -> Any:
+        """`params` with the update that is on its way, if one is; `leaves` are those of now."""
+        if self.pending is None:
+            return params
+        uploads = self._worker.wait(self.pending, after)
+        now = [leaves[i].channels for i in self._travels]
+        before = now if self.before is None else self.before
+        self.pending = self.before = None
+        if not uploads:
+            return params
+        weights, treedef = jax.tree.flatten(params)
+        mine = [weights[place] for place in self._places]
+        new = [
+            assemble(pieces, weight.shape, part_sharding(weight, spec))
+            for weight, spec, pieces in zip(
+                mine, self._specs, by_leaf(self._parts, uploads), strict=True
+            )
+        ]
+        merged = merge(mine, new, before, now, self._specs)
+        self._put(weights, merged, range(len(merged)))
+        return jax.tree.unflatten(treedef, weights)
+
+    def reselect(self, params: Any, state: ZenFlowState) -> tuple[Any, list[LeafState]]:
+        """Closes the window and hands channels over; entering ones are up to date at once."""
+        weights, treedef = jax.tree.flatten(params)
+        leaves = list(state.leaves)
+        states = [leaves[i] for i in self._travels]
+        mine = [weights[place] for place in self._places]
+        self.before = [s.channels for s in states]
+        chosen, current, scores = choose(
+            mine,
+            [s.scores for s in states],
+            self.before,
+            [s.master for s in states],
+            specs=self._specs,
+        )
+        hand_over = HandOver(
+            [
+                (master, s.mu, s.nu, s.steps) if s.spec.k else None
+                for s, master in zip(states, current, strict=True)
+            ],
+            chosen,
+        )
+        self.close_window(hand_over)
+        entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
+        masters: list[jax.Array | None] = [None] * len(states)
+        for j, (i, s) in enumerate(zip(self._travels, states, strict=True)):
+            leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
+        some = [j for j, master in enumerate(masters) if master is not None]
+        merged = enter(
+            [mine[j] for j in some],
+            [masters[j] for j in some],
+            [leaves[self._travels[j]].channels for j in some],
+            specs=tuple(self._specs[j] for j in some),
+        )
+        self._put(weights, merged, some)
+        return jax.tree.unflatten(treedef, weights), leaves
+
+    def measure(self, leaves: Sequence[LeafState]) -> jax.Array:
+        """Starts to compute the share of the score that the selected channels have."""
+        states = [leaves[i] for i in self._travels]
+        scores, channels = [s.scores for s in states], [s.channels for s in states]
+        return measure(scores, channels, specs=self._specs)
+
+    def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
+        """Of each leaf that travels the host's masters, on the devices, in parts; one at a time.
+
+        The worker must have nothing to do. The rows of selected channels are not current.
+        """
+        for i, spec in zip(self._travels, self._specs, strict=True):
+            parts, pieces = [], []
+            for part, half in zip(self._parts, self._half.leaves, strict=True):
+                if self._travels[part.leaf] == i:
+                    master = half.master.reshape(part.spec.shape)
+                    parts.append(dataclasses.replace(part, leaf=0))
+                    pieces.append([upload(master, device) for device in part.devices])
+            yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
+
+    def resume(
+        self, pending: int, leaves: Sequence[Mapping[str, Any]], states: Sequence[LeafState]
+    ) -> None:
+        """Has an update on its way as another run had it, from masters that are resumed already.
+
+        Args:
+            pending: What `wait` said there.
+            leaves: What was saved of the leaves that travel.
+            states: Their states.
+        """
+        if pending == NONE:
+            return
+        uploads = []
+        if pending == PENDING:
+            for part, cast in zip(self._parts, self._half.casts(), strict=True):
+                uploads.append([upload(cast, device) for device in part.devices])
+            # The arrays that they come from are written again by the next update.
+            jax.block_until_ready(uploads)
+        self.pending = Future()
+        self.pending.set_result(uploads)
+        before = [
+            [upload(x, device) for device in part.devices]
+            for part, x in zip(
+                self._parts, channels_before(self._parts, self._specs, leaves), strict=True
+            )
+        ]
+        self.before = [
+            assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
+            for pieces, leaf in zip(by_leaf(self._parts, before), states, strict=True)
+        ]
+
+    def _put(
+        self, weights: list[jax.Array], merged: Sequence[jax.Array], which: Sequence[int]
+    ) -> None:
+        for i, weight in zip(which, merged, strict=True):
+            place = self._places[i]
+            weights[place] = as_before(weight, weights[place])
