@@ -159,7 +159,7 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
         gate.shut()
         gate.log.clear()
         gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
-        update = training.engine._pending
+        update = training.engine._crossing.pending
         # Two mails of the next window fit in the box while the worker is in a piece.
         training.go(2)
         assert gate.log.count("piece") == 0
@@ -480,7 +480,7 @@ def leave_open(steps):
     training.go(steps)
     globals()["kept"] = training
     if steps:
-        assert not training.engine._pending.done()
+        assert not training.engine._crossing.pending.done()
 
 
 def test_the_interpreter_ends_with_an_engine_left_open_idle_or_at_work():

@@ -76,7 +76,7 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 
 def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
-    left_out = {"select_interval", "full_warm_up_share", "threads", "mesh"}
+    left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
     settings = asdict(Settings())
     left_out |= {name for name in settings if name.startswith("auto_")}
     assert set(given) == set(settings) - left_out
