@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=int, default=268)
     parser.add_argument("--folder", type=Path, default=None, help="to save in; a temporary one")
+    parser.add_argument("--concurrent-gb", type=int, help="what orbax may have in work at once")
     args = parser.parse_args()
     count = max(1, round(args.millions * 1e6 / WIDTH**2))
     rng = np.random.default_rng(0)
@@ -91,7 +92,9 @@ def main() -> None:
     try:
         with (
             zenflow_jax.HostEngine(params, state) as engine,
-            ocp.StandardCheckpointer() as checkpointer,
+            ocp.AsyncCheckpointer(
+                ocp.PyTreeCheckpointHandler(save_concurrent_gb=args.concurrent_gb)
+            ) as checkpointer,
         ):
 
             def train(steps: int) -> None:
@@ -117,13 +120,13 @@ def main() -> None:
 
             def blocking() -> float:
                 start = time.perf_counter()
-                checkpointer.save(folder / "blocking", tree())
+                checkpointer.save(folder / "blocking", ocp.args.PyTreeSave(tree()))
                 checkpointer.wait_until_finished()
                 return time.perf_counter() - start
 
             def asynchronous() -> float:
                 start = time.perf_counter()
-                checkpointer.save(folder / "async", tree())
+                checkpointer.save(folder / "async", ocp.args.PyTreeSave(tree()))
                 held = time.perf_counter() - start
                 train(2 * INTERVAL)
                 checkpointer.wait_until_finished()
