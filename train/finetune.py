@@ -3,17 +3,22 @@
     python -m train.finetune configs/quickstart.toml
     python -m train.finetune configs/quickstart.toml --optimizer adamw --steps 100
     python -m train.finetune configs/quickstart.toml --mesh data=2,fsdp=4
+    python -m train.finetune configs/quickstart.toml --run first    # again: it goes on
 
 Read from top to bottom: optimizer, weights, one step, validation, then `train`, which is the whole
 job, and the command. The text is in `data.py`, the model in `model.py`, the settings in
 `settings.py`, what is measured in `meter.py`, zenflow's windows and selections in `schedule.py`,
-what is shown and written in `report.py`. Several devices: what lies where in `sharding.py`, several
-processes in `processes.py`, the commands in docs/multi_host.md.
+what is shown and written in `report.py`, what a run goes on from in `checkpoints.py`, what stops it
+in `stopping.py`. Several devices: what lies where in `sharding.py`, several processes in
+`processes.py`, the commands in docs/multi_host.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +35,7 @@ from rich.console import Console
 
 import zenflow_jax
 from train import data, processes
+from train.checkpoints import CheckpointError, Checkpoints, description, write_model
 from train.meter import Meter, Row
 from train.model import Transformer, next_byte_loss
 from train.report import (
@@ -37,6 +43,8 @@ from train.report import (
     RunLog,
     Summary,
     new_run_folder,
+    read_rows,
+    read_summary,
     summary_table,
     write_picture,
     write_summary,
@@ -50,8 +58,13 @@ from train.schedule import (
 )
 from train.settings import Settings, SettingsError, read_command_line, to_toml
 from train.sharding import batch_sharding, committed, make_mesh, own_rows, weight_shardings
+from train.stopping import Stopped, StopRequest
 
 PROGRAM = "python -m train.finetune"
+MODEL = "model.safetensors"
+
+# Errors of the file system that say all that there is to say.
+NO_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 # Both optimizers run the same forward and backward pass on bfloat16 matrices; what differs is
 # where the float32 master weights are. zenflow keeps them (of the selected channels on the device,
@@ -84,9 +97,10 @@ def make_optimizer(
     )
     if settings.optimizer == "adamw":
         adamw = optax.adamw(learning_rate, weight_decay=settings.weight_decay, mask=decayed)
-        if settings.max_grad_norm is None:
-            return adamw
-        return optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), adamw)
+        norm = settings.max_grad_norm
+        # A chain either way, so that a run may go on with the other.
+        clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
+        return optax.chain(clip, adamw)
     try:
         return zenflow_jax.zenflow(
             learning_rate,
@@ -182,13 +196,22 @@ def make_validate(graphdef: nnx.GraphDef, batches, count: int) -> Callable:
     return validate
 
 
-def train(settings: Settings, console: Console) -> Summary:
-    """Trains once; leaves metrics, loss curve and summary in a new folder of `output_dir`.
+def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summary:
+    """Trains once, or the rest of a run; leaves all that it has to show in the run's folder.
+
+    Args:
+        settings: Of the run. With `run`, the folder of an earlier start, training goes on from the
+            newest whole checkpoint in there.
+        console: Where to show it.
+        fresh: Refuse to go on with anything.
 
     Raises:
         SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
-            or the model, the processes differ in settings or text, or the folder cannot be made.
+            or the model, the processes differ in settings or text, the folder cannot be made, or
+            its checkpoints are those of another run or all damaged.
         DataError: If there is too little text.
+        CheckpointError: If the last checkpoint or the model could not be written.
+        Stopped: If a signal has asked for it.
     """
     begin = time.perf_counter()
     mesh = make_mesh(settings.mesh)
@@ -219,53 +242,139 @@ def train(settings: Settings, console: Console) -> Summary:
     train_step = make_train_step(graphdef, tx, placement=placement)
     validate = make_validate(graphdef, validation_batches, settings.eval_batches)
 
-    folder = make_run_folder(settings) if processes.is_first() else None
+    folder = make_run_folder(settings, fresh=fresh)
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
     rows: list[tuple[Row, ScheduleRow]] = []
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        checkpoints = stack.enter_context(
+            Checkpoints(
+                folder / "checkpoints",
+                keep=settings.keep,
+                keep_best=settings.keep_best,
+                describe=description(settings, train_windows, validation_windows),
+                say=say,
+            )
+        )
+        # The steps that are done already; with them the last start's losses and counts that are in
+        # no row of the metrics yet.
+        done, losses, schedule, engine_state = 0, [], None, None
+        found = checkpoints.newest()
+        if found is not None:
+            params, opt_state, engine_state, progress = checkpoints.restore(
+                found, params, opt_state
+            )
+            done, losses, schedule = found, progress["losses"], progress["schedule"]
+            summary = read_summary(folder)
+            if done == settings.steps and summary and summary.steps == done:
+                say(
+                    f"{folder} has done all its {done} steps. Pass a larger --steps to go on with "
+                    "it, or name another --run to begin a new one."
+                )
+                processes.leave()
+                return summary
+            say(f"going on from checkpoint {done} in {folder}")
+            if done > settings.steps:
+                raise SettingsError(
+                    f"`steps`: expected at least {done}, which the run in {folder} has done, got "
+                    f"{settings.steps}. Pass a larger --steps, or name another --run."
+                )
+            rows += read_rows(folder, until=done - len(losses))
+
         engine = None
         if settings.optimizer == "zenflow":
             engine = zenflow_jax.HostEngine(
-                params, opt_state, host_kernel=settings.host_kernel, threads=settings.threads
+                params,
+                opt_state,
+                host_kernel=settings.host_kernel,
+                threads=settings.threads,
+                engine_state=engine_state,
             )
             stack.enter_context(engine)
-        if folder:
-            log = RunLog(folder, steps=settings.steps, console=console, progress=settings.progress)
-        else:
-            log = NoLog()
+            engine_state = None  # the engine has its own copy
+        log = NoLog()
+        if processes.is_first():
+            write_settings(folder, settings)
+            log = RunLog(
+                folder,
+                steps=settings.steps,
+                console=console,
+                progress=settings.progress,
+                rows=rows,
+            )
         stack.enter_context(log)
         meter = Meter(
             log_every=settings.log_every,
             tokens_per_step=settings.batch_size * settings.sequence_length,
             waited_s=lambda: engine.stats.wait_s if engine else 0.0,
+            steps_done=done,
+            losses=losses,
         )
         record = ScheduleRecord(
             log_every=settings.log_every,
             steps=settings.steps,
             stats=(lambda: engine.stats) if engine else None,
+            state=schedule,
         )
 
         def report(row: Row) -> None:
             rows.append((row, record.take(row.step)))
             log.add(*rows[-1])
 
-        loss_before = validate(params)
-        log.validation(0, loss_before)
+        if done:
+            loss_before = progress["validation_loss_before"]
+        else:
+            loss_before = validate(params)
+            log.validation(0, loss_before)
+
+        def save(step: int) -> None:
+            loss = None
+            if settings.keep_best:
+                loss = validate(params)
+                log.validation(step, loss)
+            for row in meter.catch_up():
+                report(row)
+            now = {
+                "validation_loss_before": loss_before,
+                "losses": meter.losses(),
+                "schedule": record.state(),
+            }
+            state = engine.state() if engine else None
+            checkpoints.save(step, params, opt_state, state, now, validation_loss=loss)
 
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
         # ahead of the device (one, where windows or selections adapt), or when a window closes
         # before the host has finished the update of the one before (the share of time waiting is of
-        # this). The rest is dispatched only.
-        for step in range(1, settings.steps + 1):
+        # this). `save` blocks until the step is done, on device and host, and copied, and until the
+        # save before is written. The rest is dispatched only.
+        saved = done
+        for step in range(done + 1, settings.steps + 1):
             params, opt_state, loss = train_step(params, opt_state, train_batches[step - 1])
             if engine:
                 params, opt_state = engine.exchange(params, opt_state)
             record.step(step)
-            if step == 1:
+            if step == done + 1:
                 jax.block_until_ready(params)
-                meter.start(steps_done=1)
+                meter.start(steps_done=step)
             if row := meter.step(loss):
                 report(row)
+            checkpoints.poll()
+            asked = stop.after(step)
+            if asked or (settings.save_every and step % settings.save_every == 0):
+                save(saved := step)
+            if asked:
+                checkpoints.finish()
+                raise Stopped(how_to_go_on(asked, step, folder), signal_number=asked)
+        if saved < settings.steps:
+            # Before the last window is closed early, so that the run can go on with more steps as
+            # if it had had them from the start.
+            save(settings.steps)
+        if done == settings.steps:
+            meter.start(steps_done=done)
         for row in meter.drain():
             report(row)
         if engine:
@@ -275,9 +384,14 @@ def train(settings: Settings, console: Console) -> Summary:
 
         loss_after = validate(params)
         log.validation(settings.steps, loss_after)
+        masters = zenflow_jax.master_params(params, opt_state, engine) if engine else params
+        write_model(folder / MODEL, masters)
+        checkpoints.finish()
+        best = checkpoints.best()
 
     stats = engine.stats if engine else None
     moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
+    steps_here = max(settings.steps - done, 1)
     summary = Summary(
         optimizer=settings.optimizer,
         device=jax.devices()[0].device_kind,
@@ -285,8 +399,9 @@ def train(settings: Settings, console: Console) -> Summary:
         processes=jax.process_count(),
         parameters=parameters,
         steps=settings.steps,
+        resumed_at=done,
         tokens_per_s=totals.tokens_per_s,
-        bytes_per_parameter_and_step=processes.sum_over(moved / (parameters * settings.steps)),
+        bytes_per_parameter_and_step=processes.sum_over(moved / (parameters * steps_here)),
         wait_share=totals.wait_share,
         host_s=stats.work_s if stats else 0.0,
         train_s=totals.seconds,
@@ -298,13 +413,13 @@ def train(settings: Settings, console: Console) -> Summary:
         reselections=stats.reselections if stats else None,
         kept_share=stats.kept_share if stats else None,
     )
-    if folder:
-        write_summary(folder, summary)
+    if processes.is_first():
         write_picture(folder, rows, summary)
+        write_summary(folder, summary)
         console.print(summary_table(summary))
-        console.print(
-            f"metrics, loss curve and settings: {folder}", highlight=False, soft_wrap=True
-        )
+        if best is not None:
+            say(f"checkpoint with the smallest validation loss: {folder / 'checkpoints'}/{best}")
+        say(f"metrics, loss curve, settings and {MODEL}: {folder}")
     processes.leave()
     return summary
 
@@ -323,31 +438,86 @@ def make_batches(settings: Settings, mesh: Mesh | None, windows: np.ndarray):
     return data.ShardedBatches(windows, batch_size=size, seed=seed, sharding=sharding, rows=rows)
 
 
-def make_run_folder(settings: Settings) -> Path:
-    """A new folder below `output_dir` that holds the settings of the run.
+def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
+    """The folder of the run below `output_dir`, the same for every process.
+
+    A new one with the next number, or the one named by `run`, which may hold an earlier start.
 
     Raises:
-        SettingsError: If it cannot be made.
+        SettingsError: If it cannot be made, if it holds a run and `fresh` is asked for, or if it
+            holds one that has ended and whose checkpoints are gone.
     """
+    if not processes.is_first():
+        return Path(processes.from_first(""))
+    parent = Path(settings.output_dir)
     try:
-        folder = new_run_folder(Path(settings.output_dir), settings.optimizer)
+        if settings.run is None:
+            folder, names = new_run_folder(parent, settings.optimizer), set()
+        else:
+            folder = parent / settings.run
+            folder.mkdir(parents=True, exist_ok=True)
+            names = {p.name for p in folder.iterdir()}
     except OSError as error:
         raise SettingsError(
             f"`output_dir`: expected a folder that can be made and written, got "
             f"{settings.output_dir} ({error.strerror}). Name another one with --output-dir."
         ) from error
-    (folder / "settings.toml").write_text(to_toml(settings), encoding="utf-8")
+    if fresh and names:
+        raise SettingsError(
+            f"`--fresh`: expected {folder} to be new or empty, got a folder with "
+            f"{', '.join(sorted(names)[:4])}. Remove it, name another --run, or leave --fresh out "
+            "to go on with what is in there."
+        )
+    if MODEL in names and "checkpoints" not in names:
+        raise SettingsError(
+            f"`run`: expected a folder with checkpoints to go on from, or a new one, got {folder} "
+            f"with a {MODEL} and no checkpoints. Name another --run, or remove the folder."
+        )
+    processes.from_first(str(folder))
     return folder
 
 
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Writes `settings.toml`; of a run that goes on, over those of its last start."""
+    part = folder / "settings.toml.part"
+    part.write_text(to_toml(settings), encoding="utf-8")
+    part.replace(folder / "settings.toml")
+
+
+def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
+    """What is shown when a signal has stopped the run."""
+    command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} --run {folder.name}"
+    also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
+    name = signal.Signals(signal_number).name
+    return f"stopped by {name} after step {step}, which is saved. Go on with:\n{command}{also}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, or 2 after a mistake that the message explains."""
+    """The command. Returns its exit code.
+
+    0; 2 after a mistake or a failure that the message explains; 128 and the signal's number if one
+    has stopped the run.
+    """
     try:
         command = read_command_line(sys.argv[1:] if argv is None else argv, program=PROGRAM)
         processes.join(command.launch)
-        train(command.settings, Console(quiet=not processes.is_first()))
-    except (SettingsError, data.DataError) as error:
+        console = Console(quiet=not processes.is_first())
+        train(command.settings, console, fresh=command.start.fresh)
+    except Stopped as stopped:
+        if processes.is_first():
+            sys.stderr.write(f"{stopped}\n")
+        processes.leave()
+        return 128 + stopped.signal_number
+    except (SettingsError, data.DataError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        if error.errno not in NO_WRITING:
+            raise
+        sys.stderr.write(
+            f"error: expected to write the files of the run, got: {error}. Make room or see to the "
+            "permissions, and start it again with --run: it goes on from its last checkpoint.\n"
+        )
         return 2
     return 0
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Row(NamedTuple):
@@ -50,14 +51,24 @@ class Meter:
         log_every: Steps in an interval.
         tokens_per_step: What the rate counts.
         waited_s: Gives the seconds, since any fixed moment, that the loop waited for the host.
+        steps_done: Steps before the first that `step` takes, of a run that goes on.
+        losses: Those of them that are in no row yet: what `losses` gave.
     """
 
-    def __init__(self, *, log_every: int, tokens_per_step: int, waited_s: Callable[[], float]):
+    def __init__(
+        self,
+        *,
+        log_every: int,
+        tokens_per_step: int,
+        waited_s: Callable[[], float],
+        steps_done: int = 0,
+        losses: Sequence[float] = (),
+    ):
         self._log_every = log_every
         self._tokens_per_step = tokens_per_step
         self._waited_s = waited_s
-        self._unread: deque[jax.Array] = deque()
-        self._steps_read = 0
+        self._unread: deque[jax.Array] = deque(jnp.float32(loss) for loss in losses)
+        self._steps_read = steps_done - len(losses)
 
     def start(self, *, steps_done: int) -> None:
         """Starts the clock; the first `steps_done` steps are in no rate."""
@@ -75,12 +86,20 @@ class Meter:
         self._unread.append(loss)
         return self._next_row() if len(self._unread) == 2 * self._log_every else None
 
+    def catch_up(self) -> list[Row]:
+        """The row of the last whole interval, if it was not given yet. Blocks until it is done."""
+        return [self._next_row()] if len(self._unread) >= self._log_every else []
+
     def drain(self) -> list[Row]:
         """The rows of the steps that are left. Blocks until they are done."""
         rows = []
         while self._unread:
             rows.append(self._next_row())
         return rows
+
+    def losses(self) -> list[float]:
+        """Of the steps that are in no row yet. Blocks until they are done."""
+        return [float(loss) for loss in jax.device_get(list(self._unread))]
 
     def since_start(self) -> Totals:
         """The rates from `start` until now."""

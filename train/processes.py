@@ -89,6 +89,23 @@ def sum_over(value: float) -> float:
     return float(np.sum(multihost_utils.process_allgather(np.float32(value))))
 
 
+def from_first(text: str) -> str:
+    """In every process the `text` of process 0, at most 4 KiB of UTF-8."""
+    if jax.process_count() == 1:
+        return text
+    padded = np.zeros(4096, np.uint8)
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    padded[: len(encoded)] = encoded
+    return multihost_utils.broadcast_one_to_all(padded).tobytes().rstrip(b"\0").decode()
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """All of an array, of whose parts each is on some process, in the memory of every process."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
 def _slurm_devices() -> list[int] | None:
     """All GPUs of the node where it runs one process only; None for what jax does: one each."""
     gpus = os.environ.get("SLURM_GPUS_ON_NODE")

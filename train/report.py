@@ -6,8 +6,11 @@
     settings.toml         the settings in full; the command takes it as a config file
     loss.png              the loss curve; below it, for zenflow, the length of its windows
     summary.json          the figures of the summary table
+    checkpoints/          what the run can go on from (`checkpoints.py`)
+    model.safetensors     the trained weights in float32
 
-All of it lies in a folder that the run has to itself (`new_run_folder`).
+All of it lies in a folder that the run has to itself (`new_run_folder`). A run that goes on from a
+checkpoint drops the rows that came after it, and writes them again.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import tensorboardX
 from matplotlib.axes import Axes
@@ -42,6 +47,7 @@ class Summary:
     processes: int
     parameters: int
     steps: int
+    resumed_at: int  # 0 in one piece; otherwise rates and seconds are of the steps after this one
     tokens_per_s: float  # after the first step, which compiles
     bytes_per_parameter_and_step: float  # to the host and back, all processes together
     wait_share: float  # of `train_s`, 0 to 1; of process 0
@@ -84,15 +90,25 @@ class RunLog:
         steps: Length of the run.
         console: Where to show it: a progress bar on a terminal, a line per row elsewhere.
         progress: Whether a terminal gets the bar; without it, lines as well.
+        rows: Those that the run has already, if it goes on: what `read_rows` gave.
     """
 
-    def __init__(self, folder: Path, *, steps: int, console: Console, progress: bool):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        console: Console,
+        progress: bool,
+        rows: Sequence[tuple[Row, ScheduleRow]] = (),
+    ):
         self._console = console
         self._as_lines = not (progress and console.is_terminal)
-        self._csv_file = open(folder / "metrics.csv", "w", newline="", encoding="utf-8")
+        self._csv_file = _begin_metrics(folder / "metrics.csv", rows)
         self._csv = csv.writer(self._csv_file)
-        self._csv.writerow(Row._fields + ScheduleRow._fields)
-        self._board = tensorboardX.SummaryWriter(str(folder))
+        # TensorBoard is told to forget what follows the last of the rows.
+        purge = {"purge_step": rows[-1][0].step + 1} if rows else {}
+        self._board = tensorboardX.SummaryWriter(str(folder), **purge)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -102,7 +118,8 @@ class RunLog:
             console=console,
             disable=self._as_lines,
         )
-        self._task = self._bar.add_task("train", total=steps, figures="compiling")
+        done = rows[-1][0].step if rows else 0
+        self._task = self._bar.add_task("train", total=steps, completed=done, figures="compiling")
         self._steps = steps
 
     def __enter__(self) -> RunLog:
@@ -139,6 +156,40 @@ class RunLog:
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
+def read_rows(folder: Path, *, until: int) -> list[tuple[Row, ScheduleRow]]:
+    """The rows of `metrics.csv` up to that step."""
+    try:
+        with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+            lines = list(csv.reader(file))[1:]
+    except FileNotFoundError:
+        return []
+    rows, width = [], len(Row._fields)
+    for line in lines:
+        # A run that was killed can have left a part of its last line.
+        if len(line) < width + len(ScheduleRow._fields) or int(line[0]) > until:
+            break
+        length, kept, selections = line[width:]
+        schedule = ScheduleRow(
+            window_length=float(length) if length else None,
+            kept_share=float(kept) if kept else None,
+            reselections=int(selections) if selections else None,
+        )
+        rows.append((Row(int(line[0]), *map(float, line[1:width])), schedule))
+    return rows
+
+
+def _begin_metrics(path: Path, rows: Sequence[tuple[Row, ScheduleRow]]) -> TextIO:
+    """The file of the metrics with these rows in it, open for the next ones."""
+    # Whole before it has its name: a run that is killed in between still has the old one.
+    part = path.with_name(path.name + ".part")
+    with open(part, "w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(Row._fields + ScheduleRow._fields)
+        lines.writerows(row + schedule for row, schedule in rows)
+    os.replace(part, path)
+    return open(path, "a", newline="", encoding="utf-8")
+
+
 class NoLog:
     """In place of a `RunLog` where another process of the run reports."""
 
@@ -156,9 +207,18 @@ class NoLog:
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
-    """Writes `summary.json`."""
-    text = json.dumps(asdict(summary), indent=2) + "\n"
-    (folder / "summary.json").write_text(text, encoding="utf-8")
+    """Writes `summary.json`, which is last of a run's files and so says that all are there."""
+    part = folder / "summary.json.part"
+    part.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    part.replace(folder / "summary.json")
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """What `write_summary` wrote; None if it did not."""
+    try:
+        return Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
 
 
 def write_picture(folder: Path, rows: Sequence[tuple[Row, ScheduleRow]], summary: Summary) -> None:
@@ -281,6 +341,7 @@ def _figures(summary: Summary) -> dict[str, str]:
     return {
         "parameters": f"{summary.parameters:,}",
         "steps": f"{summary.steps:,}",
+        **({"of them before this start": f"{summary.resumed_at:,}"} if summary.resumed_at else {}),
         "tokens/s": f"{summary.tokens_per_s:,.0f}",
         "bytes moved per parameter and step": f"{summary.bytes_per_parameter_and_step:.2f}",
         f"share of time waiting for the host{first}": f"{summary.wait_share:.1%}",

@@ -7,8 +7,8 @@ every interval of steps, beside the `Row` of speed and loss that `meter.py` make
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import zenflow_jax
 from train.settings import Settings
@@ -59,6 +59,7 @@ class ScheduleRecord:
         log_every: Steps in an interval.
         steps: Length of the run; its end is the end of an interval too.
         stats: Gives the engine's counts as of now; None for a run without an engine.
+        state: What `state` gave, of a run that goes on.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ScheduleRecord:
         log_every: int,
         steps: int,
         stats: Callable[[], zenflow_jax.EngineStats] | None,
+        state: Mapping[str, Any] | None = None,
     ):
         self._log_every = log_every
         self._steps = steps
@@ -74,6 +76,19 @@ class ScheduleRecord:
         self._rows: dict[int, ScheduleRow] = {}  # by the last step of the interval
         self._last = ScheduleRow()
         self._windows = self._steps_in_them = 0  # closed, by the last row
+        if state is not None:
+            self._rows = {step: ScheduleRow(*row) for step, row in state["rows"]}
+            self._last = ScheduleRow(*state["last"])
+            self._windows, self._steps_in_them = state["windows"], state["steps_in_them"]
+
+    def state(self) -> dict[str, Any]:
+        """All that it knows, as JSON has it."""
+        return {
+            "rows": list(self._rows.items()),
+            "last": self._last,
+            "windows": self._windows,
+            "steps_in_them": self._steps_in_them,
+        }
 
     def step(self, step: int) -> None:
         """To be called after the exchange of step `step`, counted from 1."""

@@ -3,6 +3,7 @@
     configs/quickstart.toml      what the file says goes over the defaults of `Settings`
     --learning-rate 1e-3         what the command line says goes over the file
     --process 1                  `Launch`: which of several processes this is; never in a file
+    --fresh                      `Start`: how the run is to begin; never in a file
 
 Nothing is guessed: an unknown key, a wrong type or an impossible value is a `SettingsError`.
 """
@@ -13,6 +14,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import tomllib
 import types
 from collections.abc import Sequence
@@ -111,9 +113,21 @@ class Settings:
     eval_batches: int = 20
     """Validation batches before and after the training."""
     output_dir: str = "runs/quickstart"
-    """Each run makes a new numbered folder in here and never touches those of other runs."""
+    """Each run has a folder in here and never touches those of other runs."""
     progress: bool = True
     """Show a progress bar where the output is a terminal; plain lines otherwise."""
+    run: str | None = None
+    """Name of the run's folder in output_dir. Left out: a new numbered one.
+    If it holds checkpoints, the run goes on from the newest that is whole."""
+
+    # Checkpoints.
+    save_every: int = 100
+    """Steps between two checkpoints, written beside the training.
+    0: only at the end, and when SIGTERM or SIGINT (Ctrl-C) asks the run to stop."""
+    keep: int = 2
+    """How many of the newest checkpoints are kept."""
+    keep_best: bool = False
+    """Also keep the one with the smallest validation loss, which is then found at every save."""
 
     def __post_init__(self):
         # What zenflow itself judges by the same name (its ratio and intervals) is left to it.
@@ -146,6 +160,9 @@ class Settings:
                 f"{share} and {self.full_warm_up_rounds}. Take one out of the config file, or pass "
                 "--full-warm-up-rounds 0 or --full-warm-up-share None."
             )
+        if self.run is not None and (self.run in ("", ".", "..") or not _NAME.fullmatch(self.run)):
+            wanted = "the name of a folder in output_dir (letters, digits, . _ -)"
+            raise SettingsError(_impossible("run", wanted, repr(self.run)))
         pairs = 2 * self.heads
         if self.width % pairs:
             wanted = (
@@ -200,19 +217,31 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start:
+    """How the run is to begin."""
+
+    fresh: bool = False
+    """Refuse to go on with a run or to write over one: the folder of --run must be empty or new."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """What a command line says."""
 
     settings: tyro.conf.OmitArgPrefixes[Settings]
     launch: tyro.conf.OmitArgPrefixes[Launch]
+    start: tyro.conf.OmitArgPrefixes[Start]
 
 
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length batch_size width layers heads ffn steps learning_rate "
-    "auto_window_max_interval auto_select_max_windows max_grad_norm threads log_every eval_batches"
+    "auto_window_max_interval auto_select_max_windows max_grad_norm threads log_every eval_batches "
+    "keep"
 ).split()
 
-_AT_LEAST_ZERO = "seed warmup_steps weight_decay".split()
+_AT_LEAST_ZERO = "seed warmup_steps weight_decay save_every".split()
+
+_NAME = re.compile(r"[\w.-]+")
 
 
 def _impossible(name: str, expected: str, got: object) -> str:
@@ -274,7 +303,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"expected the path of a config file as the first argument, got {got}. For example: "
             f"{program} configs/quickstart.toml --steps 100"
         )
-    default = Command(settings=defaults, launch=Launch())
+    default = Command(settings=defaults, launch=Launch(), start=Start())
     return tyro.cli(Command, prog=f"{program} {config}", default=default, args=overrides)
 
 

@@ -1,0 +1,235 @@
+"""Does a run that is killed again and again end with the bits of one that never was?
+
+    python -m benchmarks.kill_test --kills 25
+
+Starts `python -m train.finetune` with a tiny model, kills it with SIGKILL, starts it again, and so
+on; then lets it end. A third of the kills come when a checkpoint is being written, a sixth in the
+first seconds of a start, the others at any moment of the training. What is compared with an
+uninterrupted run: the final model, every array of the final checkpoint, and the losses of the
+metrics. Prints one line for each kill and one for the result, and exits with 1 if anything differs.
+Answers: `benchmarks/LOG.md`.
+
+Everything is a CPU's: `JAX_PLATFORMS=cpu` is set. Compiling would be most of the time of a start,
+so the compiler does not optimize, and what the uninterrupted run has compiled is kept for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parents[1]
+
+# A save in the middle of a window, one of three, with an update under way; selections; a warm-up.
+CONFIG = """
+corpus_megabytes = 0.3
+sequence_length = 16
+batch_size = 2
+width = 16
+layers = 1
+heads = 2
+ffn = 24
+learning_rate = 1e-2
+topk_ratio = 0.25
+update_interval = 4
+select_interval = 12
+full_warm_up_rounds = 3
+max_grad_norm = 1.0
+log_every = 3
+eval_batches = 2
+progress = false
+"""
+SAVE_EVERY = 5
+
+# Saves that a start may make before it is killed; from this follows how long the run must be.
+SAVES = 3
+STEPS_PER_KILL = SAVE_EVERY * (SAVES + 2)
+
+LONGEST_START_S = 120
+
+
+class Result(NamedTuple):
+    """What became of a run that was killed."""
+
+    kills: int
+    while_writing: int  # of them those that left a checkpoint behind that was half written
+    differences: list[str]  # from the uninterrupted run; none is what is hoped for
+
+
+def kill_test(folder: Path, *, kills: int, seed: int, optimizer: str = "zenflow") -> Result:
+    """Makes both runs in `folder` and compares them.
+
+    Args:
+        folder: An empty one.
+        kills: How many.
+        seed: Of the moments.
+        optimizer: Of the runs.
+
+    Raises:
+        RuntimeError: If a start fails otherwise than by being killed.
+    """
+    config = folder / "job.toml"
+    settings = CONFIG + f'save_every = {SAVE_EVERY}\noutput_dir = "{folder}"\n'
+    settings += f'optimizer = "{optimizer}"\nsteps = {STEPS_PER_KILL * kills + 13}\n'
+    config.write_text(settings, encoding="utf-8")
+    end(start(config, "whole"))
+
+    moments = random.Random(seed)
+    run = folder / "killed"
+    while_writing = 0
+    for kill in range(1, kills + 1):
+        process = start(config, run.name)
+        moment = moments.choice(["writing", "writing", "training", "training", "training", "start"])
+        kill_at(moment, process, run / "checkpoints", moments)
+        process.wait()
+        process.stdout.close()
+        if process.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"a start ended by itself, with {process.returncode}")
+        half = moment != "start" and bool(half_written(run / "checkpoints"))
+        while_writing += half
+        whole = ", ".join(map(str, sorted(steps_of(run / "checkpoints"))))
+        state = ", one half written" if half else ""
+        print(f"kill {kill} ({moment}): checkpoints {whole or 'none'}{state}", flush=True)
+    end(start(config, run.name))
+    return Result(kills, while_writing, differences(folder / "whole", run))
+
+
+def start(config: Path, run: str, *options: str) -> subprocess.Popen:
+    """Starts the script; what it prints goes to its stdout."""
+    command = [sys.executable, "-m", "train.finetune", config, "--run", run, *options]
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "JAX_COMPILATION_CACHE_DIR": str(config.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen) -> None:
+    """Waits for the end of a start that nobody kills."""
+    output, _ = process.communicate(timeout=3 * LONGEST_START_S)
+    if process.returncode:
+        raise RuntimeError(f"a start failed with {process.returncode}:\n{output}")
+
+
+def kill_at(
+    moment: str, process: subprocess.Popen, checkpoints: Path, moments: random.Random
+) -> None:
+    """Waits for the moment and kills the process."""
+    if moment == "start":
+        time.sleep(moments.uniform(0.0, 5.0))
+        process.kill()
+        return
+    begun = max(steps_of(checkpoints), default=0)
+    target = begun + SAVE_EVERY * moments.randrange(SAVES)
+    # What the kill before has left behind is cleared away first.
+    wait_for(lambda: not half_written(checkpoints), process)
+    wait_for(lambda: max(steps_of(checkpoints), default=0) >= target, process)
+    # A step takes 2 to 10 ms, a save 30.
+    if moment == "writing":
+        wait_for(lambda: half_written(checkpoints), process)
+        time.sleep(moments.uniform(0.0, 0.03))
+    else:
+        time.sleep(moments.uniform(0.0, 0.2))
+    process.kill()
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    """Waits, looking often, because what is waited for can be over within milliseconds."""
+    deadline = time.monotonic() + LONGEST_START_S
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            output, _ = process.communicate()
+            raise RuntimeError(f"a start ended, or did not come to its checkpoints:\n{output}")
+        time.sleep(0.001)
+
+
+def names_in(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def steps_of(checkpoints: Path) -> set[int]:
+    """The checkpoints that have their name, and so are whole."""
+    return {int(name) for name in names_in(checkpoints) if name.isdecimal()}
+
+
+def half_written(checkpoints: Path) -> list[str]:
+    return [name for name in names_in(checkpoints) if not name.isdecimal()]
+
+
+def differences(whole: Path, killed: Path) -> list[str]:
+    """What is not the same bits in both runs."""
+    found = []
+    models = [(run / "model.safetensors").read_bytes() for run in (whole, killed)]
+    if models[0] != models[1]:
+        found.append("model.safetensors")
+    last = [max(steps_of(run / "checkpoints")) for run in (whole, killed)]
+    trees = [
+        final_arrays(run / "checkpoints" / str(step))
+        for run, step in zip((whole, killed), last, strict=True)
+    ]
+    if last[0] != last[1] or trees[0].keys() != trees[1].keys():
+        found.append(f"the last checkpoints, {last[0]} and {last[1]}")
+    else:
+        found += [n for n, x in trees[0].items() if x.tobytes() != trees[1][n].tobytes()]
+    if losses(whole) != losses(killed):
+        found.append("metrics.csv")
+    return found
+
+
+def final_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint, by name."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(checkpoint / "state").item_metadata.tree
+        args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in tree}
+        return checkpointer.restore(checkpoint / "state", restore_args=args)
+
+
+def losses(run: Path) -> list[tuple[str, ...]]:
+    """Step, loss and schedule of every row; speed differs, of course."""
+    with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [(row["step"], row["loss"], row["window_length"], row["reselections"]) for row in rows]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--optimizer", choices=["zenflow", "adamw"], default="zenflow")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        result = kill_test(Path(folder), **vars(options))
+    verdict = f"DIFFERENT: {', '.join(result.differences)}" if result.differences else "same bits"
+    print(
+        f"{options.optimizer}: {result.kills} kills, {result.while_writing} of them while a "
+        f"checkpoint was written, {time.perf_counter() - begin:.0f} s: "
+        f"{verdict}"
+    )
+    return 1 if result.differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

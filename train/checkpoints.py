@@ -1,0 +1,440 @@
+"""Checkpoints of a run: what is in one, how it is written beside the training, how it is found.
+
+    checkpoints/300/state   parameters, optimizer state and the engine's, by orbax; mail is left out
+    checkpoints/300/run     step, settings, names of the arrays, open figures of the metrics (JSON)
+    checkpoints/300/checksums.json   size and CRC-32 of every file of these
+
+The position in the data is the step: a batch is a function of the seed and its number alone
+(`data.py`), so there is no iterator whose state could be saved. Nothing here is ever unpickled.
+
+A checkpoint is written under another name, checksums last, and renamed when it is whole. orbax
+notices files that are missing or cut off, but decodes most flipped bits without complaint; hence
+the checksums. They are compared before anything is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+import zenflow_jax
+from train import processes
+from train.settings import Settings, SettingsError
+
+CHECKSUMS = "checksums.json"
+
+# What a resumed run may have otherwise than the saved one; the library says the same of its own.
+MAY_CHANGE = frozenset(
+    "steps learning_rate warmup_steps weight_decay max_grad_norm host_kernel threads mesh "
+    "eval_batches save_every keep keep_best output_dir run progress".split()
+)
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written; the message is meant to be shown as it is."""
+
+
+class Restored(NamedTuple):
+    """A checkpoint, in its place."""
+
+    params: Any
+    opt_state: Any
+    engine_state: Any  # None without an engine
+    progress: dict[str, Any]  # as given to `save`
+
+
+class Checkpoints:
+    """The checkpoints of one run. Use with `with`; every process must make the same calls.
+
+    Args:
+        folder: Where they are, one folder for each. Its files are read by every process.
+        keep: How many of the newest are kept.
+        keep_best: Whether the one with the smallest validation loss is kept as well.
+        describe: What a run must have in common with the one it goes on from: see `description`.
+        say: Shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_best: bool,
+        describe: Mapping[str, Any],
+        say: Callable[[str], None],
+    ):
+        self._folder = folder.absolute()
+        self._keep = keep
+        self._keep_best = keep_best
+        self._description = describe
+        self._say = say
+        self._writing: int | None = None  # the step of a save that was not heard of since
+        self._failed: str | None = None  # what was wrong with the last save
+        # orbax reports a failure here, with a traceback for each of its threads, and raises it too.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._manager: ocp.CheckpointManager | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._manager is not None:
+            self._wait()
+            self._manager.close()
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint, None if there are none at all.
+
+        Damaged ones that are newer are named and removed: the run will write them again.
+
+        Raises:
+            SettingsError: If there are some and none is whole, or they cannot be read.
+        """
+        step = self._newest_whole() if processes.is_first() else None
+        text = processes.from_first("" if step is None else str(step))
+        return int(text) if text else None
+
+    def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
+        """The checkpoint of `step`.
+
+        Args:
+            step: As `newest` returned it.
+            params, opt_state: Fresh ones, which are used up: each restored array goes where the
+                fresh one was.
+
+        Raises:
+            SettingsError: If the checkpoint is of a run with other settings, text or model.
+        """
+        manager = self._opened()
+        run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        self._check(step, run)
+        with_engine = run["settings"]["optimizer"] == "zenflow"
+        engine_state = zenflow_jax.abstract_engine_state(opt_state) if with_engine else None
+        fresh = {"params": params, "opt_state": opt_state, "engine_state": engine_state}
+        saved, others = _split(fresh)
+        _check_arrays(self._folder / str(step), run["arrays"], _described(saved))
+        templates = {
+            name: x
+            if isinstance(x, np.ndarray)
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in saved.items()
+        }
+        # Before the others come, so that the device need not hold both.
+        for x in saved.values():
+            if isinstance(x, jax.Array):
+                x.delete()
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(templates))
+        arrays = manager.restore(step, args=args)["state"]
+        return Restored(**_join(fresh, arrays, others), progress=run["progress"])
+
+    def save(
+        self,
+        step: int,
+        params: Any,
+        opt_state: Any,
+        engine_state: Any,
+        progress: Mapping[str, Any],
+        validation_loss: float | None = None,
+    ) -> None:
+        """Starts to write a checkpoint; training may go on, and donate what was given, at once.
+
+        Waits for the save before, and until the device has done `step`: from there on the writer
+        has copies of its own. On a CPU, where a copy would be in the same memory, it looks at the
+        arrays themselves, and the runtime does not donate what is looked at (checked on jax 0.10.2
+        with orbax 0.12.8). A failure is said and not raised: the next save tries again.
+
+        Args:
+            step: Of the run, of which the rest is the state.
+            params, opt_state: As the last `exchange`, or without an engine the step, returned them.
+            engine_state: `engine.state()`, or None.
+            progress: Anything that JSON can hold.
+            validation_loss: Needed where the best is kept.
+        """
+        self._wait()
+        self._failed = None
+        saved, _ = _split({"params": params, "opt_state": opt_state, "engine_state": engine_state})
+        run = {
+            **self._description,
+            "step": step,
+            "arrays": _described(saved),
+            "progress": progress,
+        }
+        args = ocp.args.Composite(state=ocp.args.StandardSave(saved), run=ocp.args.JsonSave(run))
+        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
+        self._writing = step
+        with self._failures():
+            # Forced, as orbax would pass over a step that is older than its newest.
+            self._opened().save(step, args=args, metrics=metrics, force=True)
+
+    def poll(self) -> None:
+        """Says so if the save that was under way has failed. Does not wait."""
+        if self._writing is not None and not self._opened().is_saving_in_progress():
+            self._wait()
+
+    def finish(self) -> None:
+        """Waits for the last save.
+
+        Raises:
+            CheckpointError: If it has failed.
+        """
+        self._wait()
+        if self._failed is not None:
+            raise CheckpointError(self._failed)
+
+    def best(self) -> int | None:
+        """The step of the checkpoint with the smallest validation loss, of those that are there."""
+        return self._opened().best_step() if self._keep_best else None
+
+    def _opened(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            latest = ocp.checkpoint_managers.LatestN(self._keep)
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=latest,
+                cleanup_tmp_directories=True,  # of a run that was killed while it wrote
+                async_options=ocp.AsyncOptions(
+                    post_finalization_callback=self._seal,
+                    # A folder that cannot be made is then an error at once; otherwise each array
+                    # waits minutes for it.
+                    create_directories_asynchronously=False,
+                ),
+            )
+            if self._keep_best:
+                best = ocp.checkpoint_managers.BestN(
+                    get_metric_fn=lambda m: -m["validation_loss"], n=1
+                )
+                options = dataclasses.replace(
+                    options,
+                    best_fn=lambda m: m["validation_loss"],
+                    best_mode="min",
+                    preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
+                        [latest, best]
+                    ),
+                )
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+        return self._manager
+
+    def _seal(self) -> None:
+        # Called by orbax's thread on process 0, when all processes have written all their files and
+        # before the folder gets its name (checked on orbax 0.12.8; there is no other such hook).
+        (folder,) = self._folder.glob(f"{self._writing}.*")
+        text = json.dumps(_checksums(folder), indent=1)
+        (folder / CHECKSUMS).write_text(text, encoding="utf-8")
+
+    def _wait(self) -> None:
+        if self._writing is None:
+            return
+        with self._failures():
+            self._opened().wait_until_finished()
+        self._writing = None
+
+    @contextlib.contextmanager
+    def _failures(self):
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError is what tensorstore makes of an OSError
+            reason = " ".join(str(error).split())
+            self._failed = (
+                f"expected to write checkpoint {self._writing} to {self._folder}, got: "
+                f"{reason if len(reason) < 300 else reason[:100] + ' ... ' + reason[-200:]}. Make "
+                "room there or see to its permissions; older checkpoints are as they were."
+            )
+            self._say(f"error: {self._failed}")
+            if processes.is_first():
+                for left in self._folder.glob(f"{self._writing}.*"):
+                    shutil.rmtree(left, ignore_errors=True)  # no more than room is lost by it
+            self._writing = None
+
+    def _newest_whole(self) -> int | None:
+        try:
+            found = [int(p.name) for p in self._folder.iterdir() if p.name.isdecimal()]
+            damaged: list[tuple[int, str]] = []
+            for step in sorted(found, reverse=True):
+                problem = _damage(self._folder / str(step))
+                if problem is None:
+                    for newer, what in damaged:
+                        self._say(
+                            f"checkpoint {newer} is damaged: {what}. It is removed; going on from "
+                            f"checkpoint {step}."
+                        )
+                        shutil.rmtree(self._folder / str(newer))
+                    return step
+                damaged.append((step, problem))
+        except FileNotFoundError:  # of the folder itself: no checkpoint was begun
+            return None
+        except OSError as error:
+            raise SettingsError(
+                f"expected checkpoints that can be read in {self._folder}, got: {error}. See to "
+                "the permissions, or name another --run."
+            ) from error
+        if damaged:
+            listed = "; ".join(f"{step}: {what}" for step, what in damaged)
+            raise SettingsError(
+                f"expected a whole checkpoint in {self._folder}, got damaged ones alone "
+                f"({listed}). Put a copy in their place, or name another --run to begin anew."
+            )
+        return None
+
+    def _check(self, step: int, run: Mapping[str, Any]) -> None:
+        folder = self._folder / str(step)
+        for name, now in self._description["settings"].items():
+            saved = run["settings"].get(name, now)
+            if saved != now:
+                flag = "--" + name.replace("_", "-")
+                raise SettingsError(
+                    f"`{name}`: expected {saved}, as in the run that {folder} is of, got {now}. "
+                    f"Pass {flag} {saved} to go on with that run, or name another --run to begin a "
+                    f"new one. (What may change: {', '.join(sorted(MAY_CHANGE))}.)"
+                )
+        if run["text"] != self._description["text"]:
+            raise SettingsError(
+                f"expected the text that the run of {folder} has read, got another one. It is the "
+                "standard library of the running Python: go on with the same Python, or name "
+                "another --run to begin a new one."
+            )
+
+
+def description(settings: Settings, *text: np.ndarray) -> dict[str, Any]:
+    """What a run must have in common with the one it goes on from: JSON.
+
+    Args:
+        settings: Of the run.
+        text: All that it reads.
+    """
+    fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
+    # However they were given.
+    del fixed["full_warm_up_share"]
+    fixed["full_warm_up_rounds"] = settings.warm_up_rounds
+    checksum = 0
+    for part in text:
+        checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
+    return {"settings": fixed, "text": checksum}
+
+
+def write_model(path: Path, masters: Any) -> None:
+    """Writes weights as safetensors, named by key path: `blocks.0.gate.kernel`.
+
+    All processes must call it; the first writes, under another name until the file is whole.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    arrays = {}
+    for name, x in jax.tree_util.tree_leaves_with_path(masters):
+        value = processes.whole(x)
+        if processes.is_first():
+            arrays[_name(name)] = np.ascontiguousarray(value)
+    if not processes.is_first():
+        return
+    part = path.with_name(path.name + ".part")
+    try:
+        save_file(arrays, part)
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"expected to write the model to {path}, got: {error}. Make room there or see to its "
+            "permissions, and start the run again: it goes on from its last checkpoint."
+        ) from error
+
+
+def _split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays that a checkpoint has, by name, and the others.
+
+    Others are the blank mail, of which the library says that it is no state, and what is empty,
+    which orbax refuses. In parameters and optimizer state, host memory means mail.
+    """
+    mail = {
+        id(x)
+        for x in jax.tree.leaves((trees["params"], trees["opt_state"]))
+        if x.sharding.memory_kind == "pinned_host"
+    }
+    saved, others = {}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        where = others if id(x) in mail or x.size == 0 else saved
+        where[_name(path)] = x
+    return saved, others
+
+
+def _join(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """`trees` with the arrays that `_split` made of other ones."""
+
+    def one(path, _):
+        name = _name(path)
+        if name in saved:
+            return saved[name]
+        x = others[name]
+        if isinstance(x, jax.ShapeDtypeStruct):  # empty
+            blank = np.zeros(x.shape, x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])
+        return x
+
+    return jax.tree_util.tree_map_with_path(one, trees)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
+
+
+def _check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
+    for name in [*here, *saved]:
+        if saved.get(name) != here.get(name):
+            raise SettingsError(
+                f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
+                f"got {here.get(name, 'none')}. That checkpoint is of another model or optimizer: "
+                "name another --run to begin a new one."
+            )
+
+
+def _checksums(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of each file in the folders of the items its size and CRC-32."""
+    files = [p for p in folder.glob("*/**/*") if p.is_file()]
+    return {p.relative_to(folder).as_posix(): _checksum(p) for p in sorted(files)}
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return size, checksum
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if nothing is."""
+    try:
+        listed = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except ValueError:  # no UTF-8, or no JSON
+        return f"{CHECKSUMS} cannot be read"
+    for name, (size, checksum) in listed.items():
+        try:
+            found = _checksum(folder / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if found[0] != size:
+            return f"{name} has {found[0]} bytes in place of {size}"
+        if found[1] != checksum:
+            return f"{name} has another checksum"
+    return None
