@@ -8,21 +8,13 @@ import jax
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from tests.meshes import LEAVES
-from tests.runs import Plan, Settings, Training
+from tests.meshes import LEAVES, STALE
+from tests.runs import Plan, Training
 
-SETTINGS = Settings(
-    topk_ratio=0.2,
-    update_interval=4,
-    select_interval=4,
-    full_warm_up_rounds=1,
-    weight_decay=0.1,
-    max_grad_norm=5.0,
-)
 PLAN = Plan(17, bad=(12,))
 SAVED_AT = 11  # with an update on its way, and two steps in the open window
 
-HERE = functools.partial(Training, LEAVES, SETTINGS)
+HERE = functools.partial(Training, LEAVES, STALE)
 
 
 def abstract(tree: Any) -> Any:

@@ -1,11 +1,13 @@
-"""Meshes and placements that tests put leaves on."""
+"""Meshes and placements that tests put leaves on, and settings that they train them with."""
 
+import dataclasses
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.runs import Leaf, Leaves
+from tests.runs import Leaf, Leaves, Settings
+from zenflow_jax import AutoSelect, AutoWindow
 
 # Sizes that eight devices can divide; between them what FIRST, SECOND and THIRD of `runs` have.
 LEAVES: Leaves = (
@@ -13,6 +15,20 @@ LEAVES: Leaves = (
     Leaf("columns", (8, 32), -1, "bfloat16"),
     Leaf("rows", (32, 8), -2, "float32", decay=False),
     Leaf("stack", (2, 16, 8), -2, "bfloat16"),
+)
+
+# Stale windows, channels that change hands, a warm-up, clipping.
+STALE = Settings(
+    topk_ratio=0.2,
+    update_interval=4,
+    select_interval=4,
+    full_warm_up_rounds=1,
+    weight_decay=0.1,
+    max_grad_norm=5.0,
+)
+# Decided by numbers that all devices must have alike.
+ADAPTIVE = dataclasses.replace(
+    STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
 )
 
 MESHES = {

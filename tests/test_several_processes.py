@@ -1,6 +1,5 @@
 """Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each."""
 
-import dataclasses
 import functools
 import time
 from pathlib import Path
@@ -11,24 +10,13 @@ import numpy as np
 import pytest
 
 from tests import elastic, meshes, processes, runs
-from tests.meshes import LEAVES
+from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
-from zenflow_jax import AutoSelect, AutoWindow, _engine
+from zenflow_jax import _engine
 from zenflow_jax._host_adam import HostAdam
 
-STALE = Settings(
-    topk_ratio=0.2,
-    update_interval=4,
-    select_interval=4,
-    full_warm_up_rounds=1,
-    weight_decay=0.1,
-    max_grad_norm=5.0,
-)
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
-ADAPTIVE = dataclasses.replace(
-    STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
-)
 
 
 def join(me: int, port: int, count: int) -> None:
@@ -133,7 +121,7 @@ def pass_on(me: int, port: int, count: int, before: str, until: int, after: str)
         if after:
             elastic.save(training, Path(after))
         plan = elastic.PLAN._replace(steps=until)
-        expected, _ = runs.reference(LEAVES, elastic.SETTINGS, plan)
+        expected, _ = runs.reference(LEAVES, STALE, plan)
         runs.assert_close([training.values()], expected.params[-1:])
 
 

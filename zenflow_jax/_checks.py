@@ -1,6 +1,5 @@
-"""What users may pass to `zenflow()` and to `HostEngine`, and what they are told otherwise."""
+"""What users may pass to `zenflow()`, and what they are told otherwise."""
 
-import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -12,7 +11,7 @@ from jax.core import Tracer
 
 from zenflow_jax._channels import LeafSpec, resolve
 from zenflow_jax._mesh import placement_of
-from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect, Schedule
+from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect, Schedule, longest
 from zenflow_jax._state import ZenFlowState
 
 #: Arguments that shape the state or are functions but no schedules.
@@ -93,9 +92,8 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect |
     interval = _rule(interval, AutoSelect)
     if isinstance(interval, AutoSelect | EpochSelect):
         return interval
-    longest = window.max_interval if isinstance(window, AutoWindow) else window
     if interval is None:
-        return 16 * longest
+        return 16 * longest(window)
     kinds = 'an int, "auto", an AutoSelect, an EpochSelect or None'
     _static("select_interval", interval, Integral, kinds)
     if isinstance(window, AutoWindow):
@@ -254,26 +252,6 @@ def check_update(gradients: list[Any], params: Any, state: Any, offload: bool) -
     return weights
 
 
-def check_fresh(state: ZenFlowState) -> None:
-    if not state.offload:
-        raise ValueError(
-            "expected a state of `zenflow(..., offload=True)`, got one that keeps its deferred "
-            "half on the device. It needs no engine: leave it out, or drop `offload=False`."
-        )
-    arrays = [x for x in jax.tree.leaves(state) if not isinstance(x, jax.Array)]
-    if arrays or isinstance(state.step, Tracer):
-        raise ValueError(
-            f"expected a state of arrays, got {type((arrays or [state.step])[0]).__name__}. Make "
-            "the engine outside of jit, from what `tx.init(params)` returned for real parameters."
-        )
-    if int(state.step):
-        raise ValueError(
-            f"expected a state from `tx.init`, got one after {int(state.step)} steps: the deferred "
-            "channels' moments are with the engine that made them. Make the engine before the "
-            "first step and keep it for the whole run."
-        )
-
-
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
     """Refuses leaves that are not where the state takes them to be: on one device, or a mesh."""
     for weight, spec in zip(weights, specs, strict=True):
@@ -318,61 +296,6 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         raise ValueError(
             f"expected all leaves on the same devices, got {names[0]} and {names[1]}. Put them on "
             "one mesh: `jax.device_put(params, NamedSharding(mesh, PartitionSpec()))` replicates."
-        )
-
-
-def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
-    """Refuses parameters on other devices than their state, or on the same in another order."""
-    for weight, leaf in zip(weights, state.leaves, strict=True):
-        mine, its = _devices(weight.sharding), _devices(leaf.mu.sharding)
-        if mine != its:
-            raise ValueError(
-                f"expected {leaf.spec.name} on the devices of its state, {its}, got it on {mine}. "
-                "Make the state with `tx.init` from the parameters that the engine gets, where "
-                "they are."
-            )
-
-
-def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        devices: Any = sharding.mesh.devices
-        return list(devices.flat)
-    return sorted(sharding.device_set, key=lambda device: device.id)
-
-
-def check_arrays(state: ZenFlowState) -> None:
-    """Refuses a state that is a tree of something else; the letter stands for all of it."""
-    if not isinstance(state.letter.ints, jax.Array) or isinstance(state.letter.ints, Tracer):
-        raise TypeError(
-            f"expected a state of jax arrays, got {type(state.letter.ints).__name__}. Pass what "
-            "the step returned, outside of jit."
-        )
-
-
-def check_pinned(mail_bytes: int, mails: int, platform: str, limit_gib: str | None) -> None:
-    """Says before training how much pinned memory a run needs, if jax would not give it.
-
-    Args:
-        mail_bytes: One step's mail.
-        mails: How many the engine keeps.
-        platform: Of the device; only GPUs have the limit.
-        limit_gib: What the environment says, `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
-    """
-    if platform not in ("gpu", "cuda", "rocm"):
-        return
-    try:
-        limit = float(limit_gib) if limit_gib else 64.0  # XLA's own default
-    except ValueError:
-        raise ValueError(
-            "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
-            f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
-        ) from None
-    needed = mail_bytes * mails / 2**30
-    if needed > limit:
-        raise ValueError(
-            f"expected room for {mails} mails of {mail_bytes / 2**30:.1f} GiB in pinned host "
-            f"memory, got a limit of {limit:g} GiB. Set the environment variable "
-            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
         )
 
 

@@ -20,14 +20,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from zenflow_jax._checks import (
-    check_arrays,
-    check_devices,
-    check_fresh,
-    check_pinned,
-    check_placement,
-)
+from zenflow_jax._checks import check_placement
 from zenflow_jax._crossing import Crossing
+from zenflow_jax._engine_checks import check_arrays, check_devices, check_fresh, check_pinned
 from zenflow_jax._engine_state import (
     Counts,
     arrays_of,

@@ -18,9 +18,17 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_half import HostHalf
-from zenflow_jax._parts import Part, assemble, by_leaf, host_channels
+from zenflow_jax._parts import Part, assemble, by_leaf, host_channels, piece_of
 from zenflow_jax._placement import HOST
-from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect, Schedule, Tally, first_tally
+from zenflow_jax._schedule import (
+    AutoSelect,
+    AutoWindow,
+    EpochSelect,
+    Schedule,
+    Tally,
+    first_tally,
+    longest,
+)
 from zenflow_jax._shards import Layout
 from zenflow_jax._state import LeafState, ZenFlowState, find_state
 
@@ -65,9 +73,7 @@ _NUMBERS = (
 
 
 def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
-    longest = schedule.window
-    longest = longest.max_interval if isinstance(longest, AutoWindow) else longest
-    lengths = np.zeros(longest + 1, np.int32)
+    lengths = np.zeros(longest(schedule.window) + 1, np.int32)
     for length, count in counts.window_lengths.items():
         lengths[length] = count
     tree = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS}
@@ -209,17 +215,16 @@ def leaves_to_trees(
         spec = part.spec
         channels = leaf.channels if before is None else host_channels(before[part.leaf], part)
         # Sums that nothing was added to yet are not there, or are those of a former window.
-        total = leaf.total if half.counted else None
+        total = leaf.total if half.counted else np.zeros_like(leaf.master)
         for name, x, shape in (
             ("master", leaf.master, spec.shape),
             ("mu", leaf.mu, spec.shape),
             ("nu", leaf.nu, spec.shape),
-            ("total", np.zeros(1, np.float32) if total is None else total, spec.shape),
+            ("total", total, spec.shape),
             ("steps", leaf.steps, (*spec.stack, spec.n)),
             ("before", channels + part.first, (*spec.stack, spec.k)),
         ):
-            copy = np.empty(shape, x.dtype)
-            copy[...] = x if x.size != copy.size else x.reshape(shape)
+            copy = np.array(x).reshape(shape)
             on_devices = [_beside(copy, device) for device in part.devices]
             pieces.setdefault(name, []).append(on_devices)
     columns = {name: by_leaf(parts, found) for name, found in pieces.items()}
@@ -243,12 +248,9 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
             channels = slice(channels.start * spec.k // spec.n, channels.stop * spec.k // spec.n)
         index = (*index[: len(part.spec.stack)], channels)
     x = tree[name]
-    for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
-        ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
-        pairs = list(zip(index, ends, strict=True))
-        if all(low <= s.start and s.stop <= high for s, (low, high) in pairs):
-            inside = tuple(slice(s.start - low, s.stop - low) for s, (low, _) in pairs)
-            return np.asarray(shard.data)[inside]
+    piece = piece_of(x, index) if isinstance(x, jax.Array) else None
+    if piece is not None:
+        return piece
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return np.asarray(x)[index]
     raise ValueError(

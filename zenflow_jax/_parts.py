@@ -61,13 +61,24 @@ def parts_of(leaves: Sequence[LeafState]) -> list[Part]:
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
-    """A part of a parameter, in host memory; of a block that the part's device holds."""
-    block = next(s for s in weight.addressable_shards if s.device == part.devices[0])
-    starts = [s.indices(n)[0] for s, n in zip(block.index, weight.shape, strict=True)]
-    inside = tuple(
-        slice(s.start - start, s.stop - start) for s, start in zip(part.index, starts, strict=True)
-    )
-    return np.asarray(block.data)[inside]
+    """A part of a parameter, in host memory."""
+    piece = piece_of(weight, part.index)
+    assert piece is not None, "a part of this process lies in one of its blocks"
+    return piece
+
+
+def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
+    """What an array has at `index`, in host memory, if one of this process's shards has all of it.
+
+    A view of the shard where that is in host memory.
+    """
+    for shard in x.addressable_shards:
+        ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
+        pairs = list(zip(index, ends, strict=True))
+        if all(low <= s.start and s.stop <= high for s, (low, high) in pairs):
+            inside = tuple(slice(s.start - low, s.stop - low) for s, (low, _) in pairs)
+            return np.asarray(shard.data)[inside]
+    return None
 
 
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:

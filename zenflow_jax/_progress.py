@@ -30,7 +30,8 @@ class Progress:
         self.reselections = 0
         self.kept: float | None = None
         self._schedule = schedule
-        self._tally = first_tally(schedule, leaves)
+        self._fresh = first_tally(schedule, leaves)
+        self._tally = self._fresh
         # Of the last step, if its window is open; and of the last boundary. Not read yet.
         self._statistics: jax.Array | None = None
         self._measured: jax.Array | None = None
@@ -56,14 +57,8 @@ class Progress:
             self._tally = self._tally._replace(length=self._tally.length + 1)
             self._statistics = statistics
             return
-        self._tally = Tally(
-            length=0,
-            counted=np.float32(0),
-            deferred=np.zeros_like(self._tally.deferred),
-            selected=np.zeros_like(self._tally.selected),
-            windows=0 if boundary.selects else self._tally.windows + 1,
-            kept=np.float32(1),
-        )
+        windows = 0 if boundary.selects else self._tally.windows + 1
+        self._tally = self._fresh._replace(windows=windows)
         self._statistics, self._measured = None, measured
         self.reselections += boundary.selects
 

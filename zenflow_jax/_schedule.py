@@ -120,6 +120,11 @@ class EpochSelect:
         return self.steps_per_epoch * self.epochs
 
 
+def longest(window: int | AutoWindow) -> int:
+    """Steps that a window has at most."""
+    return window.max_interval if isinstance(window, AutoWindow) else window
+
+
 class Boundary(NamedTuple):
     """What happens after a step. Booleans, or traced ones if the step number is traced."""
 

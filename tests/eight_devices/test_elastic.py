@@ -7,8 +7,8 @@ from jax.sharding import AxisType
 
 import zenflow_jax
 from tests import meshes, runs
-from tests.elastic import HERE, PLAN, SAVED_AT, SETTINGS, follow, resume, save
-from tests.meshes import LEAVES
+from tests.elastic import HERE, PLAN, SAVED_AT, follow, resume, save
+from tests.meshes import LEAVES, STALE
 from tests.runs import Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -40,7 +40,7 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
         resume(training, tmp_path / "checkpoint")
         follow(training, PLAN.steps)
         training.settle()
-        expected, _ = runs.reference(LEAVES, SETTINGS, PLAN, shards=shards)
+        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
         runs.assert_close([training.values()], expected.params[-1:])
         np.testing.assert_equal(training.selected(), expected.selected[-1])
         training.flush()

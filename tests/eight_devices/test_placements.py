@@ -1,7 +1,6 @@
 """Sharded runs equal `optax.adamw` on the same mesh, and the reference that is told the shards."""
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
@@ -11,26 +10,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from tests import meshes, runs
-from tests.meshes import LEAVES
+from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
-from zenflow_jax import AutoSelect, AutoWindow
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
-# Stale windows, channels that change hands, a warm-up, clipping; a skipped step, an early end.
-STALE = Settings(
-    topk_ratio=0.2,
-    update_interval=4,
-    select_interval=4,
-    full_warm_up_rounds=1,
-    weight_decay=0.1,
-    max_grad_norm=5.0,
-)
+# A skipped step, an early end.
 PLAN = Plan(14, bad=(6,), flush_at=(11,))
-# Decided by numbers that all devices must have alike.
-ADAPTIVE = dataclasses.replace(
-    STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
-)
 EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, overlap_step=False, weight_decay=0.1
 )

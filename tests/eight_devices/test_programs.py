@@ -13,6 +13,13 @@ N = 4096
 GRADIENT = N * N * 2  # bytes, bfloat16
 
 
+def of_sgd_and_zenflow(sharding):
+    """What devices say to each other in a step of either."""
+    tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
+    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+        return [collectives(compiled_step(x, sharding, N).as_text()) for x in (optax.sgd(1e-3), tx)]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -23,10 +30,7 @@ GRADIENT = N * N * 2  # bytes, bfloat16
 )
 def test_a_step_adds_the_scores_to_what_devices_exchange_and_nothing_else(name):
     sharding = placements(jax.devices())[name]
-    tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
-        base = collectives(compiled_step(optax.sgd(1e-3), sharding, N).as_text())
-        ours = collectives(compiled_step(tx, sharding, N).as_text())
+    base, ours = of_sgd_and_zenflow(sharding)
     added = sum(c.nbytes for c in ours) - sum(c.nbytes for c in base)
     assert len(base) > 0
     # Four bytes a channel, and the leaf's sum for the norm.
@@ -44,10 +48,7 @@ def test_a_step_adds_the_scores_to_what_devices_exchange_and_nothing_else(name):
 )
 def test_where_devices_hold_copies_a_step_adds_the_selected_rows_too(name):
     sharding = placements(jax.devices())[name]
-    tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, max_grad_norm=1.0)
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
-        base = collectives(compiled_step(optax.sgd(1e-3), sharding, N).as_text())
-        ours = collectives(compiled_step(tx, sharding, N).as_text())
+    base, ours = of_sgd_and_zenflow(sharding)
     # Of the block that a device has 5 % of its channels, rounded up. The compiler for CPUs makes
     # four bytes of bfloat16's two, in the sum of the gradients too.
     rows = math.prod(sharding.shard_shape((N, N))) * 4 * 0.051

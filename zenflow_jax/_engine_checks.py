@@ -1,0 +1,85 @@
+"""What users may pass to `HostEngine`, and what they are told otherwise."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from zenflow_jax._state import ZenFlowState
+
+
+def check_fresh(state: ZenFlowState) -> None:
+    if not state.offload:
+        raise ValueError(
+            "expected a state of `zenflow(..., offload=True)`, got one that keeps its deferred "
+            "half on the device. It needs no engine: leave it out, or drop `offload=False`."
+        )
+    arrays = [x for x in jax.tree.leaves(state) if not isinstance(x, jax.Array)]
+    if arrays or isinstance(state.step, Tracer):
+        raise ValueError(
+            f"expected a state of arrays, got {type((arrays or [state.step])[0]).__name__}. Make "
+            "the engine outside of jit, from what `tx.init(params)` returned for real parameters."
+        )
+    if int(state.step):
+        raise ValueError(
+            f"expected a state from `tx.init`, got one after {int(state.step)} steps: the deferred "
+            "channels' moments are with the engine that made them. Make the engine before the "
+            "first step and keep it for the whole run."
+        )
+
+
+def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
+    """Refuses parameters on other devices than their state, or on the same in another order."""
+    for weight, leaf in zip(weights, state.leaves, strict=True):
+        mine, its = _devices(weight.sharding), _devices(leaf.mu.sharding)
+        if mine != its:
+            raise ValueError(
+                f"expected {leaf.spec.name} on the devices of its state, {its}, got it on {mine}. "
+                "Make the state with `tx.init` from the parameters that the engine gets, where "
+                "they are."
+            )
+
+
+def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        devices: Any = sharding.mesh.devices
+        return list(devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
+
+
+def check_arrays(state: ZenFlowState) -> None:
+    """Refuses a state that is a tree of something else; the letter stands for all of it."""
+    if not isinstance(state.letter.ints, jax.Array) or isinstance(state.letter.ints, Tracer):
+        raise TypeError(
+            f"expected a state of jax arrays, got {type(state.letter.ints).__name__}. Pass what "
+            "the step returned, outside of jit."
+        )
+
+
+def check_pinned(mail_bytes: int, mails: int, platform: str, limit_gib: str | None) -> None:
+    """Says before training how much pinned memory a run needs, if jax would not give it.
+
+    Args:
+        mail_bytes: One step's mail.
+        mails: How many the engine keeps.
+        platform: Of the device; only GPUs have the limit.
+        limit_gib: What the environment says, `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return
+    try:
+        limit = float(limit_gib) if limit_gib else 64.0  # XLA's own default
+    except ValueError:
+        raise ValueError(
+            "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
+            f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
+        ) from None
+    needed = mail_bytes * mails / 2**30
+    if needed > limit:
+        raise ValueError(
+            f"expected room for {mails} mails of {mail_bytes / 2**30:.1f} GiB in pinned host "
+            f"memory, got a limit of {limit:g} GiB. Set the environment variable "
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
+        )
