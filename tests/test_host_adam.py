@@ -306,7 +306,7 @@ def test_threads_must_be_a_positive_integer(threads):
 
 def test_one_core_is_left_to_the_caller(monkeypatch):
     for cores, threads in (1, 1), (2, 1), (8, 7):
-        monkeypatch.setattr("zenflow_jax._host_adam._available_cores", lambda n=cores: n)
+        monkeypatch.setattr("zenflow_jax._host_adam.available_cores", lambda n=cores: n)
         assert HostAdam().threads == threads
 
 

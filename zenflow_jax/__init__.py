@@ -4,6 +4,7 @@
 """
 
 from zenflow_jax._checks import STATIC_ARGS
+from zenflow_jax._deepspeed import DeepSpeedOptions, from_deepspeed
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._engine_state import abstract_engine_state
 from zenflow_jax._ingraph import flush
@@ -19,6 +20,7 @@ __all__ = [
     "STATIC_ARGS",
     "AutoSelect",
     "AutoWindow",
+    "DeepSpeedOptions",
     "EngineStats",
     "EpochSelect",
     "HostEngine",
@@ -26,6 +28,7 @@ __all__ = [
     "abstract_engine_state",
     "find_state",
     "flush",
+    "from_deepspeed",
     "master_params",
     "zenflow",
 ]

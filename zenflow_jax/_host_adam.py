@@ -70,7 +70,7 @@ class HostAdam:
                 "Leave it at 'numba' unless Numba does not work on this machine."
             )
         if threads is None:
-            threads = max(1, _available_cores() - 1)
+            threads = max(1, available_cores() - 1)
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise ValueError(
                 f"`threads` must be a positive integer or None, got {threads!r}. Pass the number "
@@ -222,7 +222,7 @@ class HostAdam:
             future.result()
 
 
-def _available_cores() -> int:
+def available_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows do not tell

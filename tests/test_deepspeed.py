@@ -1,0 +1,795 @@
+"""`from_deepspeed`: DeepSpeed's config becomes the same training here, or says by name what cannot.
+
+The schedules are compared with DeepSpeed's formulas, written out below in Python floats; everything
+else with what DeepSpeed 0.19.8 makes of the same keys, by its documentation and source.
+"""
+
+import copy
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+import pytest
+
+import zenflow_jax
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, from_deepspeed
+from zenflow_jax._deepspeed import keys as tables
+
+DOCS = Path(__file__).parents[1] / "docs" / "deepspeed.md"
+
+# As it stands in DeepSpeed's ZenFlow tutorial.
+TUTORIAL = {
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "zenflow": {
+            "topk_ratio": 0.05,
+            "select_strategy": "auto",
+            "select_interval": "auto",
+            "update_interval": 4,
+            "full_warm_up_rounds": 0,
+            "overlap_step": True,
+        },
+    }
+}
+TRAINING = {
+    "train_batch_size": 8,
+    "bf16": {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.01},
+    },
+    "gradient_clipping": 0.5,
+    **TUTORIAL,
+}
+REMOVE = object()
+
+# float32 against Python's floats, as a share of the highest rate; 1.9e-7 is the most that 545,000
+# values of DeepSpeed's own classes differed by.
+RATE_TOLERANCE = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _annotations_are_not_checked():
+    """As in a user's process; where they are, they get ahead of the library's own words."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def change(path, value, config=TRAINING):
+    """The config with another value at a path such as "optimizer.params.lr"."""
+    config = copy.deepcopy(config)
+    *blocks, key = path.split(".")
+    block = config
+    for name in blocks:
+        block = block.setdefault(name, {})
+    if value is REMOVE:
+        del block[key]
+    else:
+        block[key] = value
+    return config
+
+
+def zenflow_block(**keys):
+    """A config whose `zenflow` block has these keys alone."""
+    return change("zero_optimization.zenflow", keys)
+
+
+def untranslated(config, **arguments):
+    """The options, and the names that the one warning has; no warning, no names."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = from_deepspeed(config, **arguments)
+    assert len(caught) == bool(options.not_translated)
+    for key, reason in options.not_translated.items():
+        assert f"\n  `{key}`: {reason}" in str(caught[0].message)
+    return options, list(options.not_translated)
+
+
+# --- what the config becomes ----------------------------------------------------------------
+
+
+def test_the_tutorials_sample_works_as_it_stands():
+    options = from_deepspeed(TUTORIAL)
+    assert options.kind == "zenflow"
+    assert options.arguments == {
+        "b1": 0.9,
+        "b2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "topk_ratio": 0.05,
+        "update_interval": 4,
+        "select_interval": AutoSelect(),
+        "full_warm_up_rounds": 0,
+        "overlap_step": True,
+        "max_grad_norm": 1.0,
+    }
+    assert options.not_translated == {}
+    assert options.learning_rate is None
+    with pytest.raises(ValueError, match="expected a learning rate .* Pass .*learning_rate="):
+        _ = options.optimizer
+
+
+def test_a_whole_config_becomes_optimizer_batch_and_precision():
+    options = from_deepspeed(TRAINING, steps_per_epoch=1250)
+    assert options.learning_rate == 2e-5
+    assert options.arguments == {
+        "b1": 0.9,
+        "b2": 0.95,
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "topk_ratio": 0.05,
+        "update_interval": 4,
+        "select_interval": EpochSelect(1250),
+        "full_warm_up_rounds": 0,
+        "overlap_step": True,
+        "max_grad_norm": 0.5,
+    }
+    assert (options.batch_size, options.micro_batches) == (8, None)
+    assert options.compute_dtype == jnp.bfloat16
+    assert options.threads is None
+
+
+def test_the_optimizer_is_that_of_the_arguments():
+    mask = {"w": True, "b": False}
+    options = from_deepspeed(TRAINING, steps_per_epoch=8, mask=mask)
+    params = {"w": jnp.ones((40, 4)), "b": jnp.ones(4)}
+    state = options.optimizer.init(params)
+    expected = zenflow_jax.zenflow(2e-5, **options.arguments).init(params)
+    assert options.arguments["mask"] is mask
+    assert jax.tree.structure(state) == jax.tree.structure(expected)  # static metadata included
+    assert state.schedule.window == 4
+    assert state.schedule.select == EpochSelect(8)
+
+
+def test_a_file_means_what_its_content_means(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(TRAINING), encoding="utf-8")
+    for form in (path, str(path)):
+        options = from_deepspeed(form, total_steps=10)
+        assert options == from_deepspeed(TRAINING, total_steps=10)
+
+
+def test_the_config_given_is_left_as_it_was():
+    config = copy.deepcopy(TRAINING)
+    from_deepspeed(config, learning_rate=1.0)
+    assert config == TRAINING
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloading_without_zenflow_is_its_synchronous_limit(device):
+    config = change("zero_optimization.zenflow", REMOVE)
+    config["zero_optimization"]["offload_optimizer"] = {"device": device}
+    options, names = untranslated(config)
+    assert options.kind == "offload"
+    assert options.arguments["topk_ratio"] == 0
+    assert options.arguments["update_interval"] == 1
+    assert options.arguments["overlap_step"] is False
+    assert options.arguments["max_grad_norm"] == 0.5
+    assert names == (["zero_optimization.offload_optimizer.device"] if device == "nvme" else [])
+    assert options.optimizer.init({"w": jnp.ones((4, 4))}).schedule.window == 1
+
+
+@pytest.mark.parametrize("clipping", [0.5, 0])
+def test_neither_is_adamw_on_the_device(clipping):
+    config = change("gradient_clipping", clipping, change("zero_optimization", REMOVE))
+    options = from_deepspeed(config, mask={"w": True})
+    assert options.kind == "adamw"
+    assert options.max_grad_norm == (clipping or None)
+    adamw = optax.adamw(2e-5, 0.9, 0.95, 1e-6, weight_decay=0.01)
+    expected = optax.chain(optax.clip_by_global_norm(0.5), adamw) if clipping else adamw
+    params, gradients = {"w": jnp.full((3, 2), 2.0)}, {"w": jnp.arange(6.0).reshape(3, 2)}
+    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+        for tx in (options.optimizer, expected):
+            updates, _ = tx.update(gradients, tx.init(params), params)
+            changed = updates["w"] if tx is expected else (ours := updates["w"])
+    np.testing.assert_array_equal(ours, changed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {"update_interval": AutoWindow(), "select_interval": AutoSelect()}),
+        ({}, {"topk_ratio": 0.1, "overlap_step": False, "full_warm_up_rounds": 0}),
+        ({"topk_ratio": "auto", "overlap_step": "auto"}, {"topk_ratio": 0.1, "overlap_step": 0}),
+        ({"update_interval": "auto", "auto_ratio": 0.5}, {"update_interval": AutoWindow(8, 0.5)}),
+        ({"update_interval": "auto", "auto_ratio": 0}, {"update_interval": 2}),
+        ({"update_interval": 4.0}, {"update_interval": 4}),
+        ({"full_warm_up_rounds": 7}, {"full_warm_up_rounds": 7}),
+    ],
+    ids=str,
+)
+def test_the_zenflow_block_has_deepspeeds_defaults_and_autos(keys, expected):
+    arguments = from_deepspeed(zenflow_block(**keys)).arguments
+    assert {key: arguments[key] for key in expected} == expected
+
+
+NEVER = EpochSelect(2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "interval", "extra", "steps_per_epoch", "expected"),
+    [
+        ("auto", "auto", {}, None, AutoSelect()),
+        ("auto", "auto", {}, 100, EpochSelect(100)),
+        ("auto", "auto", {"steps_per_epoch": 50}, None, EpochSelect(50)),
+        ("auto", "auto", {"steps_per_epoch": 50}, 100, EpochSelect(100)),
+        ("epoch", 1, {}, 100, EpochSelect(100)),
+        ("epoch", 3, {}, 101, EpochSelect(101, 3)),
+        ("epoch", 0, {}, 100, NEVER),
+        ("step", 0, {}, None, NEVER),
+        ("step", 8, {}, 100, 8),
+        ("step", 4, {}, None, 4),
+        ("step", 10, {}, None, EpochSelect(10)),  # no multiple of the window
+        ("step", 8, {"full_warm_up_rounds": 3}, None, EpochSelect(8)),  # counted from step 1
+        ("step", 10, {"update_interval": "auto"}, None, 10),
+        ("step", 10, {"update_interval": "auto", "full_warm_up_rounds": 3}, None, EpochSelect(10)),
+    ],
+    ids=str,
+)
+def test_selection_is_by_strategy_and_interval(
+    strategy, interval, extra, steps_per_epoch, expected
+):
+    keys = {"update_interval": 4, "select_strategy": strategy, "select_interval": interval} | extra
+    options = from_deepspeed(zenflow_block(**keys), steps_per_epoch=steps_per_epoch)
+    assert options.arguments["select_interval"] == expected
+    _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow takes it
+
+
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_selections_by_step_are_where_deepspeed_has_them_or_at_the_next_boundary(warm_up):
+    every = 10
+    keys = {"update_interval": 4, "select_strategy": "step", "select_interval": every}
+    options = from_deepspeed(zenflow_block(**keys, full_warm_up_rounds=warm_up))
+    schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule
+    ours = [step for step in range(1, 61) if schedule.boundary(step, None).selects]
+    # DeepSpeed's steps are counted from 0 and select before they are taken.
+    theirs = [step for step in range(1, 61) if step % every == 0 and step > warm_up]
+    nearest = {-(-(step - warm_up) // 4) * 4 + warm_up for step in theirs}
+    assert set(ours[1:]) == {step for step in nearest if step <= 60}
+    assert ours[0] == warm_up or warm_up == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "cores", "threads"),
+    [(0.5, 8, 4), (0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), (0.5, 1, 1), ("auto", 8, None)],
+    ids=str,
+)
+def test_reserved_cores_leave_the_others_to_the_engine(monkeypatch, share, cores, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert from_deepspeed(zenflow_block(pt_reserved_cores_perc=share)).threads == threads
+
+
+# --- what "auto" and absent keys are filled with --------------------------------------------
+
+HUGGING_FACE = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    **TUTORIAL,
+}
+
+
+def test_arguments_fill_in_what_is_auto():
+    options = from_deepspeed(
+        HUGGING_FACE,
+        learning_rate=3e-4,
+        total_steps=100,
+        warmup_steps=10,
+        b1=0.8,
+        b2=0.9,
+        eps=1e-5,
+        weight_decay=0.2,
+        max_grad_norm=None,
+    )
+    filled = {"b1": 0.8, "b2": 0.9, "eps": 1e-5, "weight_decay": 0.2, "max_grad_norm": None}
+    assert {key: options.arguments[key] for key in filled} == filled
+    rate = options.learning_rate
+    expected = warmup_decay(0.0, 3e-4, 10, "log", 100)
+    np.testing.assert_allclose(rate(11), expected(10), rtol=RATE_TOLERANCE)
+    np.testing.assert_allclose(rate(61), expected(60), rtol=RATE_TOLERANCE)
+    assert options.batch_size is None
+    assert options.micro_batches is None
+    assert options.compute_dtype is None
+
+
+def test_arguments_fill_in_what_is_absent():
+    options = from_deepspeed(TUTORIAL, learning_rate=3e-4, weight_decay=0.2, max_grad_norm=2.0)
+    assert options.learning_rate == 3e-4
+    assert options.arguments["weight_decay"] == 0.2
+    assert options.arguments["max_grad_norm"] == 2.0
+
+
+def test_values_of_the_config_win_over_arguments():
+    schedule = optax.constant_schedule(1.0)
+    for rate in (1.0, schedule):
+        options = from_deepspeed(
+            TRAINING, learning_rate=rate, b1=0.1, b2=0.1, eps=0.1, weight_decay=0.1, max_grad_norm=9
+        )
+        assert options == from_deepspeed(TRAINING)
+
+
+def test_an_optimizer_without_a_rate_has_deepspeeds():
+    assert from_deepspeed(change("optimizer.params.lr", REMOVE)).learning_rate == 1e-3
+    assert from_deepspeed(change("optimizer", {"type": "Adam"})).learning_rate == 1e-3
+
+
+def test_a_schedule_of_ones_own_may_be_passed():
+    schedule = optax.cosine_decay_schedule(1e-3, 10)
+    assert from_deepspeed(TUTORIAL, learning_rate=schedule).learning_rate is schedule
+    config = change("optimizer.params.lr", "auto")
+    assert from_deepspeed(config, learning_rate=schedule).learning_rate is schedule
+    one_cycle = change("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0}})
+    options, names = untranslated(one_cycle, learning_rate=schedule)
+    assert options.learning_rate is schedule
+    assert names == ["scheduler.type"]
+
+
+def test_clipping_is_at_1_unless_it_is_said_or_switched_off():
+    assert from_deepspeed(change("gradient_clipping", REMOVE)).max_grad_norm == 1.0
+    assert from_deepspeed(change("gradient_clipping", 0.0)).max_grad_norm is None
+    assert from_deepspeed(change("gradient_clipping", 0)).arguments["max_grad_norm"] is None
+
+
+# --- schedules: DeepSpeed's formulas, by its iteration, which is a step behind ---------------
+
+
+def risen(i, warmup, shape):
+    return math.log(i + 1) / math.log(warmup) if shape == "log" else i / warmup
+
+
+def warmup_then(after):
+    def schedule(lowest, highest, warmup, shape, total=None):
+        warmup = max(2, warmup)
+
+        def rate(i):
+            if i < 0:
+                return lowest
+            part = risen(i, warmup, shape) if i < warmup else after(i, warmup, total)
+            return lowest + (highest - lowest) * part
+
+        return rate
+
+    return schedule
+
+
+constant = warmup_then(lambda i, warmup, total: 1.0)
+warmup_decay = warmup_then(lambda i, warmup, total: max(0, (total - i) / max(1, total - warmup)))
+
+
+def warmup_cosine(highest, first, last, warmup, shape, total):
+    warmup = max(2, warmup)
+
+    def rate(i):
+        if i < 0:
+            return 0.0
+        if i < warmup:
+            return highest * (first + (1 - first) * risen(i, warmup, shape))
+        progress = min(1.0, (i - warmup + 1) / max(1, total - warmup))
+        return highest * (last + (1 - last) * (1 + math.cos(math.pi * progress)) / 2)
+
+    return rate
+
+
+SHAPES = pytest.mark.parametrize("shape", ["log", "linear"])
+WARMUPS = pytest.mark.parametrize("warmup", [1, 2, 7, 50])
+STEPS = 120
+
+
+def assert_rates(config, expected):
+    schedule = from_deepspeed(config).learning_rate
+    ours = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(STEPS, dtype=np.int32)))
+    theirs = np.asarray([expected(count - 1) for count in range(STEPS)])
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=RATE_TOLERANCE * max(theirs))
+    plain = [schedule(0), schedule(3)]  # without jit, of Python's ints
+    np.testing.assert_allclose(ours[[0, 3]], plain, rtol=RATE_TOLERANCE)
+
+
+def scheduled(name, **params):
+    return change("scheduler", {"type": name, "params": params})
+
+
+@SHAPES
+@WARMUPS
+def test_warmup_lr_has_deepspeeds_numbers(shape, warmup):
+    params = {"warmup_num_steps": warmup, "warmup_type": shape}
+    assert_rates(scheduled("WarmupLR", **params), constant(0.0, 2e-5, warmup, shape))
+    params |= {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3}
+    assert_rates(scheduled("WarmupLR", **params), constant(1e-5, 1e-3, warmup, shape))
+
+
+@SHAPES
+@WARMUPS
+@pytest.mark.parametrize("total", [5, 100])
+def test_warmup_decay_lr_has_deepspeeds_numbers(shape, warmup, total):
+    params = {"warmup_num_steps": warmup, "warmup_type": shape, "total_num_steps": total}
+    config = scheduled("WarmupDecayLR", **params)
+    # Whatever the optimizer's rate is, as in DeepSpeed.
+    assert_rates(config, warmup_decay(0.0, 1e-3, warmup, shape, total))
+    params |= {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-4}
+    config = scheduled("WarmupDecayLR", **params)
+    assert_rates(config, warmup_decay(1e-5, 3e-4, warmup, shape, total))
+
+
+@SHAPES
+@WARMUPS
+@pytest.mark.parametrize("total", [5, 100])
+def test_warmup_cosine_lr_has_deepspeeds_numbers(shape, warmup, total):
+    params = {"warmup_num_steps": warmup, "warmup_type": shape, "total_num_steps": total}
+    config = scheduled("WarmupCosineLR", **params)
+    assert_rates(config, warmup_cosine(2e-5, 0.0, 1e-4, warmup, shape, total))
+    params |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
+    config = scheduled("WarmupCosineLR", **params)
+    assert_rates(config, warmup_cosine(2e-5, 0.1, 0.2, warmup, shape, total))
+
+
+def test_a_schedule_left_to_itself_warms_up_for_1000_steps_by_the_logarithm():
+    rate = from_deepspeed(scheduled("WarmupLR")).learning_rate
+    expected = constant(0.0, 2e-5, 1000, "log")
+    np.testing.assert_allclose(rate(501), expected(500), rtol=RATE_TOLERANCE)
+
+
+def test_no_warm_up_is_one_of_one_step():
+    config = scheduled("WarmupLR", warmup_num_steps="auto")
+    rates = [from_deepspeed(config, warmup_steps=n).learning_rate(2) for n in (0, 1)]
+    assert rates[0] == rates[1]
+
+
+def test_a_schedule_runs_inside_of_the_optimizer():
+    config = scheduled("WarmupCosineLR", total_num_steps=10, warmup_num_steps=2)
+    options = from_deepspeed(config, steps_per_epoch=8)
+    tx = zenflow_jax.zenflow(options.learning_rate, **options.arguments, offload=False)
+    params = {"w": jnp.ones((8, 4))}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(3):
+        updates, state = update({"w": jnp.ones((8, 4))}, state, params)
+    assert float(jnp.abs(updates["w"]).max()) > 0
+
+
+# --- batch and precision --------------------------------------------------------------------
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "expected"),
+    [
+        ((None, None, None), None, (None, None)),
+        ((32, None, None), None, (32, None)),
+        ((32, None, 4), None, (32, 4)),
+        ((32, 8, None), None, (32, 4)),
+        ((32, 8, None), 2, (32, 2)),
+        ((None, 8, None), 2, (16, 1)),
+        ((None, 8, 2), None, (16, 2)),
+        ((32, 4, 2), None, (32, 2)),  # of four devices
+        ((32, 4, 2), 4, (32, 2)),
+        (("auto", "auto", "auto"), None, (None, None)),
+        (("auto", 8, 2), None, (16, 2)),
+    ],
+    ids=str,
+)
+def test_batches_are_deepspeeds(sizes, devices, expected):
+    config = change("zero_optimization", REMOVE, change("train_batch_size", REMOVE))
+    config |= {key: size for key, size in zip(BATCH, sizes, strict=True) if size is not None}
+    options = from_deepspeed(config, devices=devices)
+    assert (options.batch_size, options.micro_batches) == expected
+
+
+def test_under_zenflow_every_micro_batch_is_a_step_as_in_deepspeed():
+    config = TRAINING | {"train_batch_size": 32, "gradient_accumulation_steps": 4}
+    options, names = untranslated(config)
+    assert (options.batch_size, options.micro_batches) == (8, 1)
+    assert names == ["gradient_accumulation_steps"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "dtype", "names"),
+    [
+        ({}, None, []),
+        ({"bf16": {"enabled": True}}, jnp.bfloat16, []),
+        ({"bfloat16": {"enabled": True}}, jnp.bfloat16, []),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, None, []),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, None, []),
+        ({"bf16": {"enabled": False}}, jnp.float32, []),
+        ({"bf16": {}, "fp16": {"loss_scale": 0}}, jnp.float32, []),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, jnp.float32, []),
+        ({"fp16": {"enabled": True}}, jnp.bfloat16, ["fp16.enabled"]),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128}},
+            jnp.bfloat16,
+            ["fp16.enabled", "fp16.loss_scale"],
+        ),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, jnp.bfloat16, []),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": False}},
+            jnp.bfloat16,
+            ["bf16.check_grad_overflow"],
+        ),
+    ],
+    ids=str,
+)
+def test_precision_is_bfloat16_float32_or_open(blocks, dtype, names):
+    config = change("bf16", REMOVE) | blocks
+    options, found = untranslated(config)
+    assert options.compute_dtype == (None if dtype is None else np.dtype(dtype))
+    assert found == names
+
+
+# --- what has no counterpart ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("steps_per_print", 10, True),
+        ("wall_clock_breakdown", False, False),
+        ("wall_clock_breakdown", True, True),
+        ("flops_profiler", {"enabled": False, "profile_step": 1}, False),
+        ("flops_profiler", {"enabled": True}, True),
+        ("activation_checkpointing", {"partition_activations": True}, True),
+        ("zero_allow_untested_optimizer", True, True),
+        ("zero_optimization.overlap_comm", True, True),
+        ("zero_optimization.reduce_scatter", False, True),  # on unless it is switched off
+        ("zero_optimization.reduce_bucket_size", "auto", True),
+        ("zero_optimization.stage", 3, True),
+        ("zero_optimization.offload_param", {"device": "cpu"}, True),
+        ("zero_optimization.offload_param", {"device": "none"}, False),
+        ("zero_optimization.offload_optimizer.pin_memory", False, True),
+        ("zero_optimization.offload_optimizer.nvme_path", "/disk", True),
+        ("optimizer.params.torch_adam", True, True),
+        ("optimizer.params.torch_adam", False, False),
+        ("optimizer.legacy_fusion", True, True),
+        ("no_such_key", 1, True),
+        ("optimizer.no_such_key", 1, True),
+    ],
+    ids=str,
+)
+def test_what_has_no_counterpart_is_named_and_what_is_switched_off_is_not(path, value, named):
+    options, names = untranslated(change(path, value))
+    assert names == ([path] if named else [])
+    assert options.arguments == from_deepspeed(TRAINING).arguments
+
+
+def test_keys_that_deepspeed_ignores_are_named_with_what_may_be_meant():
+    options, _ = untranslated(change("gradient_cliping", 1.0))
+    assert "gradient_clipping" in options.not_translated["gradient_cliping"]
+
+
+def test_selected_state_on_the_host_is_named():
+    config = change("zero_optimization.overlap_comm", True, zenflow_block(offload=True))
+    assert "zero_optimization.zenflow.offload" in untranslated(config)[1]
+
+
+def test_zero_without_offload_is_named():
+    config = change("zero_optimization", {"stage": 2})
+    options, names = untranslated(config)
+    assert options.kind == "adamw"
+    assert names == ["zero_optimization.stage"]
+    assert untranslated(change("zero_optimization", False))[1] == []
+
+
+# --- what is wrong --------------------------------------------------------------------------
+
+ZERO = "zero_optimization"
+RULES = "zero_optimization.zenflow"
+ADAM = "optimizer.params"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (f"{RULES}.topk_ratio", 0, ["(0, 1)", "got 0", "share"]),
+        (f"{RULES}.topk_ratio", 1.0, ["(0, 1)", "got 1.0"]),
+        (f"{RULES}.topk_ratio", "0.1", ["a number", 'got "0.1"', "quotes"]),
+        (f"{RULES}.topk_ratio", True, ["a number", "got true"]),
+        (f"{RULES}.update_interval", 0, ["at least 1", "got 0"]),
+        (f"{RULES}.update_interval", 2.5, ["a whole number", "got 2.5"]),
+        (f"{RULES}.update_interval", "4", ["a whole number", "quotes"]),
+        (f"{RULES}.update_interval", True, ["a whole number", "got true"]),
+        (f"{RULES}.select_strategy", "steps", ['"auto" or "step"', "mean `step`"]),
+        (f"{RULES}.select_interval", 8, ['"auto" where select_strategy is "auto"', "got 8"]),
+        (f"{RULES}.full_warm_up_rounds", -1, ["at least 0", "got -1"]),
+        (f"{RULES}.overlap_step", "true", ["true or false", 'got "true"', "quotes"]),
+        (f"{RULES}.overlap_step", 1, ["true or false", "got 1"]),
+        (f"{RULES}.auto_ratio", 1.5, ["[0, 1]", "got 1.5"]),
+        (f"{RULES}.pt_reserved_cores_perc", -0.1, ["[0, 1]", "got -0.1"]),
+        (f"{RULES}.offload", True, ["overlap_comm"]),
+        (f"{RULES}.topk_ration", 0.1, ["only keys that", "mean `topk_ratio`"]),
+        (RULES, True, ["an object", "got true", "braces"]),
+        (f"{ZERO}.stage", 0, ["1, 2 or 3", "got 0"]),
+        (f"{ZERO}.stage", 4, ["0 to 3", "got 4"]),
+        (f"{ZERO}.no_such_key", 1, ["only keys that DeepSpeed knows"]),
+        (f"{ZERO}.mics_shard_size", 1, ["has removed it"]),
+        (f"{ZERO}.cpu_offload", True, ["not both"]),
+        (f"{ZERO}.offload_optimizer", REMOVE, ['device is "cpu"', "got nothing"]),
+        (f"{ZERO}.offload_optimizer", {"device": "none"}, ['device is "cpu"']),
+        (f"{ZERO}.offload_optimizer.device", "gpu", ['"none" or "cpu"', 'got "gpu"']),
+        (f"{ZERO}.offload_optimizer.ratio", 0.5, ["stage is 3"]),
+        (f"{ZERO}.offload_optimizer.pin_memry", True, ["only keys", "mean `pin_memory`"]),
+        ("optimizer", [], ["an object", "got []"]),
+        ("optimizer.type", "Lamb", ['"Adam" or "AdamW"', 'got "Lamb"']),
+        (f"{ADAM}.lr", "auto", ['got "auto"', "learning_rate="]),
+        (f"{ADAM}.lr", -1, ["at least 0", "got -1"]),
+        (f"{ADAM}.lr", [1e-3, 1e-4], ["a number", "for all parameters"]),
+        (f"{ADAM}.betas", [0.9], ["two numbers in [0, 1)", "got [0.9]"]),
+        (f"{ADAM}.betas", [0.9, 1.0], ["two numbers in [0, 1)", "got [0.9, 1.0]"]),
+        (f"{ADAM}.amsgrad", True, ["false", "AMSGrad"]),
+        (f"{ADAM}.bias_correction", False, ["true"]),
+        (f"{ADAM}.max_grad_norm", 1.0, ["gradient_clipping"]),
+        (f"{ADAM}.weightdecay", 0.1, ["only keys", "mean `weight_decay`"]),
+        ("gradient_clipping", -1, ["at least 0", "0 for no clipping"]),
+        ("gradient_clipping", math.nan, ["finite number", "got NaN"]),
+        ("gradient_allreduce_op", "sum", ['"mean"', 'got "sum"']),
+        ("train_batch_size", 0, ["at least 1", "got 0"]),
+        ("bf16", {"enabled": "yes"}, ["true or false", 'got "yes"']),
+        ("bf16", {"enable": True}, ["only keys", "mean `enabled`"]),
+        ("fp16", {"enabled": True}, ["one of `bf16` and `fp16`"]),
+        ("amp", {"enabled": True}, ["has removed it"]),
+        ("scheduler", {"type": "OneCycle"}, ["WarmupCosineLR", "learning_rate="]),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, ["at least 1"]),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, ["_steps="]),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, ['"log" or']),
+        ("scheduler", {"type": "WarmupLR", "params": {"total_num_steps": 9}}, ["only keys"]),
+        ("scheduler", {"type": "WarmupDecayLR"}, ["got nothing", "total_steps="]),
+        ("scheduler", {"type": "WarmupLR", "params": {"last_batch_iteration": 9}}, ["checkpoint"]),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_with_a_remedy(path, value, words):
+    config = change(path, value)
+    with pytest.raises(ValueError, match=r"expected .*, got .*\. [A-Z]") as caught:
+        from_deepspeed(config)
+    message = str(caught.value)
+    name = re.search(r"`([^`]+)`", message).group(1)
+    assert name == path or name.startswith(f"{path}.")
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps_per_epoch", "words"),
+    [
+        ({"select_strategy": "step", "select_interval": 3}, None, ["update_interval=4", "got 3"]),
+        ({"select_strategy": "epoch", "select_interval": 1}, 3, ["update_interval=4", "not 3"]),
+        ({"select_strategy": "auto"}, 3, ["update_interval=4", "not 3"]),
+        ({"select_strategy": "step"}, None, ["a whole number where", "got nothing"]),
+        ({"select_strategy": "epoch", "select_interval": "auto"}, 9, ['got "auto"']),
+        ({"select_strategy": "epoch", "select_interval": 1}, None, ["steps_per_epoch="]),
+        ({"select_strategy": "step", "select_interval": -4}, None, ["at least 0", "got -4"]),
+    ],
+    ids=str,
+)
+def test_selections_that_deepspeed_refuses_are_refused(keys, steps_per_epoch, words):
+    with pytest.raises(ValueError, match=f"`{RULES}.select_") as caught:
+        from_deepspeed(zenflow_block(update_interval=4, **keys), steps_per_epoch=steps_per_epoch)
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def test_weight_decay_added_to_the_gradient_is_refused():
+    config = change("optimizer.type", "Adam", change(f"{ADAM}.adam_w_mode", False))
+    with pytest.raises(ValueError, match="`optimizer.params.adam_w_mode`: .* decoupled"):
+        from_deepspeed(config)
+    # Adam without weight decay is AdamW, and Adam is AdamW unless it is told otherwise.
+    assert from_deepspeed(change(f"{ADAM}.weight_decay", 0, config)).arguments["weight_decay"] == 0
+    config = change("optimizer.type", "Adam")
+    assert from_deepspeed(config).arguments["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices"), [((32, 8, 3), None), ((32, 8, 4), 2), ((30, 8, None), None)], ids=str
+)
+def test_batches_that_do_not_multiply_are_refused(sizes, devices):
+    config = TRAINING | {k: size for k, size in zip(BATCH, sizes, strict=True) if size is not None}
+    with pytest.raises(ValueError, match="`train_batch_size`: expected .* times .*devices="):
+        from_deepspeed(config, devices=devices)
+
+
+def test_a_schedule_cannot_be_made_of_a_schedule_or_of_nothing():
+    config = scheduled("WarmupLR")
+    config = change("optimizer.params.lr", "auto", config)
+    with pytest.raises(ValueError, match="got a schedule"):
+        from_deepspeed(config, learning_rate=optax.constant_schedule(1.0))
+    config = change("optimizer", REMOVE, config)
+    with pytest.raises(ValueError, match="got none"):
+        from_deepspeed(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"bf16": {"enabled": true, "enabled": false}}', ["every key once", "`enabled` 2 times"]),
+        ('{"steps": 1,}', ["expected JSON", "line 1, column", "commas after the last"]),
+        ("// a comment\n{}", ["expected JSON", "line 1", "comments"]),
+        ('{"gradient_clipping": Infinity}', ["finite numbers", "got Infinity"]),
+        ("[1]", ["an object", "got list"]),
+        ("", ["expected JSON"]),
+        (b"\xff\xfe\x00", ["UTF-8"]),
+        ('{"gradient_clipping": -1}', ["`gradient_clipping`", "got -1"]),
+    ],
+    ids=repr,
+)
+def test_a_file_that_cannot_be_understood_is_named(tmp_path, text, words):
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ")) as caught:
+        from_deepspeed(path)
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.json: expected .* no such file\. Check"):
+        from_deepspeed(tmp_path / "no.json")
+    with pytest.raises(IsADirectoryError, match="got a folder. Name the file"):
+        from_deepspeed(str(tmp_path))
+    with pytest.raises(ValueError, match=r"got text of JSON\. Pass `json\.loads"):
+        from_deepspeed(json.dumps(TRAINING))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "words"),
+    [
+        ({"config": 3}, TypeError, "`config`.*got int"),
+        ({"total_steps": 0}, ValueError, "`total_steps`.*at least 1, got 0"),
+        ({"steps_per_epoch": 2.0}, TypeError, "`steps_per_epoch`.*got 2.0"),
+        ({"devices": True}, TypeError, "`devices`.*got True"),
+        ({"warmup_steps": -1}, ValueError, "`warmup_steps`.*got -1"),
+        ({"learning_rate": -1.0}, ValueError, "`learning_rate`.*got -1"),
+        ({"learning_rate": "auto"}, TypeError, "`learning_rate`.*got 'auto'"),
+        ({"max_grad_norm": 0.0}, ValueError, "`max_grad_norm`.*None for no clipping"),
+        ({"b1": 1.0}, ValueError, "`b1`.*got 1.0"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_wrong_are_named(arguments, exception, words):
+    with pytest.raises(exception, match=words):
+        from_deepspeed(**{"config": TRAINING, **arguments})
+
+
+# --- the page -------------------------------------------------------------------------------
+
+
+def test_the_page_has_every_key():
+    paths = re.findall(r"`([\w.]+)`", DOCS.read_text(encoding="utf-8"))
+    named = {name for path in paths for name in path.split(".")}
+    reported = (tables.ROOT, tables.ZERO, tables.OFFLOAD, tables.BF16, tables.FP16, tables.ADAM)
+    refused = (tables.REMOVED, tables.REMOVED_ZERO)
+    translated = {
+        *(*BATCH, "type", "params", "enabled", "check_grad_overflow", "gradient_clipping"),
+        *("stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"),
+        *("zenflow", "device", "pin_memory", "gradient_allreduce_op", "bfloat16"),
+        *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step"),
+        *("offload", "auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc"),
+        *("steps_per_epoch", "lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad"),
+        *("bias_correction", "maximize", "max_grad_norm", "legacy_fusion", "last_batch_iteration"),
+        *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
+        *("warmup_min_ratio", "cos_min_ratio"),
+    }
+    known = translated.union(tables.OFFLOAD_PARAM, *reported, *refused)
+    assert sorted(known - named) == []
