@@ -1,0 +1,64 @@
+"""Models of Hugging Face folders on a mesh: each device reads its part, all else is the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.hf_models import FIXTURES, assert_close, assert_same_bits, make, outputs, wanted
+from train.hf_tensors import Reader
+from train.pretrained import load_weights, read_folder, save_folder
+from train.sharding import make_mesh, weight_shardings
+
+
+def mesh():
+    return make_mesh("data=2,fsdp=2,tensor=2")
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "bert_masked"])
+def test_a_mesh_changes_no_bits_of_the_weights_nor_of_the_files(tmp_path, name, scan_layers):
+    pretrained = read_folder(FIXTURES / name)
+    _, shapes = make(pretrained, scan_layers=scan_layers)
+    shardings = weight_shardings(mesh(), shapes)
+    here, there = load_weights(pretrained, shapes), load_weights(pretrained, shapes, shardings)
+    assert_same_bits(here, there)
+    assert jax.tree.map(lambda x: x.sharding, there) == shardings
+    files = []
+    for params in (here, there):
+        save_folder(tmp_path / "saved", pretrained, params)
+        files.append((tmp_path / "saved" / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("name", ["llama3", "bert"])
+def test_outputs_on_a_mesh_are_those_of_transformers(name):
+    pretrained = read_folder(FIXTURES / name)
+    # A batch of 3 or 2 does not divide by the devices that a batch is split over: copies of it.
+    stream = NamedSharding(mesh(), PartitionSpec(None, None, "tensor"))
+    graphdef, shapes = make(pretrained, scan_layers=True, stream_sharding=stream)
+    params = load_weights(pretrained, shapes, weight_shardings(mesh(), shapes))
+    assert_close(outputs(name, graphdef, params), wanted(name))
+
+
+def test_only_the_parts_that_devices_hold_are_read(monkeypatch):
+    pretrained = read_folder(FIXTURES / "llama2")
+    _, shapes = make(pretrained, scan_layers=True, weight_dtype=jnp.bfloat16)
+    shardings = weight_shardings(mesh(), shapes)
+    sizes = {}
+    read = Reader.read
+
+    def watched(self, tensors, of, dtype, index):
+        value = read(self, tensors, of, dtype, index)
+        sizes.setdefault(of.names[0], set()).add(value.shape)
+        return value
+
+    monkeypatch.setattr(Reader, "read", watched)
+    params = load_weights(pretrained, shapes, shardings)
+    assert sizes["layers.0.mlp.gate_proj.weight"] == {(2, 8, 12)}
+    assert sizes["layers.0.mlp.down_proj.weight"] == {(2, 12, 8)}
+    assert sizes["norm.weight"] == {(16,)}
+    gate = params["blocks"]["gate"]["kernel"]
+    assert gate.shape == (2, 16, 24)
+    assert np.asarray(gate.addressable_shards[0].data).dtype == jnp.bfloat16

@@ -1,0 +1,84 @@
+"""The models in `fixtures/`: made, loaded, run on what `transformers` was run on, and compared."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from train.decoder import Decoder
+from train.encoder import BertClassifier
+from train.pretrained import load_weights, read_folder
+
+FIXTURES = Path(__file__).parent / "fixtures"
+DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2"]
+ENCODERS = ["bert", "bert_masked"]
+FAMILIES = DECODERS + ENCODERS
+
+# Of the largest number of an output. float32, the same operations in another order: two layers of
+# sums over 24 numbers at most came to 6e-7, MiniLM's six of sums over 1536 to the same.
+TOLERANCE = 3e-6
+
+
+def make(pretrained, *, labels=None, weight_dtype=jnp.float32, compute_dtype=None, **options):
+    """A model's definition, and the shapes of its weights."""
+    options |= {"weight_dtype": weight_dtype, "compute_dtype": compute_dtype or weight_dtype}
+
+    def split():
+        options["rngs"] = nnx.Rngs(0)
+        if pretrained.architecture == "decoder":
+            model = Decoder(pretrained.config, **options)
+        else:
+            count = labels or pretrained.labels or 2
+            model = BertClassifier(pretrained.config, labels=count, **options)
+        graphdef, params = nnx.split(model)
+        return graphdef, nnx.as_pure(params)
+
+    return jax.eval_shape(split)
+
+
+def load(folder, **options):
+    """What is in a folder, a model's definition, and its weights."""
+    pretrained = read_folder(folder)
+    graphdef, shapes = make(pretrained, **options)
+    return pretrained, graphdef, load_weights(pretrained, shapes)
+
+
+def expected(name):
+    return load_file(FIXTURES / name / "expected.safetensors")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def outputs(name, graphdef, params):
+    """What `transformers` was asked for, by the model here; padding is 0."""
+    of, model = expected(name), nnx.merge(graphdef, params)
+    if name in DECODERS:
+        return model(of["input_ids"])
+    inputs = of["input_ids"], of["token_type_ids"], of["attention_mask"]
+    if name == "bert":
+        return model(*inputs)
+    return model.stream(*inputs) * inputs[2][..., None].astype(np.float32)
+
+
+def wanted(name):
+    of = expected(name)
+    return of["hidden"] * of["attention_mask"][..., None] if name == "bert_masked" else of["logits"]
+
+
+def assert_close(found, wanted, tolerance=TOLERANCE, floor=0.0):
+    atol = tolerance * max(np.abs(wanted).max(), floor)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+
+
+def assert_same_bits(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(lambda a, b: a.dtype == b.dtype or pytest.fail(f"{a} {b}"), one, other)
+
+
+def names(tree):
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]

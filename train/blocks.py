@@ -1,0 +1,118 @@
+"""A stack of equal blocks: written out or scanned, rematerialized or not, always the same function.
+
+Scanned, every leaf has a leading axis over the layers, and the compiler sees one block however many
+there are: it compiles in the time of one. Written out, each layer has leaves of its own, whose
+gradients can leave the device while the backward pass of the layers before goes on.
+
+Rematerialized, the forward pass keeps only what goes from block to block, and the backward pass
+computes the rest of each block again: about a third more work for a fraction of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+INIT_STD = 0.02  # `initializer_range` of nearly every model here
+
+
+def make_blocks(
+    make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, scan_layers: bool, rngs: nnx.Rngs
+) -> nnx.Module:
+    """`layers` blocks, each as `make` gives it; the same weights in either form.
+
+    Args:
+        make: Makes one block from a source of random numbers.
+        layers: How many.
+        scan_layers: Whether as one block whose leaves are stacks, or as a list.
+        rngs: Source of the initial weights.
+    """
+    keys = jax.random.split(rngs.params(), layers)
+    if scan_layers:
+        return nnx.vmap(lambda key: make(nnx.Rngs(key)))(keys)
+    return nnx.List(make(nnx.Rngs(key)) for key in keys)
+
+
+def run_blocks(
+    blocks: nnx.Module, x: jax.Array, *args, remat: bool, sharding: Sharding | None
+) -> jax.Array:
+    """`x` after all blocks, each called with `x` and `args`.
+
+    Args:
+        blocks: As `make_blocks` made them.
+        x: The residual stream `(b, t, width)`; every block keeps its shape and dtype.
+        args: What each block gets besides: arrays.
+        remat: Whether to rematerialize.
+        sharding: Where the residual stream lies between blocks; None leaves it to the compiler.
+    """
+
+    def run(graphdef, params, x):
+        return placed(nnx.merge(graphdef, params)(x, *args), sharding)
+
+    if not isinstance(blocks, nnx.List):
+        graphdef, stacks = nnx.split(blocks)
+
+        def body(x, params):
+            return run(graphdef, params, x), None
+
+        if remat:
+            # Inside of a scan the compiler cannot merge the two computations, so nothing has to
+            # hold it off.
+            body = jax.checkpoint(body, prevent_cse=False)
+        return jax.lax.scan(body, x, stacks)[0]
+
+    for block in blocks:
+        graphdef, params = nnx.split(block)
+        step = jax.checkpoint(run, static_argnums=0) if remat else run
+        x = step(graphdef, params, x)
+    return x
+
+
+def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
+    """`x`, laid out as `sharding` says."""
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def linear(
+    n_in: int,
+    n_out: int,
+    *,
+    bias: bool,
+    rngs: nnx.Rngs,
+    param_dtype: DTypeLike,
+    dtype: DTypeLike,
+    **options,
+) -> nnx.Linear:
+    """A matrix `(n_in, n_out)`, normal with deviation `INIT_STD`, and a bias of zeros if wanted."""
+    return nnx.Linear(
+        n_in,
+        n_out,
+        use_bias=bias,
+        kernel_init=rounded_normal,
+        param_dtype=param_dtype,
+        dtype=dtype,
+        rngs=rngs,
+        **options,
+    )
+
+
+def embedding(
+    rows: int, width: int, *, rngs: nnx.Rngs, param_dtype: DTypeLike, dtype: DTypeLike
+) -> nnx.Embed:
+    """A table `(rows, width)`, normal with deviation `INIT_STD`."""
+    return nnx.Embed(
+        rows, width, embedding_init=rounded_normal, param_dtype=param_dtype, dtype=dtype, rngs=rngs
+    )
+
+
+def rounded_normal(key, shape, dtype, **options):
+    """Weights drawn in float32 and then rounded: every dtype starts from the same draw."""
+    draw = jax.random.normal(key, shape, jnp.float32, **options)
+    # Under jit the compiler would first multiply `INIT_STD` with a factor that ends `normal`, and
+    # so round otherwise than without.
+    return (jax.lax.optimization_barrier(draw) * INIT_STD).astype(dtype)

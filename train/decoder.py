@@ -1,0 +1,228 @@
+"""The Llama family: Llama 2 and 3, Qwen 2 and 2.5, Mistral are one decoder with other options.
+
+RMSNorm in front of each half of a block, rotary positions, attention in which groups of query heads
+share a key head, SwiGLU. `pretrained.py` reads the weights of a folder. What differs between the
+models is in `DecoderConfig`. Matrices are `(in, out)`.
+
+Weights are kept in `weight_dtype`, matrix products run in `compute_dtype`; norms, rotations, the
+softmax of attention and the logits are float32 whatever these are.
+
+Letters: `b` sequences in a batch, `t` positions, `h` heads, `d` width of a head.
+
+References:
+    Touvron et al., Llama 2, https://arxiv.org/abs/2307.09288, 2023.
+    Jiang et al., Mistral 7B, https://arxiv.org/abs/2310.06825, 2023.
+    Yang et al., Qwen2, https://arxiv.org/abs/2407.10671, 2024.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from train.blocks import embedding, linear, make_blocks, placed, run_blocks
+
+
+class LinearRope(NamedTuple):
+    """All rotations slower by `factor`, so that as many more positions turn as far as before."""
+
+    factor: float
+
+
+class Llama3Rope(NamedTuple):
+    """Only slow rotations slower by `factor`, fast ones as they were, a ramp between (Llama 3.1).
+
+    A rotation is slow if it makes fewer than `low` turns over `positions`, and fast if it makes
+    more than `high`.
+    """
+
+    factor: float
+    low: float
+    high: float
+    positions: int  # that the model was trained on before it was stretched
+
+
+class DecoderConfig(NamedTuple):
+    """The sizes of a model, and what it does otherwise than its relatives."""
+
+    vocabulary: int
+    width: int  # of the residual stream
+    layers: int
+    heads: int
+    kv_heads: int  # of keys and values; their number divides `heads`
+    head_width: int  # even; `heads * head_width` need not be `width`
+    ffn: int  # inner width of the SwiGLU layer
+    positions: int  # the longest sequence that the model was made for; longer ones run, badly
+    norm_eps: float  # added to the mean square
+    rope_base: float  # the slowest rotation turns once in about 6 times this many positions
+    rope_scaling: LinearRope | Llama3Rope | None
+    qkv_bias: bool  # whether query, key and value have a bias (Qwen 2)
+    tied: bool  # whether the embedding is the head as well
+    window: int | None  # how many tokens, itself included, a token attends to; None for all
+
+
+class Decoder(nnx.Module):
+    """Logits of the next token at every position.
+
+    Args:
+        config: Sizes and options.
+        weight_dtype: In which matrices, biases and embeddings are kept. Norms are float32.
+        compute_dtype: In which matrices are multiplied, and of the residual stream.
+        scan_layers: Whether the blocks are stacked and scanned, see `blocks.py`.
+        remat: Whether the backward pass computes the inside of each block again.
+        rngs: Source of the initial weights.
+        stream_sharding: On a mesh, where the stream `(b, t, width)` lies between blocks.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        weight_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        scan_layers: bool = False,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+        stream_sharding: Sharding | None = None,
+    ):
+        self.config = config
+        self.remat = remat
+        self.stream_sharding = stream_sharding
+        options = {"param_dtype": weight_dtype, "dtype": compute_dtype}
+        self.embed = embedding(config.vocabulary, config.width, rngs=rngs, **options)
+        self.blocks = make_blocks(
+            lambda rngs: DecoderBlock(config, rngs=rngs, **options),
+            config.layers,
+            scan_layers=scan_layers,
+            rngs=rngs,
+        )
+        self.norm = _norm(config, rngs)
+        if not config.tied:
+            self.head = linear(
+                config.width,
+                config.vocabulary,
+                bias=False,
+                rngs=rngs,
+                preferred_element_type=jnp.float32,
+                **options,
+            )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps tokens `(b, t)`, any integer dtype, to float32 logits `(b, t, vocabulary)`."""
+        x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
+        cos, sin = rotations(self.config, tokens.shape[1])
+        x = run_blocks(self.blocks, x, cos, sin, remat=self.remat, sharding=self.stream_sharding)
+        x = self.norm(x)
+        if not self.config.tied:
+            return self.head(x)
+        table = self.embed.embedding[...].astype(self.embed.dtype)
+        return jnp.einsum(
+            "btw,vw->btv", x.astype(table.dtype), table, preferred_element_type=jnp.float32
+        )
+
+
+class DecoderBlock(nnx.Module):
+    """Causal attention, then SwiGLU, each added to the residual stream it read from."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, **options):
+        def matrix(n_in: int, n_out: int, *, bias: bool = False) -> nnx.Linear:
+            return linear(n_in, n_out, bias=bias, rngs=rngs, **options)
+
+        self.config = config
+        width, d = config.width, config.head_width
+        self.attention_norm = _norm(config, rngs)
+        self.query = matrix(width, config.heads * d, bias=config.qkv_bias)
+        self.key = matrix(width, config.kv_heads * d, bias=config.qkv_bias)
+        self.value = matrix(width, config.kv_heads * d, bias=config.qkv_bias)
+        self.attention_out = matrix(config.heads * d, width)
+        self.ffn_norm = _norm(config, rngs)
+        self.gate = matrix(width, config.ffn)
+        self.up = matrix(width, config.ffn)
+        self.down = matrix(config.ffn, width)
+
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """Maps `(b, t, width)` to the same shape and dtype; `cos`, `sin` as of `rotations`."""
+        x = x + self._attention(self.attention_norm(x), cos, sin)
+        return x + self._swiglu(self.ffn_norm(x))
+
+    def _attention(self, x, cos, sin):
+        b, t, _ = x.shape
+        d, window = self.config.head_width, self.config.window
+        q = turned(self.query(x).reshape(b, t, -1, d), cos, sin)
+        k = turned(self.key(x).reshape(b, t, -1, d), cos, sin)
+        v = self.value(x).reshape(b, t, -1, d)
+        # Before and after the token itself, which the window counts and jax does not.
+        local = None if window is None or window >= t else (window - 1, 0)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
+        return self.attention_out(mixed.reshape(b, t, -1))
+
+    def _swiglu(self, x):
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def rotations(config: DecoderConfig, t: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of how far pairs of channels turn: float32 `(t, d / 2)` each.
+
+    References:
+        Su et al., RoFormer, https://arxiv.org/abs/2104.09864, 2021.
+    """
+    # float32 from here: a bfloat16 angle would be wrong by half a radian at position 200.
+    speed = jnp.asarray(rotation_speeds(config), jnp.float32)
+    angle = jnp.outer(jnp.arange(t, dtype=jnp.float32), speed)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotation_speeds(config: DecoderConfig) -> np.ndarray:
+    """Radians per position of each pair of channels, the fastest first: float64 `(d / 2,)`.
+
+    Examples:
+        >>> from train.decoder import DecoderConfig, LinearRope
+        >>> sizes = dict(vocabulary=8, width=8, layers=1, heads=2, kv_heads=1, head_width=4, ffn=8)
+        >>> options = dict(positions=8, norm_eps=1e-6, qkv_bias=False, tied=True, window=None)
+        >>> config = DecoderConfig(**sizes, **options, rope_base=100.0, rope_scaling=LinearRope(2))
+        >>> rotation_speeds(config)
+        array([0.5 , 0.05])
+    """
+    pairs = config.head_width // 2
+    speed = config.rope_base ** (-np.arange(pairs) / pairs)
+    match config.rope_scaling:
+        case None:
+            return speed
+        case LinearRope(factor):
+            return speed / factor
+        case Llama3Rope(factor, low, high, positions):
+            turns = positions * speed / (2 * np.pi)
+            kept = np.clip((turns - low) / (high - low), 0, 1)  # 1 where fast
+            return speed * (kept + (1 - kept) / factor)
+
+
+def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Queries or keys, each turned by an angle that grows with its position.
+
+    The scalar product of a turned query at `i` with a turned key at `j` depends on the position
+    through `i - j` alone.
+
+    Args:
+        x: `(b, t, h, d)`, any float dtype. Pairs are `(i, i + d/2)`.
+        cos: `(t, d / 2)`, float32, as of `rotations`.
+        sin: Likewise.
+
+    Returns:
+        The same shape and dtype; each vector keeps its length.
+    """
+    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    both = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+    return both.astype(x.dtype)
+
+
+def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        config.width, epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs
+    )

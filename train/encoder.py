@@ -1,0 +1,159 @@
+"""BERT with a head that classifies: each token sees every other one, both before and after it.
+
+The model of `transformers`' BertForSequenceClassification, but for dropout: there is none, in
+training neither, so a run is a function of its inputs. `pretrained.py` reads the weights of a
+folder. Matrices are `(in, out)` and have a bias; every norm follows the sum it normalizes
+(post-norm, as published).
+
+Weights are kept in `weight_dtype`, matrix products run in `compute_dtype`; norms, the softmax of
+attention and the logits are float32 whatever these are.
+
+Letters: `b` sequences in a batch, `t` positions, `h` heads, `d` width of a head.
+
+References:
+    Devlin et al., BERT, https://arxiv.org/abs/1810.04805, 2018.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from train.blocks import embedding, linear, make_blocks, placed, run_blocks
+
+
+class EncoderConfig(NamedTuple):
+    """The sizes of a BERT."""
+
+    vocabulary: int
+    width: int  # of the residual stream
+    layers: int
+    heads: int  # their number divides `width`
+    ffn: int  # inner width of the feed-forward layer
+    positions: int  # the longest sequence
+    types: int  # kinds of segments
+    norm_eps: float  # added to the variance
+
+
+class BertClassifier(nnx.Module):
+    """Logits of the labels of a sequence, or of a pair of sequences.
+
+    Args:
+        config: Sizes.
+        labels: Number of labels; 1 for a figure to be regressed.
+        weight_dtype: In which matrices, biases and embeddings are kept. Norms are float32.
+        compute_dtype: In which matrices are multiplied, and of the stream between the blocks.
+        scan_layers: Whether the blocks are stacked and scanned, see `blocks.py`.
+        remat: Whether the backward pass computes the inside of each block again.
+        rngs: Source of the initial weights.
+        stream_sharding: On a mesh, where the stream `(b, t, width)` lies between blocks.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        *,
+        labels: int,
+        weight_dtype: DTypeLike,
+        compute_dtype: DTypeLike,
+        scan_layers: bool = False,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+        stream_sharding: Sharding | None = None,
+    ):
+        self.config = config
+        self.remat = remat
+        self.stream_sharding = stream_sharding
+        options = {"param_dtype": weight_dtype, "dtype": compute_dtype}
+        width = config.width
+        self.embed = embedding(config.vocabulary, width, rngs=rngs, **options)
+        self.positions = embedding(config.positions, width, rngs=rngs, **options)
+        self.types = embedding(config.types, width, rngs=rngs, **options)
+        self.embed_norm = _norm(config, rngs)
+        self.blocks = make_blocks(
+            lambda rngs: EncoderBlock(config, rngs=rngs, **options),
+            config.layers,
+            scan_layers=scan_layers,
+            rngs=rngs,
+        )
+        self.pooler = linear(width, width, bias=True, rngs=rngs, **options)
+        # One row per sequence, so float32 costs nothing.
+        self.classifier = linear(
+            width, labels, bias=True, rngs=rngs, param_dtype=weight_dtype, dtype=jnp.float32
+        )
+
+    def __call__(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
+        """Float32 logits `(b, labels)`.
+
+        Args:
+            tokens: `(b, t)`, any integer dtype; the first of a sequence stands for all of it.
+            types: `(b, t)`, any integer dtype: which segment a token belongs to.
+            mask: `(b, t)`, integers or booleans: not 0 where there is a token, 0 where padding.
+
+        Raises:
+            ValueError: If there are more positions than the model has learned.
+        """
+        return self.classifier(self.pooled(self.stream(tokens, types, mask)))
+
+    def stream(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
+        """What the last block gives, `(b, t, width)` in `compute_dtype`; arguments as of a call."""
+        t = tokens.shape[1]
+        if t > self.config.positions:
+            raise ValueError(
+                f"expected at most {self.config.positions} tokens in a sequence, for which the "
+                f"model has positions, got {t}. Choose a smaller `sequence_length`."
+            )
+        x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
+        x = x + self.positions(jnp.arange(t))[None]
+        x = placed(self.embed_norm(x).astype(x.dtype), self.stream_sharding)
+        attends = mask.astype(bool)[:, None, None, :]  # each query of each head to the same keys
+        return run_blocks(self.blocks, x, attends, remat=self.remat, sharding=self.stream_sharding)
+
+    def pooled(self, x: jax.Array) -> jax.Array:
+        """The stream at the first token `(b, width)`, through one more layer."""
+        return jnp.tanh(self.pooler(x[:, 0]))
+
+
+class EncoderBlock(nnx.Module):
+    """Attention, then a feed-forward layer; each is added to its input, and the sum normalized."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, **options):
+        def square() -> nnx.Linear:
+            return linear(config.width, config.width, bias=True, rngs=rngs, **options)
+
+        self.heads = config.heads
+        self.query, self.key, self.value = square(), square(), square()
+        self.attention_out = square()
+        self.attention_norm = _norm(config, rngs)
+        self.up = linear(config.width, config.ffn, bias=True, rngs=rngs, **options)
+        self.down = linear(config.ffn, config.width, bias=True, rngs=rngs, **options)
+        self.ffn_norm = _norm(config, rngs)
+
+    def __call__(self, x: jax.Array, attends: jax.Array) -> jax.Array:
+        """Maps `(b, t, width)` to the same shape and dtype; `attends` is a mask `(b, 1, 1, t)`."""
+        x = self.attention_norm(x + self._attention(x, attends)).astype(x.dtype)
+        inner = jax.nn.gelu(self.up(x), approximate=False)
+        return self.ffn_norm(x + self.down(inner)).astype(x.dtype)
+
+    def _attention(self, x, attends):
+        b, t, width = x.shape
+        split = (b, t, self.heads, width // self.heads)
+        q, k, v = (project(x).reshape(split) for project in (self.query, self.key, self.value))
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=attends)
+        return self.attention_out(mixed.reshape(b, t, width))
+
+
+def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=config.norm_eps,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        use_fast_variance=False,  # it would subtract two nearly equal numbers
+        rngs=rngs,
+    )

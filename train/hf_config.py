@@ -1,0 +1,243 @@
+"""What the config.json of a Hugging Face folder says: which model, and of what sizes.
+
+A key whose value would make another function of the model than the one built here is an error, not
+a difference that shows in the loss. Keys that say nothing of the function (dropout, the initial
+weights, versions) are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from train.decoder import DecoderConfig, LinearRope, Llama3Rope
+from train.encoder import EncoderConfig
+
+CONFIG = "config.json"
+
+# What is built: `model_type` of the config, and the kind of model that it is here.
+ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
+    "llama": "decoder",
+    "mistral": "decoder",
+    "qwen2": "decoder",
+    "bert": "encoder",
+}
+
+# Values that a key must have if it is there, because the models here know no other.
+FIXED: Mapping[str, Mapping[str, Any]] = {
+    "decoder": {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+        "quantization_config": None,
+    },
+    "encoder": {
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "quantization_config": None,
+    },
+}
+
+ROPE_BASE = 10_000.0  # where the config says none, as in the classes of `transformers`
+
+NOT_BUILT = "The models in train/ do nothing else: choose another model"
+MISTAKE = "No model has such a config: copy the file again"
+
+
+class ModelError(ValueError):
+    """A folder does not hold the model that was asked for; the message is shown as it is."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelError: If the file is missing, or holds anything else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            f"expected the file {path} of a Hugging Face model, got: {error.strerror}. Name the "
+            "folder that holds config.json, model.safetensors and tokenizer.json."
+        ) from error
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise ModelError(
+            f"expected JSON in {path}, got what cannot be read ({error}). Copy the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"expected a JSON object in {path}, got {type(content).__name__}. Copy the file again."
+        )
+    return content
+
+
+def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
+    """The sizes and options of the model.
+
+    Args:
+        path: Of the file, for messages.
+        raw: Its content.
+
+    Raises:
+        ModelError: If the model is none that is built here, or a key is missing, of another type,
+            or has a value that is not built here.
+    """
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ModelError(
+            f"`model_type` in {path}: expected one of {', '.join(ARCHITECTURES)}, got {kind!r}. "
+            "Other models are not built in train/: choose a folder with one of these."
+        )
+    keys = _Keys(path, raw)
+    for key, value in FIXED[ARCHITECTURES[kind]].items():
+        if raw.get(key) is not None and raw[key] != value:
+            raise keys.error(key, f"{value!r} or nothing", NOT_BUILT)
+    if ARCHITECTURES[kind] == "encoder":
+        return _encoder(keys)
+    return _decoder(keys, kind)
+
+
+def _encoder(keys: _Keys) -> EncoderConfig:
+    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    if width % heads:
+        raise keys.error("num_attention_heads", f"a divisor of `hidden_size`, {width}", MISTAKE)
+    return EncoderConfig(
+        vocabulary=keys.count("vocab_size"),
+        width=width,
+        layers=keys.count("num_hidden_layers"),
+        heads=heads,
+        ffn=keys.count("intermediate_size"),
+        positions=keys.count("max_position_embeddings"),
+        types=keys.count("type_vocab_size", 2),
+        norm_eps=keys.positive("layer_norm_eps", 1e-12),
+    )
+
+
+def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
+    width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    layers = keys.count("num_hidden_layers")
+    kv_heads = keys.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise keys.error(
+            "num_key_value_heads", f"a divisor of `num_attention_heads`, {heads}", MISTAKE
+        )
+    if keys.raw.get("head_dim") is None and width % heads:
+        raise keys.error("num_attention_heads", f"a divisor of `hidden_size`, {width}", MISTAKE)
+    head_width = keys.count("head_dim", width // heads)
+    if head_width % 2:
+        raise keys.error("head_dim", "an even number, for rotary positions", MISTAKE)
+    rope_base, rope_scaling = _rope(keys)
+    return DecoderConfig(
+        vocabulary=keys.count("vocab_size"),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        ffn=keys.count("intermediate_size"),
+        positions=keys.count("max_position_embeddings"),
+        norm_eps=keys.positive("rms_norm_eps", 1e-6),
+        rope_base=rope_base,
+        rope_scaling=rope_scaling,
+        qkv_bias=kind == "qwen2",
+        tied=keys.flag("tie_word_embeddings", False),
+        window=_window(keys, kind, layers),
+    )
+
+
+def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
+    """Base and scaling of the rotations, from the keys of old configs and of new ones."""
+    raw = keys.raw
+    # From transformers 5 on `rope_parameters`, with the base inside; before it `rope_scaling`
+    # beside `rope_theta`, of which the former is null for none.
+    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
+    scaling = raw.get(name)
+    if scaling is None:
+        return keys.positive("rope_theta", ROPE_BASE), None
+    if not isinstance(scaling, dict):
+        raise keys.error(name, "an object", MISTAKE)
+    inner = _Keys(keys.path, scaling, name + ".")
+    outer_base = keys.positive("rope_theta", ROPE_BASE)
+    base = inner.positive("rope_theta", outer_base)
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise inner.error("partial_rotary_factor", "1.0 or nothing", NOT_BUILT)
+    kind_key = "type" if "rope_type" not in scaling and "type" in scaling else "rope_type"
+    match scaling.get(kind_key):
+        case "default":
+            return base, None
+        case "linear":
+            return base, LinearRope(inner.positive("factor"))
+        case "llama3":
+            low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
+            if not low < high:
+                raise inner.error("high_freq_factor", f"more than {low}, the low one", MISTAKE)
+            positions = inner.count("original_max_position_embeddings")
+            return base, Llama3Rope(inner.positive("factor"), low, high, positions)
+    raise inner.error(kind_key, "'default', 'linear' or 'llama3'", NOT_BUILT)
+
+
+def _window(keys: _Keys, kind: str, layers: int) -> int | None:
+    """The window of attention that all layers have; None for none."""
+    raw = keys.raw
+    if kind == "llama" or raw.get("sliding_window") is None:
+        return None
+    if kind == "qwen2" and not keys.flag("use_sliding_window", False):
+        return None
+    window = keys.count("sliding_window")
+    # Qwen 2 can have windows in some layers: all must be alike here, because they may be scanned.
+    sliding = [True] * layers
+    if kind == "qwen2":
+        sliding = [layer >= raw.get("max_window_layers", 28) for layer in range(layers)]
+        if isinstance(raw.get("layer_types"), list):
+            sliding = [name == "sliding_attention" for name in raw["layer_types"]]
+    if any(sliding) and not all(sliding):
+        raise keys.error(
+            "use_sliding_window",
+            "the same attention in all layers",
+            NOT_BUILT,
+        )
+    return window if any(sliding) else None
+
+
+class _Keys:
+    """Reads keys of a config by type; errors name the key and the file."""
+
+    def __init__(self, path: Path, raw: Mapping[str, Any], prefix: str = ""):
+        self.path, self.raw, self.prefix = path, raw, prefix
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, "a whole number above 0", MISTAKE)
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, "a number above 0", MISTAKE)
+        if not (value > 0 and math.isfinite(value)):
+            raise self.error(key, "a number above 0", MISTAKE)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false", MISTAKE)
+        return value
+
+    def error(self, key: str, expected: str, remedy: str) -> ModelError:
+        got = repr(self.raw[key]) if key in self.raw else "nothing"
+        return ModelError(
+            f"`{self.prefix}{key}` in {self.path}: expected {expected}, got {got}. {remedy}."
+        )
+
+    def _get(self, key, default):
+        value = self.raw.get(key)
+        return default if value is None else value

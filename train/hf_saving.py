@@ -1,0 +1,268 @@
+"""Writes a trained model as a Hugging Face folder, in the layout that it was read from.
+
+Tensors are written one by one as they are gathered, so that host memory holds one leaf, not the
+model. safetensors makes that easy: a file is the length of its header (8 bytes, little-endian), the
+header (JSON: dtype, shape and place of each tensor) and the bytes of all tensors.
+
+References:
+    https://huggingface.co/docs/safetensors (the format)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from train import processes
+from train.hf_config import CONFIG, ModelError
+from train.hf_tensors import (
+    DTYPES,
+    HEADS,
+    INDEX,
+    PREFIXES,
+    SINGLE,
+    Source,
+    leaf_name,
+    source,
+    transpose,
+)
+
+if TYPE_CHECKING:
+    from train.pretrained import Pretrained
+
+MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
+
+# Copied as they are: all that a tokenizer may consist of, and how text is generated.
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+# The classes of `transformers` that are the models here.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "bert": "BertForSequenceClassification",
+}
+
+
+class _Entry(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def save_folder(
+    path: Path,
+    pretrained: Pretrained,
+    params: Any,
+    *,
+    dtype: DTypeLike | None = None,
+    labels: Sequence[str] = (),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder that `read_folder` and `transformers` load.
+
+    All processes must call it; the first writes, under another name until the folder is whole.
+
+    Args:
+        path: Of the folder. If it exists, it is replaced, provided that there is nothing in it but
+            a model.
+        pretrained: What the model was loaded from.
+        params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
+        dtype: Of all tensors; None for that of each leaf. Loading what was saved in the dtypes of
+            the leaves gives the same bits.
+        labels: Names of the labels of a classification in the order of their ids. () for the names
+            that the folder has if there are as many, LABEL_0 and so on otherwise.
+        max_shard_bytes: Of tensors in one file; what is more goes to further files, with an index.
+
+    Raises:
+        ModelError: In the first process, if `path` holds anything else than a model, or it cannot
+            be written.
+    """
+    leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
+    sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
+    dtypes = [np.dtype(x.dtype if dtype is None else dtype) for _, x in leaves]
+    tensors = _gathered([x for _, x in leaves], sources, dtypes)
+    part = path.with_name(path.name + ".part")
+    try:
+        if processes.is_first():
+            _check_replaceable(path, pretrained.folder)
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            entries = [
+                _Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
+                for of, dtype in zip(sources, dtypes, strict=True)
+                for name in of.names
+            ]
+            _write_tensors(part, entries, tensors, max_shard_bytes)
+            content = _config(pretrained, dict(leaves), entries, labels)
+            _write(part / CONFIG, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+            for name in COPIED:
+                if (pretrained.folder / name).is_file():
+                    shutil.copyfile(pretrained.folder / name, part / name)
+            _replace(part, path)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ModelError(
+            f"expected to write the model to {path}, got: {error}. Make room there, see to its "
+            "permissions, or name another folder."
+        ) from error
+    finally:
+        # To gather is the work of all processes: they would wait for one that has failed.
+        for _ in tensors:
+            pass
+
+
+def _gathered(
+    leaves: Iterable[jax.Array | np.ndarray],
+    sources: Iterable[Source],
+    dtypes: Iterable[np.dtype],
+) -> Iterator[np.ndarray]:
+    """The tensors of all leaves, one after the other."""
+    for x, of, dtype in zip(leaves, sources, dtypes, strict=True):
+        value = processes.whole(x)
+        for one in value if of.stacked else value[None]:
+            one = np.ascontiguousarray(one, dtype)
+            if of.transposed:
+                there, one = one, np.empty(of.shape, dtype)
+                transpose(there, one)
+            yield one
+
+
+def _full_name(architecture: str, name: str) -> str:
+    return name if name.startswith(HEADS[architecture]) else PREFIXES[architecture] + name
+
+
+def _write_tensors(
+    folder: Path, entries: Sequence[_Entry], tensors: Iterator[np.ndarray], max_bytes: int
+) -> None:
+    shards: list[list[_Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(e.bytes for e in [*shards[-1], entry]) > max_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    if len(shards) == 1:
+        _write_file(folder / SINGLE, shards[0], tensors)
+        return
+    files = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_file(folder / name, shard, tensors)
+        files |= dict.fromkeys((entry.name for entry in shard), name)
+    total = sum(entry.bytes for entry in entries)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    _write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(path: Path, entries: Sequence[_Entry], tensors: Iterator[np.ndarray]) -> None:
+    """Writes one file of safetensors, taking as many of `tensors` as there are `entries`."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    # `transformers` loads no file without this.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.bytes
+        header[entry.name] = {
+            "dtype": names[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for entry in entries:
+            value = next(tensors)
+            assert (value.dtype, value.shape) == (entry.dtype, entry.shape)
+            file.write(value.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _config(
+    pretrained: Pretrained,
+    leaves: Mapping[str, Any],
+    entries: Sequence[_Entry],
+    labels: Sequence[str],
+) -> dict[str, Any]:
+    """The config of the folder that was read, with what is different now."""
+    config = dict(pretrained.raw)
+    config["architectures"] = [CLASSES[config["model_type"]]]
+    widest = max(entries, key=lambda entry: entry.bytes)
+    # The old key, which all versions of `transformers` read, unless the folder has the new one.
+    config["dtype" if "dtype" in config else "torch_dtype"] = widest.dtype.name
+    if pretrained.architecture == "encoder":
+        count = leaves["classifier/bias"].shape[0]
+        if not labels and count != pretrained.labels:
+            labels = [f"LABEL_{i}" for i in range(count)]
+        if labels:
+            assert len(labels) == count, f"{count} labels and the names {labels}"
+            config["id2label"] = {str(i): name for i, name in enumerate(labels)}
+            config["label2id"] = {name: i for i, name in enumerate(labels)}
+        # Of the head that was there before; without it, it follows from the number of labels.
+        config.pop("problem_type", None)
+    return config
+
+
+def _check_replaceable(path: Path, origin: Path) -> None:
+    """Refuses to replace a folder that is not of a model, or the one that the model is from."""
+    if not path.exists():
+        return
+    if path.resolve() == origin.resolve():
+        raise ModelError(
+            f"expected another folder than {origin}, from which the model was read, got that one. "
+            "Name a new folder."
+        )
+    others = [
+        file.name
+        for file in path.iterdir()
+        if file.name not in (*COPIED, CONFIG, SINGLE, INDEX)
+        and not (file.name.startswith("model-") and file.suffix == ".safetensors")
+    ]
+    if others:
+        raise ModelError(
+            f"expected a new folder or one with nothing but a model to write to, got {path}, which "
+            f"holds {', '.join(sorted(others)[:3])}. Name a new folder."
+        )
+
+
+def _replace(part: Path, path: Path) -> None:
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    part.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,292 @@
+"""The tensors of a Hugging Face folder: their names, their files, and how parts of them are read.
+
+    leaf of the model                tensor, behind its prefix `model.` or `bert.`
+    blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
+    blocks/query/kernel (n, in, out) the same of all n layers
+    embed/embedding                  embed_tokens.weight
+
+Only safetensors, no pickle: reading a file can run nothing. Files are mapped into memory, so what
+is read is what was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from train.hf_config import CONFIG, ModelError, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# What can be read and written, by the names of the format.
+DTYPES: Mapping[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+# Modules of the models here, and there. `{}` is the number of the layer.
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "decoder": {
+        "embed": "embed_tokens",
+        "blocks/attention_norm": "layers.{}.input_layernorm",
+        "blocks/query": "layers.{}.self_attn.q_proj",
+        "blocks/key": "layers.{}.self_attn.k_proj",
+        "blocks/value": "layers.{}.self_attn.v_proj",
+        "blocks/attention_out": "layers.{}.self_attn.o_proj",
+        "blocks/ffn_norm": "layers.{}.post_attention_layernorm",
+        "blocks/gate": "layers.{}.mlp.gate_proj",
+        "blocks/up": "layers.{}.mlp.up_proj",
+        "blocks/down": "layers.{}.mlp.down_proj",
+        "norm": "norm",
+        "head": "lm_head",
+    },
+    "encoder": {
+        "embed": "embeddings.word_embeddings",
+        "positions": "embeddings.position_embeddings",
+        "types": "embeddings.token_type_embeddings",
+        "embed_norm": "embeddings.LayerNorm",
+        "blocks/query": "encoder.layer.{}.attention.self.query",
+        "blocks/key": "encoder.layer.{}.attention.self.key",
+        "blocks/value": "encoder.layer.{}.attention.self.value",
+        "blocks/attention_out": "encoder.layer.{}.attention.output.dense",
+        "blocks/attention_norm": "encoder.layer.{}.attention.output.LayerNorm",
+        "blocks/up": "encoder.layer.{}.intermediate.dense",
+        "blocks/down": "encoder.layer.{}.output.dense",
+        "blocks/ffn_norm": "encoder.layer.{}.output.LayerNorm",
+        "pooler": "pooler.dense",
+        "classifier": "classifier",
+    },
+}
+PARTS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+
+# In front of the names of all tensors but those of a head, if the folder is of a model with a head.
+PREFIXES = {"decoder": "model.", "encoder": "bert."}
+HEADS = {"decoder": "lm_head.", "encoder": "classifier."}
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies, from the header of its file."""
+
+    file: Path
+    name: str  # in the file
+    dtype: str  # a key of DTYPES, or another name of the format
+    shape: tuple[int, ...]
+
+
+class Source(NamedTuple):
+    """The tensors that a leaf is made of."""
+
+    names: tuple[str, ...]  # without prefix; one, or one per layer
+    shape: tuple[int, ...]  # of each
+    stacked: bool  # whether the leaf has an axis over them
+    transposed: bool
+
+    @property
+    def leaf_shape(self) -> tuple[int, ...]:
+        """Of the leaf, without the axis over tensors."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+def leaf_name(path: Any) -> str:
+    """The path of a leaf in a tree, such as `blocks/3/query/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
+    """What a leaf is made of.
+
+    Args:
+        architecture: A key of MODULES.
+        leaf: As `leaf_name` says it.
+        shape: Of the leaf.
+
+    Examples:
+        >>> source("decoder", "blocks/gate/kernel", (2, 4, 8))[:2]
+        (('layers.0.mlp.gate_proj.weight', 'layers.1.mlp.gate_proj.weight'), (8, 4))
+    """
+    layer = re.match(r"blocks/(\d+)/", leaf)
+    module, _, part = re.sub(r"^blocks/\d+/", "blocks/", leaf).rpartition("/")
+    name = f"{MODULES[architecture][module]}.{PARTS[part]}"
+    stacked = module.startswith("blocks/") and layer is None
+    one = shape[1:] if stacked else shape
+    layers: Iterable[Any] = range(shape[0]) if stacked else [layer and layer[1]]
+    transposed = part == "kernel"
+    names = tuple(name.format(i) for i in layers)
+    return Source(names, one[::-1] if transposed else one, stacked, transposed)
+
+
+def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
+    """All tensors of a folder, by their name without prefix; of the files only headers are read.
+
+    Names of old checkpoints, with `gamma` and `beta` in norms, are given as the new ones.
+
+    Raises:
+        ModelError: If there is no safetensors file, one is damaged or missing, or the index of
+            several does not say what is in them.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    tensors = _read_header(single) if single.exists() else _read_index(folder, index)
+    named: dict[str, Tensor] = {}
+    for tensor in tensors:
+        name = tensor.name.removeprefix(PREFIXES[architecture])
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
+        if name in named:
+            raise ModelError(
+                f"expected one tensor for `{name}` in {folder}, got `{named[name].name}` in "
+                f"{named[name].file.name} and `{tensor.name}` in {tensor.file.name}. Remove one."
+            )
+        named[name] = tensor
+    return named
+
+
+def transpose(x: np.ndarray, out: np.ndarray) -> None:
+    """Writes the matrix `x` to `out` with its axes exchanged; both of one dtype, rows contiguous.
+
+    In blocks that stay in a core's cache: NumPy alone takes about five times as long.
+    """
+    # As whole numbers, because NumPy is slower with the dtypes of others, such as bfloat16.
+    kind = f"u{x.dtype.itemsize}"
+    there, here = x.view(kind), out.view(kind)
+    for i in range(0, here.shape[0], 64):
+        for j in range(0, here.shape[1], 256):
+            here[i : i + 64, j : j + 256] = there[j : j + 256, i : i + 64].T
+
+
+class Reader:
+    """Reads parts of leaves. To be used with `with`; files are open until its end."""
+
+    def __init__(self):
+        self._open = contextlib.ExitStack()
+        self._files: dict[Path, Any] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._files.clear()
+        self._open.close()
+
+    def read(
+        self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """The part of a leaf that `index` names, in `dtype`; besides it, memory holds two tensors.
+
+        Args:
+            tensors: Those of `of.names`.
+            of: What the leaf is made of.
+            dtype: Of the leaf; values are rounded to the nearest, ties to even.
+            index: One slice per axis of the leaf, without strides.
+        """
+        if of.stacked:
+            tensors, index = tensors[index[0]], index[1:]
+        parts = [range(*s.indices(n)) for s, n in zip(index, of.leaf_shape, strict=True)]
+        out = np.empty((len(tensors), *map(len, parts)), dtype)
+        there = parts[::-1] if of.transposed else parts
+        for row, tensor in zip(out, tensors, strict=True):
+            cut = self._file(tensor.file).get_slice(tensor.name)
+            value = cut[tuple(slice(part.start, part.stop) for part in there)]
+            value = value.astype(dtype, copy=False)
+            if of.transposed:
+                transpose(value, row)
+            else:
+                row[...] = value
+        return out if of.stacked else out[0]
+
+    def _file(self, path: Path):
+        if path not in self._files:
+            self._files[path] = self._open.enter_context(safe_open(path, "numpy"))
+        return self._files[path]
+
+
+def _read_header(path: Path) -> list[Tensor]:
+    try:
+        with safe_open(path, "numpy") as file:
+            cuts = {name: file.get_slice(name) for name in file.keys()}
+            return [
+                Tensor(path, name, cut.get_dtype(), tuple(cut.get_shape()))
+                for name, cut in cuts.items()
+            ]
+    except (OSError, SafetensorError) as error:
+        size = f"{path.stat().st_size} bytes" if path.exists() else "none"
+        raise ModelError(
+            f"expected a whole safetensors file {path}, got {size} that cannot be read "
+            f"({error}). Copy the file again."
+        ) from error
+
+
+def _read_index(folder: Path, index: Path) -> list[Tensor]:
+    """The tensors of all files that the index names."""
+    if not index.exists():
+        raise _no_safetensors(folder)
+    files = read_json(index).get("weight_map")
+    if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
+        raise ModelError(
+            f"`weight_map` in {index}: expected the name of a file for each tensor, got something "
+            "else. Copy the file again."
+        )
+    tensors = []
+    for file in sorted(set(files.values())):
+        if not (folder / file).exists():
+            raise ModelError(
+                f"expected the file {folder / file}, which {index.name} names, got none. Copy it "
+                "into the folder: the model is whole with all of its files only."
+            )
+        found = _read_header(folder / file)
+        lost = {name for name, its in files.items() if its == file} - {t.name for t in found}
+        if lost:
+            raise ModelError(
+                f"expected {some(lost)} in {folder / file}, as {index.name} says, got a file "
+                "without. Copy the index and the files again, all of the same model."
+            )
+        tensors += [tensor for tensor in found if tensor.name in files]
+    return tensors
+
+
+def _no_safetensors(folder: Path) -> ModelError:
+    pickles = [p.name for p in sorted(folder.glob("*")) if p.suffix in PICKLES]
+    expected = f"expected {SINGLE} or {INDEX} in {folder}, got"
+    if not pickles:
+        others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
+        return ModelError(
+            f"{expected} {others or 'neither'}. Copy the weights into the folder, under that name."
+        )
+    listed = ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else "")
+    return ModelError(
+        f"{expected} {listed}: pickles, which can run any program when they are read. Where "
+        f"transformers and torch are installed, convert them with: {_conversion(folder)}"
+    )
+
+
+def _conversion(folder: Path) -> str:
+    """The command that writes the weights of a folder as safetensors, beside the pickles."""
+    names = read_json(folder / CONFIG).get("architectures") or [""]
+    # The class decides which head is kept.
+    auto = "AutoModel"
+    for head in ("ForCausalLM", "ForSequenceClassification"):
+        if str(names[0]).endswith(head):
+            auto += head
+    program = (
+        f"import sys; from transformers import {auto}; "
+        f"{auto}.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1], safe_serialization=True)"
+    )
+    return shlex.join(["python", "-c", program, str(folder)])
+
+
+def some(names: Iterable[str]) -> str:
+    """The first of some tensors, and how many there are besides."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 1} more" if len(ordered) > 1 else ""
+    return f"the tensor `{ordered[0]}`{more}"

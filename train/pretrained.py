@@ -1,0 +1,232 @@
+"""Models from Hugging Face folders, and back: `config.json` and safetensors, without torch.
+
+    pretrained = read_folder(folder)                     # config and headers: checked, no weights
+    graphdef, shapes = jax.eval_shape(split)             # of a model made of `pretrained.config`
+    params = load_weights(pretrained, shapes, shardings) # leaf by leaf, each where it belongs
+    save_folder(path, pretrained, params)                # the same layout
+
+What the config says is read in `hf_config.py`, tensors and their names in `hf_tensors.py`; folders
+are written in `hf_saving.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from train.blocks import INIT_STD
+from train.decoder import Decoder, DecoderConfig
+from train.encoder import BertClassifier, EncoderConfig
+from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config, read_json
+from train.hf_saving import save_folder
+from train.hf_tensors import (
+    DTYPES,
+    Reader,
+    Tensor,
+    leaf_name,
+    read_headers,
+    some,
+    source,
+)
+
+__all__ = ["ModelError", "Pretrained", "drawn_anew", "load_weights", "read_folder", "save_folder"]
+
+# Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
+OPTIONAL = ("pooler", "classifier")
+
+# Tensors that are not loaded, and why that is right.
+UNUSED = {
+    "decoder": r"(^|\.)rotary_emb\.inv_freq$",  # follows from the config
+    # Positions, which are counted; heads for other purposes.
+    "encoder": r"(^|\.)position_ids$|^cls\.|^qa_outputs\.",
+}
+
+
+class Pretrained(NamedTuple):
+    """A folder whose config and headers fit each other."""
+
+    folder: Path
+    architecture: Literal["decoder", "encoder"]
+    config: DecoderConfig | EncoderConfig
+    tensors: Mapping[str, Tensor]  # by name without prefix; only those that can be loaded
+    labels: int | None  # of the folder's head that classifies; None if it has none
+    raw: Mapping[str, Any]  # config.json as it is
+
+
+def read_folder(folder: Path) -> Pretrained:
+    """Reads and checks `config.json` and the headers of the safetensors files, no weights.
+
+    Args:
+        folder: As `save_pretrained` of `transformers` writes it. The weights are in
+            `model.safetensors`, or in several files with `model.safetensors.index.json`.
+
+    Raises:
+        ModelError: If a file is missing or damaged, the model is none that is built here, or a
+            tensor is missing, unexpected, or not of the shape that the config says.
+    """
+    if not folder.is_dir():
+        raise ModelError(
+            f"expected the folder of a Hugging Face model, got {folder}, where there is none. If "
+            f"that is the name of a model on the Hub: hf download {folder} --local-dir DIR, and "
+            "give DIR."
+        )
+    raw = read_json(folder / CONFIG)
+    config = read_config(folder / CONFIG, raw)
+    architecture = ARCHITECTURES[raw["model_type"]]
+    found = read_headers(folder, architecture)
+    unused = UNUSED[architecture]
+    if architecture == "decoder" and config.tied:
+        unused += r"|^lm_head\.weight$"  # the embedding once more
+    if architecture == "encoder" and "BertForSequenceClassification" not in _classes(raw):
+        unused += r"|^classifier\."  # of tokens, or of choices
+    tensors = {name: tensor for name, tensor in found.items() if not re.search(unused, name)}
+    head = tensors.get("classifier.bias")
+    labels = head.shape[0] if head and len(head.shape) == 1 else None
+    pretrained = Pretrained(folder, architecture, config, tensors, labels, raw)
+    _check_tensors(pretrained)
+    return pretrained
+
+
+def load_weights(
+    pretrained: Pretrained,
+    shapes: Any,
+    shardings: Any = None,
+    *,
+    anew: Collection[str] = (),
+    seed: int = 0,
+) -> Any:
+    """The weights of the folder as the tree of a model's parameters.
+
+    Leaf by leaf: each is read in its dtype, and of it only what the devices of this process hold.
+    More than that needs at most the largest leaf of host memory.
+
+    Args:
+        pretrained: From `read_folder`.
+        shapes: Tree of `jax.ShapeDtypeStruct`, as of `nnx.as_pure(nnx.split(model)[1])` under
+            `jax.eval_shape`, scanned or not.
+        shardings: The same tree of shardings; None for all on the first device.
+        anew: Of `pooler` and `classifier`, those to be drawn although the folder has them. What it
+            does not have is drawn in any case: kernels normal, biases 0.
+        seed: Of these draws. They depend on neither the mesh nor the number of processes.
+
+    Raises:
+        ModelError: If the folder's head has other labels than the model.
+    """
+    if shardings is None:
+        first = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: first, shapes)
+    drawn = set(drawn_anew(pretrained, shapes, anew=anew))
+
+    with Reader() as reader:
+
+        def load(path, leaf, sharding):
+            name, dtype = leaf_name(path), np.dtype(leaf.dtype)
+            if name in drawn:
+                value = _draw(name, leaf.shape, dtype, seed)
+                return jax.make_array_from_callback(leaf.shape, sharding, lambda i: value[i])
+            of = source(pretrained.architecture, name, leaf.shape)
+            tensors = [pretrained.tensors[name] for name in of.names]
+            _check_shapes(pretrained, tensors, of.shape)
+            return jax.make_array_from_callback(
+                leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
+            )
+
+        return jax.tree_util.tree_map_with_path(load, shapes, shardings)
+
+
+def drawn_anew(
+    pretrained: Pretrained, shapes: Any, *, anew: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The names of the leaves that `load_weights` draws instead of reading them."""
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    modules = {name.rpartition("/")[0] for name in names} & set(OPTIONAL)
+    missing = {m for m in modules if not _has(pretrained, m)} | (modules & set(anew))
+    return tuple(name for name in names if name.rpartition("/")[0] in missing)
+
+
+def _has(pretrained: Pretrained, module: str) -> bool:
+    kernel = source(pretrained.architecture, f"{module}/kernel", (1, 1)).names[0]
+    return kernel in pretrained.tensors
+
+
+def _draw(name: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
+    if name.endswith("/bias"):
+        return np.zeros(shape, dtype)
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    return rng.normal(scale=INIT_STD, size=shape).astype(np.float32).astype(dtype)
+
+
+def _check_tensors(pretrained: Pretrained) -> None:
+    """Compares the headers with what the model of the config consists of."""
+    expected = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(pretrained)):
+        name = leaf_name(path)
+        of = source(pretrained.architecture, name, leaf.shape)
+        if name.split("/")[0] not in OPTIONAL or _has(pretrained, name.split("/")[0]):
+            expected |= dict.fromkeys(of.names, of.shape)
+    folder, tensors = pretrained.folder, pretrained.tensors
+    remedy = "Take weights and config.json from the same model."
+    if missing := expected.keys() - tensors.keys():
+        raise ModelError(
+            f"expected {folder} to hold {some(missing)}, as the model of its config.json has, got "
+            f"none. {remedy}"
+        )
+    if extra := tensors.keys() - expected.keys():
+        first = tensors[min(extra)]
+        raise ModelError(
+            f"expected {first.file} to hold the tensors of the model of config.json alone, got "
+            f"{some(tensors[name].name for name in extra)} besides. {remedy}"
+        )
+    for name, shape in expected.items():
+        _check_shapes(pretrained, [tensors[name]], shape)
+
+
+def _check_shapes(pretrained: Pretrained, tensors: list[Tensor], shape: tuple[int, ...]) -> None:
+    for tensor in tensors:
+        if tensor.shape != shape:
+            remedy = "Take weights and config.json from the same model."
+            if tensor.name.startswith("classifier."):
+                remedy = "That head has other labels: draw a new one, or train with as many labels."
+            raise ModelError(
+                f"the tensor `{tensor.name}` in {tensor.file}: expected the shape {shape}, got "
+                f"{tensor.shape}. {remedy}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise ModelError(
+                f"the tensor `{tensor.name}` in {tensor.file}: expected one of the dtypes "
+                f"{', '.join(DTYPES)}, got {tensor.dtype}. Take the model as it was before it was "
+                "quantized, or convert it."
+            )
+
+
+def _shapes(pretrained: Pretrained) -> Any:
+    """The parameters of the model; scanned, because one block is traced faster than many."""
+
+    def split():
+        options = {
+            "weight_dtype": jnp.float32,
+            "compute_dtype": jnp.float32,
+            "scan_layers": True,
+            "rngs": nnx.Rngs(0),
+        }
+        if pretrained.architecture == "decoder":
+            model = Decoder(pretrained.config, **options)
+        else:
+            model = BertClassifier(pretrained.config, labels=pretrained.labels or 1, **options)
+        return nnx.as_pure(nnx.split(model)[1])
+
+    return jax.eval_shape(split)
+
+
+def _classes(raw: Mapping[str, Any]) -> list[str]:
+    """The classes of `transformers` that the folder says to be of."""
+    return raw.get("architectures") or ["BertForSequenceClassification"]
