@@ -1,0 +1,251 @@
+"""What does a training step cost with `zenflow`, against everything else that a user could do?
+
+    python -m benchmarks.step_time --model tiny --rounds 2
+    python -m benchmarks.step_time --model 1b --rounds 5 --json step_time.json
+    python -m benchmarks.step_time --model 1b --tokens 1024 4096 16384 --plot step_time.png
+
+The peers train the same model on the same batches, with bf16 weights and float32 masters:
+
+* `adamw`: `optax.adamw`, all on the device, as fast as can be;
+* `parked`: its state in pinned host memory, copied to the device and back inside the step;
+* `offload`: all on the host and waited for, as in ZeRO-Offload: an engine with windows of one step,
+  no overlap, ratio 0;
+* `offload-x4`: the same after 4 steps whose gradients are summed on the device. All its figures are
+  those of one of the 4, so they compare with `zenflow-s4`, which does not do without the 4 updates;
+* `zenflow-sS-rR`: windows of S steps, with overlap, ratio R.
+
+DeepSpeed is not among them: it needs torch with CUDA and a CUDA compiler.
+
+In each round every peer, in shuffled order, makes a window that is not timed, so that an update is
+on its way as in the midst of a run, then `--stretches` timed stretches of `--steps` steps, then
+waits until its host is at rest. The device is waited for at the ends of a stretch and nowhere else.
+Compiling and the first selection are not in any stretch, later selections are (the last column
+counts them; there is one in 16 windows, so a short stretch may have none). With `--resident one` a
+peer is set up before each of its turns and taken down after it, always from the same weights; with
+`all` everything stays in memory, on the device and on the host.
+
+Prints medians over the stretches. "idle" is the share of the step that `adamw` does not take. The
+device's peak is what its allocator has seen in a first turn of each peer, the ones that take least
+first; as it cannot be reset, "<=" stands where a peer, or a smaller batch, took as much before.
+Bytes are per parameter, and per step where they move; "host arrays" are the engine's without its
+pinned mail. On a CPU all memory is the same memory and device and host share the cores: only
+the counts mean something there. On a GPU large models need
+`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`; the error says how much. Answers: `benchmarks/LOG.md`.
+"""
+
+import argparse
+import fnmatch
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.step_time_model import MODELS, Model, make_model
+from benchmarks.step_time_peers import PEERS, Peer, Runner
+from benchmarks.step_time_report import Comparison, Result, draw, table, to_json
+from zenflow_jax import EngineStats
+
+#: Steps with batches of their own; a multiple of all peers' micro-batches.
+BATCHES = 8
+#: Windows until all is compiled: the first boundary selects, the second is the first with an update
+#: to bring in.
+WARM_UP = 3
+
+
+def first_turn(runner: Runner, result: Result) -> None:
+    """Compiles, and sees what the device needs."""
+    device = jax.devices()[0]
+    before = device.memory_stats()
+    try:
+        runner.set_up()
+        runner.advance(WARM_UP * runner.peer.window)
+        runner.settle()
+    except RuntimeError as error:
+        # XLA's error, or the engine's that was caused by it.
+        if "RESOURCE_EXHAUSTED" not in f"{error} {error.__cause__}":
+            raise
+        result.fits = False
+    runner.take_down()
+    after = device.memory_stats()
+    if before and after:
+        result.device_peak_bytes = after["peak_bytes_in_use"]
+        result.device_peak_is_bound = after["peak_bytes_in_use"] == before["peak_bytes_in_use"]
+
+
+def warm_up(runner: Runner) -> None:
+    runner.set_up()
+    runner.advance(runner.peer.window)  # the first boundary selects
+    runner.settle()
+
+
+def turn(runner: Runner, result: Result, *, steps: int, stretches: int) -> None:
+    """Times some stretches, from rest to rest."""
+    window = runner.peer.window
+    before = _stats(runner)
+    for _ in range(window // runner.peer.micro_batches):
+        runner.advance(runner.peer.micro_batches)
+        _note_memory(runner, result)
+    runner.wait()
+    start = _stats(runner)
+    for _ in range(stretches):
+        waited = _stats(runner).wait_s
+        began = time.perf_counter()
+        runner.advance(steps)
+        runner.wait()
+        result.step_s.append((time.perf_counter() - began) / steps)
+        result.wait_s.append((_stats(runner).wait_s - waited) / steps)
+        _note_memory(runner, result)
+    result.selections += _stats(runner).reselections - start.reselections
+    runner.settle()
+    # From rest to rest the host has done the work of as many steps as were made.
+    after, made = _stats(runner), window + stretches * steps
+    parked = runner.parked_bytes
+    result.work_s.append((after.work_s - before.work_s) / made)
+    moved = after.bytes_to_host - before.bytes_to_host
+    result.bytes_to_host.append(parked + moved / made)
+    moved = after.bytes_to_device - before.bytes_to_device
+    result.bytes_to_device.append(parked + moved / made)
+
+
+def _stats(runner: Runner) -> EngineStats:
+    return EngineStats() if runner.engine is None else runner.engine.stats
+
+
+def _note_memory(runner: Runner, result: Result) -> None:
+    now = _stats(runner).host_bytes + runner.parked_bytes
+    result.host_bytes = max(result.host_bytes, now)
+
+
+def compare(
+    model: Model,
+    peers: Sequence[Peer],
+    *,
+    batch: int,
+    length: int,
+    vocabulary: int,
+    rounds: int,
+    steps: int,
+    stretches: int,
+    resident: str,
+    threads: int | None,
+    save: Callable[[Comparison], None],
+) -> Comparison:
+    """Measures all peers at one batch size; `save` gets what there is after each round."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(vocabulary, size=(BATCHES, batch, length + 1), dtype=np.int32)
+    found = Comparison(model.parameters, batch, length, [Result(peer.name) for peer in peers])
+    both = [
+        (Runner(p, model, tokens, threads), r) for p, r in zip(peers, found.results, strict=True)
+    ]
+    for runner, result in both:
+        start = time.perf_counter()
+        first_turn(runner, result)
+        note = "" if result.fits else ", does not fit"
+        print(
+            f"{runner.peer.name}: first turn {time.perf_counter() - start:.1f} s{note}", flush=True
+        )
+    both = [(runner, result) for runner, result in both if result.fits]
+    try:
+        if resident == "all":
+            for runner, _ in both:
+                warm_up(runner)
+        shuffle = random.Random(0).shuffle
+        for i in range(rounds):
+            start = time.perf_counter()
+            shuffle(both)
+            for runner, result in both:
+                if resident == "one":
+                    warm_up(runner)
+                turn(runner, result, steps=steps, stretches=stretches)
+                if resident == "one":
+                    runner.take_down()
+            print(f"round {i + 1}: {time.perf_counter() - start:.1f} s", flush=True)
+            save(found)
+    finally:
+        for runner, _ in both:
+            runner.take_down()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="tiny")
+    add("--batch", type=int, help="sequences in a step; the model's default if left out")
+    add("--length", type=int, help="tokens of a sequence; likewise")
+    add("--tokens", type=int, nargs="+", help="tokens in a step, in place of --batch; draws a plot")
+    add("--scan-layers", action="store_true")
+    add("--remat", action=argparse.BooleanOptionalAction, default=True)
+    add("--peers", nargs="+", default=["*"], help="names or patterns such as 'zenflow-s4-*'")
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, default=16, help="in a stretch; whole windows of all peers")
+    add("--stretches", type=int, default=1, help="of each peer in a round")
+    add("--resident", choices=("one", "all"), default="one", help="peers in memory at a time")
+    add("--threads", type=int, help="of the engine")
+    add("--json", type=Path, help="where all figures go")
+    add("--plot", type=Path, default=Path(__file__).with_name("step_time.png"))
+    args = parser.parse_args()
+
+    preset = MODELS[args.model]
+    length = args.length or preset.length
+    peers = [p for p in PEERS.values() if any(fnmatch.fnmatch(p.name, x) for x in args.peers)]
+    if not peers:
+        parser.error(f"--peers {args.peers} names none of {', '.join(PEERS)}")
+    for peer in peers:
+        if args.steps % peer.window:
+            parser.error(f"--steps must be a multiple of {peer.window} for {peer.name}")
+    wrong = [n for n in args.tokens or () if n % length]
+    if wrong:
+        parser.error(f"--tokens must be multiples of --length {length}, got {wrong}")
+    # The smallest first, see the device's peak.
+    batches = sorted(n // length for n in args.tokens or ()) or [args.batch or preset.batch]
+
+    options = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}
+    model = make_model(
+        preset.config._replace(positions=length), scan_layers=args.scan_layers, remat=args.remat
+    )
+    print(
+        f"{args.model}, {model.parameters / 1e6:,.2f} M parameters, jax {jax.__version__}, "
+        f"{jax.devices()[0].device_kind}, sequences of {length} tokens, resident: {args.resident}",
+        flush=True,
+    )
+    done: list[Comparison] = []
+
+    def save(so_far: Comparison) -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(to_json([*done, so_far], options), indent=1))
+
+    with tempfile.TemporaryDirectory() as folder:
+        # Windows of other lengths are the same program to the device: it is compiled once.
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        for batch in batches:
+            found = compare(
+                model,
+                peers,
+                batch=batch,
+                length=length,
+                vocabulary=preset.config.vocabulary,
+                rounds=args.rounds,
+                steps=args.steps,
+                stretches=args.stretches,
+                resident=args.resident,
+                threads=args.threads,
+                save=save,
+            )
+            done.append(found)
+            print(f"\n{batch} sequences, {found.tokens:,} tokens in a step\n\n{table(found)}\n")
+    if args.tokens:
+        draw(done, args.plot)
+        print(f"drawn: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""How much device memory does the step of each peer of `step_time.py` take on a GPU?
+
+    export JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+    python -m benchmarks.step_time_memory --model 1b
+
+Compiles them for an NVIDIA H200, which need not be there, as `gpu_program.py` does, and prints the
+same columns: bytes per parameter at the peak, those of temporaries, what goes to the host, and how
+much of that leaves while matmuls are still to come. What an engine holds besides (uploads that
+wait for their turn, 2 bytes) is not in the program. Answers: `benchmarks/LOG.md`.
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.gpu_program import Report, described_mesh, report
+from benchmarks.step_time_model import MODELS, Model, make_model
+from benchmarks.step_time_peers import PEERS, Peer, is_parked, make_step
+
+
+def compile_step(peer: Peer, model: Model, batch: int, length: int) -> Report:
+    mesh = described_mesh(data=1)
+    device = NamedSharding(mesh, PartitionSpec())
+    host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+
+    def put(x: Any, sharding: NamedSharding = device) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    optimizer = peer.make()
+    params = jax.tree.map(put, model.shapes)
+    # The mail in `zenflow`'s state is not read by the step, so its place does not matter.
+    state = jax.tree.map(put, optimizer.abstract(params))
+    if peer.name == "parked":
+        state = jax.tree.map(lambda x: put(x, host) if is_parked(x) else x, state)
+    placement = None if peer.offloads else jax.tree.map(lambda x: x.sharding, (params, state))
+    tokens = put(jax.ShapeDtypeStruct((peer.micro_batches, batch, length + 1), jnp.int32))
+    step = make_step(model.graphdef, optimizer, peer.micro_batches, placement)
+    return report(step.lower(params, state, tokens).compile(), params)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="1b")
+    parser.add_argument("--scan-layers", action="store_true")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=["adamw", "parked", "offload", "offload-x4", "zenflow-s4-r0.05"],
+    )
+    args = parser.parse_args()
+    preset = MODELS[args.model]
+    model = make_model(preset.config, scan_layers=args.scan_layers, remat=True)
+    print(
+        f"{args.model}, {model.parameters / 1e6:,.2f} M parameters, {preset.batch} x "
+        f"{preset.length} tokens, jax {jax.__version__}; bytes per parameter"
+    )
+    print(
+        f"{'peer':18} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
+    )
+    for name in args.peers:
+        found = compile_step(PEERS[name], model, preset.batch, preset.length)
+        print(f"{name:18} {found.row()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

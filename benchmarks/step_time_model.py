@@ -1,0 +1,79 @@
+"""The model that `step_time.py` trains: a decoder of the Llama family, in some sizes."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from train.decoder import Decoder, DecoderConfig
+
+
+class Preset(NamedTuple):
+    """A model, and the batch that it is trained on unless another is asked for."""
+
+    config: DecoderConfig
+    batch: int
+    length: int
+
+
+def _preset(batch: int, length: int, **sizes: int) -> Preset:
+    config = DecoderConfig(
+        **({"vocabulary": 32000} | sizes),
+        head_width=sizes["width"] // sizes["heads"],
+        positions=length,
+        norm_eps=1e-5,
+        rope_base=10000.0,
+        rope_scaling=None,
+        qkv_bias=False,
+        tied=False,
+        window=None,
+    )
+    return Preset(config, batch, length)
+
+
+#: 0.16 M, 134 M, 1.10 B and 3.02 B parameters. The third has the sizes of TinyLlama, the last those
+#: of Llama 3.2 3B with a smaller vocabulary and a head of its own.
+MODELS = {
+    "tiny": _preset(2, 32, width=64, layers=2, heads=4, kv_heads=2, ffn=192, vocabulary=512),
+    "125m": _preset(8, 512, width=768, layers=12, heads=12, kv_heads=12, ffn=2048),
+    "1b": _preset(4, 1024, width=2048, layers=22, heads=32, kv_heads=4, ffn=5632),
+    "3b": _preset(2, 1024, width=3072, layers=28, heads=24, kv_heads=8, ffn=8192),
+}
+
+
+class Model(NamedTuple):
+    graphdef: nnx.GraphDef
+    shapes: Any  # of the parameters
+    draw: Callable[[], Any]  # the same initial weights at every call
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.shapes))
+
+
+def make_model(config: DecoderConfig, *, scan_layers: bool, remat: bool) -> Model:
+    """A decoder whose matrices are kept and multiplied in bf16, and its norms in float32."""
+
+    def split() -> tuple[nnx.GraphDef, Any]:
+        model = Decoder(
+            config,
+            weight_dtype=jnp.bfloat16,
+            compute_dtype=jnp.bfloat16,
+            scan_layers=scan_layers,
+            remat=remat,
+            rngs=nnx.Rngs(0),
+        )
+        graphdef, params = nnx.split(model)
+        return graphdef, nnx.as_pure(params)
+
+    graphdef, shapes = jax.eval_shape(split)
+    # Drawn without jit: so no more than one leaf is there in float32 at a time.
+    return Model(graphdef, shapes, lambda: committed(split()[1]))
+
+
+def committed(tree: Any) -> Any:
+    """Bound to the place where it is, as what a step returns; else the next one compiles again."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)

@@ -1,0 +1,298 @@
+"""What `step_time.py` compares: the ways to train a model.
+
+Every peer computes the same forward and backward passes in bf16 and clips by global norm; what
+differs is where AdamW's float32 masters and moments are, and when they are updated.
+
+A *step* is one forward and backward pass of one batch. A *call* of a peer's program is one step, or
+`m` of them for a peer that sums the gradients of `m` steps on the device.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import zenflow_jax
+from benchmarks.step_time_model import Model, committed
+
+LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.01, 1.0
+
+
+# --- optimizers -----------------------------------------------------------------------------
+
+
+class Optimizer(NamedTuple):
+    init: Callable[[Any], Any]  # parameters to state, each array where it belongs
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # gradients, state, parameters to new ones
+    abstract: Callable[[Any], Any]  # what `init` gives, as shapes
+
+
+class Mixed(NamedTuple):
+    """State of AdamW for parameters of low precision, which are its masters, rounded."""
+
+    master: Any  # float32, like the parameters
+    moments: Any  # optax's, of the masters
+
+
+_ADAMW = optax.chain(
+    optax.clip_by_global_norm(MAX_GRAD_NORM),
+    optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+)
+
+
+def adamw() -> Optimizer:
+    """`optax.adamw` on float32 masters, all on the device."""
+    return Optimizer(
+        lambda params: committed(_first_mixed(params)),
+        _apply_mixed,
+        partial(jax.eval_shape, _first_mixed),
+    )
+
+
+def _first_mixed(params: Any) -> Mixed:
+    # Copies, even of what is float32 anyway: both are donated.
+    master = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
+    return Mixed(master, _ADAMW.init(master))
+
+
+def _apply_mixed(gradients: Any, state: Mixed, params: Any) -> tuple[Any, Mixed]:
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+    updates, moments = _ADAMW.update(gradients, state.moments, state.master)
+    master = optax.apply_updates(state.master, updates)
+    params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+    return params, Mixed(master, moments)
+
+
+def parked() -> Optimizer:
+    """The same, with the state of all matrices in pinned host memory between steps.
+
+    The step copies it to the device and back. Vectors stay on the device: copies of a few KB each
+    would only count against this peer.
+    """
+
+    def init(params: Any) -> Mixed:
+        # Leaf by leaf, as the whole state need not fit on the device.
+        device = jax.tree.leaves(params)[0].device
+        shapes = jax.eval_shape(_first_mixed, params)
+        master = jax.tree.map(lambda p: _park(jnp.array(p, jnp.float32), device), params)
+        # Adam's first moments are zeros.
+        moments = jax.tree.map(lambda x: _park(np.zeros(x.shape, x.dtype), device), shapes.moments)
+        return Mixed(master, moments)
+
+    def apply(gradients: Any, state: Mixed, params: Any) -> tuple[Any, Mixed]:
+        state = jax.tree.map(partial(_move, jax.memory.Space.Device), state)
+        params, state = _apply_mixed(gradients, state, params)
+        return params, jax.tree.map(partial(_move, jax.memory.Space.Host), state)
+
+    return Optimizer(init, apply, partial(jax.eval_shape, _first_mixed))
+
+
+def is_parked(x: Any) -> bool:
+    return x.ndim > 1
+
+
+def _park(x: Any, device: jax.Device) -> jax.Array:
+    kind = "pinned_host" if is_parked(x) else None
+    return jax.device_put(x, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+
+
+def _move(space: jax.memory.Space, x: jax.Array) -> jax.Array:
+    return jax.device_put(x, space) if is_parked(x) else x
+
+
+def zenflow(**options: Any) -> Optimizer:
+    tx = zenflow_jax.zenflow(
+        LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        # By name: the scales of stacked blocks have two axes.
+        resident=lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "scale",
+        **options,
+    )
+
+    def apply(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Optimizer(tx.init, apply, partial(jax.eval_shape, tx.init))
+
+
+# --- peers ----------------------------------------------------------------------------------
+
+
+class Peer(NamedTuple):
+    name: str
+    make: Callable[[], Optimizer]
+    offloads: bool = False  # needs a `HostEngine`
+    micro_batches: int = 1  # steps in a call
+    interval: int = 1  # calls in a window
+
+    @property
+    def window(self) -> int:
+        """Steps from one boundary to the next."""
+        return self.micro_batches * self.interval
+
+
+def _zenflow_peer(interval: int, ratio: float) -> Peer:
+    make = partial(zenflow, topk_ratio=ratio, update_interval=interval)
+    return Peer(f"zenflow-s{interval}-r{ratio}", make, offloads=True, interval=interval)
+
+
+_OFFLOAD = partial(
+    zenflow,
+    topk_ratio=0.0,
+    update_interval=1,
+    overlap_step=False,
+    select_interval=2**30,  # there is nothing to select
+)
+
+#: By the device memory they take, the least first; `step_time.py` says what for.
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("offload", _OFFLOAD, offloads=True),
+        *(_zenflow_peer(interval, 0.05) for interval in (1, 2, 4, 8, 16)),
+        _zenflow_peer(4, 0.1),
+        Peer("offload-x4", _OFFLOAD, offloads=True, micro_batches=4),
+        Peer("parked", parked),
+        Peer("adamw", adamw),
+    )
+}
+
+
+def make_step(
+    graphdef: nnx.GraphDef, optimizer: Optimizer, micro_batches: int, placement: Any = None
+) -> Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]:
+    """The jitted program of a call: (params, state, tokens) to (params, state, loss), donated.
+
+    Args:
+        graphdef: The model's definition.
+        optimizer: One of those above.
+        micro_batches: `m`. Their gradients are summed in float32, 4 bytes a parameter. All but the
+            last are gone through in a loop, so that what leaves the device can do so while the last
+            one's backward pass runs.
+        placement: Shardings of parameters and state. Left to the compiler, a donated array in host
+            memory may become an output on the device, and the process aborts (jax 0.10).
+
+    Returns:
+        A function whose `tokens` are int32 `(m, b, t + 1)`.
+    """
+
+    @jax.value_and_grad
+    def gradient(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def add(total: Any, more: Any) -> Any:
+        return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), total, more)
+
+    def mean(params: Any, tokens: jax.Array) -> Any:
+        last = tokens[-1]
+        if micro_batches == 1:
+            return gradient(params, last)
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        total, _ = jax.lax.scan(
+            lambda total, part: (add(total, gradient(params, part)), None),
+            (jnp.float32(0), zeros),
+            tokens[:-1],
+        )
+        # The last one's activations must not be there beside the loop's.
+        last, total = jax.lax.optimization_barrier((last, total))
+        loss, grads = gradient(params, last)
+        loss, total = jax.tree.map(lambda s: s / micro_batches, add(total, (loss, grads)))
+        return loss, jax.tree.map(lambda s, p: s.astype(p.dtype), total, params)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = mean(params, tokens)
+        params, state = optimizer.apply(grads, state, params)
+        return params, state, loss
+
+    out_shardings = placement and (*placement, None)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=out_shardings)
+
+
+class Runner:
+    """One peer at work. It can be taken down and set up again; what is compiled stays.
+
+    Args:
+        peer: Whose steps are made.
+        model: What is trained.
+        tokens: int32 `(n, b, t + 1)`, a batch for each of `n` steps, and then again from the first.
+        threads: As of `HostEngine`.
+    """
+
+    def __init__(self, peer: Peer, model: Model, tokens: np.ndarray, threads: int | None = None):
+        self.peer = peer
+        self._model = model
+        self._threads = threads
+        self._optimizer = peer.make()
+        self._step: Any = None
+        self._batches: Sequence[jax.Array] = [
+            jax.device_put(part, jax.devices()[0])
+            for part in tokens.reshape(-1, peer.micro_batches, *tokens.shape[1:])
+        ]
+        self.take_down()
+
+    def take_down(self) -> None:
+        """Frees device and host; safe when there is nothing."""
+        engine = getattr(self, "engine", None)
+        if engine is not None:
+            engine.close()
+        self.params: Any = None
+        self.state: Any = None
+        self.engine: zenflow_jax.HostEngine | None = None
+        self.loss: Any = None
+        self._calls = 0
+        gc.collect()
+
+    def set_up(self) -> None:
+        """The state before the first step, the same every time."""
+        self.params = self._model.draw()
+        self.state = self._optimizer.init(self.params)
+        if self.peer.offloads:
+            self.engine = zenflow_jax.HostEngine(self.params, self.state, threads=self._threads)
+        if self._step is None:
+            # `zenflow` sees to its own arrays in host memory.
+            here = jax.tree.map(lambda x: x.sharding, (self.params, self.state))
+            self._step = make_step(
+                self._model.graphdef,
+                self._optimizer,
+                self.peer.micro_batches,
+                None if self.peer.offloads else here,
+            )
+
+    def advance(self, steps: int) -> None:
+        """Makes `steps` steps, a multiple of a call's, and waits for nothing but what they do."""
+        assert steps % self.peer.micro_batches == 0
+        for _ in range(steps // self.peer.micro_batches):
+            batch = self._batches[self._calls % len(self._batches)]
+            self.params, self.state, self.loss = self._step(self.params, self.state, batch)
+            if self.engine is not None:
+                self.params, self.state = self.engine.exchange(self.params, self.state)
+            self._calls += 1
+
+    def wait(self) -> None:
+        """Until the device is done; the host may still work on the last window's update."""
+        jax.block_until_ready((self.params, self.state, self.loss))
+
+    def settle(self) -> None:
+        """Until the host is done too. The next window starts with no update on its way."""
+        if self.engine is not None:
+            self.params, self.state = self.engine.flush(self.params, self.state)
+        self.wait()
+        if not np.isfinite(self.loss):
+            raise FloatingPointError(f"the loss of {self.peer.name} is {self.loss}")
+
+    @property
+    def parked_bytes(self) -> int:
+        """What lies in host memory between steps and is copied in each, without an engine."""
+        if self.peer.offloads:
+            return 0
+        leaves = jax.tree.leaves(self.state)
+        return sum(x.nbytes for x in leaves if x.sharding.memory_kind == "pinned_host")

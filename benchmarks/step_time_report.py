@@ -1,0 +1,178 @@
+"""The figures of `step_time.py`: what they are made from, as a table, a plot and JSON."""
+
+import dataclasses
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+import zenflow_jax
+
+#: The peer whose steps are as fast as they can be.
+LIMIT = "adamw"
+
+
+@dataclasses.dataclass
+class Result:
+    """What was measured of one peer; bytes and seconds are those of a step."""
+
+    peer: str
+    fits: bool = True  # on the device
+    device_peak_bytes: int | None = None  # None where the backend does not say
+    device_peak_is_bound: bool = False  # another peer took as much before: no more than this
+    host_bytes: int = 0  # arrays of the engine, or parked ones: the most that were seen
+    step_s: list[float] = dataclasses.field(default_factory=list)  # the rest: one a stretch,
+    wait_s: list[float] = dataclasses.field(default_factory=list)
+    work_s: list[float] = dataclasses.field(default_factory=list)  # and from here on one a visit
+    bytes_to_host: list[float] = dataclasses.field(default_factory=list)
+    bytes_to_device: list[float] = dataclasses.field(default_factory=list)
+    selections: int = 0  # within all stretches
+
+
+@dataclasses.dataclass
+class Comparison:
+    """All peers at one batch size."""
+
+    parameters: int
+    batch: int
+    length: int
+    results: list[Result]
+
+    @property
+    def tokens(self) -> int:
+        """A step's."""
+        return self.batch * self.length
+
+
+def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Of each peer that has been measured: medians, and what follows from them.
+
+    Seconds are in ms, bytes per parameter; None for what is not known. `idle` is the share of a
+    step that the peer `adamw` does not need.
+    """
+    measured = [r for r in comparison.results if r.step_s]
+    medians = {r.peer: statistics.median(r.step_s) for r in measured}
+    limit = medians.get(LIMIT)
+    n = comparison.parameters
+    found = {}
+    for r in measured:
+        median = medians[r.peer]
+        low, high = np.quantile(r.step_s, [0.25, 0.75]).tolist()
+        found[r.peer] = {
+            "step_ms": 1e3 * median,
+            "low_ms": 1e3 * low,
+            "high_ms": 1e3 * high,
+            "mean_ms": 1e3 * statistics.mean(r.step_s),
+            "tokens_per_s": comparison.tokens / median,
+            "idle": None if limit is None else 1 - limit / median,
+            "device_peak": r.device_peak_bytes and r.device_peak_bytes / n,
+            "to_host": statistics.median(r.bytes_to_host) / n,
+            "to_device": statistics.median(r.bytes_to_device) / n,
+            "host_ms": 1e3 * statistics.median(r.work_s),
+            "wait_ms": 1e3 * statistics.median(r.wait_s),
+            "host_memory": r.host_bytes / n,
+        }
+    return found
+
+
+def table(comparison: Comparison) -> str:
+    """As Markdown."""
+    rows = [
+        "| peer | step, ms (quartiles) | mean, ms | tokens/s | idle | device peak, GB "
+        "| the same per parameter | to host | to device | host works, ms | loop waits, ms "
+        "| host arrays | selections |",
+        "|" + "---|" * 13,
+    ]
+    found = figures(comparison)
+    for r in comparison.results:
+        if not r.fits:
+            rows.append(f"| {r.peer} | does not fit |" + " - |" * 11)
+        if r.peer not in found:
+            continue
+        f = found[r.peer]
+        bound = "<= " if r.device_peak_is_bound else ""
+        peak = r.device_peak_bytes
+        cells = [
+            r.peer,
+            f"{f['step_ms']:.2f} ({f['low_ms']:.2f}-{f['high_ms']:.2f})",
+            f"{f['mean_ms']:.2f}",
+            f"{f['tokens_per_s']:,.0f}",
+            "-" if f["idle"] is None or r.peer == LIMIT else f"{f['idle']:.1%}",
+            "-" if peak is None else f"{bound}{peak / 1e9:.2f}",
+            "-" if peak is None else f"{bound}{f['device_peak']:.2f}",
+            f"{f['to_host']:.3f}",
+            f"{f['to_device']:.3f}",
+            f"{f['host_ms']:.2f}",
+            f"{f['wait_ms']:.2f}",
+            f"{f['host_memory']:.2f}",
+            str(r.selections),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def draw(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Step time over tokens per step, a line for each peer."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    by_size = sorted(comparisons, key=lambda c: c.tokens)
+    found = [(c.tokens, figures(c)) for c in by_size]
+    for peer in dict.fromkeys(peer for _, peers in found for peer in peers):
+        points = [(tokens, peers[peer]["step_ms"]) for tokens, peers in found if peer in peers]
+        style = "k--" if peer == LIMIT else ".-"
+        axes.plot(*zip(*points, strict=True), style, label=peer)
+    axes.set(xlabel="tokens in a step", ylabel="median step, ms", xscale="log", yscale="log")
+    axes.set_xticks([tokens for tokens, _ in found], [f"{tokens:,}" for tokens, _ in found])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter("{x:g}")
+    axes.grid(alpha=0.3, axis="y", which="both")
+    axes.set_title(
+        f"{by_size[0].parameters / 1e6:,.1f} M parameters, {jax.devices()[0].device_kind}"
+    )
+    figure.legend(loc="outside right center", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def to_json(comparisons: Sequence[Comparison], options: dict[str, Any]) -> dict[str, Any]:
+    """All samples, what `figures` makes of them, and where they come from."""
+    return {
+        "command": [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]],
+        "options": options,
+        "machine": machine(),
+        "versions": versions(),
+        "comparisons": [
+            {**dataclasses.asdict(c), "tokens": c.tokens, "figures": figures(c)}
+            for c in comparisons
+        ],
+    }
+
+
+def machine() -> dict[str, Any]:
+    device = jax.devices()[0]
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = {x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")}
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cpu": ", ".join(sorted(names)) or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+    }
+
+
+def versions() -> dict[str, str]:
+    packages = ("jax", "jaxlib", "optax", "flax", "numpy", "numba")
+    return {
+        "python": platform.python_version(),
+        "zenflow_jax": zenflow_jax.__version__,
+        **{name: metadata.version(name) for name in packages},
+    }

@@ -1,0 +1,310 @@
+"""`benchmarks/step_time.py`: each peer's step computes what it should, and figures are right."""
+
+import dataclasses
+import json
+import re
+import sys
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zenflow_jax
+from benchmarks import step_time
+from benchmarks.step_time_model import MODELS, Model, committed, make_model
+from benchmarks.step_time_peers import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    PEERS,
+    WEIGHT_DECAY,
+    Optimizer,
+    Runner,
+    adamw,
+    make_step,
+)
+from benchmarks.step_time_report import Comparison, Result, draw, figures, table, to_json
+
+STEPS = 3
+# Two programs' float32 sums in other orders; an element whose gradient is near zero may then take
+# an Adam step of any size, and bf16 weights that were rounded otherwise change the next gradient.
+ATOL = 0.02 * STEPS * LEARNING_RATE
+VOCABULARY, LENGTH = 32, 8
+
+
+@pytest.fixture(autouse=True)
+def _promotion_as_users_have_it():
+    """Neither optax nor jax's own `dot_product_attention` is clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Bigram(nnx.Module):
+    """Compiles in no time. What is parked of `scale` has the shape and dtype of a parameter."""
+
+    def __init__(self):
+        options = {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+        self.embed = nnx.Embed(VOCABULARY, 16, **options)
+        self.scale = nnx.Param(jnp.ones((1, 1, 16), jnp.float32))
+        self.head = nnx.Linear(16, VOCABULARY, use_bias=False, **options)
+
+    def __call__(self, tokens):
+        return self.head(self.embed(tokens) * self.scale[...]).astype(jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    graphdef, shapes = nnx.split(nnx.eval_shape(Bigram))
+    return Model(graphdef, nnx.as_pure(shapes), lambda: committed(nnx.as_pure(nnx.state(Bigram()))))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(VOCABULARY, size=(8, 2, LENGTH + 1), dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def limit(model, tokens):
+    """The peer `adamw` after some steps."""
+    runner = Runner(PEERS["adamw"], model, tokens)
+    with jax.numpy_dtype_promotion("standard"):
+        runner.set_up()
+        runner.advance(STEPS)
+        runner.settle()
+    return runner
+
+
+def assert_same_bits(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_mixed_precision_adamw_is_optax_adamw_of_the_masters_and_rounds_them():
+    optimizer = adamw()
+    tx = optax.chain(
+        optax.clip_by_global_norm(MAX_GRAD_NORM),
+        optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+    )
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = {"w": jax.random.normal(keys[0], (5, 3), jnp.bfloat16), "scale": jnp.ones(3)}
+    state = optimizer.init(params)
+    weights = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    moments = tx.init(weights)
+
+    @jax.jit
+    def theirs(gradients, moments, weights):
+        updates, moments = tx.update(gradients, moments, weights)
+        return optax.apply_updates(weights, updates), moments
+
+    ours = jax.jit(optimizer.apply)
+    for key in keys[1:]:
+        gradients = jax.tree.map(
+            lambda p, key=key: jax.random.normal(key, p.shape).astype(p.dtype), params
+        )
+        params, state = ours(gradients, state, params)
+        exact = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        weights, moments = theirs(exact, moments, weights)
+        assert_same_bits(state.master, weights)
+        assert_same_bits(params, jax.tree.map(lambda w, p: w.astype(p.dtype), weights, params))
+    assert params["w"].dtype == jnp.bfloat16
+
+
+def test_parked_state_has_the_bits_of_state_on_the_device_and_stays_in_host_memory(
+    model, tokens, limit
+):
+    runner = Runner(PEERS["parked"], model, tokens)
+    runner.set_up()
+    kinds = jax.tree.map(lambda x: x.sharding.memory_kind, runner.state)
+    runner.advance(STEPS)
+    runner.settle()
+    assert_same_bits(runner.params, limit.params)
+    assert_same_bits(runner.state, limit.state)
+    assert jax.tree.map(lambda x: x.sharding.memory_kind, runner.state) == kinds
+    matrices = sum(x.size for x in jax.tree.leaves(runner.params) if x.ndim > 1)
+    assert runner.parked_bytes == 12 * matrices
+    assert limit.parked_bytes == 0
+    assert runner._step._cache_size() == 1  # checked on jax 0.10.2
+
+
+def test_synchronous_offload_is_adamw(model, tokens, limit):
+    runner = Runner(PEERS["offload"], model, tokens)
+    runner.set_up()
+    runner.advance(STEPS)
+    runner.settle()
+    masters = zenflow_jax.master_params(runner.params, runner.state, runner.engine)
+    runner.take_down()
+    leaves = zip(jax.tree.leaves(masters), jax.tree.leaves(limit.state.master), strict=True)
+    for ours, theirs in leaves:
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=ATOL)
+
+
+def test_micro_batches_give_the_mean_of_their_gradients_rounded_once(model, tokens):
+    gradients_only = Optimizer(lambda p: (), lambda grads, state, _: (grads, state), lambda p: ())
+
+    def gradients(m):
+        step = make_step(model.graphdef, gradients_only, m)
+        parts = jnp.asarray(tokens[:4]).reshape(-1, m, *tokens.shape[1:])
+        return [step(model.draw(), (), part) for part in parts]
+
+    ((ours, _, loss),) = gradients(4)
+    each = gradients(1)
+    np.testing.assert_allclose(loss, np.mean([x for *_, x in each]), rtol=1e-6)
+    mean = jax.tree.map(
+        lambda *g: np.mean([x.astype(jnp.float32) for x in g], axis=0), *(g for g, *_ in each)
+    )
+    for a, b, p in zip(*map(jax.tree.leaves, (ours, mean, model.shapes)), strict=True):
+        assert a.dtype == p.dtype
+        # One rounding to bf16 of numbers of this size; sums of terms that cancel are rounded more.
+        np.testing.assert_allclose(
+            a.astype(jnp.float32), b, rtol=2**-7, atol=2**-8 * np.abs(b).max()
+        )
+
+
+@pytest.mark.parametrize("name", ["offload-x4", "zenflow-s4-r0.1"])
+def test_windows_are_as_long_as_the_peer_says_and_a_second_run_has_the_same_bits(
+    model, tokens, name
+):
+    runner = Runner(PEERS[name], model, tokens)
+    losses = []
+    for _ in range(2):
+        runner.set_up()
+        runner.advance(2 * runner.peer.window)
+        assert runner.engine.stats.windows == 2
+        runner.settle()
+        assert runner.engine.stats.windows == 2
+        losses.append(float(runner.loss))
+        runner.take_down()
+    assert losses[0] == losses[1]
+    assert runner._step._cache_size() == 1  # checked on jax 0.10.2
+
+
+def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
+    saved = []
+    found = step_time.compare(
+        model,
+        [PEERS["zenflow-s4-r0.05"], PEERS["parked"]],
+        batch=1,
+        length=LENGTH,
+        vocabulary=VOCABULARY,
+        rounds=2,
+        steps=8,
+        stretches=2,
+        resident="one",
+        threads=1,
+        save=lambda c: saved.append(to_json([c], {"rounds": 2})),
+    )
+    assert [len(r.step_s) for r in found.results] == [4, 4]
+    assert [len(r.work_s) for r in found.results] == [2, 2]
+    ours, parked = figures(found).values()
+    # 2 bytes of bf16 in each step, and once a window, and the scalars of a letter.
+    n, travels, letter = 32 * 16 * 2 + 16, 32 * 16 * 2, 4 * (8 + 3)
+    assert ours["to_host"] == (2 * travels + letter) / n
+    assert ours["to_device"] == 2 * travels / 4 / n
+    assert ours["host_ms"] > 0
+    assert parked["to_host"] == parked["to_device"] == 12
+    assert parked["idle"] is None
+    assert len(saved) == 2
+    assert json.loads(json.dumps(saved[-1]))["comparisons"][0]["tokens"] == LENGTH
+    draw([found, dataclasses.replace(found, batch=2)], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+class FakeRunner:
+    """Writes down what is asked of it."""
+
+    calls: ClassVar = []
+    engine, parked_bytes = None, 0
+
+    def __init__(self, peer, *_):
+        self.peer = peer
+
+    def __getattr__(self, name):
+        return lambda *steps: self.calls.append((self.peer.name, name, *steps))
+
+
+@pytest.mark.parametrize("resident", ["one", "all"])
+def test_peers_make_whole_windows_from_rest_to_rest(model, monkeypatch, resident):
+    monkeypatch.setattr(step_time, "Runner", FakeRunner)
+    monkeypatch.setattr(FakeRunner, "calls", [])
+    step_time.compare(
+        model,
+        [PEERS["offload-x4"], PEERS["zenflow-s2-r0.05"]],
+        batch=1,
+        length=LENGTH,
+        vocabulary=VOCABULARY,
+        rounds=1,
+        steps=16,
+        stretches=2,
+        resident=resident,
+        threads=None,
+        save=lambda c: None,
+    )
+    mine = [call for name, *call in FakeRunner.calls if name == "offload-x4"]
+    stretch = [["advance", 16], ["wait"]]
+    rest, gone = [["settle"]], [["take_down"]]
+    compiles = [["set_up"], ["advance", 12], *rest, *gone]
+    warm = [["set_up"], ["advance", 4], *rest]
+    turn = [["advance", 4], ["wait"], *stretch, *stretch, *rest]
+    assert mine == compiles + warm + turn + (gone if resident == "one" else []) + gone
+    ups = [name for name, call, *_ in FakeRunner.calls if call in ("set_up", "take_down")]
+    # With "one", nobody is set up before the one in front is taken down.
+    assert (ups[:-2:2] == ups[1:-2:2]) == (resident == "one")
+
+
+def test_a_peer_that_does_not_fit_is_left_out_of_the_rounds(model, monkeypatch):
+    def set_up(self):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(Runner, "set_up", set_up)
+    options = {"rounds": 1, "steps": 1, "stretches": 1, "resident": "one", "threads": None}
+    sizes = {"batch": 1, "length": LENGTH, "vocabulary": VOCABULARY}
+    found = step_time.compare(model, [PEERS["adamw"]], **sizes, **options, save=lambda c: None)
+    assert "| adamw | does not fit |" in table(found)
+    assert figures(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("tiny", 0.16), ("125m", 134), ("1b", 1100), ("3b", 3015)]
+)
+def test_models_are_as_large_as_their_names_say(name, millions):
+    model = make_model(MODELS[name].config, scan_layers=True, remat=True)
+    assert model.parameters == pytest.approx(millions * 1e6, rel=0.03)
+
+
+def test_idle_is_the_share_that_adamw_does_not_need():
+    once = {"wait_s": [0.0], "work_s": [0.0], "bytes_to_host": [50.0], "bytes_to_device": [0.0]}
+    comparison = Comparison(
+        parameters=100,
+        batch=2,
+        length=10,
+        results=[
+            Result("adamw", step_s=[0.2, 0.1, 0.3], **once),
+            Result("offload", step_s=[0.8], device_peak_bytes=300, **once),
+        ],
+    )
+    found = figures(comparison)
+    assert found["offload"]["idle"] == pytest.approx(0.75)
+    assert found["offload"]["tokens_per_s"] == pytest.approx(25)
+    assert found["offload"]["device_peak"] == 3
+    assert found["adamw"]["step_ms"] == pytest.approx(200)
+    assert found["adamw"]["to_host"] == 0.5
+    assert "| 75.0% |" in table(comparison)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--peers", "sgd"], "names none of"),
+        (["--steps", "12"], "multiple of 8 for zenflow-s8"),
+        (["--tokens", "33"], r"multiples of --length 32, got \[33\]"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(monkeypatch, capsys, arguments, says):
+    monkeypatch.setattr(sys, "argv", ["step_time", *arguments])
+    with pytest.raises(SystemExit):
+        step_time.main()
+    assert re.search(says, capsys.readouterr().err)
