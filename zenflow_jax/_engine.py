@@ -13,13 +13,15 @@ import os
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
+from zenflow_jax._aligned import copied
 from zenflow_jax._checks import check_placement
 from zenflow_jax._crossing import Crossing
 from zenflow_jax._engine_checks import check_arrays, check_devices, check_fresh, check_pinned
@@ -35,6 +37,7 @@ from zenflow_jax._engine_state import (
 )
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
+from zenflow_jax._lending import Loan
 from zenflow_jax._mailbox import BUFFERS, Mailbox
 from zenflow_jax._parts import (
     host_channels,
@@ -170,6 +173,7 @@ class HostEngine:
             self._resume(counts, engine_state["leaves"], travelling)
         self._closed = False
         self._interrupted = False
+        self._loan: Loan | None = None  # the last one
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
         # waited for, before the modules go that it works with.
         weakref.finalize(self, self._worker.ask_to_stop)
@@ -295,6 +299,44 @@ class HostEngine:
         Raises:
             RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
         """
+        return self._tree(copied)
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[dict[str, Any]]:
+        """The same as `state()`, without the copy: for a save that is waited for.
+
+        The arrays are the engine's own where jax can alias them (on a CPU; elsewhere they are
+        copied to pinned memory). Until the `with` block ends the engine takes no other call but
+        `close`; then they are deleted, and whatever reads them must be done.
+
+        Yields:
+            What `state()` returns.
+
+        Raises:
+            RuntimeError: As `state`; at the end of the block, and by every call after it, as long
+                as something still reads the arrays, such as a save that was not waited for.
+
+        Examples:
+            Inside of the block of `HostEngine`, with any writer of arrays::
+
+                with engine.lend() as engine_state:
+                    saver.save(folder, {"params": params, "engine": engine_state})
+                    saver.wait_until_finished()
+        """
+        loan = Loan()
+        tree = self._tree(loan.lend)
+        self._loan = loan
+        try:
+            yield tree
+        finally:
+            for x in jax.tree.leaves(tree):
+                if isinstance(x, jax.Array):
+                    x.delete()
+            loan.end()
+        loan.check()
+
+    def _tree(self, take: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+        """The engine's state, of arrays that `take` makes of its own."""
         self._check_open()
         pending = self._settle()
         half, stats = self._half, self._worker.stats
@@ -315,7 +357,7 @@ class HostEngine:
             kept=self._progress.kept,
         )
         return {
-            "leaves": leaves_to_trees(half, self._parts, self._arrays, self._crossing.before),
+            "leaves": leaves_to_trees(half, self._parts, self._arrays, self._crossing.before, take),
             "counts": counts_to_tree(counts, self._schedule),
             "options": self._options,
         }
@@ -401,6 +443,8 @@ class HostEngine:
                 "half-way: parameters, state and host no longer belong together. Go on from the "
                 "last checkpoint."
             )
+        if self._loan is not None:
+            self._loan.check()
 
     def _check(self, opt_state: Any) -> ZenFlowState:
         self._check_open()

@@ -8,7 +8,7 @@ it can be read into another number of them.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from zenflow_jax._adam import AdamScalars
+from zenflow_jax._aligned import blank
 from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._parts import Part, assemble, by_leaf, host_channels, piece_of
@@ -201,32 +202,35 @@ def leaves_to_trees(
     parts: Sequence[Part],
     arrays: Sequence[Mapping[str, tuple[tuple[int, ...], Any, Any]]],
     before: Sequence[jax.Array] | None,
+    take: Callable[[np.ndarray], np.ndarray],
 ) -> list[dict[str, jax.Array]]:
-    """A copy of what the host half has of each leaf that travels.
+    """What the host half has of each leaf that travels.
 
     Args:
         half: At rest.
         parts: Its parts.
         arrays: Of each leaf its `arrays_of`.
         before: Channels selected during the pending update's window, if others are now.
+        take: Makes of an array of `half` one that the result may have: a copy, or what is lent.
     """
     pieces: dict[str, list[list[jax.Array]]] = {}
     for leaf, part in zip(half.leaves, parts, strict=True):
         spec = part.spec
         channels = leaf.channels if before is None else host_channels(before[part.leaf], part)
         # Sums that nothing was added to yet are not there, or are those of a former window.
-        total = leaf.total if half.counted else np.zeros_like(leaf.master)
+        total = leaf.total if half.counted else None
         for name, x, shape in (
-            ("master", leaf.master, spec.shape),
-            ("mu", leaf.mu, spec.shape),
-            ("nu", leaf.nu, spec.shape),
-            ("total", total, spec.shape),
-            ("steps", leaf.steps, (*spec.stack, spec.n)),
+            ("master", take(leaf.master), spec.shape),
+            ("mu", take(leaf.mu), spec.shape),
+            ("nu", take(leaf.nu), spec.shape),
+            ("total", blank(spec.shape) if total is None else take(total), spec.shape),
+            ("steps", take(leaf.steps), (*spec.stack, spec.n)),
             ("before", channels + part.first, (*spec.stack, spec.k)),
         ):
-            copy = np.array(x).reshape(shape)
-            on_devices = [_beside(copy, device) for device in part.devices]
+            on_devices = [_beside(x.reshape(shape), device) for device in part.devices]
             pieces.setdefault(name, []).append(on_devices)
+    # What a device's host memory cannot alias is still being copied.
+    jax.block_until_ready(pieces)
     columns = {name: by_leaf(parts, found) for name, found in pieces.items()}
     return [
         {

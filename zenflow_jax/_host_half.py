@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from zenflow_jax._adam import AdamScalars
+from zenflow_jax._aligned import blank, copied
 from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_adam import HostAdam
 
@@ -109,7 +110,7 @@ class HostHalf:
                 array = getattr(leaf, name)
                 array[...] = of_leaf[name].reshape(array.shape)
             if counted:
-                leaf.total = np.array(of_leaf["total"]).reshape(leaf.master.shape)
+                leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
 
     def casts(self) -> Iterator[np.ndarray]:
         """Of each leaf what is uploaded of it: all masters, in the leaf's dtype."""
@@ -131,7 +132,7 @@ class HostHalf:
         """Adds one step's gradients to the open window, `factor` times."""
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             if leaf.total is None:
-                leaf.total = leaf.spare.pop() if leaf.spare else np.empty_like(leaf.master)
+                leaf.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
             self._adam.accumulate(
                 leaf.total, gradient.reshape(leaf.master.shape), factor, first=self.counted == 0
             )
@@ -266,11 +267,11 @@ def _new_leaf(spec: LeafSpec, weight: np.ndarray, channels: np.ndarray) -> HostL
     groups = shape[0]
     return HostLeaf(
         spec=spec,
-        # `astype` copies: the parameter's memory belongs to the device.
-        master=np.ascontiguousarray(weight.astype(np.float32)).reshape(shape),
-        mu=np.zeros(shape, np.float32),
-        nu=np.zeros(shape, np.float32),
-        steps=np.zeros((groups, spec.n), np.int32),
+        # Copied: the parameter's memory belongs to the device.
+        master=copied(weight.reshape(shape), np.float32),
+        mu=blank(shape),
+        nu=blank(shape),
+        steps=blank((groups, spec.n), np.int32),
         channels=np.array(channels, np.int32).reshape(groups, spec.k),
         out=np.zeros(shape, spec.dtype) if spec.keeps_master else None,
     )

@@ -1,0 +1,25 @@
+"""NumPy arrays at addresses where jax for CPUs takes them over as they are; others it copies."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+#: Bytes of which such an address is a multiple (jax 0.10.2). NumPy's own are multiples of 16.
+ALIGNMENT = 64
+
+
+def blank(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+    """Zeros; memory is not taken before they are written."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def copied(x: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """A copy, cast if another dtype is asked for."""
+    copy = blank(x.shape, x.dtype if dtype is None else dtype)
+    np.copyto(copy, x, casting="unsafe")
+    return copy
