@@ -84,7 +84,7 @@ def main() -> None:
         s = run.summary
         ours = s["windows"] is not None
         figures = [
-            f"{s['validation_loss_after']:.3f}",
+            f"{s['validation_after']['loss']:.3f}",
             str(s["windows"]) if ours else "-",
             f"{s['mean_window_length']:.2f}" if ours else "-",
             str(s["reselections"]) if ours else "-",

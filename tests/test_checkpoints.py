@@ -4,11 +4,14 @@ Runs are processes of their own, with compiled programs that they share; faults 
 are shown on a few small arrays.
 """
 
+import errno
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -18,9 +21,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks import kill_test
+from tests import runs as optimizer_runs
+from tests.runs import Leaf, Training
 from train import finetune
 from train.checkpoints import CheckpointError, Checkpoints, description, write_model
-from train.settings import Settings, SettingsError, load_settings
+from train.command_line import load_settings
+from train.run_lock import run_lock
+from train.settings import Settings, SettingsError
 
 # --- runs -----------------------------------------------------------------------------------
 
@@ -171,7 +178,7 @@ class Job:
             folder / "checkpoints",
             keep=settings.keep,
             keep_best=settings.keep_best,
-            describe=description(settings, np.zeros(3, np.uint8)),
+            describe=description(settings, 0),
             say=self.said.append,
         )
 
@@ -197,7 +204,7 @@ class Job:
 
     def save(self, step: int, *, loss: float | None = None):
         now = {"losses": [0.1 * step]}
-        self.checkpoints.save(step, self.params, self.opt_state, None, now, validation_loss=loss)
+        self.checkpoints.save(step, self.params, self.opt_state, None, now, figure=loss)
 
     def restored(self, step: int):
         """What was saved; the job goes on from there."""
@@ -385,3 +392,100 @@ def test_a_folder_without_permission_is_said_and_the_older_stay(tmp_path):
 def test_without_a_folder_there_is_nothing_to_go_on_from(tmp_path):
     with Job(tmp_path) as job:
         assert job.checkpoints.newest() is None
+
+
+# --- with an engine -------------------------------------------------------------------------
+
+WIDE = tuple(Leaf(name, (160, 128), -2, "bfloat16") for name in "abc")  # 1 MB of state
+
+
+def engine_run(folder, said):
+    """A training with an engine in mid-window, and its checkpoints."""
+    settings = optimizer_runs.Settings(topk_ratio=0.3, update_interval=4, select_interval=4)
+    training = Training(WIDE, settings, threads=1, host_kernel="numpy", donate=True)
+    training.go(7)
+    return training, Checkpoints(
+        folder / "checkpoints",
+        keep=2,
+        keep_best=False,
+        describe=description(Settings(), 0),
+        say=said.append,
+    )
+
+
+def save_lent(training, checkpoints, step):
+    """The engine's state, as it was while it was lent."""
+    with training.engine.lend() as lent:
+        values = jax.tree.map(np.array, lent)
+        checkpoints.save(step, training.params, training.state, lent, {})
+        checkpoints.wait()
+    return values
+
+
+def test_a_save_of_what_the_engine_lends_is_its_state(tmp_path):
+    training, checkpoints = engine_run(tmp_path, [])
+    with training, checkpoints:
+        values = save_lent(training, checkpoints, 7)
+        params = jax.tree.map(np.array, training.params)
+        training.go(3)
+        found = checkpoints.restore(7, training.params, training.state)
+        jax.tree.map(np.testing.assert_array_equal, found.params, params)
+        optimizer_runs.assert_same_bits(jax.tree.map(np.asarray, found.engine_state), values)
+
+
+def test_a_save_that_fails_gives_back_what_the_engine_lent(small_disk, monkeypatch):
+    # orbax's event loop does not hear again of writes that were under way. Of the errors that this
+    # makes, pytest keeps tracebacks until the test ends, and with them the arrays.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", True)
+    said = []
+    training, checkpoints = engine_run(small_disk, said)
+    with training, checkpoints:
+        filler = small_disk / "filler"
+        filler.write_bytes(b"x" * 1_500_000)
+        save_lent(training, checkpoints, 7)
+        assert len(said) == 1
+        training.go(1)
+        filler.unlink()
+        values = save_lent(training, checkpoints, 8)
+        checkpoints.finish()
+        found = checkpoints.restore(8, training.params, training.state)
+        optimizer_runs.assert_same_bits(jax.tree.map(np.asarray, found.engine_state), values)
+
+
+# --- the lock -------------------------------------------------------------------------------
+
+HOLDER = """
+import sys
+from pathlib import Path
+from train.run_lock import run_lock
+with run_lock(Path(sys.argv[1]), print):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_start_of_a_run_is_refused_until_the_first_is_dead(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=kill_test.ROOT
+    ) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(SettingsError, match=f"process {holder.pid} on .* another --run"):
+            with run_lock(tmp_path, print):
+                pass
+        holder.kill()
+    with run_lock(tmp_path, print):
+        pass
+    with run_lock(tmp_path, print):
+        pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    said = []
+    with run_lock(tmp_path, said.append):
+        assert "start no second process" in said[0]

@@ -13,18 +13,18 @@ import optax
 import pytest
 from flax import nnx
 
-from train import data, finetune
+from train import finetune
+from train.command_line import load_settings, read_command_line, to_toml
+from train.data import Batches
 from train.meter import Meter
-from train.model import Transformer, next_byte_loss, rotary
+from train.optimizers import decayed, make_optimizer, weight_dtype
 from train.report import new_run_folder
 from train.schedule import ScheduleRecord, selection_rule, window_rule
-from train.settings import (
-    Settings,
-    SettingsError,
-    load_settings,
-    read_command_line,
-    to_toml,
-)
+from train.settings import Settings, SettingsError
+from train.step import of_tokens
+from train.tasks import standard_library
+from train.tasks.standard_library import Windows
+from train.transformer import Transformer, rotary
 from zenflow_jax import AutoSelect, AutoWindow, EngineStats, EpochSelect
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
@@ -77,6 +77,7 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
+    left_out |= {"model", "data", "deepspeed", "scan_layers", "remat", "epochs", "micro_batches"}
     settings = asdict(Settings())
     left_out |= {name for name in settings if name.startswith("auto_")}
     assert set(given) == set(settings) - left_out
@@ -250,10 +251,12 @@ def test_an_output_dir_that_is_a_file_ends_the_command_with_code_2(tmp_path, cap
 # --- text -----------------------------------------------------------------------------------
 
 
-def library_split(seed: int) -> data.Split:
-    root = data.standard_library()
-    files = data.source_files(root)
-    return data.split_files(root, files, seed=seed, max_bytes=500_000, validation_share=0.2)
+def library_split(seed: int) -> standard_library.Split:
+    root = standard_library.folder()
+    files = standard_library.source_files(root)
+    return standard_library.split_files(
+        root, files, seed=seed, max_bytes=500_000, validation_share=0.2
+    )
 
 
 def test_the_split_is_a_function_of_the_seed():
@@ -267,38 +270,24 @@ def test_no_file_is_on_both_sides_of_the_split_and_none_is_a_skipped_one():
     assert split.train
     assert split.validation
     folders = {part for path in split.train + split.validation for part in path.parts[:-1]}
-    assert folders.isdisjoint(data.SKIPPED_FOLDERS)
+    assert folders.isdisjoint(standard_library.SKIPPED_FOLDERS)
 
 
 def test_the_split_keeps_to_the_size_and_the_share_up_to_one_file(tmp_path):
     names = [Path(f"m{i}.py") for i in range(20)]
     for name in names:
         (tmp_path / name).write_bytes(b"x" * 100)
-    split = data.split_files(tmp_path, names, seed=0, max_bytes=1000, validation_share=0.2)
+    split = standard_library.split_files(
+        tmp_path, names, seed=0, max_bytes=1000, validation_share=0.2
+    )
     assert (len(split.train), len(split.validation)) == (8, 2)
 
 
 def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_path):
     (tmp_path / "a.py").write_bytes(b"abcde")
     (tmp_path / "b.py").write_bytes(b"fg")
-    windows = data.windows(tmp_path, (Path("a.py"), Path("b.py")), sequence_length=4)
+    windows = standard_library.windows(tmp_path, (Path("a.py"), Path("b.py")), sequence_length=4)
     assert [bytes(w) for w in windows] == [b"\0abcd", b"de\0fg"]
-
-
-def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_window():
-    windows = np.arange(12, dtype=np.uint8).reshape(6, 2)
-    once, again = (data.batches(windows, batch_size=2, seed=5) for _ in range(2))
-    np.testing.assert_array_equal(once[7], again[7])
-    epoch = np.concatenate([once[i] for i in range(3)])
-    assert sorted(epoch[:, 0].tolist()) == windows[:, 0].tolist()
-    assert epoch.dtype == np.uint8
-
-
-def test_an_epoch_has_as_many_batches_as_hold_every_window_at_least_one():
-    windows = np.zeros((9, 2), np.uint8)
-    sizes = (1, 3, 4, 9, 100)
-    counts = [data.batches_per_epoch(windows, batch_size=size) for size in sizes]
-    assert counts == [9, 3, 3, 1, 1]
 
 
 # --- model ----------------------------------------------------------------------------------
@@ -331,8 +320,9 @@ def test_matrices_are_in_the_weight_dtype_and_norms_and_logits_in_float32(window
 
 
 def test_a_fresh_model_knows_nothing_about_the_next_byte(windows):
-    loss = next_byte_loss(tiny_model(), windows)
-    np.testing.assert_allclose(loss, np.log(256), atol=0.05)  # its logits are near 0, not 0
+    found = of_tokens(tiny_model(), {"tokens": windows})
+    mean = found.losses.sum() / found.targets.sum()
+    np.testing.assert_allclose(mean, np.log(256), atol=0.05)  # its logits are near 0, not 0
 
 
 def test_a_later_byte_changes_no_earlier_logit(windows):
@@ -377,8 +367,8 @@ def test_rotary_keeps_lengths_and_products_depend_on_the_distance_alone():
 def test_the_adamw_job_keeps_updates_that_bfloat16_weights_would_lose():
     # Near 1 a bfloat16 steps by 2**-8. A hundred updates of 1e-4 must still add up.
     settings = Settings(optimizer="adamw", learning_rate=1e-4, weight_decay=0.0, steps=10**9)
-    tx, grads = finetune.make_optimizer(settings), {"w": jnp.ones((4, 4))}
-    params = {"w": jnp.ones((4, 4), finetune.WEIGHT_DTYPES["adamw"])}
+    tx, grads = make_optimizer(settings), {"w": jnp.ones((4, 4))}
+    params = {"w": jnp.ones((4, 4), weight_dtype(settings))}
     state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(100):
         updates, state = update(grads, state, params)
@@ -388,7 +378,7 @@ def test_the_adamw_job_keeps_updates_that_bfloat16_weights_would_lose():
 
 def test_weight_decay_spares_the_norms():
     model = tiny_model()
-    mask = jax.tree.leaves(finetune.decayed(nnx.as_pure(nnx.state(model, nnx.Param))))
+    mask = jax.tree.leaves(decayed(nnx.as_pure(nnx.state(model, nnx.Param))))
     assert mask == [leaf.ndim == 2 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
 
 
@@ -481,13 +471,13 @@ def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
 
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["steps"] == TINY["steps"]
-    assert summary["validation_loss_after"] < summary["validation_loss_before"]
+    assert summary["validation_after"]["loss"] < summary["validation_before"]["loss"]
     assert 0 <= summary["wait_share"] <= 1
     # adamw has nothing on the host; zenflow sends at least the bfloat16 gradient of most channels.
     moved = summary["bytes_per_parameter_and_step"]
     assert (moved == 0) if optimizer == "adamw" else (1 < moved < 4)
     shown = capsys.readouterr().out
-    assert "validation loss after" in shown
+    assert f"validation after {TINY['steps']} steps: loss" in shown
     assert "bytes moved per parameter and step" in shown
 
     of_schedule = ("window_length", "kept_share", "reselections")
@@ -528,14 +518,14 @@ def test_windows_and_selections_that_adapt_are_in_the_metrics_and_the_summary(tm
 
 def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
     changed = {"corpus_megabytes": 0.1, "steps": 9, "log_every": 1, "update_interval": 1}
-    root = data.standard_library()
-    split = data.split_files(
-        root, data.source_files(root), seed=0, max_bytes=100_000, validation_share=0.1
+    root = standard_library.folder()
+    split = standard_library.split_files(
+        root, standard_library.source_files(root), seed=0, max_bytes=100_000, validation_share=0.1
     )
-    windows = data.windows(root, split.train, TINY["sequence_length"])
+    windows = standard_library.windows(root, split.train, TINY["sequence_length"])
     # So large that it takes four batches, the last of them not full, whatever this Python's text.
     changed["batch_size"] = len(windows) // 4 + 1
-    assert data.batches_per_epoch(windows, batch_size=changed["batch_size"]) == 4
+    assert Batches(Windows(windows), batch_size=changed["batch_size"], seed=0).per_epoch == 4
 
     assert finetune.main(tiny_command(tmp_path, select_interval="epoch", **changed)) == 0
     rows = metrics(tmp_path / "runs" / "001-zenflow")
@@ -549,7 +539,7 @@ def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):
     for optimizer in ("adamw", "zenflow"):
         assert finetune.main([*command, "--optimizer", optimizer]) == 0
         (summary,) = (tmp_path / "runs").glob(f"*-{optimizer}/summary.json")
-        losses.append(json.loads(summary.read_text(encoding="utf-8"))["validation_loss_after"])
+        losses.append(json.loads(summary.read_text(encoding="utf-8"))["validation_after"]["loss"])
     np.testing.assert_allclose(*losses, rtol=0, atol=SAME_TRAINING_ATOL)
 
 
@@ -559,24 +549,3 @@ def test_every_run_gets_a_folder_of_its_own_with_the_next_number(tmp_path):
     (runs / "notes").mkdir()
     made = [new_run_folder(runs, label).name for label in ("zenflow", "zenflow", "adamw")]
     assert made == ["011-zenflow", "012-zenflow", "013-adamw"]
-
-
-def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
-    settings = Settings(optimizer="adamw", max_grad_norm=1.0)
-    graphdef, params = nnx.split(tiny_model(jnp.float32))
-    tx = finetune.make_optimizer(settings)
-    train_step = finetune.make_train_step(graphdef, tx)
-    windows = np.arange(18, dtype=np.uint8).reshape(2, 9)
-
-    def losses():
-        # Copies, because the step donates what it is given.
-        own = finetune.committed(jax.tree.map(jnp.copy, nnx.as_pure(params)))
-        state = finetune.committed(tx.init(own))
-        for _ in range(3):
-            own, state, loss = train_step(own, state, windows)
-            yield float(loss)
-
-    first = list(losses())
-    assert first[2] < first[0]
-    assert list(losses()) == first
-    assert train_step._cache_size() == 1  # checked on jax 0.10.2

@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +19,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from train import data, finetune, processes, sharding
-from train.settings import Launch, Settings, SettingsError, load_settings, read_command_line
+from tests.processes import reserved_port
+from train import finetune, models, processes, sharding
+from train.command_line import load_settings, read_command_line
+from train.data import Batches
+from train.settings import Launch, Settings, SettingsError
+from train.tasks.standard_library import Windows
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,7 +59,7 @@ def abstract_mesh(**axes: int) -> AbstractMesh:
 
 
 def shapes_of(settings: Settings):
-    return nnx.as_pure(nnx.state(nnx.eval_shape(lambda: finetune.make_model(settings, None))))
+    return nnx.as_pure(nnx.state(nnx.eval_shape(models.builder(settings))))
 
 
 # --- mesh and rules -------------------------------------------------------------------------
@@ -179,14 +182,14 @@ def test_a_process_takes_the_rows_of_its_own_devices_once_each():
     assert sharding.own_rows(OneProcessOfMany(), 8).tolist() == [2, 3, 6, 7]
 
 
-def test_sharded_batches_hold_the_rows_of_the_same_batches():
-    windows = np.arange(60, dtype=np.uint8).reshape(20, 3)
-    whole = data.batches(windows, batch_size=8, seed=5)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    options = {"batch_size": 8, "seed": 5, "sharding": place}
-    sharded = data.ShardedBatches(windows, rows=np.arange(8), **options)
+def test_batches_on_a_mesh_hold_the_same_rows():
+    windows = Windows(np.arange(60, dtype=np.uint8).reshape(20, 3))
+    options = {"batch_size": 8, "seed": 5}
+    whole = Batches(windows, **options)
+    sharded = Batches(windows, **options, mesh=jax.make_mesh((1,), ("data",)))
     for i in (0, 1, 7):  # an epoch ends inside of batch 2
-        np.testing.assert_array_equal(sharded[i], whole[i])
+        assert isinstance(sharded[i]["tokens"], jax.Array)
+        np.testing.assert_array_equal(sharded[i]["tokens"], whole[i]["tokens"])
 
 
 # --- processes ------------------------------------------------------------------------------
@@ -248,11 +251,14 @@ ON_A_MESH = """
 import sys
 import jax, numpy as np
 from train import finetune, sharding
-from train.settings import read_command_line
+from train import models
+from train.command_line import read_command_line
+from train.tasks.chosen import make_task
 
 settings = read_command_line(sys.argv[1:], program="test").settings
 mesh = sharding.make_mesh(settings.mesh)
-(_, alone), (_, placed) = (finetune.split_model(settings, m) for m in (None, mesh))
+task = make_task(settings, None)
+alone, placed = (models.make(settings, task, m, None).params for m in (None, mesh))
 jax.tree.map(np.testing.assert_array_equal, alone, placed)
 kernel = placed["blocks"][0]["gate"]["kernel"]
 assert kernel.sharding.shard_shape(kernel.shape) == (8, 12), kernel.sharding
@@ -303,7 +309,7 @@ def losses(folder: Path) -> list[float]:
         steps = [float(row["loss"]) for row in csv.DictReader(file)]
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert len(steps) == TINY["steps"]
-    return [*steps, summary["validation_loss_before"], summary["validation_loss_after"]]
+    return [*steps, *(summary[f"validation_{when}"]["loss"] for when in ("before", "after"))]
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +330,8 @@ def on_one_device(tmp_path_factory):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "zenflow"])
 def test_eight_devices_train_as_one_does(tmp_path, on_one_device, optimizer):
-    config = config_file(tmp_path, optimizer=optimizer, mesh="data=2,fsdp=2,tensor=2")
+    mesh = {"mesh": "data=2,fsdp=2,tensor=2", "micro_batches": 2 if optimizer == "zenflow" else 1}
+    config = config_file(tmp_path, optimizer=optimizer, **mesh)
     output(start("-c", ON_A_MESH, config, devices=8))
     (made,) = (tmp_path / "runs").iterdir()
     np.testing.assert_allclose(
@@ -334,13 +341,14 @@ def test_eight_devices_train_as_one_does(tmp_path, on_one_device, optimizer):
 
 def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, on_one_device):
     config = config_file(tmp_path, optimizer="zenflow", mesh="data=2")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    command = ("-m", "train.finetune", config, "--coordinator", coordinator, "--processes", "2")
-    first, second = output(
-        *(start(*command, "--process", str(process), devices=1) for process in range(2))
-    )
+    with reserved_port() as port:
+        command = ("-m", "train.finetune", config, "--coordinator", f"127.0.0.1:{port}")
+        first, second = output(
+            *(
+                start(*command, "--processes", "2", "--process", str(process), devices=1)
+                for process in range(2)
+            )
+        )
     (made,) = (tmp_path / "runs").iterdir()
     np.testing.assert_allclose(
         losses(made), on_one_device("zenflow"), rtol=0, atol=SAME_TRAINING_ATOL

@@ -39,8 +39,9 @@ CHECKSUMS = "checksums.json"
 
 # What a resumed run may have otherwise than the saved one; the library says the same of its own.
 MAY_CHANGE = frozenset(
-    "steps learning_rate warmup_steps weight_decay max_grad_norm host_kernel threads mesh "
-    "eval_batches save_every keep keep_best output_dir run progress".split()
+    "model data deepspeed steps epochs learning_rate warmup_steps weight_decay max_grad_norm "
+    "host_kernel threads mesh remat evaluate_every eval_batches save_every keep keep_best "
+    "output_dir run progress".split()
 )
 
 
@@ -63,7 +64,8 @@ class Checkpoints:
     Args:
         folder: Where they are, one folder for each. Its files are read by every process.
         keep: How many of the newest are kept.
-        keep_best: Whether the one with the smallest validation loss is kept as well.
+        keep_best: Whether the one with the best figure of the validation is kept as well.
+        larger_is_better: Of that figure.
         describe: What a run must have in common with the one it goes on from: see `description`.
         say: Shows a line to the user.
     """
@@ -74,12 +76,14 @@ class Checkpoints:
         *,
         keep: int,
         keep_best: bool,
+        larger_is_better: bool = False,
         describe: Mapping[str, Any],
         say: Callable[[str], None],
     ):
         self._folder = folder.absolute()
         self._keep = keep
         self._keep_best = keep_best
+        self._larger_is_better = larger_is_better
         self._description = describe
         self._say = say
         self._writing: int | None = None  # the step of a save that was not heard of since
@@ -122,7 +126,7 @@ class Checkpoints:
         manager = self._opened()
         run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         self._check(step, run)
-        with_engine = run["settings"]["optimizer"] == "zenflow"
+        with_engine = run["settings"]["optimizer"] != "adamw"
         engine_state = zenflow_jax.abstract_engine_state(opt_state) if with_engine else None
         fresh = {"params": params, "opt_state": opt_state, "engine_state": engine_state}
         saved, others = _split(fresh)
@@ -137,8 +141,10 @@ class Checkpoints:
         for x in saved.values():
             if isinstance(x, jax.Array):
                 x.delete()
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(templates))
-        arrays = manager.restore(step, args=args)["state"]
+        args = ocp.args.PyTreeRestore(
+            item=templates, restore_args=ocp.checkpoint_utils.construct_restore_args(templates)
+        )
+        arrays = manager.restore(step, args=ocp.args.Composite(state=args))["state"]
         return Restored(**_join(fresh, arrays, others), progress=run["progress"])
 
     def save(
@@ -148,7 +154,7 @@ class Checkpoints:
         opt_state: Any,
         engine_state: Any,
         progress: Mapping[str, Any],
-        validation_loss: float | None = None,
+        figure: float | None = None,
     ) -> None:
         """Starts to write a checkpoint; training may go on, and donate what was given, at once.
 
@@ -160,9 +166,11 @@ class Checkpoints:
         Args:
             step: Of the run, of which the rest is the state.
             params, opt_state: As the last `exchange`, or without an engine the step, returned them.
-            engine_state: `engine.state()`, or None.
+            engine_state: `engine.state()`, or None. Or what `engine.lend()` lends, if `wait` is
+                called before that ends.
             progress: Anything that JSON can hold.
-            validation_loss: Needed where the best is kept.
+            figure: Of the validation, what says which checkpoint is best; needed where that is
+                kept.
         """
         self._wait()
         self._failed = None
@@ -173,8 +181,12 @@ class Checkpoints:
             "arrays": _described(saved),
             "progress": progress,
         }
-        args = ocp.args.Composite(state=ocp.args.StandardSave(saved), run=ocp.args.JsonSave(run))
-        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
+        args = ocp.args.Composite(
+            # One file for each process, as orbax would copy what it has to divide among several.
+            state=ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
+            run=ocp.args.JsonSave(run),
+        )
+        metrics = None if figure is None else {"figure": figure}
         self._writing = step
         with self._failures():
             # Forced, as orbax would pass over a step that is older than its newest.
@@ -184,6 +196,10 @@ class Checkpoints:
         """Says so if the save that was under way has failed. Does not wait."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self._wait()
+
+    def wait(self) -> None:
+        """Waits for the save that is under way, as must be done while arrays are lent for it."""
+        self._wait()
 
     def finish(self) -> None:
         """Waits for the last save.
@@ -196,7 +212,7 @@ class Checkpoints:
             raise CheckpointError(self._failed)
 
     def best(self) -> int | None:
-        """The step of the checkpoint with the smallest validation loss, of those that are there."""
+        """The step of the checkpoint that did best, of those that are there."""
         return self._opened().best_step() if self._keep_best else None
 
     def _opened(self) -> ocp.CheckpointManager:
@@ -213,18 +229,27 @@ class Checkpoints:
                 ),
             )
             if self._keep_best:
+                sign = 1 if self._larger_is_better else -1
                 best = ocp.checkpoint_managers.BestN(
-                    get_metric_fn=lambda m: -m["validation_loss"], n=1
+                    get_metric_fn=lambda m: sign * m["figure"], n=1
                 )
                 options = dataclasses.replace(
                     options,
-                    best_fn=lambda m: m["validation_loss"],
-                    best_mode="min",
+                    best_fn=lambda m: sign * m["figure"],
+                    best_mode="max",
                     preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
                         [latest, best]
                     ),
                 )
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
+            # What is not compressed is written from where it is; compressed, all of it is in memory
+            # once more (benchmarks/LOG.md; both on orbax 0.12.8).
+            handlers = {
+                "state": ocp.PyTreeCheckpointHandler(use_compression=False),
+                "run": ocp.JsonCheckpointHandler(),
+            }
+            self._manager = ocp.CheckpointManager(
+                self._folder, options=options, item_handlers=handlers
+            )
         return self._manager
 
     def _seal(self) -> None:
@@ -253,6 +278,10 @@ class Checkpoints:
                 "room there or see to its permissions; older checkpoints are as they were."
             )
             self._say(f"error: {self._failed}")
+            # It would keep the arrays that it has not written (orbax 0.12.8).
+            failed, self._manager = self._manager, None
+            if failed is not None:
+                failed.close()
             if processes.is_first():
                 for left in self._folder.glob(f"{self._writing}.*"):
                     shutil.rmtree(left, ignore_errors=True)  # no more than room is lost by it
@@ -299,29 +328,26 @@ class Checkpoints:
                     f"Pass {flag} {saved} to go on with that run, or name another --run to begin a "
                     f"new one. (What may change: {', '.join(sorted(MAY_CHANGE))}.)"
                 )
-        if run["text"] != self._description["text"]:
+        if run["data"] != self._description["data"]:
             raise SettingsError(
-                f"expected the text that the run of {folder} has read, got another one. It is the "
-                "standard library of the running Python: go on with the same Python, or name "
-                "another --run to begin a new one."
+                f"expected the data that the run of {folder} has read, got other data. Go on with "
+                "the same files (of standard_library: with the same Python) and the same "
+                "tokenizer, or name another --run to begin a new one."
             )
 
 
-def description(settings: Settings, *text: np.ndarray) -> dict[str, Any]:
+def description(settings: Settings, data: int) -> dict[str, Any]:
     """What a run must have in common with the one it goes on from: JSON.
 
     Args:
         settings: Of the run.
-        text: All that it reads.
+        data: A checksum of all that it reads.
     """
     fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
     # However they were given.
     del fixed["full_warm_up_share"]
     fixed["full_warm_up_rounds"] = settings.warm_up_rounds
-    checksum = 0
-    for part in text:
-        checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
-    return {"settings": fixed, "text": checksum}
+    return {"settings": fixed, "data": data}
 
 
 def write_model(path: Path, masters: Any) -> None:

@@ -1,43 +1,44 @@
-"""Trains a small transformer on the text of Python's standard library.
+"""Fine-tunes a model: its own small one, or one in a folder as Hugging Face has it.
 
     python -m train.finetune configs/quickstart.toml
     python -m train.finetune configs/quickstart.toml --optimizer adamw --steps 100
     python -m train.finetune configs/quickstart.toml --mesh data=2,fsdp=4
     python -m train.finetune configs/quickstart.toml --run first    # again: it goes on
+    python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR
 
-Read from top to bottom: optimizer, weights, one step, validation, then `train`, which is the whole
-job, and the command. The text is in `data.py`, the model in `model.py`, the settings in
-`settings.py`, what is measured in `meter.py`, zenflow's windows and selections in `schedule.py`,
-what is shown and written in `report.py`, what a run goes on from in `checkpoints.py`, what stops it
-in `stopping.py`. Several devices: what lies where in `sharding.py`, several processes in
-`processes.py`, the commands in docs/multi_host.md.
+Read from top to bottom: `train`, which is the whole job, and the command. The settings are in
+`settings.py`, what is learned in `tasks/`, the batches in `data.py`, the model in `models.py`, the
+optimizers in `optimizers.py`, one step and one validation in `step.py`, what is measured in
+`meter.py`, zenflow's windows and selections in `schedule.py`, what is shown and written in
+`report.py`, what a run goes on from in `checkpoints.py`, what stops it in `stopping.py`. Several
+devices: what lies where in `sharding.py`, several processes in `processes.py`, the commands in
+docs/multi_host.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import math
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import Mesh
 from rich.console import Console
 
 import zenflow_jax
-from train import data, processes
-from train.checkpoints import CheckpointError, Checkpoints, description, write_model
+from train import models, processes
+from train.checkpoints import CheckpointError, Checkpoints, description
+from train.command_line import read_command_line, to_toml
+from train.data import Batches, DataError, Sample
 from train.meter import Meter, Row
-from train.model import Transformer, next_byte_loss
+from train.optimizers import make_optimizer, with_deepspeed
+from train.pretrained import ModelError, read_folder
 from train.report import (
     NoLog,
     RunLog,
@@ -49,151 +50,19 @@ from train.report import (
     write_picture,
     write_summary,
 )
-from train.schedule import (
-    ScheduleRecord,
-    ScheduleRow,
-    mean_window_length,
-    selection_rule,
-    window_rule,
-)
-from train.settings import Settings, SettingsError, read_command_line, to_toml
-from train.sharding import batch_sharding, committed, make_mesh, own_rows, weight_shardings
+from train.run_lock import run_lock
+from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
+from train.settings import Settings, SettingsError
+from train.sharding import committed, make_mesh
+from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.stopping import Stopped, StopRequest
+from train.tasks.chosen import make_task
+from train.tokenizer import TokenizerError
 
 PROGRAM = "python -m train.finetune"
-MODEL = "model.safetensors"
 
 # Errors of the file system that say all that there is to say.
 NO_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
-
-# Both optimizers run the same forward and backward pass on bfloat16 matrices; what differs is
-# where the float32 master weights are. zenflow keeps them (of the selected channels on the device,
-# of the others on the host), so its parameters are the bfloat16 matrices themselves. optax.adamw
-# keeps none, and on bfloat16 parameters it would lose every update smaller than half a unit of
-# their last place; so its parameters are the float32 masters, and each step rounds a working copy
-# of them (the model does, in `compute_dtype`).
-WEIGHT_DTYPES = {"zenflow": jnp.bfloat16, "adamw": jnp.float32}
-
-
-def make_optimizer(
-    settings: Settings, *, steps_per_epoch: int | None = None
-) -> optax.GradientTransformation:
-    """The optimizer that the settings ask for.
-
-    Args:
-        settings: Of the run.
-        steps_per_epoch: Needed where zenflow is to select channels once per epoch.
-
-    Raises:
-        SettingsError: If zenflow rejects its options.
-    """
-    peak, warm_up = settings.learning_rate, settings.warmup_steps
-    learning_rate = optax.join_schedules(
-        [
-            optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1)),
-            optax.cosine_decay_schedule(peak, max(settings.steps - warm_up, 1), alpha=0.1),
-        ],
-        [warm_up],
-    )
-    if settings.optimizer == "adamw":
-        adamw = optax.adamw(learning_rate, weight_decay=settings.weight_decay, mask=decayed)
-        norm = settings.max_grad_norm
-        # A chain either way, so that a run may go on with the other.
-        clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
-        return optax.chain(clip, adamw)
-    try:
-        return zenflow_jax.zenflow(
-            learning_rate,
-            weight_decay=settings.weight_decay,
-            mask=decayed,
-            topk_ratio=settings.topk_ratio,
-            update_interval=window_rule(settings),
-            select_interval=selection_rule(settings, steps_per_epoch),
-            full_warm_up_rounds=settings.warm_up_rounds,
-            overlap_step=settings.overlap_step,
-            max_grad_norm=settings.max_grad_norm,
-        )
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-
-
-def decayed(params):
-    """Weight decay pulls on the matrices; the scales of the norms are left alone."""
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
-
-
-def make_model(settings: Settings, mesh: Mesh | None) -> Transformer:
-    """A fresh model, of the same weights with any mesh and with none."""
-    return Transformer(
-        width=settings.width,
-        layers=settings.layers,
-        heads=settings.heads,
-        ffn=settings.ffn,
-        vocabulary=data.VOCABULARY,
-        weight_dtype=WEIGHT_DTYPES[settings.optimizer],
-        compute_dtype=jnp.bfloat16,
-        rngs=nnx.Rngs(settings.seed),
-        stream_sharding=mesh and batch_sharding(mesh, settings.batch_size),
-    )
-
-
-def split_model(settings: Settings, mesh: Mesh | None) -> tuple[nnx.GraphDef, Any]:
-    """A fresh model's definition, and its weights where they belong.
-
-    Raises:
-        SettingsError: If the model or the batch does not divide by the mesh.
-    """
-
-    def split():
-        graphdef, params = nnx.split(make_model(settings, mesh))
-        return graphdef, nnx.as_pure(params)
-
-    if mesh is None:
-        graphdef, params = split()
-        return graphdef, committed(params)
-    # Each device draws its own part, so the model need not fit on any of them.
-    graphdef, shapes = jax.eval_shape(split)
-    shardings = weight_shardings(mesh, shapes)
-    return graphdef, jax.jit(lambda: split()[1], out_shardings=shardings)()
-
-
-def make_train_step(
-    graphdef: nnx.GraphDef, tx: optax.GradientTransformation, *, placement: Any = None
-) -> Callable:
-    """The jitted step; nothing in it knows which optimizer it is, or how many devices there are.
-
-    Args:
-        graphdef: The model's definition.
-        tx: The optimizer.
-        placement: On a mesh, shardings of the parameters and of the optimizer's state, which the
-            compiler would otherwise be free to change.
-    """
-
-    def train_step(params, opt_state, windows):
-        def loss_of(params):
-            return next_byte_loss(nnx.merge(graphdef, params), windows)
-
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    # Donated: the new parameters and state take the memory of the old ones.
-    out_shardings = placement and (*placement, None)
-    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out_shardings)
-
-
-def make_validate(graphdef: nnx.GraphDef, batches, count: int) -> Callable:
-    """A function from parameters to their mean loss over the first `count` of `batches`."""
-
-    @jax.jit
-    def loss_of(params, windows):
-        return next_byte_loss(nnx.merge(graphdef, params), windows)
-
-    def validate(params) -> float:
-        losses = [loss_of(params, batches[i]) for i in range(count)]
-        return float(sum(jax.device_get(losses))) / count  # blocks
-
-    return validate
 
 
 def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summary:
@@ -207,67 +76,82 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
 
     Raises:
         SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
-            or the model, the processes differ in settings or text, the folder cannot be made, or
+            or the model, the processes differ in settings or data, the folder cannot be made, or
             its checkpoints are those of another run or all damaged.
-        DataError: If there is too little text.
+        DataError: If there is too little data, or it cannot be understood.
+        ModelError, TokenizerError: If the folder of the model cannot be read.
         CheckpointError: If the last checkpoint or the model could not be written.
         Stopped: If a signal has asked for it.
     """
     begin = time.perf_counter()
+    settings.check_paths()
     mesh = make_mesh(settings.mesh)
+    settings, untranslated = with_deepspeed(settings, mesh.size if mesh else 1)
+    origin = None if settings.model is None else read_folder(Path(settings.model))
+    task = make_task(settings, origin)
+    where = {"batch_size": settings.batch_size, "seed": settings.seed, "mesh": mesh}
+    batches = Batches(task.train, **where)
+    samples = {
+        name: Sample(source, **where, batches=settings.eval_batches)
+        for name, source in task.validation.items()
+    }
+    if settings.steps is None:
+        steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
+        settings = dataclasses.replace(settings, steps=steps)
+    processes.check_same(to_toml(settings), task.checksum)
 
-    root = data.standard_library()
-    split = data.split_files(
-        root,
-        data.source_files(root),
-        seed=settings.seed,
-        max_bytes=int(settings.corpus_megabytes * 1e6),
-        validation_share=settings.validation_share,
-    )
-    train_windows, validation_windows = (
-        data.windows(root, files, settings.sequence_length)
-        for files in (split.train, split.validation)
-    )
-    processes.check_same(to_toml(settings), train_windows, validation_windows)
-    train_batches = make_batches(settings, mesh, train_windows)
-    validation_batches = make_batches(settings, mesh, validation_windows)
-
-    graphdef, params = split_model(settings, mesh)
+    model = models.make(settings, task, mesh, origin)
+    params = model.params
     parameters = sum(p.size for p in jax.tree.leaves(params))
-
-    steps_per_epoch = data.batches_per_epoch(train_windows, batch_size=settings.batch_size)
-    tx = make_optimizer(settings, steps_per_epoch=steps_per_epoch)
+    tx = make_optimizer(settings, steps_per_epoch=batches.per_epoch)
     opt_state = committed(tx.init(params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (params, opt_state))
-    train_step = make_train_step(graphdef, tx, placement=placement)
-    validate = make_validate(graphdef, validation_batches, settings.eval_batches)
+    per_example = PER_EXAMPLE[task.kind]
+    train_step = make_train_step(
+        model.graphdef,
+        tx,
+        per_example,
+        micro_batches=settings.micro_batches,
+        placement=placement,
+    )
+    validate = make_validate(model.graphdef, per_example, task, samples)
 
     folder = make_run_folder(settings, fresh=fresh)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
+    for key, reason in untranslated.items():
+        say(f"{settings.deepspeed}: `{key}` has no counterpart here: {reason}")
+    for note in task.notes:
+        say(note)
+    if model.drawn:
+        say(f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}")
     rows: list[tuple[Row, ScheduleRow]] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run_lock(folder, say))
         stop = stack.enter_context(StopRequest())
         checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
                 keep=settings.keep,
                 keep_best=settings.keep_best,
-                describe=description(settings, train_windows, validation_windows),
+                larger_is_better=task.best != "loss",
+                describe=description(settings, task.checksum),
                 say=say,
             )
         )
-        # The steps that are done already; with them the last start's losses and counts that are in
-        # no row of the metrics yet.
+        # The steps that are done already; with them the last start's validations, and its losses
+        # and counts that are in no row of the metrics yet.
         done, losses, schedule, engine_state = 0, [], None, None
+        validations: list[tuple[int, dict[str, float]]] = []
         found = checkpoints.newest()
         if found is not None:
             params, opt_state, engine_state, progress = checkpoints.restore(
                 found, params, opt_state
             )
             done, losses, schedule = found, progress["losses"], progress["schedule"]
+            validations = [(step, figures) for step, figures in progress["validations"]]
             summary = read_summary(folder)
             if done == settings.steps and summary and summary.steps == done:
                 say(
@@ -285,7 +169,7 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
             rows += read_rows(folder, until=done - len(losses))
 
         engine = None
-        if settings.optimizer == "zenflow":
+        if settings.optimizer != "adamw":
             engine = zenflow_jax.HostEngine(
                 params,
                 opt_state,
@@ -304,6 +188,7 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
                 console=console,
                 progress=settings.progress,
                 rows=rows,
+                validations=validations,
             )
         stack.enter_context(log)
         meter = Meter(
@@ -324,26 +209,33 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
             rows.append((row, record.take(row.step)))
             log.add(*rows[-1])
 
-        if done:
-            loss_before = progress["validation_loss_before"]
-        else:
-            loss_before = validate(params)
-            log.validation(0, loss_before)
+        def validated(step: int) -> dict[str, float]:
+            """The figures after that step, which is the last one taken."""
+            if not validations or validations[-1][0] != step:
+                validations.append((step, validate(params)))
+                log.validation(*validations[-1])
+            return validations[-1][1]
 
-        def save(step: int) -> None:
-            loss = None
-            if settings.keep_best:
-                loss = validate(params)
-                log.validation(step, loss)
+        if not done:
+            validated(0)
+
+        def save(step: int, *, last: bool = False) -> None:
+            best = validated(step)[task.best] if settings.keep_best else None
             for row in meter.catch_up():
                 report(row)
             now = {
-                "validation_loss_before": loss_before,
+                "validations": validations,
                 "losses": meter.losses(),
                 "schedule": record.state(),
             }
-            state = engine.state() if engine else None
-            checkpoints.save(step, params, opt_state, state, now, validation_loss=loss)
+            if engine and last:
+                # Nothing goes on beside it, so it needs no copy.
+                with engine.lend() as state:
+                    checkpoints.save(step, params, opt_state, state, now, figure=best)
+                    checkpoints.wait()
+            else:
+                state = engine.state() if engine else None
+                checkpoints.save(step, params, opt_state, state, now, figure=best)
 
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
@@ -353,7 +245,7 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
         # save before is written. The rest is dispatched only.
         saved = done
         for step in range(done + 1, settings.steps + 1):
-            params, opt_state, loss = train_step(params, opt_state, train_batches[step - 1])
+            params, opt_state, loss = train_step(params, opt_state, batches[step - 1])
             if engine:
                 params, opt_state = engine.exchange(params, opt_state)
             record.step(step)
@@ -363,16 +255,19 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
             if row := meter.step(loss):
                 report(row)
             checkpoints.poll()
+            every = settings.evaluate_every
+            if every and step % every == 0 and step < settings.steps:
+                validated(step)
             asked = stop.after(step)
             if asked or (settings.save_every and step % settings.save_every == 0):
-                save(saved := step)
+                save(saved := step, last=asked is not None)
             if asked:
                 checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, folder), signal_number=asked)
         if saved < settings.steps:
             # Before the last window is closed early, so that the run can go on with more steps as
             # if it had had them from the start.
-            save(settings.steps)
+            save(settings.steps, last=True)
         if done == settings.steps:
             meter.start(steps_done=done)
         for row in meter.drain():
@@ -382,10 +277,11 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
         jax.block_until_ready(params)  # the last update belongs to the measured time
         totals = meter.since_start()
 
-        loss_after = validate(params)
-        log.validation(settings.steps, loss_after)
+        # Again, if there is one of this step: the last windows were closed since.
+        validations = [v for v in validations if v[0] < settings.steps]
+        figures_after = validated(settings.steps)
         masters = zenflow_jax.master_params(params, opt_state, engine) if engine else params
-        write_model(folder / MODEL, masters)
+        saved_model = models.write(folder, model, masters, labels=task.labels)
         checkpoints.finish()
         best = checkpoints.best()
 
@@ -398,6 +294,7 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
         devices=mesh.size if mesh else 1,
         processes=jax.process_count(),
         parameters=parameters,
+        target=task.target,
         steps=settings.steps,
         resumed_at=done,
         tokens_per_s=totals.tokens_per_s,
@@ -406,36 +303,22 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
         host_s=stats.work_s if stats else 0.0,
         train_s=totals.seconds,
         total_s=time.perf_counter() - begin,
-        validation_loss_before=loss_before,
-        validation_loss_after=loss_after,
+        validation_before=validations[0][1],
+        validation_after=figures_after,
         windows=stats.windows if stats else None,
         mean_window_length=mean_window_length(stats) if stats else None,
         reselections=stats.reselections if stats else None,
         kept_share=stats.kept_share if stats else None,
     )
     if processes.is_first():
-        write_picture(folder, rows, summary)
+        write_picture(folder, rows, validations, summary)
         write_summary(folder, summary)
         console.print(summary_table(summary))
         if best is not None:
-            say(f"checkpoint with the smallest validation loss: {folder / 'checkpoints'}/{best}")
-        say(f"metrics, loss curve, settings and {MODEL}: {folder}")
+            say(f"checkpoint that did best in the validation: {folder / 'checkpoints'}/{best}")
+        say(f"metrics, loss curve, settings and {saved_model}: {folder}")
     processes.leave()
     return summary
-
-
-def make_batches(settings: Settings, mesh: Mesh | None, windows: np.ndarray):
-    """The batches of `windows`: NumPy arrays, or with a mesh arrays over its devices.
-
-    Raises:
-        SettingsError: If the batch does not divide by the mesh.
-    """
-    size, seed = settings.batch_size, settings.seed
-    if mesh is None:
-        return data.batches(windows, batch_size=size, seed=seed)
-    sharding = batch_sharding(mesh, size)
-    rows = own_rows(sharding, size)
-    return data.ShardedBatches(windows, batch_size=size, seed=seed, sharding=sharding, rows=rows)
 
 
 def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
@@ -468,10 +351,11 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
             f"{', '.join(sorted(names)[:4])}. Remove it, name another --run, or leave --fresh out "
             "to go on with what is in there."
         )
-    if MODEL in names and "checkpoints" not in names:
+    written = names & {models.WEIGHTS, models.FOLDER}
+    if written and "checkpoints" not in names:
         raise SettingsError(
             f"`run`: expected a folder with checkpoints to go on from, or a new one, got {folder} "
-            f"with a {MODEL} and no checkpoints. Name another --run, or remove the folder."
+            f"with a {written.pop()} and no checkpoints. Name another --run, or remove the folder."
         )
     processes.from_first(str(folder))
     return folder
@@ -508,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{stopped}\n")
         processes.leave()
         return 128 + stopped.signal_number
-    except (SettingsError, data.DataError, CheckpointError) as error:
+    except (SettingsError, DataError, ModelError, TokenizerError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:

@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """What is known of one interval of steps. Rates are over it and the interval before."""
 
     step: int  # the last step of the interval, counted from 1
-    loss: float  # mean over the interval, nats per byte
+    loss: float  # mean over the interval, nats per token or label
     tokens_per_s: float
     wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
 

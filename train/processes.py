@@ -61,24 +61,26 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def check_same(settings: str, *text: np.ndarray) -> None:
+def check_same(settings: str, data: int) -> None:
     """Compares what the processes have read, before anything depends on it.
+
+    Args:
+        settings: As text.
+        data: A checksum of it.
 
     Raises:
         SettingsError: In every process, if it is not the same in all of them.
     """
     if jax.process_count() == 1:
         return
-    checksum = zlib.crc32(settings.encode())
-    for part in text:
-        checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
+    checksum = zlib.crc32(f"{data} {settings}".encode())
     all_of_them = multihost_utils.process_allgather(np.uint32(checksum))
     if np.any(all_of_them != all_of_them[0]):
         others = np.flatnonzero(all_of_them != all_of_them[0])
         raise SettingsError(
-            "expected the same settings and the same text in every process, got others than those "
+            "expected the same settings and the same data in every process, got others than those "
             f"of process 0 in: {', '.join(map(str, others))}. Give all of them the same command "
-            "(but for --process) and the same Python, whose standard library is the text."
+            "(but for --process) and the same files (for standard_library: the same Python)."
         )
 
 
@@ -99,9 +101,12 @@ def from_first(text: str) -> str:
     return multihost_utils.broadcast_one_to_all(padded).tobytes().rstrip(b"\0").decode()
 
 
-def whole(x: jax.Array) -> np.ndarray:
-    """All of an array, of whose parts each is on some process, in the memory of every process."""
-    if x.is_fully_addressable:
+def whole(x: jax.Array | np.ndarray) -> np.ndarray:
+    """All of an array, of whose parts each is on some process, in the memory of every process.
+
+    What is there already, a NumPy array, is taken to be all of it.
+    """
+    if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
 

@@ -4,10 +4,12 @@
                           known, as with adamw of windows, is blank
     events.out.tfevents.* the same for TensorBoard, and the validation loss
     settings.toml         the settings in full; the command takes it as a config file
+    validation.csv        the figures of every validation
     loss.png              the loss curve; below it, for zenflow, the length of its windows
     summary.json          the figures of the summary table
     checkpoints/          what the run can go on from (`checkpoints.py`)
-    model.safetensors     the trained weights in float32
+    model.safetensors     the trained weights in float32; of a model that was read from a folder,
+                          model/, such a folder
 
 All of it lies in a folder that the run has to itself (`new_run_folder`). A run that goes on from a
 checkpoint drops the rows that came after it, and writes them again.
@@ -19,11 +21,11 @@ import csv
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import tensorboardX
 from matplotlib.axes import Axes
@@ -46,6 +48,7 @@ class Summary:
     devices: int  # of all processes
     processes: int
     parameters: int
+    target: str  # what a loss is a mean over: token, byte, label
     steps: int
     resumed_at: int  # 0 in one piece; otherwise rates and seconds are of the steps after this one
     tokens_per_s: float  # after the first step, which compiles
@@ -54,8 +57,8 @@ class Summary:
     host_s: float  # in which the host update of process 0 worked, beside the device or not
     train_s: float  # after the first step, with the last update of the host
     total_s: float  # with reading the text, compilation and validation
-    validation_loss_before: float  # nats per byte
-    validation_loss_after: float
+    validation_before: dict[str, float]  # `loss` in nats per token or label, and the task's metrics
+    validation_after: dict[str, float]
     # Of zenflow's schedule; None for adamw.
     windows: int | None  # with those of the warm-up, of one step each, and the last, cut short
     mean_window_length: float | None  # of these, in steps
@@ -91,6 +94,7 @@ class RunLog:
         console: Where to show it: a progress bar on a terminal, a line per row elsewhere.
         progress: Whether a terminal gets the bar; without it, lines as well.
         rows: Those that the run has already, if it goes on: what `read_rows` gave.
+        validations: Likewise, the steps and figures of validations.
     """
 
     def __init__(
@@ -101,11 +105,17 @@ class RunLog:
         console: Console,
         progress: bool,
         rows: Sequence[tuple[Row, ScheduleRow]] = (),
+        validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
         self._console = console
         self._as_lines = not (progress and console.is_terminal)
-        self._csv_file = _begin_metrics(folder / "metrics.csv", rows)
+        self._csv_file = _begin(
+            folder / "metrics.csv",
+            [Row._fields + ScheduleRow._fields, *(row + schedule for row, schedule in rows)],
+        )
         self._csv = csv.writer(self._csv_file)
+        lines = [_VALIDATION, *(line for v in validations for line in _lines(*v))]
+        self._validation_file = _begin(folder / "validation.csv", lines)
         # TensorBoard is told to forget what follows the last of the rows.
         purge = {"purge_step": rows[-1][0].step + 1} if rows else {}
         self._board = tensorboardX.SummaryWriter(str(folder), **purge)
@@ -130,6 +140,7 @@ class RunLog:
         self._bar.stop()
         self._board.close()
         self._csv_file.close()
+        self._validation_file.close()
 
     def add(self, row: Row, schedule: ScheduleRow) -> None:
         """Shows and writes the figures of one interval."""
@@ -147,10 +158,14 @@ class RunLog:
         if self._as_lines:
             self._line(f"step {row.step:>{len(str(self._steps))}}/{self._steps}  {figures}")
 
-    def validation(self, step: int, loss: float) -> None:
-        """Shows and writes the validation loss of the parameters after `step` steps."""
-        self._board.add_scalar("validation/loss", loss, step)
-        self._line(f"validation loss after {step} steps: {loss:.3f} nats per byte")
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Shows and writes the figures of the parameters after `step` steps."""
+        csv.writer(self._validation_file).writerows(_lines(step, figures))
+        self._validation_file.flush()
+        for name, value in figures.items():
+            self._board.add_scalar(f"validation/{name}", value, step)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        self._line(f"validation after {step} steps: {shown}")
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
@@ -178,14 +193,19 @@ def read_rows(folder: Path, *, until: int) -> list[tuple[Row, ScheduleRow]]:
     return rows
 
 
-def _begin_metrics(path: Path, rows: Sequence[tuple[Row, ScheduleRow]]) -> TextIO:
-    """The file of the metrics with these rows in it, open for the next ones."""
+_VALIDATION = ("step", "figure", "value")
+
+
+def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, float]]:
+    return [(step, name, value) for name, value in figures.items()]
+
+
+def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
+    """A CSV file with these lines in it, open for the next ones."""
     # Whole before it has its name: a run that is killed in between still has the old one.
     part = path.with_name(path.name + ".part")
     with open(part, "w", newline="", encoding="utf-8") as file:
-        lines = csv.writer(file)
-        lines.writerow(Row._fields + ScheduleRow._fields)
-        lines.writerows(row + schedule for row, schedule in rows)
+        csv.writer(file).writerows(lines)
     os.replace(part, path)
     return open(path, "a", newline="", encoding="utf-8")
 
@@ -202,7 +222,7 @@ class NoLog:
     def add(self, row: Row, schedule: ScheduleRow) -> None:
         pass
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
         pass
 
 
@@ -221,7 +241,12 @@ def read_summary(folder: Path) -> Summary | None:
         return None
 
 
-def write_picture(folder: Path, rows: Sequence[tuple[Row, ScheduleRow]], summary: Summary) -> None:
+def write_picture(
+    folder: Path,
+    rows: Sequence[tuple[Row, ScheduleRow]],
+    validations: Sequence[tuple[int, Mapping[str, float]]],
+    summary: Summary,
+) -> None:
     """Writes `loss.png`: the loss over the steps, the summary beside it, the schedule below.
 
     Below are the length of the windows, with the intervals in which channels were selected, and the
@@ -229,7 +254,8 @@ def write_picture(folder: Path, rows: Sequence[tuple[Row, ScheduleRow]], summary
     """
     steps = [row.step for row, _ in rows]
     schedule = [of_schedule for _, of_schedule in rows]
-    panels: list[tuple[float, Callable]] = [(3, partial(_draw_loss, rows=rows, summary=summary))]
+    loss = partial(_draw_loss, rows=rows, validations=validations, summary=summary)
+    panels: list[tuple[float, Callable]] = [(3, loss)]
     if any(row.window_length is not None for row in schedule):
         panels.append((1.2, partial(_draw_windows, steps=steps, schedule=schedule)))
     # What is held by the channels that a run starts with, which nobody selected, is of no interest
@@ -257,18 +283,23 @@ def write_picture(folder: Path, rows: Sequence[tuple[Row, ScheduleRow]], summary
     figure.savefig(folder / "loss.png", dpi=120)
 
 
-def _draw_loss(axes: Axes, *, rows: Sequence[tuple[Row, ScheduleRow]], summary: Summary) -> None:
+def _draw_loss(
+    axes: Axes,
+    *,
+    rows: Sequence[tuple[Row, ScheduleRow]],
+    validations: Sequence[tuple[int, Mapping[str, float]]],
+    summary: Summary,
+) -> None:
     axes.set(
         title=f"{summary.optimizer}, {summary.parameters / 1e6:.1f} M parameters",
-        ylabel="loss, nats per byte",
+        ylabel=f"loss, nats per {summary.target}",
     )
     axes.plot([row.step for row, _ in rows], [row.loss for row, _ in rows], ".-", label="training")
-    axes.plot(
-        [0, summary.steps],
-        [summary.validation_loss_before, summary.validation_loss_after],
-        "o",
-        label="validation",
-    )
+    for name in [n for n in summary.validation_after if n.rpartition("/")[2] == "loss"]:
+        losses = [figures[name] for _, figures in validations]
+        # `loss`, or where there are several sets of data `matched/loss`.
+        label = " ".join(["validation", *name.split("/")[:-1]])
+        axes.plot([step for step, _ in validations], losses, "o-", label=label)
     axes.legend()
 
 
@@ -349,6 +380,10 @@ def _figures(summary: Summary) -> dict[str, str]:
         **of_schedule,
         "training seconds": f"{summary.train_s:.1f}",
         "seconds in all": f"{summary.total_s:.1f}",
-        "validation loss before": f"{summary.validation_loss_before:.3f}",
-        "validation loss after": f"{summary.validation_loss_after:.3f}",
+        **_validation("before", summary.validation_before),
+        **_validation("after", summary.validation_after),
     }
+
+
+def _validation(when: str, figures: Mapping[str, float]) -> dict[str, str]:
+    return {f"validation {name} {when}": f"{value:.3f}" for name, value in figures.items()}

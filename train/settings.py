@@ -1,26 +1,15 @@
-"""The settings of a training run: a flat TOML file, read once into a frozen dataclass.
+"""The settings of a training run: what there is to set, the defaults, and what is impossible.
 
-    configs/quickstart.toml      what the file says goes over the defaults of `Settings`
-    --learning-rate 1e-3         what the command line says goes over the file
-    --process 1                  `Launch`: which of several processes this is; never in a file
-    --fresh                      `Start`: how the run is to begin; never in a file
-
-Nothing is guessed: an unknown key, a wrong type or an impossible value is a `SettingsError`.
+How they are read from a file and a command line is in `command_line.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
 import re
-import tomllib
-import types
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal
 
 import tyro
 
@@ -36,41 +25,79 @@ class Settings:
     seed: int = 0
     """Fixes the split, the initial weights and the order of the batches."""
 
-    # Data.
-    corpus_megabytes: float = 4.0
-    """How much text is taken from the standard library, training and validation together."""
-    validation_share: float = 0.1
-    """Share of that text (by whole files) that is kept for validation."""
+    # What is learned from what.
+    task: Literal[
+        "standard_library",
+        "language",
+        "alpaca",
+        "cola",
+        "sst2",
+        "mrpc",
+        "qqp",
+        "mnli",
+        "qnli",
+        "rte",
+    ] = "standard_library"
+    """standard_library: the next byte of the running Python's own source files, by a small model.
+    language: the next token of text. alpaca: to follow instructions. The others: GLUE."""
+    model: str | None = None
+    """Folder of the model to fine-tune, as Hugging Face has it.
+    Left out with standard_library, whose model is made from the sizes below."""
+    data: str | None = None
+    """File or folder of the task's data. Left out with standard_library."""
     sequence_length: int = 128
-    """Bytes in one sequence."""
-    batch_size: int = 8
-    """Sequences in one step, all devices together."""
+    """Tokens in one sequence (bytes, of standard_library)."""
+    validation_share: float = 0.1
+    """Share of the data that is kept for validation, where the data has no part for that."""
+    corpus_megabytes: float = 4.0
+    """standard_library: how much text is taken, training and validation together."""
 
     # Model.
     width: int = 256
-    """Size of the residual stream."""
+    """standard_library: size of the residual stream."""
     layers: int = 4
-    """Number of transformer blocks."""
+    """standard_library: number of transformer blocks."""
     heads: int = 4
-    """Attention heads; width / heads must be an even whole number."""
+    """standard_library: attention heads; width / heads must be an even whole number."""
     ffn: int = 640
-    """Inner width of the SwiGLU layers."""
+    """standard_library: inner width of the SwiGLU layers."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """In which matrices are multiplied; with zenflow and offload also in which they are kept on the
+    device. adamw keeps float32 and rounds at every step."""
+    scan_layers: bool = False
+    """Stack the blocks of `model` and loop over them: compiles faster, but gradients then leave the
+    device only after the backward pass."""
+    remat: bool = False
+    """Compute the inside of the blocks of `model` again in the backward pass instead of keeping it.
+    """
 
     # Training.
-    steps: int = 400
-    """Optimizer steps."""
-    optimizer: Literal["zenflow", "adamw"] = "zenflow"
-    """zenflow_jax.zenflow with a HostEngine, or optax.adamw with float32 master weights."""
+    steps: int | None = None
+    """Optimizer steps. Left out: as many as `epochs` takes."""
+    epochs: float = 1.0
+    """Passes over the training data; without meaning where `steps` is given."""
+    batch_size: int = 8
+    """Sequences in one step, all devices together."""
+    micro_batches: int = 1
+    """Parts of a batch whose gradients are computed one after the other and summed in float32."""
+    optimizer: Literal["zenflow", "adamw", "offload"] = "zenflow"
+    """zenflow: zenflow_jax.zenflow with a HostEngine. adamw: optax.adamw, float32 master weights,
+    all on the device. offload: every channel on the host and every step waits for it, which is what
+    ZeRO-Offload does (zenflow with update_interval 1, topk_ratio 0 and no overlap)."""
+    deepspeed: str | None = None
+    """A DeepSpeed JSON config that goes over these settings where it says something of them:
+    optimizer, schedule, clipping, batch size, dtype, zenflow. Its "auto" means what is set here.
+    What has no counterpart is listed (docs/deepspeed.md)."""
     learning_rate: float = 1e-3
     """Peak of the schedule: linear warm-up, then a cosine down to a tenth of the peak."""
     warmup_steps: int = 0
     """Steps of the linear warm-up of the learning rate."""
     weight_decay: float = 0.01
-    """Decay of the matrices; the scales of the norms do not decay."""
+    """Decay of the matrices; biases and the scales of the norms do not decay."""
     max_grad_norm: float | None = None
     """Clip the global gradient norm to this. Left out: no clipping."""
 
-    # zenflow; without meaning for adamw.
+    # zenflow; without meaning for the other two, but for `host_kernel` and `threads` of offload.
     topk_ratio: float = 0.1
     """Share of the channels that is updated on the device at every step."""
     # Lines end where sentences do: `--help` breaks them there.
@@ -110,9 +137,11 @@ class Settings:
     # Reporting.
     log_every: int = 10
     """Steps between two rows of the metrics."""
-    eval_batches: int = 20
-    """Validation batches before and after the training."""
-    output_dir: str = "runs/quickstart"
+    evaluate_every: int = 0
+    """Steps between two validations. 0: before and after the training only."""
+    eval_batches: int | None = None
+    """Batches of a validation at most, always the same ones. Left out: all there are."""
+    output_dir: str = "runs"
     """Each run has a folder in here and never touches those of other runs."""
     progress: bool = True
     """Show a progress bar where the output is a terminal; plain lines otherwise."""
@@ -127,7 +156,8 @@ class Settings:
     keep: int = 2
     """How many of the newest checkpoints are kept."""
     keep_best: bool = False
-    """Also keep the one with the smallest validation loss, which is then found at every save."""
+    """Also keep the one that does best in the validation, which is then made at every save: by the
+    task's own metric (GLUE), or the loss."""
 
     def __post_init__(self):
         # What zenflow itself judges by the same name (its ratio and intervals) is left to it.
@@ -163,6 +193,9 @@ class Settings:
         if self.run is not None and (self.run in ("", ".", "..") or not _NAME.fullmatch(self.run)):
             wanted = "the name of a folder in output_dir (letters, digits, . _ -)"
             raise SettingsError(_impossible("run", wanted, repr(self.run)))
+        if self.batch_size % self.micro_batches:
+            wanted = f"a number that divides batch_size, {self.batch_size}"
+            raise SettingsError(_impossible("micro_batches", wanted, self.micro_batches))
         pairs = 2 * self.heads
         if self.width % pairs:
             wanted = (
@@ -171,9 +204,25 @@ class Settings:
             )
             raise SettingsError(_impossible("width", wanted, self.width))
 
+    def check_paths(self) -> None:
+        """Checks that the task has the paths that it needs; a file alone need not have them.
+
+        Raises:
+            SettingsError: If one is missing, or there is one too many.
+        """
+        for name in ("model", "data"):
+            value = getattr(self, name)
+            if self.task != "standard_library" and value is None:
+                raise SettingsError(_impossible(name, f"a path, for {self.task}", "none"))
+            if self.task == "standard_library" and value is not None:
+                raise SettingsError(
+                    f"`{name}`: expected none, as the task standard_library brings its own, got "
+                    f"{value}. Name another --task (language, for text), or leave it out."
+                )
+
     @property
     def warm_up_rounds(self) -> int:
-        """Steps of the full warm-up, in whichever way they were given."""
+        """Steps of the full warm-up, in whichever way they were given; `steps` must be known."""
         if self.full_warm_up_share is None:
             return self.full_warm_up_rounds
         # Rounded first, as 0.07 * 100 is 7.000000000000001.
@@ -234,12 +283,12 @@ class Command:
 
 
 _ABOVE_ZERO = (
-    "corpus_megabytes sequence_length batch_size width layers heads ffn steps learning_rate "
-    "auto_window_max_interval auto_select_max_windows max_grad_norm threads log_every eval_batches "
-    "keep"
+    "corpus_megabytes sequence_length batch_size micro_batches width layers heads ffn steps epochs "
+    "learning_rate auto_window_max_interval auto_select_max_windows max_grad_norm threads "
+    "log_every eval_batches keep"
 ).split()
 
-_AT_LEAST_ZERO = "seed warmup_steps weight_decay save_every".split()
+_AT_LEAST_ZERO = "seed warmup_steps weight_decay save_every evaluate_every".split()
 
 _NAME = re.compile(r"[\w.-]+")
 
@@ -247,166 +296,3 @@ _NAME = re.compile(r"[\w.-]+")
 def _impossible(name: str, expected: str, got: object) -> str:
     flag = "--" + name.replace("_", "-")
     return f"`{name}`: expected {expected}, got {got}. Change it in the config file or pass {flag}."
-
-
-def load_settings(path: str | Path) -> Settings:
-    """Reads a settings file.
-
-    Args:
-        path: A TOML file without tables whose keys are fields of `Settings`; a key that is left
-            out keeps its default.
-
-    Raises:
-        SettingsError: If the file is missing or not TOML, a key is unknown, a value has the wrong
-            type (a whole number does for a float, nothing else is converted) or is impossible.
-    """
-    path = Path(path)
-    hints = get_type_hints(Settings)
-    values = {}
-    for key, value in _read_toml(path).items():
-        if key not in hints:
-            raise SettingsError(_unknown_key(path, key, list(hints)))
-        if not _fits(value, hints[key]):
-            raise SettingsError(
-                f"{path}: `{key}`: expected {_described(hints[key])}, got {value!r} "
-                f"({_TOML_NAMES.get(type(value), type(value).__name__)}). "
-                f"{_remedy(value, hints[key])}"
-            )
-        is_float = float in (hints[key], *get_args(hints[key]))
-        values[key] = float(value) if is_float else value
-    try:
-        return Settings(**values)
-    except SettingsError as error:
-        raise SettingsError(f"{path}: {error}") from None
-
-
-def read_command_line(argv: Sequence[str], *, program: str) -> Command:
-    """What the command `program CONFIG.toml [--key value ...]` says.
-
-    Args:
-        argv: The arguments: the path of the file, then settings that go over it.
-        program: How the command is called, for the help text.
-
-    Raises:
-        SettingsError: As `load_settings`, and if no file is named.
-        SystemExit: By tyro, with code 2 after a mistake in the other arguments (reported on
-            stderr) and with code 0 after `--help`.
-    """
-    wants_help = any(argument in ("-h", "--help") for argument in argv)
-    if argv and not argv[0].startswith("-"):
-        config, overrides, defaults = argv[0], list(argv[1:]), load_settings(argv[0])
-    elif wants_help:
-        config, overrides, defaults = "CONFIG.toml", ["--help"], Settings()
-    else:
-        got = f"`{argv[0]}`" if argv else "nothing"
-        raise SettingsError(
-            f"expected the path of a config file as the first argument, got {got}. For example: "
-            f"{program} configs/quickstart.toml --steps 100"
-        )
-    default = Command(settings=defaults, launch=Launch(), start=Start())
-    return tyro.cli(Command, prog=f"{program} {config}", default=default, args=overrides)
-
-
-def to_toml(settings: Settings) -> str:
-    """The settings as the text of a file that `load_settings` reads back as the same settings.
-
-    TOML has no word for "none", so these keys are left out; their default must be none.
-    """
-    values = dataclasses.asdict(settings)
-    # JSON writes strings, finite numbers and booleans just as TOML does.
-    return "".join(
-        f"{key} = {json.dumps(value)}\n" for key, value in values.items() if value is not None
-    )
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        got = "a folder" if path.is_dir() else "no such file"
-        neighbours = [file.name for file in path.parent.glob("*.toml")]
-        near = difflib.get_close_matches(path.name, neighbours, n=1)
-        meant = f"Did you mean {path.parent / near[0]}?" if near else "Check the path."
-        raise SettingsError(
-            f"{path}: expected a config file (TOML), got {got} (looked from {Path.cwd()}). {meant} "
-            "One to start from is configs/quickstart.toml."
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f'{path}: expected TOML (lines of the form `key = value`, text in "quotes"), got what '
-            f"cannot be read: {error}. Correct the file at that place."
-        ) from None
-
-
-def _unknown_key(path: Path, key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    if near:
-        remedy = f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
-    else:
-        remedy = "Remove it."
-    return (
-        f"{path}: expected only known keys, got `{key}`. {remedy} "
-        f"(The keys are: {', '.join(known)}.)"
-    )
-
-
-_TOML_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a decimal number",
-    str: "a string",
-    list: "an array",
-    dict: "a table",
-}
-
-
-def _fits(value: object, hint: Any) -> bool:
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if isinstance(value, bool):  # Python counts a bool as an int
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    # A file cannot say "none", so only the other types are worth naming.
-    union = get_origin(hint) in (Union, types.UnionType)
-    return tuple(h for h in get_args(hint) if h is not types.NoneType) if union else (hint,)
-
-
-def _words(hint: Any) -> tuple[str, ...]:
-    """The strings that a setting may be, if it may not be just any."""
-    return tuple(w for h in _options(hint) if get_origin(h) is Literal for w in get_args(h))
-
-
-def _described(hint: Any) -> str:
-    quoted = [f'"{word}"' for word in _words(hint)]
-    kinds = [
-        "a number" if h is float else _TOML_NAMES[h]
-        for h in _options(hint)
-        if get_origin(h) is not Literal
-    ]
-    if not kinds:
-        return "one of " + ", ".join(quoted)
-    *others, last = kinds + quoted
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _remedy(value: object, hint: Any) -> str:
-    words = _words(hint)
-    # Digits in quotes, where a number does, are a number with quotes too many.
-    meant_as_word = isinstance(value, str) and not (int in _options(hint) and value.isdecimal())
-    if words and (meant_as_word or get_origin(hint) is Literal):
-        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.4)
-        return f'Did you mean "{near[0]}"?' if near else "Use one of these."
-    if isinstance(value, str) and hint is not str:
-        return "Remove the quotes."
-    if isinstance(value, dict):
-        return "Settings are flat: remove the [table] line."
-    if isinstance(value, float) and value.is_integer():
-        return f"Write {int(value)}."
-    if types.NoneType in get_args(hint):
-        return "Correct the value, or leave the key out for the default."
-    return "Correct the value."

@@ -34,6 +34,8 @@ BATCH_AXES = ("data", "fsdp")  # the sequences of a batch are split over these
 # A pattern (a regular expression that is searched in the path of a leaf, such as
 # `blocks/0/gate/kernel`) and the mesh axis of each dimension, None for a dimension that is not
 # split. The first pattern that is found decides; axes that the mesh does not have split nothing.
+# With its blocks stacked, a leaf (`blocks/gate/kernel`) has one dimension more in front, which is
+# not split.
 #
 # `tensor` cuts the inner side of a pair of matrices, columns of the first and rows of the second,
 # so that a block sums over devices once behind each pair. `fsdp` cuts the other side: its devices
@@ -42,14 +44,18 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     # (vocabulary, width). Rows by `tensor` and columns by `fsdp`, as of a second matrix, would make
     # the compiler split what is looked up by both, and then move all of it.
     (r"^embed/embedding$", ("fsdp", "tensor")),
+    (r"^(positions|types)/embedding$", (None, None)),  # of an encoder: small
     # (width, 3 width): q, k and v beside each other. A cut by `tensor` goes across them, so the
-    # compiler gathers the product. Three matrices would not need that.
+    # compiler gathers the product. Three matrices, as in the other models, do not need that.
     (r"/query_key_value/kernel$", ("fsdp", "tensor")),
-    (r"/attention_out/kernel$", ("tensor", "fsdp")),  # (width, width)
-    (r"/(gate|up)/kernel$", ("fsdp", "tensor")),  # (width, ffn)
-    (r"/down/kernel$", ("tensor", "fsdp")),  # (ffn, width)
+    (r"/(query|key|value|gate|up)/kernel$", ("fsdp", "tensor")),  # (width, heads * d or ffn)
+    (r"/(query|key|value|up)/bias$", ("tensor",)),
+    (r"/(attention_out|down)/kernel$", ("tensor", "fsdp")),  # (heads * d or ffn, width)
+    (r"/(attention_out|down)/bias$", (None,)),
     (r"^head/kernel$", ("fsdp", "tensor")),  # (width, vocabulary)
-    (r"norm/scale$", (None,)),  # (width,): small, so whole on every device
+    (r"^(pooler|classifier)/kernel$", ("fsdp", None)),  # (width, width or labels)
+    (r"^(pooler|classifier)/bias$", (None,)),
+    (r"norm/(scale|bias)$", (None,)),  # (width,): small, so whole on every device
 )
 
 
@@ -107,20 +113,21 @@ def weight_shardings(mesh: Mesh, weights: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, weights)
 
 
-def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """The sharding of a batch `(batch_size, ...)`: its sequences over `BATCH_AXES`.
+def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> NamedSharding:
+    """The sharding of a batch or micro-batch `(b, ...)`: its sequences over `BATCH_AXES`.
 
     Raises:
-        SettingsError: If `batch_size` does not divide by their sizes.
+        SettingsError: If a micro-batch does not divide by their sizes.
     """
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
-    parts = math.prod(mesh.shape[name] for name in axes)
+    parts = micro_batches * math.prod(mesh.shape[name] for name in axes)
     if batch_size % parts:
+        times = f", times {micro_batches} micro-batches" if micro_batches > 1 else ""
         raise SettingsError(
             f"`batch_size`: expected a multiple of {parts}, the devices along "
-            f"{' and '.join(axes)} of the mesh, got {batch_size}. It counts the sequences of all "
-            f"devices together: pass --batch-size {math.ceil(batch_size / parts) * parts}, or "
-            "another --mesh."
+            f"{' and '.join(axes)} of the mesh{times}, got {batch_size}. It counts the "
+            "sequences of all devices together: pass "
+            f"--batch-size {math.ceil(batch_size / parts) * parts}, or another --mesh."
         )
     return NamedSharding(mesh, PartitionSpec(axes))
 
@@ -179,6 +186,8 @@ def _parse(text: str) -> dict[str, int]:
 
 def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
     rule = next((axes for pattern, axes in RULES if re.search(pattern, name)), None)
+    if rule is not None and re.match(r"blocks/(?!\d)", name):
+        rule = (None, *rule)
     if rule is None or len(rule) != len(shape):
         got = "none" if rule is None else f"one for {len(rule)} dimensions: {rule}"
         raise SettingsError(

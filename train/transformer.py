@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
@@ -142,18 +141,6 @@ def rotary(x: jax.Array) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
     return turned.astype(x.dtype)
-
-
-def next_byte_loss(model: Transformer, windows: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next byte, in nats: a float32 scalar.
-
-    Args:
-        model: Gives logits for the first `t` tokens of each window.
-        windows: `(b, t + 1)`, any integer dtype.
-    """
-    tokens = windows.astype(jnp.int32)
-    logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def _norm(width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -1,0 +1,134 @@
+"""Does zenflow reach the accuracy of AdamW on real tasks, from real weights?
+
+    python -m benchmarks.glue_parity --model DIR --sst2 DIR --cola DIR
+
+Fine-tunes an encoder on GLUE tasks by the real command, once for each optimizer and seed, from the
+same weights and on the same batches in the same order; all in float32. The head is drawn anew by
+each seed, which also fixes the order of the data. Prints a table of the task's metric on the whole
+dev set after the last step (mean and standard deviation over the seeds) and draws the training
+losses into `benchmarks/glue_parity.png`. Answers: `benchmarks/LOG.md`.
+
+Runs are kept in `--folder`: started again, it makes those that are missing.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+CONFIG = "configs/glue_sst2.toml"
+VARIANTS = {
+    "adamw": ["--optimizer", "adamw"],
+    "zenflow, S = 4, 0.05": ["--update-interval", "4", "--topk-ratio", "0.05"],
+    "zenflow, S = 4, 0.1": ["--update-interval", "4", "--topk-ratio", "0.1"],
+    "zenflow, S = 16, 0.01": ["--update-interval", "16", "--topk-ratio", "0.01"],
+}
+
+
+class Job(NamedTuple):
+    metric: str
+    length: int  # in tokens; 9 % of the dev sentences of SST-2 and 3 % of those of CoLA are longer
+    steps: int
+    learning_rate: float
+
+
+JOBS = {"sst2": Job("accuracy", 40, 300, 1e-4), "cola": Job("matthews", 20, 800, 5e-5)}
+
+
+class Run(NamedTuple):
+    metric: float
+    steps: list[int]
+    losses: list[float]
+
+
+def train(task: str, variant: str, seed: int, args: argparse.Namespace) -> Run:
+    name = "-".join([task, *(p for p in VARIANTS[variant] if not p.startswith("-")), str(seed)])
+    job = JOBS[task]
+    options = {
+        "--task": task,
+        "--model": args.model,
+        "--data": getattr(args, task),
+        "--output-dir": args.folder,
+        "--run": name,
+        "--seed": seed,
+        "--steps": job.steps,
+        "--warmup-steps": job.steps // 10,
+        "--batch-size": args.batch_size,
+        "--sequence-length": job.length,
+        "--learning-rate": job.learning_rate,
+        "--dtype": "float32",
+        "--evaluate-every": 0,
+        "--save-every": 0,
+    }
+    command = [sys.executable, "-m", "train.finetune", CONFIG, "--no-progress", "--no-keep-best"]
+    command += [str(part) for pair in options.items() for part in pair] + VARIANTS[variant]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stdout[-2000:]}")
+    folder = args.folder / name
+    summary = json.loads((folder / "summary.json").read_text())
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return Run(
+        metric=summary["validation_after"][job.metric],
+        steps=[int(row["step"]) for row in rows],
+        losses=[float(row["loss"]) for row in rows],
+    )
+
+
+def smoothed(losses: list[float], width: int = 5) -> list[float]:
+    """The mean of each loss and those before it, `width` at most."""
+    parts = [losses[max(i - width + 1, 0) : i + 1] for i in range(len(losses))]
+    return [statistics.fmean(part) for part in parts]
+
+
+def draw(runs: dict[str, dict[str, list[Run]]], path: Path) -> None:
+    figure = Figure(figsize=(5 * len(runs), 4), layout="constrained")
+    for task, axes in zip(runs, figure.subplots(1, len(runs), squeeze=False)[0], strict=True):
+        for variant, of_seeds in runs[task].items():
+            mean = [statistics.fmean(at) for at in zip(*(r.losses for r in of_seeds), strict=True)]
+            axes.plot(of_seeds[0].steps, smoothed(mean), label=variant)
+        axes.set(title=task, xlabel="step", ylabel="training loss, mean over seeds and 50 steps")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of the encoder")
+    for task in JOBS:
+        parser.add_argument(f"--{task}", help=f"folder of the data of {task}")
+    parser.add_argument("--folder", type=Path, default=Path("runs/glue_parity"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--picture", type=Path, default=Path(__file__).with_name("glue_parity.png"))
+    args = parser.parse_args()
+    runs: dict[str, dict[str, list[Run]]] = {}
+    for task, job in JOBS.items():
+        if getattr(args, task) is None:
+            continue
+        runs[task] = {}
+        print(f"\n| {task} | {job.metric} | standard deviation | each seed |\n|---|---|---|---|")
+        for variant in VARIANTS:
+            of_seeds = [train(task, variant, seed, args) for seed in range(args.seeds)]
+            runs[task][variant] = of_seeds
+            metrics = [100 * run.metric for run in of_seeds]
+            spread = statistics.stdev(metrics) if len(metrics) > 1 else 0.0
+            each = ", ".join(f"{m:.1f}" for m in metrics)
+            print(f"| {variant} | {statistics.fmean(metrics):.1f} | {spread:.1f} | {each} |")
+            sys.stdout.flush()
+    if runs:
+        draw(runs, args.picture)
+
+
+if __name__ == "__main__":
+    main()

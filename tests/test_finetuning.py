@@ -1,0 +1,220 @@
+"""Every kind of task by the real command, on a tiny model: one epoch, killed and resumed once."""
+
+import csv
+import json
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import zenflow_jax
+from benchmarks.kill_test import start, steps_of, wait_for
+from tests.test_deepspeed import TUTORIAL
+from tests.tiny_model import write_model
+from train import finetune
+from train.optimizers import make_optimizer, with_deepspeed
+from train.pretrained import read_folder
+from train.settings import Settings
+
+SHORT = {
+    "batch_size": 4,
+    "learning_rate": 3e-3,
+    "dtype": "float32",
+    "topk_ratio": 0.25,
+    "max_grad_norm": 1.0,
+    "evaluate_every": 10,
+    "save_every": 5,
+    "log_every": 5,
+    "progress": False,
+}
+EXAMPLES = 160  # 40 steps
+
+
+def write_config(folder: Path, **settings) -> Path:
+    values = SHORT | {"output_dir": str(folder)} | settings
+    path = folder / "job.toml"
+    lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def language(folder: Path) -> dict:
+    texts = [f"the cat is on the mat {i % 7} and the dog is not" for i in range(EXAMPLES)]
+    data = folder / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
+    return {"task": "language", "data": str(data), "sequence_length": 40, "micro_batches": 2}
+
+
+def alpaca(folder: Path) -> dict:
+    items = [
+        {"instruction": f"Say {word}.", "input": "", "output": f"{word} {word}"}
+        for word in ("cat", "dog", "boy", "girl")
+    ]
+    data = folder / "answers.json"
+    data.write_text(json.dumps(items * (EXAMPLES // 3)), encoding="utf-8")
+    return {"task": "alpaca", "data": str(data), "sequence_length": 200, "validation_share": 0.25}
+
+
+def glue(folder: Path) -> dict:
+    rows = ["this movie is good\t1\n", "this movie is bad\t0\n", "a fine film\t1\n", "so bad\t0\n"]
+    for name, times in (("train.tsv", EXAMPLES // 4), ("dev.tsv", 3)):
+        (folder / name).write_text("sentence\tlabel\n" + "".join(rows * times), encoding="utf-8")
+    return {"task": "sst2", "data": str(folder), "sequence_length": 12, "keep_best": True}
+
+
+def validations(run: Path) -> list[tuple[str, ...]]:
+    with open(run / "validation.csv", newline="", encoding="utf-8") as file:
+        return [tuple(row) for row in csv.reader(file)][1:]
+
+
+def output(process) -> str:
+    text, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("task", "model"), [(language, "llama2"), (alpaca, "llama2"), (glue, "bert")]
+)
+def test_one_epoch_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, task, model):
+    folder = write_model(tmp_path / "given", model)
+    data = tmp_path / "data"
+    data.mkdir()
+    config = write_config(tmp_path, model=str(folder), **task(data))
+    output(start(config, "whole"))
+
+    process = start(config, "killed")
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    wait_for(lambda: max(steps_of(checkpoints), default=0) >= 5, process)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert process.returncode == -signal.SIGKILL
+    assert "going on from checkpoint" in output(start(config, "killed"))
+
+    whole, killed = (tmp_path / name for name in ("whole", "killed"))
+    weights = [load_file(run / "model" / "model.safetensors") for run in (whole, killed)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, x in weights[0].items():
+        np.testing.assert_array_equal(x, weights[1][name])
+    assert validations(whole) == validations(killed)
+
+    # It has learned, and a folder of the same kind has come out.
+    losses = [float(value) for _, name, value in validations(whole) if name == "loss"]
+    assert len(losses) >= 4
+    if task is not glue:  # so tiny a BERT would need hundreds of steps
+        assert losses[-1] < 0.95 * losses[0]
+    assert read_folder(whole / "model").config == read_folder(folder).config
+    given = load_file(folder / "model.safetensors")
+    assert any(not np.array_equal(given[name], weights[0][name]) for name in given)
+    assert (whole / "model" / "tokenizer.json").is_file()
+
+
+@pytest.fixture
+def promotion_as_users_have_it():
+    """jax's own `dot_product_attention` is not clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"model": None}, "`model`: expected a path, for sst2, got none"),
+        ({"data": None}, "`data`: expected a path, for sst2, got none"),
+        ({"task": "standard_library"}, "`model`: expected none, as the task standard_library"),
+        ({"task": "language"}, r"expected a folder with a model of the kind decoder"),
+        ({"model": "nowhere"}, "nowhere"),
+        ({"data": "nowhere"}, "nowhere"),
+        ({"micro_batches": 3}, "`micro_batches`: expected a number that divides batch_size, 4"),
+        ({"sequence_length": 600}, "`sequence_length`: expected at most 20, for which the model"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys, changed, expected):
+    folder = write_model(tmp_path / "given", "bert")
+    settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
+    settings = {name: value for name, value in settings.items() if value is not None}
+    assert finetune.main([str(write_config(tmp_path, **settings))]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert expected in shown
+    assert "Traceback" not in shown
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------
+
+DEEPSPEED = {
+    "train_batch_size": 8,
+    "bf16": {"enabled": False},
+    "steps_per_print": 10,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},
+    **TUTORIAL,
+}
+
+
+def deepspeed_config(folder: Path, **changed) -> str:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(DEEPSPEED | changed), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
+    folder = write_model(tmp_path / "given", "bert")
+    settings = glue(tmp_path) | {"model": str(folder), "epochs": 0.5, "optimizer": "adamw"}
+    config = write_config(tmp_path, **settings)
+    assert finetune.main([str(config), "--deepspeed", deepspeed_config(tmp_path)]) == 0
+    assert "`steps_per_print` has no counterpart here: " in capsys.readouterr().out
+    (made,) = tmp_path.glob("001-*")
+    assert made.name == "001-zenflow"
+    summary = json.loads((made / "summary.json").read_text(encoding="utf-8"))
+    assert summary["steps"] == EXAMPLES / 2 / DEEPSPEED["train_batch_size"]
+    assert summary["windows"] == 3  # of four, four and two steps
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ({}, "zenflow"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload"),
+        ({"zero_optimization": {"stage": 2}}, "adamw"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, kind):
+    path = deepspeed_config(tmp_path, gradient_accumulation_steps="auto", **changed)
+    given = Settings(deepspeed=path, steps=20, micro_batches=2, weight_decay=0.5)
+    settings, _ = with_deepspeed(given, devices=1)
+    assert (settings.optimizer, settings.batch_size, settings.dtype) == (kind, 8, "float32")
+    # "auto" is what the settings say.
+    assert settings.micro_batches == 2
+    tx = make_optimizer(settings, steps_per_epoch=10)
+    state = tx.init({"kernel": jax.numpy.ones((4, 4))})
+    if kind != "adamw":
+        leaf = zenflow_jax.find_state(state).leaves[0]
+        assert leaf.spec.k == (1 if kind == "zenflow" else 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"optimizer": {"type": "Lion"}}, "Lion"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "lr"),
+        ({"train_batch_size": "eight"}, "train_batch_size"),
+    ],
+)
+def test_a_deepspeed_config_that_cannot_be_followed_is_an_error(
+    tmp_path, capsys, changed, expected
+):
+    settings = glue(tmp_path) | {"model": str(tmp_path), "steps": 2}
+    config = write_config(tmp_path, **settings)
+    assert finetune.main([str(config), "--deepspeed", deepspeed_config(tmp_path, **changed)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: `deepspeed`: ")
+    assert expected in shown

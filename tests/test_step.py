@@ -1,0 +1,190 @@
+"""Batches, and one step and one validation on them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from train.data import ROWS, Batches, Sample
+from train.optimizers import make_optimizer
+from train.settings import Settings
+from train.sharding import committed
+from train.step import make_train_step, make_validate, of_labels, of_tokens
+from train.tasks import Task
+from train.tasks.standard_library import Windows
+from train.transformer import Transformer
+
+F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
+
+
+@pytest.fixture(autouse=True)
+def _promotion_as_users_have_it():
+    """jax's own `dot_product_attention` is not clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+# --- batches --------------------------------------------------------------------------------
+
+
+def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_example():
+    windows = np.arange(12, dtype=np.uint8).reshape(6, 2)
+    once, again = (Batches(Windows(windows), batch_size=2, seed=5) for _ in range(2))
+    np.testing.assert_array_equal(once[7]["tokens"], again[7]["tokens"])
+    epoch = np.concatenate([once[i]["tokens"] for i in range(3)])
+    assert sorted(epoch[:, 0].tolist()) == windows[:, 0].tolist()
+    assert epoch.dtype == np.uint8
+
+
+def test_an_epoch_has_as_many_batches_as_hold_every_example_at_least_one():
+    source = Windows(np.zeros((9, 2), np.uint8))
+    sizes = (1, 3, 4, 9, 100)
+    assert [Batches(source, batch_size=n, seed=0).per_epoch for n in sizes] == [9, 3, 3, 1, 1]
+
+
+@pytest.mark.parametrize(("batches", "count"), [(None, 7), (1, 3), (2, 6), (9, 7)])
+def test_a_sample_has_each_example_once_and_fills_up_with_rows_that_count_nothing(batches, count):
+    windows = np.arange(14, dtype=np.uint8).reshape(7, 2)
+    sample = Sample(Windows(windows), batch_size=3, seed=1, batches=batches)
+    seen = list(sample)
+    assert {len(batch["tokens"]) for batch in seen} == {3}
+    rows = np.concatenate([batch[ROWS] for batch in seen])
+    tokens = np.concatenate([batch["tokens"] for batch in seen])[rows > 0]
+    assert sample.examples == count == rows.sum() == len(set(tokens[:, 0].tolist()))
+    for batch, again in zip(seen, sample, strict=True):  # in the same order at every turn
+        np.testing.assert_array_equal(batch["tokens"], again["tokens"])
+
+
+# --- steps ----------------------------------------------------------------------------------
+
+
+def tiny_model() -> tuple[nnx.GraphDef, dict]:
+    model = Transformer(
+        width=16,
+        layers=2,
+        heads=2,
+        ffn=24,
+        vocabulary=256,
+        weight_dtype=jnp.float32,
+        compute_dtype=jnp.float32,
+        rngs=nnx.Rngs(0),
+    )
+    graphdef, params = nnx.split(model)
+    return graphdef, nnx.as_pure(params)
+
+
+def answers_of(tokens: np.ndarray) -> np.ndarray:
+    """Weights of targets: more of them in later rows, none in the first."""
+    rows, width = tokens.shape
+    return (np.arange(width - 1) < np.arange(rows)[:, None]).astype(np.uint8)
+
+
+@pytest.mark.parametrize("answers_only", [False, True], ids=["all tokens", "answers"])
+def test_micro_batches_make_the_step_of_the_whole_batch(answers_only):
+    graphdef, params = tiny_model()
+    tokens = np.random.default_rng(0).integers(0, 256, (8, 9), dtype=np.uint8)
+    batch = {"tokens": tokens} | ({"weights": answers_of(tokens)} if answers_only else {})
+    tx = optax.sgd(1.0)
+
+    def after_one_step(parts):
+        train_step = make_train_step(graphdef, tx, of_tokens, micro_batches=parts)
+        return train_step(jax.tree.map(jnp.copy, params), tx.init(params), batch)[::2]
+
+    whole, *others = (after_one_step(parts) for parts in (1, 2, 8))
+    assert not np.allclose(whole[0]["head"]["kernel"], params["head"]["kernel"])
+    for other in others:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=F32_RTOL, atol=1e-6), whole, other
+        )
+
+
+def test_targets_of_weight_zero_count_nothing():
+    graphdef, params = tiny_model()
+    model = nnx.merge(graphdef, params)
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 9), dtype=np.uint8)
+    weights = answers_of(tokens)
+    found = of_tokens(model, {"tokens": tokens, "weights": weights})
+    np.testing.assert_array_equal(found.targets, [0, 1, 2, 3])
+    assert found.losses[0] == 0
+    changed = np.where(np.pad(weights, ((0, 0), (1, 0))) > 0, tokens, 0)
+    # The first token is an input of the first target.
+    changed[:, 0] = tokens[:, 0]
+    again = of_tokens(model, {"tokens": changed, "weights": weights})
+    np.testing.assert_allclose(found.losses, again.losses, rtol=F32_RTOL)
+
+
+def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
+    settings = Settings(optimizer="adamw", max_grad_norm=1.0, steps=10)
+    graphdef, params = tiny_model()
+    tx = make_optimizer(settings)
+    train_step = make_train_step(graphdef, tx, of_tokens)
+    batch = {"tokens": np.arange(18, dtype=np.uint8).reshape(2, 9)}
+
+    def losses():
+        # Copies, because the step donates what it is given.
+        own = committed(jax.tree.map(jnp.copy, params))
+        state = committed(tx.init(own))
+        for _ in range(3):
+            own, state, loss = train_step(own, state, batch)
+            yield float(loss)
+
+    first = list(losses())
+    assert first[2] < first[0]
+    assert list(losses()) == first
+    assert train_step._cache_size() == 1  # checked on jax 0.10.2
+
+
+# --- validation -----------------------------------------------------------------------------
+
+
+class Biased(nnx.Module):
+    """A classifier whose logits are the first token's and its negative."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, tokens, types, mask):
+        first = tokens[:, 0].astype(jnp.float32) * self.scale[...]
+        return jnp.stack([first, -first], axis=-1)
+
+
+class Labelled:
+    def __init__(self, tokens: list[int], labels: list[int]):
+        self._pairs = list(zip(tokens, labels, strict=True))
+
+    def __len__(self):
+        return len(self._pairs)
+
+    def __getitem__(self, i):
+        token, label = self._pairs[i]
+        one = np.full(1, token, np.int8)
+        return {"tokens": one, "types": one, "mask": one, "label": np.int32(label)}
+
+
+def test_a_validation_judges_every_example_once_in_each_set_of_data():
+    sets = {"matched": Labelled([2, -1, 3], [0, 1, 1]), "mismatched": Labelled([1] * 5, [0] * 5)}
+    task = Task(
+        name="test",
+        kind="encoder",
+        train=sets["matched"],
+        validation=sets,
+        labels=("a", "b"),
+        score=lambda predictions, labels: {"accuracy": float(np.mean(predictions == labels))},
+        best="matched/accuracy",
+        checksum=0,
+    )
+    graphdef, params = nnx.split(Biased())
+    samples = {name: Sample(s, batch_size=2, seed=0) for name, s in sets.items()}
+    figures = make_validate(graphdef, of_labels, task, samples)(nnx.as_pure(params))
+    # The cross-entropy of two logits that are 2 x apart is log(1 + exp(-2 x)).
+    matched = np.log1p(np.exp(-2 * np.array([2.0, 1.0, -3.0]))).mean()
+    expected = {
+        "matched/loss": matched,
+        "matched/accuracy": 2 / 3,
+        "mismatched/loss": np.log1p(np.exp(-2.0)),
+        "mismatched/accuracy": 1.0,
+    }
+    assert figures.keys() == expected.keys()
+    np.testing.assert_allclose(list(figures.values()), list(expected.values()), rtol=F32_RTOL)

@@ -1,0 +1,131 @@
+"""The model that a run trains: made from the settings' sizes, or read from a folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from train import pretrained
+from train.checkpoints import write_model
+from train.decoder import Decoder
+from train.encoder import BertClassifier
+from train.hf_saving import save_folder
+from train.hf_tensors import DTYPES
+from train.optimizers import weight_dtype
+from train.settings import Settings
+from train.sharding import batch_sharding, committed, weight_shardings
+from train.tasks import Task, standard_library
+from train.transformer import Transformer
+
+
+class Model(NamedTuple):
+    """A model at the start of a run."""
+
+    graphdef: nnx.GraphDef
+    params: Any  # its weights, each where it belongs
+    origin: pretrained.Pretrained | None  # the folder that they are from
+    drawn: tuple[str, ...] = ()  # names of the leaves that the folder does not have
+
+
+def make(
+    settings: Settings, task: Task, mesh: Mesh | None, origin: pretrained.Pretrained | None
+) -> Model:
+    """The model of the settings, of the same weights with any mesh and with none.
+
+    Args:
+        settings: Of the run.
+        task: What it is to learn.
+        mesh: The devices.
+        origin: The folder of `settings.model`.
+
+    Raises:
+        SettingsError: If the model or the batch does not divide by the mesh.
+        ModelError: If the weights cannot be read.
+    """
+    build = builder(settings, mesh, origin, labels=len(task.labels))
+
+    def split():
+        graphdef, params = nnx.split(build())
+        return graphdef, nnx.as_pure(params)
+
+    if mesh is None and origin is None:
+        graphdef, params = split()
+        return Model(graphdef, committed(params), None)
+    # Each device draws or reads its own part, so the model need not fit on any of them.
+    graphdef, shapes = jax.eval_shape(split)
+    shardings = mesh and weight_shardings(mesh, shapes)
+    if origin is None:
+        return Model(graphdef, jax.jit(lambda: split()[1], out_shardings=shardings)(), None)
+    # A head for other labels is of no use.
+    anew = () if origin.labels == len(task.labels) else ("classifier",)
+    params = pretrained.load_weights(origin, shapes, shardings, anew=anew, seed=settings.seed)
+    return Model(graphdef, params, origin, pretrained.drawn_anew(origin, shapes, anew=anew))
+
+
+def builder(
+    settings: Settings,
+    mesh: Mesh | None = None,
+    origin: pretrained.Pretrained | None = None,
+    *,
+    labels: int = 0,
+) -> Callable[[], nnx.Module]:
+    """A function that makes the model of the settings with weights drawn at random."""
+    common = {
+        "weight_dtype": weight_dtype(settings),
+        "compute_dtype": jnp.dtype(settings.dtype),
+        "stream_sharding": mesh
+        and batch_sharding(mesh, settings.batch_size, settings.micro_batches),
+    }
+    if origin is None:
+        return lambda: Transformer(
+            width=settings.width,
+            layers=settings.layers,
+            heads=settings.heads,
+            ffn=settings.ffn,
+            vocabulary=standard_library.VOCABULARY,
+            rngs=nnx.Rngs(settings.seed),
+            **common,
+        )
+    common |= {"scan_layers": settings.scan_layers, "remat": settings.remat}
+    if origin.architecture == "decoder":
+        return lambda: Decoder(origin.config, rngs=nnx.Rngs(settings.seed), **common)
+    return lambda: BertClassifier(
+        origin.config, labels=labels, rngs=nnx.Rngs(settings.seed), **common
+    )
+
+
+# Where the trained weights go, in the folder of the run.
+WEIGHTS = "model.safetensors"  # of a model that was made here
+FOLDER = "model"  # of one that was read from a folder: such a folder again
+
+
+def write(folder: Path, model: Model, masters: Any, *, labels: Sequence[str] = ()) -> str:
+    """Writes the trained weights into the run's `folder`; all processes must call it.
+
+    Args:
+        folder: Of the run.
+        model: What was trained.
+        masters: Its weights.
+        labels: Names of the classes that it has learned to tell.
+
+    Returns:
+        The name of what was written.
+
+    Raises:
+        CheckpointError, ModelError: If it could not be written.
+    """
+    if model.origin is None:
+        write_model(folder / WEIGHTS, masters)
+        return WEIGHTS
+    # As the folder had them: what loaded that one has room for this one.
+    dtypes = Counter(tensor.dtype for tensor in model.origin.tensors.values())
+    dtype = DTYPES[dtypes.most_common(1)[0][0]]
+    save_folder(folder / FOLDER, model.origin, masters, dtype=dtype, labels=labels)
+    return FOLDER

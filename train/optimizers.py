@@ -1,0 +1,159 @@
+"""The optimizers to choose from, and in which dtype the weights of each are kept.
+
+What is to be used is in the settings, or in a DeepSpeed config that they name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+import zenflow_jax
+from train.schedule import selection_rule, window_rule
+from train.settings import Settings, SettingsError
+
+
+def weight_dtype(settings: Settings) -> DTypeLike:
+    """In which dtype the matrices of the model are kept on the device.
+
+    All optimizers run the same forward and backward pass on matrices of `settings.dtype`; what
+    differs is where the float32 master weights are. zenflow keeps them (of the selected channels on
+    the device, of the others on the host), so its parameters are the rounded matrices themselves.
+    optax.adamw keeps none, and on bfloat16 parameters it would lose every update smaller than half
+    a unit of their last place; so its parameters are the float32 masters, and each step rounds a
+    working copy of them (the model does, in its `compute_dtype`).
+    """
+    return jnp.float32 if settings.optimizer == "adamw" else jnp.dtype(settings.dtype)
+
+
+def learning_rate(settings: Settings) -> optax.Schedule:
+    """Linear warm-up to the peak, then a cosine down to a tenth of it at the last step."""
+    peak, warm_up = settings.learning_rate, settings.warmup_steps
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1)),
+            optax.cosine_decay_schedule(peak, max(settings.steps - warm_up, 1), alpha=0.1),
+        ],
+        [warm_up],
+    )
+
+
+def make_optimizer(
+    settings: Settings, *, steps_per_epoch: int | None = None
+) -> optax.GradientTransformation:
+    """The optimizer that the settings ask for.
+
+    Args:
+        settings: Of the run, with `steps`.
+        steps_per_epoch: Needed where zenflow is to select channels once per epoch.
+
+    Raises:
+        SettingsError: If zenflow rejects its options.
+    """
+    if settings.deepspeed is not None:
+        options = _read_deepspeed(
+            settings, total_steps=settings.steps, steps_per_epoch=steps_per_epoch
+        )
+        if options.kind == "adamw":
+            return options.optimizer
+        return zenflow_jax.zenflow(
+            options.learning_rate, **options.arguments, resident=_is_no_matrix
+        )
+    if settings.optimizer == "adamw":
+        adamw = optax.adamw(
+            learning_rate(settings), weight_decay=settings.weight_decay, mask=decayed
+        )
+        norm = settings.max_grad_norm
+        # A chain either way, so that a run may go on with the other.
+        clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
+        return optax.chain(clip, adamw)
+    if settings.optimizer == "offload":
+        schedule = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
+    else:
+        schedule = {
+            "topk_ratio": settings.topk_ratio,
+            "update_interval": window_rule(settings),
+            "select_interval": selection_rule(settings, steps_per_epoch),
+            "full_warm_up_rounds": settings.warm_up_rounds,
+            "overlap_step": settings.overlap_step,
+        }
+    try:
+        return zenflow_jax.zenflow(
+            learning_rate(settings),
+            weight_decay=settings.weight_decay,
+            mask=decayed,
+            max_grad_norm=settings.max_grad_norm,
+            resident=_is_no_matrix,
+            **schedule,
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, dict[str, str]]:
+    """The settings, with what the DeepSpeed config that they name puts in their place.
+
+    Those of the optimizer itself stay as they are, but count no more: see `make_optimizer`.
+
+    Args:
+        settings: Of the run.
+        devices: How many it has.
+
+    Returns:
+        The settings, and for each key of the config that has no counterpart the reason.
+
+    Raises:
+        SettingsError: If the config cannot be read or asks for what cannot be had.
+    """
+    if settings.deepspeed is None:
+        return settings, {}
+    # How many steps there are may follow from the batch size; here they are of no consequence.
+    options = _read_deepspeed(settings, total_steps=settings.steps or 10**9, devices=devices)
+    found = {
+        "optimizer": options.kind,
+        "batch_size": options.batch_size,
+        "micro_batches": options.micro_batches,
+        "dtype": options.compute_dtype and np.dtype(options.compute_dtype).name,
+        "threads": options.threads,
+        "max_grad_norm": options.max_grad_norm,
+    }
+    given = {name: value for name, value in found.items() if value is not None}
+    return dataclasses.replace(settings, **given), options.not_translated
+
+
+def _read_deepspeed(settings: Settings, **known: int | None) -> zenflow_jax.DeepSpeedOptions:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is not translated is shown by the script
+            return zenflow_jax.from_deepspeed(
+                settings.deepspeed,
+                learning_rate=settings.learning_rate,
+                warmup_steps=settings.warmup_steps,
+                weight_decay=settings.weight_decay,
+                max_grad_norm=settings.max_grad_norm,
+                mask=decayed,
+                **known,
+            )
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"`deepspeed`: {error}") from error
+
+
+def decayed(params):
+    """Weight decay pulls on the matrices; biases and the scales of the norms are left alone."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: _is_matrix(path), params)
+
+
+def _is_no_matrix(path: tuple[Any, ...], _: Any) -> bool:
+    return not _is_matrix(path)
+
+
+def _is_matrix(path: tuple[Any, ...]) -> bool:
+    # By name and not by its axes, of which a bias of stacked blocks has two.
+    return jax.tree_util.keystr(path[-1:], simple=True) not in ("bias", "scale")

@@ -1,0 +1,173 @@
+"""One step of the training, and one of the validation, for every kind of model.
+
+A loss is kept per example, as a sum and the number of terms in it, until the last moment: so the
+mean of a batch is over its tokens however they are spread over examples, micro-batches, devices
+and batches of a validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from train import processes
+from train.data import ROWS, Batch
+from train.tasks import Task
+
+
+class PerExample(NamedTuple):
+    """What a model makes of each of the `b` examples of a batch."""
+
+    losses: jax.Array  # (b,) float32, cross-entropy in nats, summed over the example's targets
+    targets: jax.Array  # (b,) float32, how many these are
+    predictions: jax.Array | None  # (b,) int32, the most likely label; None for language models
+
+
+def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
+    """A decoder's: the loss of each next token.
+
+    Args:
+        model: Gives logits `(b, t, vocabulary)` for tokens `(b, t)`.
+        batch: `tokens` `(b, t + 1)`, and where not all targets count `weights` `(b, t)`, 0 or 1.
+    """
+    tokens = batch["tokens"].astype(jnp.int32)
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    if (weights := batch.get("weights")) is None:
+        return PerExample(losses.sum(1), jnp.full(len(losses), losses.shape[1], jnp.float32), None)
+    weights = weights.astype(jnp.float32)
+    return PerExample((losses * weights).sum(1), weights.sum(1), None)
+
+
+def of_labels(model: nnx.Module, batch: Batch) -> PerExample:
+    """A classifier's: the loss of the label.
+
+    Args:
+        model: Gives logits `(b, labels)` for `tokens`, `types` and `mask`, each `(b, t)`.
+        batch: These, and `label` `(b,)`.
+    """
+    logits = model(batch["tokens"].astype(jnp.int32), batch["types"], batch["mask"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    predictions = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return PerExample(losses, jnp.ones_like(losses), predictions)
+
+
+PER_EXAMPLE = {"decoder": of_tokens, "encoder": of_labels}
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    tx: optax.GradientTransformation,
+    per_example: Callable[[nnx.Module, Batch], PerExample],
+    *,
+    micro_batches: int = 1,
+    placement: Any = None,
+) -> Callable:
+    """The jitted step; nothing in it knows which optimizer it is, or how many devices there are.
+
+    Args:
+        graphdef: The model's definition.
+        tx: The optimizer.
+        per_example: `of_tokens` or `of_labels`.
+        micro_batches: Parts of a batch that are gone through one after the other. Their gradients
+            are summed in float32, which takes 4 bytes a parameter, and rounded once.
+        placement: On a mesh, shardings of the parameters and of the optimizer's state, which the
+            compiler would otherwise be free to change.
+    """
+
+    def loss_of(params, batch):
+        found = per_example(nnx.merge(graphdef, params), batch)
+        targets = found.targets.sum()
+        # No target at all is a loss of zero: answers can be cut off.
+        return found.losses.sum() / jnp.maximum(targets, 1), targets
+
+    def gradient(params, batch):
+        mean = jax.value_and_grad(loss_of, has_aux=True)
+        if micro_batches == 1:
+            (loss, _), grads = mean(params, batch)
+            return loss, grads
+        # Every device has the rows of each micro-batch that are next to each other in its own part
+        # of the batch: nothing moves.
+        parts = jax.tree.map(lambda x: _split(x, micro_batches), batch)
+
+        def add(total, part):
+            (loss, targets), grads = mean(params, part)
+            weighted = jax.tree.map(lambda x: x.astype(jnp.float32) * targets, (loss, grads))
+            return jax.tree.map(jnp.add, total, (weighted, targets)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        nothing = jnp.float32(0)
+        ((loss, grads), targets), _ = jax.lax.scan(add, ((nothing, zeros), nothing), parts)
+        targets = jnp.maximum(targets, 1)
+        return loss / targets, jax.tree.map(
+            lambda g, p: (g / targets).astype(p.dtype), grads, params
+        )
+
+    def train_step(params, opt_state, batch):
+        loss, grads = gradient(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    # Donated: the new parameters and state take the memory of the old ones.
+    out_shardings = placement and (*placement, None)
+    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out_shardings)
+
+
+def _split(x: jax.Array, parts: int) -> jax.Array:
+    """`(b, ...)` as `(parts, b / parts, ...)`; part `j` has the rows `j`, `j + parts`, ..."""
+    return jnp.moveaxis(x.reshape(len(x) // parts, parts, *x.shape[1:]), 1, 0)
+
+
+def make_validate(
+    graphdef: nnx.GraphDef,
+    per_example: Callable[[nnx.Module, Batch], PerExample],
+    task: Task,
+    samples: Mapping[str, Iterable[Batch]],
+) -> Callable[[Any], dict[str, float]]:
+    """A function from parameters to the figures of a validation.
+
+    These are `loss`, the mean in nats per target, and those of `task.score`. With several sets of
+    validation data, each figure has the set's name in front: `matched/accuracy`.
+
+    Args:
+        graphdef, per_example: As for `make_train_step`.
+        task: What is validated.
+        samples: The batches of each of its sets of validation data.
+    """
+
+    @jax.jit
+    def judge(params, batch):
+        found = per_example(nnx.merge(graphdef, params), batch)
+        rows = batch[ROWS]
+        return (found.losses * rows).sum(), (found.targets * rows).sum(), found.predictions
+
+    def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
+        loss = targets = 0.0
+        predictions, labels = [], []
+        # All are dispatched before the first is read.
+        for batch, (losses, counts, predicted) in [(b, judge(params, b)) for b in sample]:
+            loss += float(losses)
+            targets += float(counts)
+            if task.score is not None:
+                rows = processes.whole(batch[ROWS]) > 0
+                predictions.append(processes.whole(predicted)[rows])
+                labels.append(processes.whole(batch["label"])[rows])
+        figures = {"loss": loss / max(targets, 1)}
+        if task.score is not None:
+            figures |= task.score(np.concatenate(predictions), np.concatenate(labels))
+        return figures
+
+    def validate(params) -> dict[str, float]:
+        return {
+            name if len(samples) == 1 else f"{where}/{name}": value
+            for where, sample in samples.items()
+            for name, value in of_sample(params, sample).items()
+        }
+
+    return validate

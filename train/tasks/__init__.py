@@ -1,0 +1,51 @@
+"""What a run learns: examples to train on, examples to validate on, and what counts as good.
+
+    standard_library.py  the next byte of Python's own source files; needs no download
+    language.py          the next token of text files or JSONL
+    alpaca.py            answers to instructions
+    glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
+
+The last three tokenize everything once, at the start, and keep it in flat arrays (`encoding.py`).
+An example is cut out of them when it is asked for. Shuffling, batching and placing are
+`train/data.py`. The same files and the same seed give the same examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from train.data import Source
+
+
+class Task(NamedTuple):
+    """A source of examples for training, those for validation, and what is known of them.
+
+    An example is a dict of NumPy arrays, with T the sequence length:
+
+    * of a language model, `tokens` (T + 1,), any integer dtype: inputs are all but the last of
+      them, targets all but the first. Where not every target counts, also `weights` (T,) uint8,
+      1 for the targets that do;
+    * of a classification, `tokens` (T,) int32, `types` (T,) uint8 (which sentence of a pair),
+      `mask` (T,) uint8 (1 for tokens, 0 for padding) and `label` () int32.
+    """
+
+    name: str
+    kind: Literal["decoder", "encoder"]  # the model that it needs
+    train: Source
+    validation: Mapping[str, Source]  # mostly one, "validation"
+    labels: tuple[str, ...]  # names of the classes in the order of their ids; () if there are none
+    # Predicted and true ids of classes, both (n,), to the official metrics. None if no classes.
+    score: Callable[[np.ndarray, np.ndarray], dict[str, float]] | None
+    # The figure of a validation that says which weights are best; a loss is better where smaller.
+    # With several sets of data it has the set's name in front: "matched/accuracy".
+    best: str
+    checksum: int  # CRC-32 of all tokens and labels, so that a resumed run notices other data
+    notes: tuple[str, ...] = ()  # sentences about what was left out of the files, to be shown
+
+    @property
+    def target(self) -> str:
+        """What a loss is the mean over."""
+        return "label" if self.labels else "token"

@@ -1,0 +1,64 @@
+"""The task that the settings ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from train.pretrained import Pretrained
+from train.settings import Settings, SettingsError
+from train.tasks import Task
+from train.tokenizer import read_tokenizer
+
+
+def make_task(settings: Settings, origin: Pretrained | None) -> Task:
+    """Reads the data of a run's task.
+
+    Args:
+        settings: Of the run.
+        origin: The folder of the model that is fine-tuned, in which its tokenizer is too.
+
+    Raises:
+        SettingsError: If the model is of another kind than the task needs, or too short.
+        DataError: If there is too little data, or it cannot be understood.
+        TokenizerError: If the tokenizer in the model's folder cannot be read.
+    """
+    length = settings.sequence_length
+    share = {"seed": settings.seed, "validation_share": settings.validation_share}
+    # Each is imported where it is needed: that of GLUE brings a library that takes seconds.
+    if settings.task == "standard_library":
+        from train.tasks import standard_library
+
+        return standard_library.make(
+            sequence_length=length, corpus_megabytes=settings.corpus_megabytes, **share
+        )
+    path = Path(settings.data)
+    texts = settings.task in ("language", "alpaca")
+    _check_model(settings, origin, "decoder" if texts else "encoder")
+    tokenizer = read_tokenizer(origin.folder, vocabulary=origin.config.vocabulary, needs_end=texts)
+    if settings.task == "language":
+        from train.tasks import language
+
+        return language.make(path, tokenizer, sequence_length=length, **share)
+    if settings.task == "alpaca":
+        from train.tasks import alpaca
+
+        return alpaca.make(path, tokenizer, sequence_length=length, **share)
+    from train.tasks import glue
+
+    return glue.make(settings.task, path, tokenizer, sequence_length=length)
+
+
+def _check_model(settings: Settings, origin: Pretrained, kind: str) -> None:
+    if origin.architecture != kind:
+        raise SettingsError(
+            f"`model`: expected a folder with a model of the kind {kind}, as the task "
+            f"{settings.task} needs, got {settings.model}, which has one of the kind "
+            f"{origin.architecture}. Name another --model or another --task."
+        )
+    longest = origin.config.positions
+    if settings.sequence_length > longest:
+        raise SettingsError(
+            f"`sequence_length`: expected at most {longest}, for which the model in "
+            f"{settings.model} has positions, got {settings.sequence_length}. Pass "
+            f"--sequence-length {longest}."
+        )

@@ -1,0 +1,88 @@
+"""Texts to tokens, kept flat: one array of all tokens, and where each text begins in it.
+
+A tokenizer's own results take hundreds of bytes per token. So texts are handed to it in chunks,
+and of each chunk only the ids are kept, in the smallest dtype that holds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+# A chunk ends with the text that reaches one of these. It is encoded on all cores, a text on each,
+# so it should be of several texts; a million characters take about 150 MB in here.
+CHUNK_TEXTS = 4096
+CHUNK_CHARACTERS = 2**20
+
+Text = str | tuple[str, str]
+
+
+class Encoded(NamedTuple):
+    """The tokens of n texts."""
+
+    tokens: np.ndarray  # (total,), unsigned
+    types: np.ndarray  # (total,) uint8: 0, and 1 for the second sentence of a pair
+    starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
+
+    def span(self, i: int) -> slice:
+        """Where in the flat arrays text `i` is.
+
+        Raises:
+            IndexError: If there is no such text.
+        """
+        if not 0 <= i < len(self.starts) - 1:
+            raise IndexError(f"expected an index from 0 to {len(self.starts) - 2}, got {i}")
+        return slice(self.starts[i], self.starts[i + 1])
+
+
+def encode(
+    tokens: tokenizers.Tokenizer, texts: Iterable[Text], *, vocabulary: int, special: bool
+) -> Encoded:
+    """The texts as tokens, in their order.
+
+    Args:
+        tokens: Its truncation is applied.
+        texts: Read once and not kept; all of them one text or all a pair.
+        vocabulary: Ids are smaller than this.
+        special: Whether the tokenizer puts its special tokens around a text.
+    """
+    dtype = smallest_dtype(vocabulary)
+    ids, types, lengths = [np.empty(0, dtype)], [np.empty(0, np.uint8)], [np.zeros(1, np.int64)]
+    for chunk in _chunks(texts):
+        encodings = tokens.encode_batch_fast(chunk, add_special_tokens=special)
+        lengths.append(np.array([len(e) for e in encodings], np.int64))
+        total = int(lengths[-1].sum())
+        ids.append(_flat((e.ids for e in encodings), dtype, total))
+        types.append(_flat((e.type_ids for e in encodings), np.uint8, total))
+    starts = np.cumsum(np.concatenate(lengths))
+    return Encoded(np.concatenate(ids), np.concatenate(types), starts)
+
+
+def smallest_dtype(vocabulary: int) -> np.dtype:
+    """The smallest unsigned dtype that holds every id below `vocabulary`.
+
+    Examples:
+        >>> smallest_dtype(32_000)
+        dtype('uint16')
+    """
+    return np.min_scalar_type(max(vocabulary - 1, 0))
+
+
+def _chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    chunk, characters = [], 0
+    for text in texts:
+        chunk.append(text)
+        characters += len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+        if len(chunk) >= CHUNK_TEXTS or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _flat(lists: Iterable[list[int]], dtype: np.dtype | type, total: int) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype, total)

@@ -1,0 +1,206 @@
+"""Files with examples: which there are, what is in their lines, and which examples validate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.data import DataError
+
+_VALIDATION = ("valid", "dev")  # how names of such files begin; `valid` covers `validation`
+
+
+class Files(NamedTuple):
+    """The files of a task, each side in the order of their names."""
+
+    train: list[Path]
+    validation: list[Path]  # empty if a share of the others is to validate
+    notes: list[str]
+
+
+def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
+    """The files of a task that is given as a file or as a folder.
+
+    In a folder, `train*` and `valid*` or `dev*` are the two sides, and all other files are left
+    out. Where there is no file for validation, a share is to be split off: of the `train*` files if
+    there are any, else of all files.
+
+    Args:
+        data: A file or a folder; folders in it are not entered.
+        suffixes: How names of the task's files end, in small letters.
+
+    Raises:
+        DataError: If there are no such files, or some for validation and none for training.
+    """
+    if data.is_file() and data.name.lower().endswith(suffixes):
+        return Files([data], [], [])
+    kinds = " or ".join("*" + suffix for suffix in suffixes)
+    if not data.is_dir():
+        found = f"the file {data}" if data.exists() else f"nothing at {data}"
+        raise DataError(
+            f"expected a file {kinds}, or a folder with such files, found {found}. Give another "
+            "path (`data`), or rename the file after what is in it."
+        )
+    here = sorted(path for path in data.iterdir() if path.is_file() and path.name[0] != ".")
+    found = [path for path in here if path.name.lower().endswith(suffixes)]
+    if not found:
+        names = ", ".join(path.name for path in here[:12]) or "no files"
+        raise DataError(
+            f"expected files {kinds} in {data}, found {names}. Folders in it are not entered: give "
+            "the one with the files (`data`)."
+        )
+    train = [path for path in found if path.name.lower().startswith("train")]
+    validation = [path for path in found if path.name.lower().startswith(_VALIDATION)]
+    if validation and not train:
+        raise DataError(
+            f"expected files train*{suffixes[0]} beside {validation[0].name} in {data}, found "
+            "none. Name those to train on so, or take the files for validation out: a share of "
+            "the others is then held back."
+        )
+    if not train:
+        return Files(found, [], [])
+    out = [path.name for path in found if path not in train and path not in validation]
+    notes = [f"{data}: left out {', '.join(out)}, since there are train* files"] if out else []
+    return Files(train, validation, notes)
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, from 1. A line ends with a newline, which it keeps.
+
+    A carriage return in front of the newline is taken out.
+
+    Raises:
+        DataError: If a line is not UTF-8.
+    """
+    # As bytes: in text, Python would also end lines at carriage returns inside sentences, and
+    # could not say in which line the encoding is wrong.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: expected UTF-8, got {line[error.start]:#x} at byte "
+                    f"{error.start + 1} of the line ({error.reason}). Save the file as UTF-8."
+                ) from error
+            yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
+
+
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a file, each with where it is: path and line, or path and item.
+
+    A file `*.json` that begins with a bracket is a list, of which the first item is number 1. Any
+    other file has an object a line; blank lines are passed over.
+
+    Raises:
+        DataError: If there is no valid JSON, or not such objects.
+    """
+    if path.name.lower().endswith(".json"):
+        text = "".join(line for _, line in lines(path))
+        if text.lstrip().startswith("["):
+            for number, item in enumerate(_parse(f"{path}", text), 1):
+                yield _object(f"{path}, item {number}", item)
+            return
+    for number, line in lines(path):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield _object(where, _parse(where, line.removesuffix("\n"), line=True))
+
+
+def text_field(where: str, record: dict[str, Any], field: str) -> str:
+    """The text in a field of a record.
+
+    Raises:
+        DataError: If the field is missing or does not hold a text.
+    """
+    if field not in record:
+        names = ", ".join(map(repr, record)) or "none"
+        raise DataError(
+            f"{where}: expected a field {field!r}, found {names}. Rename the field, or take the "
+            "record out."
+        )
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{where}: expected a text in the field {field!r}, got {shorten(json.dumps(text))}. "
+            "Put it between quotation marks, or take the record out."
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: expected text in the field {field!r}, got half of a surrogate pair at "
+            f"character {error.start + 1}. Whatever wrote the file cut a character in two: correct "
+            "it, or take the record out."
+        ) from error
+    return text
+
+
+def split(
+    sizes: np.ndarray, *, validation_share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which examples are to train and which to validate, both ascending, neither empty.
+
+    In an order drawn with the seed, examples go to validation where they still fit in its share; if
+    none does, the smallest one goes.
+
+    Args:
+        sizes: Sizes `(n,)` of the examples, n at least 2.
+        validation_share: Of the sum of sizes, in (0, 1).
+        seed: Fixes the split.
+    """
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    room = validation_share * float(sizes.sum())
+    validates = np.zeros(len(sizes), bool)
+    for i, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        if size <= room:
+            validates[i] = True
+            room -= size
+    # Of size 0, all of them may have fitted.
+    if validates.all():
+        validates[order[-1]] = False
+    if not validates.any():
+        validates[np.argmin(sizes)] = True
+    return np.flatnonzero(~validates), np.flatnonzero(validates)
+
+
+def check_share(validation_share: float) -> None:
+    """Raises a DataError if the share for validation is none."""
+    if not 0 < validation_share < 1:
+        raise DataError(
+            f"`validation_share` must lie in (0, 1), got {validation_share}. It is a share of the "
+            "data: for a tenth of it give 0.1."
+        )
+
+
+def shorten(text: str) -> str:
+    """The text, its end replaced by dots if it is too long for a message."""
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def _parse(where: str, text: str, *, line: bool = False) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            place = f"{where}, column {error.colno}" if line else f"{where}, line {error.lineno}"
+            reason = error.msg
+        else:
+            place, reason = where, str(error)
+        raise DataError(
+            f"{place}: expected JSON ({reason}), got {shorten(text.strip())!r}. A file has one "
+            "object a line, or, as *.json, one list of objects."
+        ) from error
+
+
+def _object(where: str, item: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(item, dict):
+        raise DataError(
+            f'{where}: expected an object {{"field": ...}}, got {shorten(json.dumps(item))}. '
+            "Correct it, or take it out."
+        )
+    return where, item

@@ -1,0 +1,183 @@
+"""Real text that every machine has: the source files of the running Python's standard library.
+
+A byte is a token, so there is no tokenizer to fetch. What is read, and how it is split:
+
+1. All `*.py` files below the standard library, in the order of their relative path, without the
+   folders in `SKIPPED_FOLDERS`.
+2. A shuffle of these files with the seed, cut off where the wanted size is reached.
+3. From the front of that order, files go to validation until they hold the wanted share of the
+   bytes; the others are for training. A file is never on both sides.
+4. Each side is joined, one zero byte before each file, and cut into windows of
+   `sequence_length + 1` bytes that overlap by one: every byte is predicted once per epoch.
+
+The same Python and the same seed give the same split and windows.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from train.data import DataError
+from train.tasks import Task
+
+VOCABULARY = 256  # the values of a byte
+
+FILE_START = b"\0"  # occurs in no source file
+
+SKIPPED_FOLDERS = frozenset(
+    {
+        # Not the standard library, though often installed below it.
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        # Left out by many distributions, so they would make machines differ more than they must.
+        "test",
+        "tests",
+        "idlelib",
+        "turtledemo",
+        # Tables and a manual in the shape of source code: half their bytes are no program text.
+        "encodings",
+        "pydoc_data",
+    }
+)
+
+
+class Split(NamedTuple):
+    """Which files train and which validate: paths relative to the root, each side sorted."""
+
+    train: tuple[Path, ...]
+    validation: tuple[Path, ...]
+
+
+def make(
+    *, seed: int, sequence_length: int, corpus_megabytes: float, validation_share: float
+) -> Task:
+    """The task of predicting the next byte of Python's source files.
+
+    Raises:
+        DataError: If there is too little text.
+    """
+    root = folder()
+    split = split_files(
+        root,
+        source_files(root),
+        seed=seed,
+        max_bytes=int(corpus_megabytes * 1e6),
+        validation_share=validation_share,
+    )
+    train, validation = (
+        windows(root, files, sequence_length) for files in (split.train, split.validation)
+    )
+    checksum = 0
+    for part in (train, validation):
+        checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
+    return Task(
+        name="standard_library",
+        kind="decoder",
+        train=Windows(train),
+        validation={"validation": Windows(validation)},
+        labels=(),
+        score=None,
+        best="loss",
+        checksum=checksum,
+    )
+
+
+def folder() -> Path:
+    """The folder that holds the source files of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def source_files(root: Path) -> list[Path]:
+    """Paths of the Python source files below `root`, relative to it and sorted.
+
+    Args:
+        root: The folder to search; folders named in `SKIPPED_FOLDERS` are not entered.
+
+    Raises:
+        DataError: If there are none.
+    """
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        # In place, so that the walk does not enter them: site-packages can be huge.
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        found += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    if not found:
+        raise DataError(
+            f"expected the source files (*.py) of Python's standard library below {root}, found "
+            "none. This Python was installed without them (zipped or frozen): use one from "
+            "python.org, uv, conda or your distribution."
+        )
+    return sorted(found, key=Path.as_posix)
+
+
+def split_files(
+    root: Path, files: list[Path], *, seed: int, max_bytes: int, validation_share: float
+) -> Split:
+    """The seeded split of `files` into training and validation, by file.
+
+    Args:
+        root: Folder that `files` are relative to.
+        files: Sorted paths, as `source_files` returns them.
+        seed: Fixes which files are taken and on which side each of them is.
+        max_bytes: Files are taken until they hold this many bytes together.
+        validation_share: Share of the bytes for validation, in (0, 1).
+
+    Raises:
+        DataError: If fewer than two files are taken, so that one side would be empty.
+    """
+    shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
+    ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
+    # The file that crosses a limit still belongs to the side before it.
+    taken = int(np.searchsorted(ends, max_bytes)) + 1
+    shuffled, ends = shuffled[:taken], ends[:taken]
+    if len(shuffled) < 2:
+        raise DataError(
+            f"expected text of at least two files, one to train and one to validate, got "
+            f"{len(shuffled)} of the {len(files)} below {root} within {max_bytes} bytes. Allow "
+            "more bytes (`corpus_megabytes`)."
+        )
+    border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
+    border = min(border, len(shuffled) - 1)
+    return Split(
+        train=tuple(sorted(shuffled[border:], key=Path.as_posix)),
+        validation=tuple(sorted(shuffled[:border], key=Path.as_posix)),
+    )
+
+
+def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.ndarray:
+    """The text of `files` as windows `(n, sequence_length + 1)` of uint8.
+
+    Inputs are `window[:-1]`, targets `window[1:]`. What does not fill a last window is dropped.
+
+    Raises:
+        DataError: If the text does not fill one window.
+    """
+    joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
+    text = np.frombuffer(joined, np.uint8)
+    if len(text) < sequence_length + 1:
+        raise DataError(
+            f"expected text for at least one window of {sequence_length} bytes, got {len(text)} "
+            f"bytes in {len(files)} files. Use a shorter `sequence_length` or allow more bytes "
+            "(`corpus_megabytes`)."
+        )
+    return np.lib.stride_tricks.sliding_window_view(text, sequence_length + 1)[::sequence_length]
+
+
+class Windows:
+    """Windows of tokens as examples."""
+
+    def __init__(self, windows: np.ndarray):
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {"tokens": self._windows[i]}

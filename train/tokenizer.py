@@ -1,0 +1,185 @@
+"""The tokenizer of a Hugging Face folder, and the few ids that a task must know by name.
+
+`tokenizer.json` holds the tokenizer itself. Which of its tokens begin, end and pad a text is in
+other files, and not in every folder in the same ones. The first that names one decides:
+
+1. `tokenizer_config.json`, `special_tokens_map.json` (`bos_token`, `eos_token`, `pad_token`);
+2. `config.json`, `generation_config.json` (`bos_token_id`, `eos_token_id`, `pad_token_id`).
+
+With one exception: where there is a `tokenizer_config.json`, and neither it nor the map names a
+begin token, or it says `"add_bos_token": false`, the model was trained without one, whatever number
+`config.json` gives.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+TOKENIZER = "tokenizer.json"
+
+_NAMED = ("tokenizer_config.json", "special_tokens_map.json")
+_NUMBERED = ("config.json", "generation_config.json")
+
+# What older folders have instead, from which `transformers` makes a tokenizer.json.
+_OLDER = ("tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+
+
+class TokenizerError(ValueError):
+    """A folder has not the tokenizer that is needed; the message is meant to be shown as it is."""
+
+
+class Tokenizer(NamedTuple):
+    """A tokenizer and its special tokens."""
+
+    tokens: tokenizers.Tokenizer  # as in tokenizer.json, with truncation and padding switched off
+    begin: int | None  # put before a text; None where the model was trained without
+    end: int | None  # put after a text; None where there is none, as in most encoders
+    pad: int  # fills up short examples; where there is no token for it, `end`
+    vocabulary: int  # ids are smaller than this
+
+
+def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder.
+
+    Args:
+        folder: Has `tokenizer.json`, and mostly some of the other files named above.
+        vocabulary: Rows of the model's embedding; the tokenizer may have fewer ids, not more.
+        needs_end: Whether to refuse a tokenizer without an end token.
+
+    Raises:
+        TokenizerError: If `tokenizer.json` is missing or cannot be read, if it has more ids than
+            the model, if a special token is none of its tokens, or if there is no token to pad
+            with or, where one is needed, to end with.
+    """
+    tokens = _read_tokens(folder)
+    last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
+    if last >= vocabulary:
+        raise TokenizerError(
+            f"{folder / TOKENIZER}: expected ids below {vocabulary}, the model's `vocab_size` in "
+            f"config.json, but the last one is {last} ({tokens.id_to_token(last)!r}). This "
+            "tokenizer belongs to another model, or tokens were added without enlarging the "
+            "embedding: take the tokenizer that the model came with."
+        )
+    entries = {
+        name: _read_json(folder / name) for name in _NAMED + _NUMBERED if (folder / name).is_file()
+    }
+    special = {
+        kind: _special(kind, folder, entries, tokens, vocabulary) for kind in ("bos", "eos", "pad")
+    }
+    end = special["eos"]
+    pad = end if special["pad"] is None else special["pad"]
+    if end is None and needs_end:
+        raise TokenizerError(
+            f"{folder}: expected a token that ends a text, found no `eos_token` in "
+            f"{' or '.join(_NAMED)} and no `eos_token_id` in {' or '.join(_NUMBERED)}. Without "
+            "one the model cannot learn where to stop: add it to tokenizer_config.json, or take "
+            "a model that generates text."
+        )
+    if pad is None:
+        raise TokenizerError(
+            f"{folder}: expected a token to pad with, found neither a `pad_token` nor an "
+            f"`eos_token` in {' or '.join(_NAMED)}, nor an id of one in "
+            f"{' or '.join(_NUMBERED)}. Add `pad_token` to tokenizer_config.json."
+        )
+    # A model may have an id for padding that its tokenizer knows nothing of.
+    named = [number for number in special.values() if number is not None]
+    return Tokenizer(tokens, special["bos"], end, pad, vocabulary=max(last, *named) + 1)
+
+
+def end_token(tokenizer: Tokenizer) -> int:
+    """The id of the token that ends a text.
+
+    Raises:
+        TokenizerError: If there is none.
+    """
+    if tokenizer.end is None:
+        raise TokenizerError(
+            "expected a tokenizer with a token that ends a text, got one without. Read it with "
+            "`read_tokenizer(..., needs_end=True)`, which says what its folder lacks."
+        )
+    return tokenizer.end
+
+
+def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / TOKENIZER
+    if not path.is_file():
+        older = [name for name in _OLDER if (folder / name).is_file()]
+        found = f"only {' and '.join(older)}" if older else "nothing of the kind"
+        raise TokenizerError(
+            f"expected {path}, found {found}. `transformers` writes one: "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
+    try:
+        tokens = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no class of its own
+        raise TokenizerError(
+            f"expected a tokenizer in {path}, but `tokenizers` {tokenizers.__version__} cannot "
+            f"read it: {error}. Fetch the file again, or install a newer `tokenizers`."
+        ) from error
+    # Lengths are a matter of the task, and some files carry those of another use.
+    tokens.no_truncation()
+    tokens.no_padding()
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"expected JSON in {path}: {error}. Fetch the file again.") from error
+    if not isinstance(held, dict):
+        raise TokenizerError(
+            f"expected a JSON object in {path}, got {type(held).__name__}. Fetch the file again."
+        )
+    return held
+
+
+def _special(
+    kind: str,
+    folder: Path,
+    entries: dict[str, dict[str, Any]],
+    tokens: tokenizers.Tokenizer,
+    vocabulary: int,
+) -> int | None:
+    """The id of the `bos`, `eos` or `pad` token, None if there is none."""
+    tokenizer_config = entries.get("tokenizer_config.json")
+    if kind == "bos" and (tokenizer_config or {}).get("add_bos_token") is False:
+        return None
+    for name in _NAMED:
+        token = entries.get(name, {}).get(f"{kind}_token")
+        if isinstance(token, dict):  # a token with its flags
+            token = token.get("content")
+        if token is not None:
+            return _named(f"{kind}_token", token, folder / name, tokens)
+    if kind == "bos" and tokenizer_config is not None:
+        return None
+    for name in _NUMBERED:
+        number = entries.get(name, {}).get(f"{kind}_token_id")
+        if isinstance(number, list) and number:  # of several that end a text, the usual one
+            number = number[0]
+        if number is not None and number != -1:  # some configurations write -1 for none
+            return _numbered(f"{kind}_token_id", number, folder / name, vocabulary)
+    return None
+
+
+def _named(key: str, token: Any, path: Path, tokens: tokenizers.Tokenizer) -> int:
+    number = tokens.token_to_id(token) if isinstance(token, str) else None
+    if number is None:
+        raise TokenizerError(
+            f"{path}: expected `{key}` to be one of the tokens of {TOKENIZER} beside it, got "
+            f"{token!r}. The two files belong to different tokenizers: fetch both again."
+        )
+    return number
+
+
+def _numbered(key: str, number: Any, path: Path, vocabulary: int) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < vocabulary:
+        raise TokenizerError(
+            f"{path}: expected `{key}` to be an id from 0 to {vocabulary - 1}, got {number!r}. "
+            "Correct the file, or fetch it again."
+        )
+    return number
