@@ -26,7 +26,7 @@ from tests.runs import Leaf, Training
 from train import finetune
 from train.checkpoints import CheckpointError, Checkpoints, description, write_model
 from train.command_line import load_settings
-from train.run_lock import run_lock
+from train.run_lock import LOCK, run_lock
 from train.settings import Settings, SettingsError
 
 # --- runs -----------------------------------------------------------------------------------
@@ -59,6 +59,11 @@ def flip_a_bit(path: Path) -> None:
 
 def largest_file(folder: Path) -> Path:
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def changed_at(folder: Path) -> dict[Path, float]:
+    """When what is in a run's folder was last written; the lock is, by every start."""
+    return {p: p.stat().st_mtime for p in folder.rglob("*") if p.name != LOCK}
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(runs):
@@ -131,22 +136,22 @@ def test_the_model_is_the_masters_by_key_path(runs):
 )
 def test_a_folder_of_another_run_is_refused_with_a_remedy(runs, capsys, options, expected):
     folder, _ = runs
-    before = sorted(p.stat().st_mtime for p in (folder / "whole").rglob("*"))
+    before = changed_at(folder / "whole")
     assert finetune.main([str(folder / "job.toml"), "--run", "whole", *options]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     with pytest.raises(SettingsError, match=expected):
         raise SettingsError(message)
-    assert sorted(p.stat().st_mtime for p in (folder / "whole").rglob("*")) == before
+    assert changed_at(folder / "whole") == before
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_run_that_has_ended_is_left_as_it_is(runs, capsys):
     folder, _ = runs
-    before = sorted(p.stat().st_mtime for p in (folder / "whole").rglob("*"))
+    before = changed_at(folder / "whole")
     assert finetune.main([str(folder / "job.toml"), "--run", "whole"]) == 0
     assert "has done all its 88 steps" in capsys.readouterr().out
-    assert sorted(p.stat().st_mtime for p in (folder / "whole").rglob("*")) == before
+    assert changed_at(folder / "whole") == before
 
 
 def test_the_name_of_a_run_is_that_of_a_folder(tmp_path):
