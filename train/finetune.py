@@ -50,7 +50,7 @@ from train.report import (
     write_picture,
     write_summary,
 )
-from train.run_lock import run_lock
+from train.run_lock import LOCK, run_lock
 from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
 from train.settings import Settings, SettingsError
 from train.sharding import committed, make_mesh
@@ -339,7 +339,7 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
         else:
             folder = parent / settings.run
             folder.mkdir(parents=True, exist_ok=True)
-            names = {p.name for p in folder.iterdir()}
+            names = {p.name for p in folder.iterdir()} - {LOCK}
     except OSError as error:
         raise SettingsError(
             f"`output_dir`: expected a folder that can be made and written, got "

@@ -8,7 +8,7 @@ import numpy as np
 
 # How long the end of a loan waits for threads that are about to let go: those of a save that has
 # failed stop only then.
-GRACE_S = 5.0
+GRACE_S = 20.0
 
 
 class _Memory:
