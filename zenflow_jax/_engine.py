@@ -307,7 +307,11 @@ class HostEngine:
 
         The arrays are the engine's own where jax can alias them (on a CPU; elsewhere they are
         copied to pinned memory). Until the `with` block ends the engine takes no other call but
-        `close`; then they are deleted, and whatever reads them must be done.
+        `close`; then they are deleted, and whatever reads them must be done::
+
+            with engine.lend() as engine_state:
+                saver.save(folder, {"params": params, "engine": engine_state})
+                saver.wait_until_finished()
 
         Yields:
             What `state()` returns.
@@ -315,13 +319,6 @@ class HostEngine:
         Raises:
             RuntimeError: As `state`; at the end of the block, and by every call after it, as long
                 as something still reads the arrays, such as a save that was not waited for.
-
-        Examples:
-            Inside of the block of `HostEngine`, with any writer of arrays::
-
-                with engine.lend() as engine_state:
-                    saver.save(folder, {"params": params, "engine": engine_state})
-                    saver.wait_until_finished()
         """
         loan = Loan()
         tree = self._tree(loan.lend)
