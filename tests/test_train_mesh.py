@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -355,3 +356,30 @@ def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, o
     )
     assert "2 processes" in first
     assert not re.search("loss|tokens|metrics", second)
+
+
+def test_a_signal_to_one_of_two_processes_saves_the_run_and_both_go_on(tmp_path):
+    config = config_file(tmp_path, mesh="data=2", steps=5000, run="two", progress=False)
+
+    def both(*options: str) -> list[subprocess.Popen]:
+        command = ("-m", "train.finetune", config, *options)
+        with reserved_port() as port:
+            meeting = ("--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process")
+            return [start(*command, *meeting, str(process), devices=1) for process in range(2)]
+
+    first, second = both()
+    try:
+        assert any(line.startswith("step") for line in first.stdout)
+        second.send_signal(signal.SIGTERM)
+        shown = [process.communicate(timeout=200)[0] for process in (first, second)]
+    finally:
+        first.kill()
+        second.kill()
+    codes = [process.returncode for process in (first, second)]
+    assert codes == [128 + signal.SIGTERM] * 2, shown
+    (said,) = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", "".join(shown))
+
+    ended = output(*both("--steps", str(int(said) + 1)))
+    assert f"going on from checkpoint {said}" in ended[0]
+    summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["resumed_at"], summary["steps"]) == (int(said), int(said) + 1)
