@@ -58,7 +58,6 @@ def train(task: str, variant: str, seed: int, args: argparse.Namespace) -> Run:
         "--run": name,
         "--seed": seed,
         "--steps": job.steps,
-        "--warmup-steps": job.steps // 10,
         "--batch-size": args.batch_size,
         "--sequence-length": job.length,
         "--learning-rate": job.learning_rate,

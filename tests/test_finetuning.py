@@ -8,16 +8,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import zenflow_jax
 from benchmarks.kill_test import start, steps_of, wait_for
 from tests.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
-from train import finetune
+from train import finetune, models
 from train.optimizers import make_optimizer, with_deepspeed
 from train.pretrained import read_folder
 from train.settings import Settings
+from train.tasks.chosen import make_task
 
 SHORT = {
     "batch_size": 4,
@@ -199,6 +200,60 @@ def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, ki
     if kind != "adamw":
         leaf = zenflow_jax.find_state(state).leaves[0]
         assert leaf.spec.k == (1 if kind == "zenflow" else 0)
+
+
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_the_schedule_is_the_settings_where_deepspeeds_config_has_none(tmp_path):
+    path = deepspeed_config(tmp_path, scheduler=None)
+    settings, _ = with_deepspeed(Settings(deepspeed=path, steps=20, warmup_share=0.5), devices=1)
+    tx = make_optimizer(settings)
+    params = {"scale": jax.numpy.ones(4)}  # resident, so updated at every step
+    updates, _ = tx.update(params, tx.init(params), params)
+    # Of the peak, which is the config's, the first of ten steps of warm-up and one more.
+    np.testing.assert_allclose(updates["scale"], -1e-3 / 11, rtol=1e-3)
+
+
+def test_a_deepspeed_config_that_says_nothing_of_zero_leaves_the_optimizer_alone(tmp_path):
+    path = deepspeed_config(tmp_path, zero_optimization={})
+    settings, _ = with_deepspeed(Settings(deepspeed=path, optimizer="offload", steps=9), devices=1)
+    assert settings.optimizer == "offload"
+    leaf = {"kernel": jax.numpy.ones((4, 4))}
+    assert zenflow_jax.find_state(make_optimizer(settings).init(leaf)).leaves[0].spec.k == 0
+
+
+def test_deepspeeds_selection_once_per_epoch_is_one_of_this_data(tmp_path):
+    zero = TUTORIAL["zero_optimization"]
+    zenflow = zero["zenflow"] | {"select_strategy": "epoch", "select_interval": 2}
+    path = deepspeed_config(tmp_path, zero_optimization=zero | {"zenflow": zenflow})
+    settings, _ = with_deepspeed(Settings(deepspeed=path, steps=9), devices=1)
+    state = make_optimizer(settings, steps_per_epoch=8).init({"kernel": jax.numpy.ones((4, 4))})
+    assert zenflow_jax.find_state(state).schedule.select == zenflow_jax.EpochSelect(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["negative", "positive"], True),
+        (["NEGATIVE", "POSITIVE"], True),
+        (["LABEL_0", "LABEL_1"], True),
+        (["positive", "negative"], False),
+    ],
+)
+def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path, names, kept):
+    folder = write_model(tmp_path / "given", "bert")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {"classifier.weight": np.ones((2, 16), np.float32)}
+    tensors |= {"classifier.bias": np.ones(2, np.float32)}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["id2label"] = dict(enumerate(names))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    settings = Settings(model=str(folder), dtype="float32", steps=1, **glue(tmp_path))
+    origin = read_folder(folder)
+    model = models.make(settings, make_task(settings, origin), None, origin)
+    assert bool(np.all(model.params["classifier"]["kernel"] == 1)) == kept
+    assert bool(model.drawn) != kept
 
 
 @pytest.mark.parametrize(

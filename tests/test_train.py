@@ -77,7 +77,16 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
-    left_out |= {"model", "data", "deepspeed", "scan_layers", "remat", "epochs", "micro_batches"}
+    left_out |= {
+        "model",
+        "data",
+        "deepspeed",
+        "scan_layers",
+        "remat",
+        "epochs",
+        "micro_batches",
+        "warmup_share",
+    }
     settings = asdict(Settings())
     left_out |= {name for name in settings if name.startswith("auto_")}
     assert set(given) == set(settings) - left_out
@@ -208,6 +217,13 @@ def test_words_for_intervals_become_the_rules_of_the_library():
 )
 def test_a_share_of_full_warm_up_is_one_of_the_steps_rounded_up(share, steps, rounds):
     assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
+
+
+def test_the_learning_rates_warm_up_may_be_a_share_of_the_steps():
+    assert Settings(warmup_share=0.1, steps=45).learning_rate_warm_up == 5
+    assert Settings(warmup_steps=3).learning_rate_warm_up == 3
+    with pytest.raises(SettingsError, match="`warmup_share`: expected it or `warmup_steps`"):
+        Settings(warmup_share=0.1, warmup_steps=3)
 
 
 def test_without_a_share_the_full_warm_up_has_the_rounds_that_were_given():
@@ -407,6 +423,18 @@ def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
     # At second 1 the first four losses exist: three steps of ten tokens after the start.
     assert meter.step(jnp.float32(3)) == (2, 0.5, 30.0, 0.25)
     assert meter.since_start() == (2, 15.0, 0.125)
+
+
+def test_the_time_of_a_validation_is_in_no_rate(monkeypatch):
+    seconds = iter([0, 1, 5, 6])
+    monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
+    meter = Meter(log_every=1, tokens_per_step=10, waited_s=lambda: 0.0)
+    meter.start(steps_done=0)
+    meter.step(jnp.float32(0))
+    with meter.paused():  # from second 1 to 5
+        pass
+    (row,) = meter.drain()  # at second 6
+    assert row == (1, 0.0, 5.0, 0.0)
 
 
 # --- schedule -------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ CHECKSUMS = "checksums.json"
 
 # What a resumed run may have otherwise than the saved one; the library says the same of its own.
 MAY_CHANGE = frozenset(
-    "model data deepspeed steps epochs learning_rate warmup_steps weight_decay max_grad_norm "
-    "host_kernel threads mesh remat evaluate_every eval_batches save_every keep keep_best "
-    "output_dir run progress".split()
+    "model data deepspeed steps epochs learning_rate warmup_steps warmup_share weight_decay "
+    "max_grad_norm host_kernel threads mesh remat evaluate_every eval_batches save_every keep "
+    "keep_best output_dir run progress".split()
 )
 
 
@@ -323,6 +323,8 @@ class Checkpoints:
             saved = run["settings"].get(name, now)
             if saved != now:
                 flag = "--" + name.replace("_", "-")
+                if name == "full_warm_up_rounds":
+                    flag = "--full-warm-up-share None " + flag
                 raise SettingsError(
                     f"`{name}`: expected {saved}, as in the run that {folder} is of, got {now}. "
                     f"Pass {flag} {saved} to go on with that run, or name another --run to begin a "

@@ -53,7 +53,7 @@ from train.report import (
 from train.run_lock import LOCK, run_lock
 from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
 from train.settings import Settings, SettingsError
-from train.sharding import committed, make_mesh
+from train.sharding import batch_parts, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.stopping import Stopped, StopRequest
 from train.tasks.chosen import make_task
@@ -86,13 +86,20 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
     begin = time.perf_counter()
     settings.check_paths()
     mesh = make_mesh(settings.mesh)
-    settings, untranslated = with_deepspeed(settings, mesh.size if mesh else 1)
+    settings, untranslated = with_deepspeed(settings, batch_parts(mesh))
     origin = None if settings.model is None else read_folder(Path(settings.model))
     task = make_task(settings, origin)
-    where = {"batch_size": settings.batch_size, "seed": settings.seed, "mesh": mesh}
-    batches = Batches(task.train, **where)
+    where = {"seed": settings.seed, "mesh": mesh}
+    batches = Batches(task.train, batch_size=settings.batch_size, **where)
+    # In micro-batches as well: what the device has room for.
+    parts, most = settings.micro_batches, settings.eval_batches
     samples = {
-        name: Sample(source, **where, batches=settings.eval_batches)
+        name: Sample(
+            source,
+            batch_size=settings.batch_size // parts,
+            batches=None if most is None else most * parts,
+            **where,
+        )
         for name, source in task.validation.items()
     }
     if settings.steps is None:
@@ -170,13 +177,16 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
 
         engine = None
         if settings.optimizer != "adamw":
-            engine = zenflow_jax.HostEngine(
-                params,
-                opt_state,
-                host_kernel=settings.host_kernel,
-                threads=settings.threads,
-                engine_state=engine_state,
-            )
+            try:
+                engine = zenflow_jax.HostEngine(
+                    params,
+                    opt_state,
+                    host_kernel=settings.host_kernel,
+                    threads=settings.threads,
+                    engine_state=engine_state,
+                )
+            except ValueError as error:  # too little pinned memory, or other options than before
+                raise SettingsError(str(error)) from error
             stack.enter_context(engine)
             engine_state = None  # the engine has its own copy
         log = NoLog()
@@ -212,15 +222,19 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
         def validated(step: int) -> dict[str, float]:
             """The figures after that step, which is the last one taken."""
             if not validations or validations[-1][0] != step:
-                validations.append((step, validate(params)))
+                jax.block_until_ready(params)
+                with meter.paused():
+                    validations.append((step, validate(params)))
                 log.validation(*validations[-1])
             return validations[-1][1]
 
         if not done:
             validated(0)
 
-        def save(step: int, *, last: bool = False) -> None:
-            best = validated(step)[task.best] if settings.keep_best else None
+        def save(step: int, *, last: bool = False, in_haste: bool = False) -> None:
+            best = None
+            if settings.keep_best and not in_haste:
+                best = validated(step)[task.best]
             for row in meter.catch_up():
                 report(row)
             now = {
@@ -255,15 +269,15 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
             if row := meter.step(loss):
                 report(row)
             checkpoints.poll()
-            every = settings.evaluate_every
-            if every and step % every == 0 and step < settings.steps:
-                validated(step)
-            asked = stop.after(step)
-            if asked or (settings.save_every and step % settings.save_every == 0):
-                save(saved := step, last=asked is not None)
-            if asked:
+            if asked := stop.after(step):
+                # Who asks may not wait long.
+                save(step, last=True, in_haste=True)
                 checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, folder), signal_number=asked)
+            if is_due(settings.evaluate_every, step) and step < settings.steps:
+                validated(step)
+            if is_due(settings.save_every, step):
+                save(saved := step)
         if saved < settings.steps:
             # Before the last window is closed early, so that the run can go on with more steps as
             # if it had had them from the start.
@@ -319,6 +333,11 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
         say(f"metrics, loss curve, settings and {saved_model}: {folder}")
     processes.leave()
     return summary
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether what is done every so many steps, 0 for never, is done after this one."""
+    return every > 0 and step % every == 0
 
 
 def make_run_folder(settings: Settings, *, fresh: bool) -> Path:

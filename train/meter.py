@@ -7,9 +7,10 @@ fast the steps go is counted in steps whose loss exists, not in steps that were 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -69,10 +70,11 @@ class Meter:
         self._waited_s = waited_s
         self._unread: deque[jax.Array] = deque(jnp.float32(loss) for loss in losses)
         self._steps_read = steps_done - len(losses)
+        self._paused_s = 0.0
 
     def start(self, *, steps_done: int) -> None:
         """Starts the clock; the first `steps_done` steps are in no rate."""
-        self._started = Mark(steps_done, time.perf_counter(), self._waited_s())
+        self._started = Mark(steps_done, self._now(), self._waited_s())
         # Two intervals, because the last one of a run is sometimes done when it is first looked
         # at, and steps that took no time have no rate.
         self._last_two = deque([self._started], maxlen=2)
@@ -85,6 +87,15 @@ class Meter:
         """
         self._unread.append(loss)
         return self._next_row() if len(self._unread) == 2 * self._log_every else None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time in here is in no rate. The device must have no step to do."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_s += time.perf_counter() - begin
 
     def catch_up(self) -> list[Row]:
         """The row of the last whole interval, if it was not given yet. Blocks until it is done."""
@@ -117,7 +128,10 @@ class Meter:
 
     def _mark(self) -> Mark:
         done = self._steps_read + sum(loss.is_ready() for loss in self._unread)
-        return Mark(done, time.perf_counter(), self._waited_s())
+        return Mark(done, self._now(), self._waited_s())
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._paused_s
 
     def _totals(self, before: Mark, after: Mark) -> Totals:
         seconds = after.time_s - before.time_s

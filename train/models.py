@@ -63,10 +63,19 @@ def make(
     shardings = mesh and weight_shardings(mesh, shapes)
     if origin is None:
         return Model(graphdef, jax.jit(lambda: split()[1], out_shardings=shardings)(), None)
-    # A head for other labels is of no use.
-    anew = () if origin.labels == len(task.labels) else ("classifier",)
+    anew = () if _has_head_for(origin, task.labels) else ("classifier",)
     params = pretrained.load_weights(origin, shapes, shardings, anew=anew, seed=settings.seed)
     return Model(graphdef, params, origin, pretrained.drawn_anew(origin, shapes, anew=anew))
+
+
+def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
+    """Whether the folder has a head for these labels, in this order as far as it names them."""
+    if origin.labels != len(labels):
+        return False
+    named = origin.raw.get("id2label") or {}
+    names = [str(named.get(str(i), f"LABEL_{i}")).lower() for i in range(len(labels))]
+    unnamed = [f"label_{i}" for i in range(len(labels))]
+    return names in (unnamed, [label.lower() for label in labels])
 
 
 def builder(

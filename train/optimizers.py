@@ -6,6 +6,7 @@ What is to be used is in the settings, or in a DeepSpeed config that they name.
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from typing import Any
 
@@ -35,7 +36,7 @@ def weight_dtype(settings: Settings) -> DTypeLike:
 
 def learning_rate(settings: Settings) -> optax.Schedule:
     """Linear warm-up to the peak, then a cosine down to a tenth of it at the last step."""
-    peak, warm_up = settings.learning_rate, settings.warmup_steps
+    peak, warm_up = settings.learning_rate, settings.learning_rate_warm_up
     return optax.join_schedules(
         [
             optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1)),
@@ -57,44 +58,43 @@ def make_optimizer(
     Raises:
         SettingsError: If zenflow rejects its options.
     """
+    rate, norm = learning_rate(settings), settings.max_grad_norm
+    arguments = {"weight_decay": settings.weight_decay, "mask": decayed}
+    schedule = _schedule(settings, steps_per_epoch)
     if settings.deepspeed is not None:
         options = _read_deepspeed(
             settings, total_steps=settings.steps, steps_per_epoch=steps_per_epoch
         )
-        if options.kind == "adamw":
-            return options.optimizer
-        return zenflow_jax.zenflow(
-            options.learning_rate, **options.arguments, resident=_is_no_matrix
-        )
+        norm, arguments = options.max_grad_norm, options.arguments
+        if callable(options.learning_rate):
+            rate = options.learning_rate
+        else:  # there is no schedule in the config
+            peak = dataclasses.replace(settings, learning_rate=options.learning_rate)
+            rate = learning_rate(peak)
+        if options.kind != "adamw":
+            schedule = {}  # is among the arguments
     if settings.optimizer == "adamw":
-        adamw = optax.adamw(
-            learning_rate(settings), weight_decay=settings.weight_decay, mask=decayed
-        )
-        norm = settings.max_grad_norm
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
-        return optax.chain(clip, adamw)
-    if settings.optimizer == "offload":
-        schedule = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
-    else:
-        schedule = {
-            "topk_ratio": settings.topk_ratio,
-            "update_interval": window_rule(settings),
-            "select_interval": selection_rule(settings, steps_per_epoch),
-            "full_warm_up_rounds": settings.warm_up_rounds,
-            "overlap_step": settings.overlap_step,
-        }
+        return optax.chain(clip, optax.adamw(rate, **arguments))
+    arguments = arguments | schedule | {"max_grad_norm": norm, "resident": _is_no_matrix}
     try:
-        return zenflow_jax.zenflow(
-            learning_rate(settings),
-            weight_decay=settings.weight_decay,
-            mask=decayed,
-            max_grad_norm=settings.max_grad_norm,
-            resident=_is_no_matrix,
-            **schedule,
-        )
+        return zenflow_jax.zenflow(rate, **arguments)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
+    """What zenflow is told about channels, windows and selections."""
+    if settings.optimizer == "offload":
+        return {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
+    return {
+        "topk_ratio": settings.topk_ratio,
+        "update_interval": window_rule(settings),
+        "select_interval": selection_rule(settings, steps_per_epoch),
+        "full_warm_up_rounds": settings.warm_up_rounds,
+        "overlap_step": settings.overlap_step,
+    }
 
 
 def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, dict[str, str]]:
@@ -104,7 +104,7 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, dict[str
 
     Args:
         settings: Of the run.
-        devices: How many it has.
+        devices: Among how many a batch is divided.
 
     Returns:
         The settings, and for each key of the config that has no counterpart the reason.
@@ -115,9 +115,13 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, dict[str
     if settings.deepspeed is None:
         return settings, {}
     # How many steps there are may follow from the batch size; here they are of no consequence.
-    options = _read_deepspeed(settings, total_steps=settings.steps or 10**9, devices=devices)
+    unknown = {"total_steps": 10**9, "steps_per_epoch": 10**6}
+    options = _read_deepspeed(settings, devices=devices, **unknown)
+    # Where the state is to be, only this block says.
+    with open(settings.deepspeed, encoding="utf-8") as file:
+        says_where = bool(json.load(file).get("zero_optimization"))
     found = {
-        "optimizer": options.kind,
+        "optimizer": options.kind if says_where else None,
         "batch_size": options.batch_size,
         "micro_batches": options.micro_batches,
         "dtype": options.compute_dtype and np.dtype(options.compute_dtype).name,
@@ -135,7 +139,7 @@ def _read_deepspeed(settings: Settings, **known: int | None) -> zenflow_jax.Deep
             return zenflow_jax.from_deepspeed(
                 settings.deepspeed,
                 learning_rate=settings.learning_rate,
-                warmup_steps=settings.warmup_steps,
+                warmup_steps=_warm_up(settings),
                 weight_decay=settings.weight_decay,
                 max_grad_norm=settings.max_grad_norm,
                 mask=decayed,
@@ -143,6 +147,10 @@ def _read_deepspeed(settings: Settings, **known: int | None) -> zenflow_jax.Deep
             )
     except (ValueError, OSError) as error:
         raise SettingsError(f"`deepspeed`: {error}") from error
+
+
+def _warm_up(settings: Settings) -> int:
+    return settings.warmup_steps if settings.steps is None else settings.learning_rate_warm_up
 
 
 def decayed(params):

@@ -92,6 +92,9 @@ class Settings:
     """Peak of the schedule: linear warm-up, then a cosine down to a tenth of the peak."""
     warmup_steps: int = 0
     """Steps of the linear warm-up of the learning rate."""
+    warmup_share: float | None = None
+    """The same as a share of the steps, rounded up.
+    Left out: warmup_steps counts, which must be 0 otherwise."""
     weight_decay: float = 0.01
     """Decay of the matrices; biases and the scales of the norms do not decay."""
     max_grad_norm: float | None = None
@@ -180,16 +183,8 @@ class Settings:
         if not 0 <= self.auto_select_keep <= 1:
             wanted = "a share from 0 to 1 (0.9 for nine tenths of the score)"
             raise SettingsError(_impossible("auto_select_keep", wanted, self.auto_select_keep))
-        share = self.full_warm_up_share
-        if share is not None and not 0 <= share < 1:
-            wanted = "a share of the steps from 0 to below 1 (0.05 for a twentieth)"
-            raise SettingsError(_impossible("full_warm_up_share", wanted, share))
-        if share is not None and self.full_warm_up_rounds:
-            raise SettingsError(
-                "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: "
-                f"{share} and {self.full_warm_up_rounds}. Take one out of the config file, or pass "
-                "--full-warm-up-rounds 0 or --full-warm-up-share None."
-            )
+        self._check_share("full_warm_up_share", "full_warm_up_rounds")
+        self._check_share("warmup_share", "warmup_steps")
         if self.run is not None and (self.run in ("", ".", "..") or not _NAME.fullmatch(self.run)):
             wanted = "the name of a folder in output_dir (letters, digits, . _ -)"
             raise SettingsError(_impossible("run", wanted, repr(self.run)))
@@ -203,6 +198,17 @@ class Settings:
                 f"such as {math.ceil(self.width / pairs) * pairs}"
             )
             raise SettingsError(_impossible("width", wanted, self.width))
+
+    def _check_share(self, of_steps: str, count: str) -> None:
+        share, steps = getattr(self, of_steps), getattr(self, count)
+        if share is not None and not 0 <= share < 1:
+            wanted = "a share of the steps from 0 to below 1 (0.05 for a twentieth)"
+            raise SettingsError(_impossible(of_steps, wanted, share))
+        if share is not None and steps:
+            raise SettingsError(
+                f"`{of_steps}`: expected it or `{count}`, got both: {share} and {steps}. Take one "
+                f"out of the config file, or pass {_flag(count)} 0 or {_flag(of_steps)} None."
+            )
 
     def check_paths(self) -> None:
         """Checks that the task has the paths that it needs; a file alone need not have them.
@@ -223,10 +229,16 @@ class Settings:
     @property
     def warm_up_rounds(self) -> int:
         """Steps of the full warm-up, in whichever way they were given; `steps` must be known."""
-        if self.full_warm_up_share is None:
-            return self.full_warm_up_rounds
+        return self._steps(self.full_warm_up_share, self.full_warm_up_rounds)
+
+    @property
+    def learning_rate_warm_up(self) -> int:
+        """Steps of the learning rate's warm-up, likewise."""
+        return self._steps(self.warmup_share, self.warmup_steps)
+
+    def _steps(self, share: float | None, count: int) -> int:
         # Rounded first, as 0.07 * 100 is 7.000000000000001.
-        return math.ceil(round(self.full_warm_up_share * self.steps, 6))
+        return count if share is None else math.ceil(round(share * self.steps, 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,5 +306,9 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def _impossible(name: str, expected: str, got: object) -> str:
-    flag = "--" + name.replace("_", "-")
-    return f"`{name}`: expected {expected}, got {got}. Change it in the config file or pass {flag}."
+    remedy = f"Change it in the config file or pass {_flag(name)}."
+    return f"`{name}`: expected {expected}, got {got}. {remedy}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

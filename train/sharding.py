@@ -59,6 +59,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 )
 
 
+# Leaves that are whole where they do not divide: the vocabulary of a model that was read from a
+# folder cannot be chosen, and BERT's, say, divides by 2 but not by 4.
+UNEVEN = r"^(embed/embedding|head/kernel)$"
+
+
 def make_mesh(text: str | None) -> Mesh | None:
     """The mesh that the setting asks for, over all devices of all processes.
 
@@ -120,7 +125,7 @@ def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> Named
         SettingsError: If a micro-batch does not divide by their sizes.
     """
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
-    parts = micro_batches * math.prod(mesh.shape[name] for name in axes)
+    parts = micro_batches * batch_parts(mesh)
     if batch_size % parts:
         times = f", times {micro_batches} micro-batches" if micro_batches > 1 else ""
         raise SettingsError(
@@ -130,6 +135,11 @@ def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> Named
             f"--batch-size {math.ceil(batch_size / parts) * parts}, or another --mesh."
         )
     return NamedSharding(mesh, PartitionSpec(axes))
+
+
+def batch_parts(mesh: Mesh | None) -> int:
+    """In how many parts a batch is split."""
+    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in BATCH_AXES)
 
 
 def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
@@ -195,6 +205,11 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
             "train/sharding.py."
         )
     axes = tuple(axis if axis in mesh.shape else None for axis in rule)
+    if re.search(UNEVEN, name):
+        axes = tuple(
+            axis if axis and size % mesh.shape[axis] == 0 else None
+            for size, axis in zip(shape, axes, strict=True)
+        )
     for dimension, (size, axis) in enumerate(zip(shape, axes, strict=True)):
         if axis is not None and size % mesh.shape[axis]:
             raise _mesh_error(
