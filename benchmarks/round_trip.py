@@ -23,9 +23,7 @@ import torch
 import transformers
 from flax import nnx
 
-from train.decoder import Decoder
-from train.encoder import BertClassifier
-from train.pretrained import Pretrained, load_weights, read_folder, save_folder
+from train.pretrained import Pretrained, load_weights, make_model, read_folder, save_folder
 
 TOKENS = (2, 16)
 
@@ -40,10 +38,7 @@ def load(pretrained: Pretrained, *, scan_layers: bool):
             "scan_layers": scan_layers,
             "rngs": nnx.Rngs(0),
         }
-        if pretrained.architecture == "decoder":
-            model = Decoder(pretrained.config, **options)
-        else:
-            model = BertClassifier(pretrained.config, labels=pretrained.labels or 2, **options)
+        model = make_model(pretrained, labels=pretrained.labels or 2, **options)
         graphdef, params = nnx.split(model)
         return graphdef, nnx.as_pure(params)
 

@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from train.decoder import Decoder
-from train.encoder import BertClassifier
-from train.pretrained import load_weights, read_folder
+from train.hf_tensors import leaf_name
+from train.pretrained import load_weights, make_model, read_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2"]
@@ -30,11 +29,7 @@ def make(pretrained, *, labels=None, weight_dtype=jnp.float32, compute_dtype=Non
 
     def split():
         options["rngs"] = nnx.Rngs(0)
-        if pretrained.architecture == "decoder":
-            model = Decoder(pretrained.config, **options)
-        else:
-            count = labels or pretrained.labels or 2
-            model = BertClassifier(pretrained.config, labels=count, **options)
+        model = make_model(pretrained, labels=labels or pretrained.labels or 2, **options)
         graphdef, params = nnx.split(model)
         return graphdef, nnx.as_pure(params)
 
@@ -80,5 +75,4 @@ def assert_same_bits(one, other):
 
 
 def names(tree):
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 
 from train import pretrained
 from train.checkpoints import write_model
-from train.decoder import Decoder
-from train.encoder import BertClassifier
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
 from train.optimizers import weight_dtype
@@ -23,6 +21,10 @@ from train.settings import Settings
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
 from train.transformer import Transformer
+
+# Where the trained weights go, in the folder of the run.
+WEIGHTS = "model.safetensors"  # of a model that was made here
+FOLDER = "model"  # of one that was read from a folder: such a folder again
 
 
 class Model(NamedTuple):
@@ -103,16 +105,9 @@ def builder(
             **common,
         )
     common |= {"scan_layers": settings.scan_layers, "remat": settings.remat}
-    if origin.architecture == "decoder":
-        return lambda: Decoder(origin.config, rngs=nnx.Rngs(settings.seed), **common)
-    return lambda: BertClassifier(
-        origin.config, labels=labels, rngs=nnx.Rngs(settings.seed), **common
+    return lambda: pretrained.make_model(
+        origin, labels=labels, rngs=nnx.Rngs(settings.seed), **common
     )
-
-
-# Where the trained weights go, in the folder of the run.
-WEIGHTS = "model.safetensors"  # of a model that was made here
-FOLDER = "model"  # of one that was read from a folder: such a folder again
 
 
 def write(folder: Path, model: Model, masters: Any, *, labels: Sequence[str] = ()) -> str:

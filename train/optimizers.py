@@ -60,7 +60,7 @@ def make_optimizer(
     """
     rate, norm = learning_rate(settings), settings.max_grad_norm
     arguments = {"weight_decay": settings.weight_decay, "mask": decayed}
-    schedule = _schedule(settings, steps_per_epoch)
+    has_schedule = False  # in `arguments`
     if settings.deepspeed is not None:
         options = _read_deepspeed(
             settings, total_steps=settings.steps, steps_per_epoch=steps_per_epoch
@@ -71,14 +71,15 @@ def make_optimizer(
         else:  # there is no schedule in the config
             peak = dataclasses.replace(settings, learning_rate=options.learning_rate)
             rate = learning_rate(peak)
-        if options.kind != "adamw":
-            schedule = {}  # is among the arguments
+        has_schedule = options.kind != "adamw"
     if settings.optimizer == "adamw":
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
         return optax.chain(clip, optax.adamw(rate, **arguments))
-    arguments = arguments | schedule | {"max_grad_norm": norm, "resident": _is_no_matrix}
+    arguments = arguments | {"max_grad_norm": norm, "resident": _is_no_matrix}
     try:
+        if not has_schedule:
+            arguments |= _schedule(settings, steps_per_epoch)
         return zenflow_jax.zenflow(rate, **arguments)
     except ValueError as error:
         raise SettingsError(str(error)) from error

@@ -38,7 +38,15 @@ from train.hf_tensors import (
     source,
 )
 
-__all__ = ["ModelError", "Pretrained", "drawn_anew", "load_weights", "read_folder", "save_folder"]
+__all__ = [
+    "ModelError",
+    "Pretrained",
+    "drawn_anew",
+    "load_weights",
+    "make_model",
+    "read_folder",
+    "save_folder",
+]
 
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
 OPTIONAL = ("pooler", "classifier")
@@ -94,6 +102,19 @@ def read_folder(folder: Path) -> Pretrained:
     pretrained = Pretrained(folder, architecture, config, tensors, labels, raw)
     _check_tensors(pretrained)
     return pretrained
+
+
+def make_model(pretrained: Pretrained, *, labels: int, **options: Any) -> Decoder | BertClassifier:
+    """The folder's model, with weights drawn at random.
+
+    Args:
+        pretrained: From `read_folder`.
+        labels: Of the head of an encoder; a decoder has none.
+        options: What both kinds of model take.
+    """
+    if pretrained.architecture == "decoder":
+        return Decoder(pretrained.config, **options)
+    return BertClassifier(pretrained.config, labels=labels, **options)
 
 
 def load_weights(
@@ -218,10 +239,7 @@ def _shapes(pretrained: Pretrained) -> Any:
             "scan_layers": True,
             "rngs": nnx.Rngs(0),
         }
-        if pretrained.architecture == "decoder":
-            model = Decoder(pretrained.config, **options)
-        else:
-            model = BertClassifier(pretrained.config, labels=pretrained.labels or 1, **options)
+        model = make_model(pretrained, labels=pretrained.labels or 1, **options)
         return nnx.as_pure(nnx.split(model)[1])
 
     return jax.eval_shape(split)
