@@ -38,7 +38,7 @@ class Job(NamedTuple):
     learning_rate: float
 
 
-JOBS = {"sst2": Job("accuracy", 40, 300, 1e-4), "cola": Job("matthews", 20, 600, 5e-5)}
+JOBS = {"sst2": Job("accuracy", 40, 300, 1e-4), "cola": Job("matthews", 20, 1600, 5e-5)}
 
 
 class Run(NamedTuple):

@@ -158,10 +158,17 @@ def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
 
 @functools.cache
 def programs(
-    leaves: Leaves, settings: Settings, offload: bool, donate: bool, partition: bool
+    leaves: Leaves,
+    settings: Settings,
+    offload: bool,
+    donate: bool,
+    partition: bool,
+    send_mail: str | None,
 ) -> tuple[Any, Any]:
     """Transformation and jitted step, compiled once however many runs use them."""
-    tx = transformation(leaves, settings, offload=offload, partition_replicated=partition)
+    tx = transformation(
+        leaves, settings, offload=offload, partition_replicated=partition, send_mail=send_mail
+    )
     return tx, jitted(tx, donate=donate)
 
 
@@ -191,6 +198,7 @@ class Training:
         donate: Whether the step donates parameters and state.
         shardings: Of each leaf, a `NamedSharding`; None is one device.
         partition: Whether devices that hold the same share the work on it.
+        send_mail: When gradients leave the device.
         gradients: Makes those of a step, as `gradients` does.
         engine: Arguments of the engine.
     """
@@ -205,12 +213,13 @@ class Training:
         donate: bool = False,
         shardings: Any = None,
         partition: bool = True,
+        send_mail: str | None = None,
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
         **engine: Any,
     ):
         self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
-        self.tx, self.program = programs(leaves, settings, offload, donate, partition)
+        self.tx, self.program = programs(leaves, settings, offload, donate, partition, send_mail)
         self.params = place(initial_values(leaves, seed), shardings)
         self.state = self.tx.init(self.params)
         self.engine: Any = None

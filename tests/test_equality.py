@@ -123,6 +123,28 @@ AGREEMENTS = {
         # In mid-window, twice, in a window of which everything was skipped, at a boundary.
         Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
     ),
+    # Not clipped where sums are bf16: a factor that is off by a bit moves one in some hundreds of
+    # them to its neighbour.
+    "added up on the device, in bf16 and in float32": (
+        SECOND,
+        dict(topk_ratio=0.3, update_interval=3, select_interval=6, accumulate="device"),
+        Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
+    ),
+    "added up on the device, not stale, clipped": (
+        tuple(leaf._replace(dtype="float32") for leaf in FIRST),
+        dict(WARM, accumulate="device", overlap_step=False),
+        Plan(20, bad=(2, 5, 13), flush_at=(10,)),
+    ),
+    "float32 that travels as bf16": (
+        THIRD,
+        dict(WARM, transfer_dtype="bfloat16"),
+        Plan(14, bad=(3,), flush_at=(10,)),
+    ),
+    "float32 that is added up and travels as bf16": (
+        THIRD,
+        dict(topk_ratio=0.0, update_interval=2, accumulate="device", transfer_dtype="bfloat16"),
+        Plan(9),
+    ),
 }
 
 
@@ -148,6 +170,28 @@ def test_a_donated_step_gives_the_bits_of_one_that_is_not():
     for donate in (False, True):
         with Training(runs.FEW, options, donate=donate, host_kernel="numpy") as training:
             histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
+    runs.assert_same_bits(*histories)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_when_gradients_leave_changes_no_bit(donate):
+    options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
+    histories = []
+    for send_mail in ("step", "exchange"):
+        more = {"donate": donate, "send_mail": send_mail, "host_kernel": "numpy"}
+        with Training(SECOND, options, **more) as training:
+            histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
+    runs.assert_same_bits(*histories)
+
+
+def test_a_sum_on_the_device_of_one_step_is_its_gradient():
+    histories = []
+    for accumulate in ("host", "device"):
+        options = Settings(
+            topk_ratio=0.3, update_interval=1, select_interval=3, accumulate=accumulate
+        )
+        with Training(FIRST, options, host_kernel="numpy") as training:
+            histories.append(training.history(Plan(7, bad=(3,), flush_at=(5,))))
     runs.assert_same_bits(*histories)
 
 

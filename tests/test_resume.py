@@ -72,8 +72,9 @@ def end(training):
             {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.6, 3)},
             "numpy",
         ),
+        (SECOND, {"accumulate": "device"}, "numpy"),
     ],
-    ids=["first", "second", "synchronous", "adaptive"],
+    ids=["first", "second", "synchronous", "adaptive", "added up on the device"],
 )
 def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, kernel):
     settings = dataclasses.replace(SETTINGS, **changes)
@@ -120,6 +121,7 @@ def continued(training, **changes):
         ({"select_interval": 16}, "`select_interval` as in the saved run, 8, got 16"),
         ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
         ({"overlap_step": False}, "`overlap_step` as in the saved run, 1, got 0"),
+        ({"accumulate": "device"}, "`accumulate` as in the saved run, 0, got 1"),
         ({"topk_ratio": 0.5}, r"number of selected channels of \['columns'\].* 3, got 5"),
     ],
     ids=str,

@@ -1,5 +1,6 @@
 """Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each."""
 
+import dataclasses
 import functools
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
 from zenflow_jax._host_adam import HostAdam
 
+SUMMED = dataclasses.replace(STALE, accumulate="device")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
@@ -34,14 +36,16 @@ def train(me: int, port: int, count: int) -> None:
     """One of the processes: runs on different placements, each held to the reference."""
     join(me, port, count)
     here = jax.local_device_count()
-    for axes, placement in (
-        ({"data": count * here}, "replicated"),
-        ({"fsdp": count, "tensor": here}, "both"),
+    for axes, placement, settings, send_mail in (
+        ({"data": count * here}, "replicated", STALE, "step"),
+        ({"fsdp": count, "tensor": here}, "both", STALE, "exchange"),
+        ({"fsdp": count, "tensor": here}, "both", SUMMED, None),
     ):
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
-        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
-        with Training(LEAVES, STALE, shardings=shardings, threads=1, donate=True) as training:
+        expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
+        more = {"shardings": shardings, "send_mail": send_mail, "donate": True}
+        with Training(LEAVES, settings, threads=1, **more) as training:
             ours = []
             for t, values in training.follow(PLAN):
                 ours.append(values)

@@ -93,6 +93,19 @@ def donate_in_every_form():
     runs.assert_same_bits(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
 
 
+def donate_gradients_that_stay():
+    """Until the exchange, or to be added up."""
+    warnings.simplefilter("ignore")
+    params = runs.initial(NESTED)
+    for more in ({"send_mail": "exchange"}, {"accumulate": "device"}):
+        tx = runs.transformation(NESTED, OPTIONS, **more)
+        plain = runs.jitted(tx)
+        expected = train(params, tx, plain)
+        for argnums in [(1,), (0, 1, 2)]:
+            step = jax.jit(plain.__wrapped__, donate_argnums=argnums)
+            runs.assert_same_bits(train(params, tx, step), expected)
+
+
 def donate_beside_another_optimizer():
     """Leaves that `zenflow` never sees, with shapes that its mail might have."""
     warnings.simplefilter("ignore")
@@ -114,13 +127,27 @@ def donate_beside_another_optimizer():
         runs.assert_same_bits(train(params, tx, step), expected)
 
 
-@pytest.mark.parametrize("donate", ["donate_in_every_form", "donate_beside_another_optimizer"])
+@pytest.mark.parametrize(
+    "donate",
+    [
+        "donate_in_every_form",
+        "donate_gradients_that_stay",
+        "donate_beside_another_optimizer",
+    ],
+)
 def test_donation_does_not_abort_the_process(donate):
     # In a process of its own: what must not happen is SIGABRT, not an exception.
     processes.assert_ends_well(processes.start_process("test_traps", donate))
 
 
-def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatch):
+@pytest.mark.parametrize(
+    ("accumulate", "send_mail", "count"),
+    # Two gradients, floats and ints at each step; two windows, the last step opens another.
+    [("host", "step", 5 * 4), ("host", "exchange", 5 * 4), ("device", None, 5 * 2 + 2 * 2)],
+)
+def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(
+    monkeypatch, accumulate, send_mail, count
+):
     views = []
 
     def view(x, view=_worker.view):
@@ -128,11 +155,12 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatc
         return seen
 
     monkeypatch.setattr(_worker, "view", view)
-    with Training(FEW, OPTIONS, host_kernel="numpy") as training:
+    options = dataclasses.replace(OPTIONS, accumulate=accumulate)
+    with Training(FEW, options, send_mail=send_mail, host_kernel="numpy") as training:
         training.go(5)
         training.settle()
         gc.collect()
-        assert len(views) == 5 * 4  # two gradients, floats and ints
+        assert len(views) == count
         assert [v for v in views if v() is not None] == []
 
 

@@ -76,7 +76,12 @@ def make_optimizer(
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
         return optax.chain(clip, optax.adamw(rate, **arguments))
-    arguments = arguments | {"max_grad_norm": norm, "resident": _is_no_matrix}
+    arguments = arguments | {
+        "max_grad_norm": norm,
+        "resident": _is_no_matrix,
+        "send_mail": settings.send_mail,
+        "transfer_dtype": settings.transfer_dtype,
+    }
     try:
         if not has_schedule:
             arguments |= _schedule(settings, steps_per_epoch)
@@ -95,6 +100,7 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
         "select_interval": selection_rule(settings, steps_per_epoch),
         "full_warm_up_rounds": settings.warm_up_rounds,
         "overlap_step": settings.overlap_step,
+        "accumulate": settings.accumulate,
     }
 
 

@@ -127,6 +127,14 @@ class Settings:
     Left out: full_warm_up_rounds counts, which must be 0 otherwise."""
     overlap_step: bool = True
     """Let the host update run beside the next window."""
+    accumulate: Literal["host", "device"] = "host"
+    """Where the gradients of a window are added up. On the device they need room there, and cross
+    once per window. For offload micro_batches do the same."""
+    send_mail: Literal["step", "exchange"] | None = None
+    """When gradients leave that the host adds up: during the backward pass, or, for scanned layers,
+    while the next step runs."""
+    transfer_dtype: Literal["bfloat16"] | None = None
+    """Send the gradients of float32 weights in half the bytes, rounded."""
     host_kernel: Literal["numba", "numpy"] = "numba"
     """What computes the host update."""
     threads: int | None = None

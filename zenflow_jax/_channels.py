@@ -39,6 +39,11 @@ class LeafSpec:
     k: int  # selected channels in each stack entry; 0 for a resident leaf
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
+    transfer_dtype: np.dtype | None = None  # of its mail; None for its own
+
+    @property
+    def mail_dtype(self) -> np.dtype:
+        return self.transfer_dtype or self.dtype
 
     @property
     def resident(self) -> bool:
@@ -93,6 +98,7 @@ def resolve(
     partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool],
     sharding: Any,
     decay: bool,
+    transfer_dtype: np.dtype | None,
 ) -> LeafSpec:
     """Decides what kind of leaf this is; the only place that reads the user's callables."""
     name = plain_name(path)
@@ -121,7 +127,9 @@ def resolve(
             "Pass a function of (key path, leaf) where leaves differ, or keep the leaf on the "
             "device with `resident`."
         )
-    spec = dataclasses.replace(alone, axis=int(axis) % len(shape))
+    # A leaf that is narrower already gains nothing, and would lose bits.
+    narrower = transfer_dtype if dtype == np.float32 else None
+    spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=narrower)
     pieces = 1 if place is None else place.count(place.block[int(axis)])
     # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
     k = pieces * math.ceil(round(topk_ratio * (spec.n // pieces), 6))

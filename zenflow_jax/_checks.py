@@ -29,6 +29,9 @@ STATIC_ARGS = (
     "partition_replicated",
     "param_shardings",
     "offload",
+    "accumulate",
+    "send_mail",
+    "transfer_dtype",
 )
 
 
@@ -112,6 +115,43 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect |
     return int(interval)
 
 
+def check_delivery(accumulate: str, send_mail: str | None) -> str:
+    """The `ZenFlowState.delivery` that these arguments describe."""
+    for name, value, known in (
+        ("accumulate", accumulate, ("host", "device")),
+        ("send_mail", send_mail, (None, "step", "exchange")),
+    ):
+        if isinstance(value, jax.Array) or value not in known:
+            raise ValueError(
+                f"`{name}` must be {' or '.join(map(repr, known))}, got {value!r}. Leave it out "
+                "unless the gradients' way to the host is what holds your steps up."
+            )
+    if accumulate == "host":
+        return send_mail or "step"
+    if send_mail == "step":
+        raise ValueError(
+            "`send_mail` must be None or 'exchange' with accumulate=\"device\", got 'step'. What "
+            "the device adds up leaves once per window, between two steps: leave `send_mail` out."
+        )
+    return "window"
+
+
+def check_transfer_dtype(dtype: Any) -> np.dtype | None:
+    """What mail of float32 leaves is cast to; None for nothing."""
+    if dtype is None:
+        return None
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        raise ValueError(
+            f"`transfer_dtype` must be bfloat16 or None, got {dtype!r}. Gradients of float32 "
+            "leaves may cross in half the bytes; others cross in their own dtype."
+        )
+    return None if found == np.float32 else found
+
+
 def check_numbers(**numbers: Any) -> None:
     """Refuses values that are known now and could only make NaN; traced ones pass."""
     for name, value in numbers.items():
@@ -184,6 +224,7 @@ def resolve_specs(
     partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool],
     param_shardings: Any,
     mask: Any,
+    transfer_dtype: np.dtype | None,
 ) -> tuple[LeafSpec, ...]:
     """One `LeafSpec` for each leaf of `params`, in order."""
     paths = jax.tree_util.tree_leaves_with_path(params)
@@ -199,6 +240,7 @@ def resolve_specs(
             partition_replicated=partition_replicated,
             sharding=sharding,
             decay=decay,
+            transfer_dtype=transfer_dtype,
         )
         for (path, leaf), decay, sharding in zip(
             paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True

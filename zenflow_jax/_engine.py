@@ -39,11 +39,7 @@ from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._lending import Loan
 from zenflow_jax._mailbox import BUFFERS, Mailbox
-from zenflow_jax._parts import (
-    host_channels,
-    host_part,
-    parts_of,
-)
+from zenflow_jax._parts import host_channels, host_part, mail_bytes, parts_of
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
@@ -62,10 +58,10 @@ class HostEngine:
     calling thread.
 
     The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments),
-    4 to 8 of sums, the leaf's dtype once more for uploads, and up to four mails in pinned memory.
-    An update that is ready lies on the device, once the leaf's dtype, until its window's turn.
-    On a GPU jax caps its pool of pinned memory at 64 GiB; for runs that need more, the error says
-    to what `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
+    4 to 8 of sums, the leaf's dtype once more for uploads, and up to four mails in pinned memory
+    (one where the device adds up). An update that is ready lies on the device, once the leaf's
+    dtype, until its window's turn. On a GPU jax caps its pool of pinned memory at 64 GiB; for runs
+    that need more, the error says to what `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -120,20 +116,18 @@ class HostEngine:
         places = match_leaves(params, state)
         check_placement([weights[i] for i in places], [leaf.spec for leaf in state.leaves])
         check_devices([weights[i] for i in places], state)
-        mails = [leaf.mail for leaf in state.leaves if leaf.mail is not None]
-        check_pinned(
-            sum(shard.data.nbytes for mail in mails for shard in mail.addressable_shards),
-            BUFFERS,
-            next((d.platform for mail in mails for d in mail.sharding.device_set), "cpu"),
-            os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
-        )
-
         self._schedule = state.schedule
         self._specs = tuple(leaf.spec for leaf in state.leaves)
         self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.mail is not None]
         mine = [weights[places[i]] for i in self._travels]
         travelling = [state.leaves[i] for i in self._travels]
         self._parts = parts_of(travelling)
+        check_pinned(
+            mail_bytes(self._parts, every_device=state.delivery == "step"),
+            BUFFERS[state.delivery],
+            next((device.platform for part in self._parts for device in part.devices), "cpu"),
+            os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
+        )
         adam = HostAdam(host_kernel, threads)
         half = HostHalf(
             [part.spec for part in self._parts],
@@ -153,7 +147,7 @@ class HostEngine:
             f"engine {number}", {d.process_index for s in shardings for d in s.device_set}
         )
         self._half = half
-        self._arrays = [arrays_of(leaf) for leaf in travelling]
+        self._arrays = [arrays_of(leaf, state.delivery) for leaf in travelling]
         self._options = options_of(state)
         skipped = 0 if counts is None else counts.skipped
         self._worker = Worker(half, self._parts, self._watch, skipped)
@@ -234,6 +228,8 @@ class HostEngine:
             leaves = state.leaves
             measured = None
             if boundary.closes:
+                state = self._mailbox.send_sums(state)
+                leaves = state.leaves
                 params = self._crossing.collect(params, state.step, leaves)
                 if boundary.selects:
                     params, leaves = self._crossing.reselect(params, state)
@@ -277,11 +273,12 @@ class HostEngine:
         with self._all_or_nothing():
             params = self._crossing.collect(params, state.step, state.leaves)
             if self._open_steps:
+                state = self._mailbox.send_sums(state)
                 self._crossing.close_window()
                 self._count_window()
                 params = self._crossing.collect(params, state.step, state.leaves)
             self._mailbox.drain()
-            return params, opt_state
+            return params, replace_state(opt_state, state)
 
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.

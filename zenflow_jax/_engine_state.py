@@ -132,6 +132,8 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "select_interval": np.array(selects, np.float32),
         "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
         "overlap_step": np.array(schedule.overlap_step, np.int32),
+        # 1 where the device adds up, whose sums are not here.
+        "accumulate": np.array(state.delivery == "window", np.int32),
         # Of each leaf channel axis (-1 if it is resident), selected channels, weight decay.
         "leaves": np.array(rows, np.int32).reshape(-1, 3),
     }
@@ -162,7 +164,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         "leaves": [
             {
                 name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-                for name, (shape, dtype, sharding) in arrays_of(leaf).items()
+                for name, (shape, dtype, sharding) in arrays_of(leaf, state.delivery).items()
             }
             for leaf in travelling
         ],
@@ -171,7 +173,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
     }
 
 
-def arrays_of(leaf: LeafState) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
+def arrays_of(leaf: LeafState, delivery: str) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
     """Shape, dtype and sharding of each array that is kept for a leaf.
 
     The sharding is None where nobody knows: of an abstract leaf that was not told where it is.
@@ -191,6 +193,8 @@ def arrays_of(leaf: LeafState) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
         **{name: (spec.shape, np.dtype(np.float32), wide) for name in WIDE},
         "steps": ((*spec.stack, spec.n), np.dtype(np.int32), each),
     }
+    if delivery == "window":
+        del arrays["total"]  # in the optimizer state, as its mail
     if spec.k:  # orbax writes no empty arrays
         # Channels selected while the pending update's window was open, if there is one.
         arrays["before"] = ((*spec.stack, spec.k), np.dtype(np.int32), each)
@@ -219,11 +223,14 @@ def leaves_to_trees(
         channels = leaf.channels if before is None else host_channels(before[part.leaf], part)
         # Sums that nothing was added to yet are not there, or are those of a former window.
         total = leaf.total if half.counted else None
+        sums = []
+        if "total" in arrays[part.leaf]:
+            sums = [("total", blank(spec.shape) if total is None else take(total), spec.shape)]
         for name, x, shape in (
             ("master", take(leaf.master), spec.shape),
             ("mu", take(leaf.mu), spec.shape),
             ("nu", take(leaf.nu), spec.shape),
-            ("total", blank(spec.shape) if total is None else take(total), spec.shape),
+            *sums,
             ("steps", take(leaf.steps), (*spec.stack, spec.n)),
             ("before", channels + part.first, (*spec.stack, spec.k)),
         ):
@@ -285,8 +292,11 @@ def resume_half(
             )
 
     def arrays(part: Part) -> dict[str, np.ndarray]:
-        names = ["master", "mu", "nu", "steps", *(["total"] if counts.counted else [])]
-        return {name: _piece(leaves[part.leaf], name, part, specs[part.leaf]) for name in names}
+        of_leaf = leaves[part.leaf]
+        names = ["master", "mu", "nu", "steps"]
+        if counts.counted and "total" in of_leaf:
+            names.append("total")
+        return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
 
     half.resume(
         map(arrays, parts), counted=counts.counted, windows=counts.windows, scalars=counts.scalars
@@ -338,9 +348,9 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 _MAY_CHANGE = (
     "A resumed run needs the parameters, `topk_ratio`, `channel_axis`, `resident`, `mask`, "
-    "intervals, warm-up and `overlap_step` of the saved one. Learning rate, betas, eps, weight "
-    "decay and `max_grad_norm` may be others, and so may devices, processes, "
-    "`partition_replicated`, `host_kernel` and `threads`."
+    "intervals, warm-up, `overlap_step` and `accumulate` of the saved one. Learning rate, betas, "
+    "eps, weight decay and `max_grad_norm` may be others, and so may devices, processes, "
+    "`partition_replicated`, `send_mail`, `host_kernel` and `threads`."
 )
 
 

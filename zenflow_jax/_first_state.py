@@ -37,11 +37,15 @@ def _travelling(specs: tuple[LeafSpec, ...]) -> int:
 
 
 def first_state(
-    params: Any, specs: tuple[LeafSpec, ...], schedule: Schedule, offload: bool
+    params: Any,
+    specs: tuple[LeafSpec, ...],
+    schedule: Schedule,
+    offload: bool,
+    delivery: str,
 ) -> ZenFlowState:
     """What `zenflow().init` returns for parameters of any kind: arrays, traced or abstract ones."""
     leaves = jax.tree.leaves(params)
-    build = partial(_build, specs=specs, schedule=schedule, offload=offload)
+    build = partial(_build, specs=specs, schedule=schedule, offload=offload, delivery=delivery)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         # Shapes in, shapes out: there are no weights to take masters from.
         return _with_shardings(jax.eval_shape(build, leaves), leaves)
@@ -62,7 +66,7 @@ def first_state(
     leaves = tuple(
         leaf
         if leaf.spec.resident
-        else dataclasses.replace(leaf, mail=_mail_zeros(p, _anonymous(leaf.spec), rank))
+        else dataclasses.replace(leaf, mail=_mail_zeros(p, _anonymous(leaf.spec), delivery, rank))
         for p, leaf in zip(weights, state.leaves, strict=True)
     )
     # The parameters are there for their devices alone.
@@ -78,20 +82,21 @@ def _build(
     specs: tuple[LeafSpec, ...],
     schedule: Schedule,
     offload: bool,
+    delivery: str,
     mail: bool = True,
 ) -> ZenFlowState:
     rank = mail_rank(specs)
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
         make = on_each_device(
-            partial(_init_leaf, spec=spec, offload=offload),
+            partial(_init_leaf, spec=spec, offload=offload, delivery=delivery),
             spec,
             [Layout(spec).block],
             leaf_layout(spec, deferred=not offload),
         )
         leaf = make(p)
         if offload and mail and not spec.resident:
-            leaf = dataclasses.replace(leaf, mail=_leaf_zeros(p, spec, rank))
+            leaf = dataclasses.replace(leaf, mail=_leaf_zeros(p, spec, delivery, rank))
         leaves.append(leaf)
     few = slice(None, None, len(weights) // 8 + 1)
     return ZenFlowState(
@@ -107,10 +112,13 @@ def _build(
         else jax.tree.map(jnp.array, first_tally(schedule, _travelling(specs))),
         schedule=schedule,
         offload=offload,
+        delivery=delivery,
     )
 
 
-def _init_leaf(here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool) -> LeafState:
+def _init_leaf(
+    here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool, delivery: str
+) -> LeafState:
     part = here.part
     if part.resident:
         return LeafState(
@@ -134,27 +142,36 @@ def _init_leaf(here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool) -> Le
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
         mail=None,
-        deferred=None if offload else _ingraph.init_leaf(own, part),
+        deferred=None if offload else _ingraph.init_leaf(own, part, delivery),
         spec=spec,
     )
 
 
-def _leaf_zeros(p: jax.Array, spec: LeafSpec, rank: int) -> jax.Array:
-    """Zeros for the mail of one leaf."""
+def _leaf_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.Array:
+    """What one leaf's mail is before the first step."""
+    layout, dtype = Layout(spec), spec.mail_dtype
+
+    def on_device(here: Here, _: jax.Array) -> jax.Array:
+        # Of mail that comes to be in the step, one element per device: that has the sharding of
+        # what the step returns in its place, and is not empty, which some savers refuse.
+        shape = here.part.shape if delivery == "window" else (1,) * len(spec.shape)
+        return jnp.zeros(shape, dtype)
+
+    if delivery != "step":
+        return on_each_device(on_device, spec, [layout.block], layout.part)(p)
     if spec.placement is None:
-        return host_zeros(spec.shape, spec.dtype, rank, p)
+        return host_zeros(spec.shape, dtype, rank, p)
 
     def zeros(here: Here, _: jax.Array) -> jax.Array:
-        return here.to_mail(jnp.zeros(here.part.shape, spec.dtype), rank)
+        return here.to_mail(jnp.zeros(here.part.shape, dtype), rank)
 
-    layout = Layout(spec)
     return to_host(on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p), rank)
 
 
 # The parameter is there for its devices alone.
-@partial(jax.jit, static_argnames=("spec", "rank"), keep_unused=True)
-def _mail_zeros(p: jax.Array, spec: LeafSpec, rank: int) -> jax.Array:
-    return _leaf_zeros(p, spec, rank)
+@partial(jax.jit, static_argnames=("spec", "delivery", "rank"), keep_unused=True)
+def _mail_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.Array:
+    return _leaf_zeros(p, spec, delivery, rank)
 
 
 def _letter(
@@ -226,7 +243,8 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
         if mail is None:
             return leaf
         spec = Layout(leaf.spec).mail(len(mail.shape))
-        return dataclasses.replace(leaf, mail=put(mail, spec, HOST, mesh))
+        kind = HOST if state.delivery == "step" else None
+        return dataclasses.replace(leaf, mail=put(mail, spec, kind, mesh))
 
     alike = dataclasses.replace(state, leaves=None, letter=None)
     return dataclasses.replace(

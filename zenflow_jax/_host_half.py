@@ -99,7 +99,8 @@ class HostHalf:
         """Goes on where another half was, with the selected channels that are there already.
 
         Args:
-            arrays: Of each leaf "master", "mu", "nu", "steps", and "total" if any step is in it.
+            arrays: Of each leaf "master", "mu", "nu", "steps", and "total" if any step is in it,
+                unless the device adds up.
             counted: Steps summed in the open window.
             windows: Windows closed.
             scalars: Of the last step.
@@ -109,7 +110,7 @@ class HostHalf:
             for name in ("master", "mu", "nu", "steps"):
                 array = getattr(leaf, name)
                 array[...] = of_leaf[name].reshape(array.shape)
-            if counted:
+            if counted and "total" in of_leaf:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
 
     def casts(self) -> Iterator[np.ndarray]:
@@ -130,13 +131,25 @@ class HostHalf:
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         """Adds one step's gradients to the open window, `factor` times."""
+        self._accumulate(gradients, factor, first=self.counted == 0)
+        self.counted += 1
+
+    def count(self) -> None:
+        """Counts one step into the open window, whose gradients the device adds up."""
+        self.counted += 1
+
+    def take_sums(self, sums: Sequence[np.ndarray]) -> None:
+        """Takes in what the device added up in the open window, which closes now."""
+        if self.counted:
+            self._accumulate(sums, 1.0, first=True)
+
+    def _accumulate(self, gradients: Sequence[np.ndarray], factor: float, *, first: bool) -> None:
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             if leaf.total is None:
                 leaf.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
             self._adam.accumulate(
-                leaf.total, gradient.reshape(leaf.master.shape), factor, first=self.counted == 0
+                leaf.total, gradient.reshape(leaf.master.shape), factor, first=first
             )
-        self.counted += 1
 
     def close_window(self) -> ClosedWindow:
         """Ends the open window; the next mail begins another."""

@@ -28,13 +28,13 @@ from zenflow_jax._state import (
 from zenflow_jax._statistics import kept_share
 
 
-def init_leaf(p: jax.Array, spec: LeafSpec) -> DeferredState:
+def init_leaf(p: jax.Array, spec: LeafSpec, delivery: str) -> DeferredState:
     return DeferredState(
         master=p.astype(jnp.float32),
         mu=jnp.zeros(spec.shape, jnp.float32),
         nu=jnp.zeros(spec.shape, jnp.float32),
         steps=jnp.zeros((*spec.stack, spec.n), jnp.int32),
-        total=jnp.zeros(spec.shape, jnp.float32),
+        total=jnp.zeros(spec.shape, spec.mail_dtype if delivery == "window" else jnp.float32),
         pending=jnp.zeros((*spec.stack, spec.n), bool),
     )
 
@@ -120,9 +120,11 @@ def _collect(
     here: Here, leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array
 ) -> LeafState:
     assert leaf.deferred is not None
-    # Through the leaf's dtype, because mail has it.
-    g = g.astype(here.part.dtype).astype(jnp.float32) * factor
-    total = jnp.where(finite, leaf.deferred.total + g, leaf.deferred.total)
+    before = leaf.deferred.total
+    # Through the mail's dtype, which the sum has, too, where the device makes it.
+    g = g.astype(here.part.mail_dtype).astype(jnp.float32) * factor
+    total = (before.astype(jnp.float32) + g).astype(before.dtype)
+    total = jnp.where(finite, total, before)
     return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
 
 
@@ -182,7 +184,7 @@ def _update(
 ) -> DeferredState:
     """One AdamW step on the active channels with the window's mean; the sum restarts."""
     steps = half.steps + active.astype(jnp.int32)
-    mean = half.total / jnp.maximum(open_steps, 1).astype(jnp.float32)
+    mean = half.total.astype(jnp.float32) / jnp.maximum(open_steps, 1).astype(jnp.float32)
     # Channels that never took a step have no bias correction; they are not active either.
     count = jnp.maximum(along(steps, spec), 1)
     change, mu, nu = adamw(half.master, mean, half.mu, half.nu, count, scalars, decay=spec.decay)

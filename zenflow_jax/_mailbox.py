@@ -5,30 +5,38 @@ where it was told to keep and donate them. `send` takes the mail out and gives i
 `refill` puts buffers in. As a rule those are the same blank ones every time: no step reads them,
 jit drops arguments that are not read, and what is not used up can be given again. What was mailed
 is freed by the worker once it is read: freeing an array takes 30 us, which the caller has not.
+
+Where the step leaves its gradients on the device (`ZenFlowState.delivery`), what is blank is one
+element per device, and where it adds them up there, zeros for the sums of the next window.
 """
 
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from zenflow_jax._placement import put_everywhere, zeros_like
 from zenflow_jax._state import LeafState, Letter, ZenFlowState
-from zenflow_jax._worker import Mail, Worker
+from zenflow_jax._worker import Mail, Sums, Worker
 
 #: Mails that may be unread, which bounds pinned memory and lets Python run ahead of the device.
 IN_FLIGHT = 2
-#: Mails that exist at most: unread ones, the buffers in the state, and what the step writes.
-BUFFERS = IN_FLIGHT + 2
+#: Mails that exist in host memory at most, by how they get there: unread ones; those that are on
+#: their way or written by a step; the buffers in the state. Of sums one is read before the next.
+BUFFERS = {"step": IN_FLIGHT + 2, "exchange": IN_FLIGHT + 1, "window": 1}
 _POSITIVE = 0x7FFFFFFF
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Buffers:
-    """One step's worth, in pinned host memory."""
+    """One step's worth."""
 
     gradients: list[jax.Array]
     letter: Letter
@@ -50,8 +58,12 @@ class Mailbox:
         # Runs that start from the same weights have the same first ticket, so the engine's number
         # takes part from the second on. It is the same on every process and in every repetition.
         self._run = self._ticket + 1_000_003 * number
+        self._delivery = state.delivery
         self._blank = _buffers_of(state)
-        self._unread: deque[Mail] = deque()
+        if self._delivery == "window":
+            self._make_zeros = _zeros_maker(self._blank.gradients)
+            self._blank.gradients = []  # the state's alone, or they would not be freed
+        self._unread: deque[Mail | Sums] = deque()
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -71,23 +83,31 @@ class Mailbox:
         while len(self._unread) >= IN_FLIGHT:
             self._take_back()
         buffers = _buffers_of(state)
-        mail = Mail(step, self._ticket, buffers.gradients, buffers.letter)
-        self._worker.post(mail)
-        self._unread.append(mail)
+        if self._delivery == "window":
+            buffers.gradients = []
+        on_device = self._delivery == "exchange"
+        self._post(Mail(step, self._ticket, buffers.gradients, on_device, buffers.letter))
+
+    def send_sums(self, state: ZenFlowState) -> ZenFlowState:
+        """Where the device adds up, hands the open window's sums over; the state without them."""
+        if self._delivery != "window":
+            return state
+        sums = _buffers_of(state).gradients
+        zeros = self._make_zeros(sums)
+        self._post(Sums(sums, state.letter))
+        return dataclasses.replace(state, leaves=_with_mail(state.leaves, zeros))
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState], step: int) -> ZenFlowState:
         """The state for the step after `step`: `leaves`, buffers for its mail, and a ticket."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
-        gradients = iter(self._blank.gradients)
+        if self._delivery != "window":
+            leaves = _with_mail(leaves, self._blank.gradients)
         self._ticket = (self._run + step) & _POSITIVE  # never USED, which is negative
         self._given = put_everywhere(np.int32(self._ticket), state.ticket)
         return dataclasses.replace(
             state,
-            leaves=tuple(
-                leaf if leaf.mail is None else dataclasses.replace(leaf, mail=next(gradients))
-                for leaf in leaves
-            ),
+            leaves=tuple(leaves),
             letter=self._blank.letter,
             ticket=self._given,
         )
@@ -102,6 +122,10 @@ class Mailbox:
         self._unread.clear()
         self._blank = _Buffers([], Letter(None, None))
 
+    def _post(self, mail: Mail | Sums) -> None:
+        self._worker.post(mail)
+        self._unread.append(mail)
+
     def _take_back(self) -> None:
         mail = self._unread[0]
         self._worker.wait(mail.done, mail.letter)
@@ -110,3 +134,18 @@ class Mailbox:
 
 def _buffers_of(state: ZenFlowState) -> _Buffers:
     return _Buffers([x.mail for x in state.leaves if x.mail is not None], state.letter)
+
+
+def _with_mail(leaves: Sequence[LeafState], mail: Sequence[jax.Array]) -> tuple[LeafState, ...]:
+    each = iter(mail)
+    return tuple(
+        leaf if leaf.mail is None else dataclasses.replace(leaf, mail=next(each)) for leaf in leaves
+    )
+
+
+def _zeros_maker(sums: Sequence[jax.Array]) -> Any:
+    """A program that gives zeros like arrays of the shapes and placements of `sums`."""
+    # On a mesh the compiler would place what depends on nothing wherever it likes; on one device
+    # arrays are bound to it as those are that the program gets.
+    placed = [x.sharding if isinstance(x.sharding, NamedSharding) else None for x in sums]
+    return jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placed, keep_unused=True)

@@ -5,6 +5,7 @@ hold it. Arrays of one mesh have their local pieces in the same order: a device'
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,10 +41,15 @@ def parts_of(leaves: Sequence[LeafState]) -> list[Part]:
     for number, leaf in enumerate(leaves):
         spec, axis = leaf.spec, leaf.spec.axis
         assert axis is not None
+        units = leaf.mail.ndim - len(spec.shape)
+        # Not the shards' own indices: before a step mail may be smaller than the leaf.
+        shape = leaf.mail.shape[:units] + spec.shape
+        indices = leaf.mail.sharding.addressable_devices_indices_map(shape)
         holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any]]] = {}
         for position, shard in enumerate(leaf.mail.addressable_shards):
-            ranges = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.mail.shape, strict=True)]
-            key = tuple(ranges[len(ranges) - len(spec.shape) :])
+            index = indices[shard.device]
+            ranges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+            key = tuple(ranges[units:])
             holders.setdefault(key, []).append((position, shard.device))
         for key, found in holders.items():
             positions, devices = zip(*found, strict=True)
@@ -58,6 +64,16 @@ def parts_of(leaves: Sequence[LeafState]) -> list[Part]:
                 )
             )
     return parts
+
+
+def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
+    """Of one step's mail, if all devices that hold a part send it, or the first of them."""
+    return sum(
+        math.prod(part.spec.shape)
+        * part.spec.mail_dtype.itemsize
+        * (len(part.devices) if every_device else 1)
+        for part in parts
+    )
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:

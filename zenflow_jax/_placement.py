@@ -46,6 +46,14 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
     return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))
 
 
+def copy_to_host(pieces: Sequence[jax.Array]) -> list[jax.Array]:
+    """Starts to copy arrays, each on one device, to pinned host memory beside it.
+
+    Not by a program, which would wait its turn among the device's: copies run beside those.
+    """
+    return jax.device_put(list(pieces), [beside(x, HOST) for x in pieces])
+
+
 def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
     (device,) = like.sharding.device_set
     return jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)

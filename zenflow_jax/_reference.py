@@ -34,6 +34,8 @@ class Settings:
     full_warm_up_rounds: int = 0  # steps
     overlap_step: bool = True
     max_grad_norm: float | None = None
+    accumulate: str = "host"
+    transfer_dtype: Any = None
 
 
 @dataclasses.dataclass
@@ -63,6 +65,7 @@ class _Leaf:
     axis: int | None  # None for a resident leaf, which is one channel that is always selected
     stack: tuple[int, ...]
     k: int  # selected in each group
+    mail_dtype: np.dtype  # of gradients that go to the host
     groups: list[list[_Channel]]
 
     @property
@@ -174,7 +177,7 @@ class Reference:
                 weights = [_weigh(leaf, factor * g) for leaf, g in self._travelling(gradients)]
             for leaf, g in zip(self._leaves, gradients, strict=True):
                 for channel in leaf.channels:
-                    self._take_gradient(leaf, channel, factor * g[channel.where])
+                    self._take_gradient(leaf, channel, g[channel.where], factor)
         else:
             self.skipped += 1
 
@@ -236,13 +239,20 @@ class Reference:
             steps[channel.where] = channel.steps
         return master, mu, nu, steps
 
-    def _take_gradient(self, leaf: _Leaf, channel: _Channel, g: Any) -> None:
-        channel.score += np.sum(g * g, dtype=np.float32)
+    def _take_gradient(self, leaf: _Leaf, channel: _Channel, g: Any, factor: np.float32) -> None:
+        clipped = factor * g
+        channel.score += np.sum(clipped * clipped, dtype=np.float32)
         if channel.selected:
-            _adamw(channel, g, self._last_lr, self._settings)
+            _adamw(channel, clipped, self._last_lr, self._settings)
             leaf.publish(channel)
-        else:
-            channel.window_sum = channel.window_sum + g
+            return
+        # It is clipped where it is added up, and rounded before: to what travels.
+        mail = g.astype(leaf.mail_dtype).astype(np.float32)
+        total = channel.window_sum + factor * mail
+        if self._settings.accumulate == "device":
+            # The sum is what travels.
+            total = total.astype(leaf.mail_dtype).astype(np.float32)
+        channel.window_sum = total
 
     def _exchange(self, t: int) -> bool:
         """What follows step `t`; whether it is a boundary."""
@@ -360,7 +370,7 @@ def _make_leaf(
         return _Channel(where, weight_decay, selected, master, zeros, zeros, zeros)
 
     if axis is None:
-        return _Leaf(param, None, (), 1, [[channel((...,), True)]])
+        return _Leaf(param, None, (), 1, param.dtype, [[channel((...,), True)]])
 
     assert -param.ndim <= axis < param.ndim, (axis, param.shape)
     axis %= param.ndim
@@ -375,7 +385,8 @@ def _make_leaf(
         for entry in np.ndindex(*stack)
         for shard in range(shards)
     ]
-    return _Leaf(param, axis, stack, k, groups)
+    narrower = settings.transfer_dtype if param.dtype == np.float32 else None
+    return _Leaf(param, axis, stack, k, np.dtype(narrower or param.dtype), groups)
 
 
 def _weigh(leaf: _Leaf, g: np.ndarray) -> tuple[float, float]:

@@ -26,13 +26,16 @@ class Seen(NamedTuple):
     mail: Any  # None if nothing travels
 
 
-def look(g: jax.Array, leaf: LeafState, rank: int) -> Seen:
-    """Everything that reads a whole gradient; `rank` is the mail's."""
+def look(g: jax.Array, leaf: LeafState, delivery: str, rank: int) -> Seen:
+    """Everything that reads a whole gradient; `rank` is that of mail in host memory."""
     spec, layout = leaf.spec, Layout(leaf.spec)
     if spec.dtype == jnp.float16:
         # Mail has the leaf's dtype: what overflows there must be seen to, and the step skipped.
         g = g.astype(spec.dtype)
     travels = leaf.mail is not None
+    leaves = travels and delivery == "step"
+    if not leaves:
+        rank = len(spec.shape)
     see = on_each_device(
         partial(_look, rank=rank if travels else None),
         spec,
@@ -40,9 +43,7 @@ def look(g: jax.Array, leaf: LeafState, rank: int) -> Seen:
         Seen(layout.channels, layout.part, layout.mail(rank) if travels else None),
     )
     seen = see(g, leaf.channels)
-    if not travels:
-        return seen
-    return seen._replace(mail=to_host(seen.mail, rank))
+    return seen._replace(mail=to_host(seen.mail, rank)) if leaves else seen
 
 
 def _look(here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None) -> Seen:
@@ -56,9 +57,10 @@ def _look(here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | N
     # The copy is made the gradient's last use: its end then frees the gradient, so the scheduler
     # starts it as soon as the backward pass has made the leaf. Without the barrier XLA:GPU leaves
     # some models' copies, and all their gradients, for after the last matmul (benchmarks/LOG.md,
-    # gpu_program).
+    # gpu_program). Where the gradient stays on the device, so does the barrier: the program is the
+    # same up to the copies, and so are its bits.
     g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
-    return Seen(here.sum(squares), selected, here.to_mail(g.astype(spec.dtype), rank))
+    return Seen(here.sum(squares), selected, here.to_mail(g.astype(spec.mail_dtype), rank))
 
 
 def judge(
@@ -81,6 +83,7 @@ def step_selected(
     scalars: AdamScalars,
     factor: jax.Array,
     finite: jax.Array,
+    delivery: str,
 ) -> tuple[jax.Array, LeafState]:
     """The float32 change of the whole leaf, and its state, after AdamW on what is selected."""
     layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
@@ -93,7 +96,20 @@ def step_selected(
     # What the step does not touch stays outside, where it needs no place.
     bare = dataclasses.replace(leaf, mail=None, deferred=None)
     change, new = step(p, seen.squares, seen.gradient, bare, scalars, factor, finite)
-    return change, dataclasses.replace(new, mail=seen.mail, deferred=leaf.deferred)
+    mail = seen.mail
+    if leaf.mail is not None and delivery == "window":
+        add = on_each_device(_add, leaf.spec, [layout.part, layout.part, SAME, SAME], layout.part)
+        mail = add(leaf.mail, mail, factor, finite)
+    return change, dataclasses.replace(new, mail=mail, deferred=leaf.deferred)
+
+
+def _add(
+    here: Here, total: jax.Array, g: jax.Array, factor: jax.Array, finite: jax.Array
+) -> jax.Array:
+    """The window's sum with one more gradient, rounded to the dtype that it is sent in."""
+    del here
+    new = total.astype(jnp.float32) + g.astype(jnp.float32) * factor
+    return jnp.where(finite, new.astype(total.dtype), total)
 
 
 def _step(

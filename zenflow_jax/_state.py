@@ -35,7 +35,7 @@ class DeferredState:
     mu: Any  # float32
     nu: Any  # float32
     steps: Any  # int32 (*stack, n): Adam steps of each channel
-    total: Any  # float32: sum of the open window's gradients
+    total: Any  # sum of the open window's gradients: float32, or the mail's dtype ("window")
     pending: Any  # bool (*stack, n): the master is ahead of the parameter
 
 
@@ -54,7 +54,7 @@ class LeafState:
     mu: Any  # float32 selected
     nu: Any  # float32 selected
     scores: Any  # float32 (*stack, n): sum of squares since the last selection
-    mail: Any  # the gradient in pinned host memory, leading unit axes; None if nothing travels
+    mail: Any  # the gradient, or sums of it, as `ZenFlowState.delivery` says; None if resident
     deferred: Any  # DeferredState in-graph, if anything is deferred; None with an engine
     spec: LeafSpec = dataclasses.field(metadata={"static": True})
 
@@ -77,6 +77,10 @@ class ZenFlowState:
         tally: What an adaptive schedule decides by; None if it is not, or with an engine.
         schedule: When windows close and channels are selected. Static.
         offload: Whether the deferred half is with an engine. Static.
+        delivery: How a leaf's gradient gets there; static. "step": the step copies it to pinned
+            host memory, where `mail` is, with leading unit axes. "exchange": the step leaves it on
+            the device, and `exchange` puts one element per device in its place. "window": the step
+            adds it to a sum on the device, of which `exchange` takes each window's.
     """
 
     step: Any
@@ -89,6 +93,7 @@ class ZenFlowState:
     tally: Any
     schedule: Schedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
+    delivery: str = dataclasses.field(metadata={"static": True})
 
 
 def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:

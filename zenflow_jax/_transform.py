@@ -18,10 +18,12 @@ from jax.core import Tracer
 from zenflow_jax import _ingraph
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._checks import (
+    check_delivery,
     check_numbers,
     check_placement,
     check_schedule,
     check_selectors,
+    check_transfer_dtype,
     check_update,
     resolve_specs,
 )
@@ -53,6 +55,9 @@ def zenflow(
     partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool] = True,
     param_shardings: Any | Callable[[Any], Any] | None = None,
     offload: bool = True,
+    accumulate: str = "host",
+    send_mail: str | None = None,
+    transfer_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW that keeps the state of the channels with the largest gradients on the device.
 
@@ -103,6 +108,18 @@ def zenflow(
             arithmetic and staleness and no engine: where memory allows, under `lax.scan`, as an
             experiment. 12 bytes per parameter and more. Jit the step: outside of jit every
             update compiles anew.
+        accumulate: Where a window's gradients are added up. "host": every step sends them, and the
+            sums are float32. "device": the step adds them up in the leaf's dtype, and one sum per
+            window is sent, `update_interval` times fewer bytes; the sum lies on the device (2 bytes
+            per bf16 parameter, twice while one is on its way) and is rounded to the leaf's dtype at
+            every step, where the host's is not.
+        send_mail: When gradients leave that the host adds up. "step" (None): inside the step, as
+            the backward pass makes them; best where layers are written out. "exchange": they stay
+            on the device until the step ends and are copied while the next one runs, which costs
+            the leaf's dtype once more per parameter until then: for layers under `lax.scan`, whose
+            gradients are there only at the end. The same bits either way.
+        transfer_dtype: `jnp.bfloat16` to send gradients of float32 leaves in half the bytes,
+            rounded; updates still come back in float32, as the host's master is the parameter.
 
     Returns:
         A transformation whose `update` needs `params`. The update it returns is float32; with it
@@ -132,6 +149,8 @@ def zenflow(
     schedule = check_schedule(
         topk_ratio, update_interval, select_interval, full_warm_up_rounds, overlap_step, offload
     )
+    delivery = check_delivery(accumulate, send_mail)
+    mail_dtype = check_transfer_dtype(transfer_dtype)
     check_numbers(
         learning_rate=learning_rate,
         b1=b1,
@@ -158,11 +177,12 @@ def zenflow(
             partition_replicated=partition_replicated,
             param_shardings=param_shardings,
             mask=mask,
+            transfer_dtype=mail_dtype,
         )
         weights = jax.tree.leaves(params)
         if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):
             check_placement(weights, specs)
-        return first_state(params, specs, schedule, offload)
+        return first_state(params, specs, schedule, offload, delivery)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
@@ -176,11 +196,14 @@ def zenflow(
         rank = mail_rank([leaf.spec for leaf in state.leaves])
 
         # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
-        seen = [look(g, leaf, rank) for g, leaf in zip(gradients, state.leaves, strict=True)]
+        seen = [
+            look(g, leaf, state.delivery, rank)
+            for g, leaf in zip(gradients, state.leaves, strict=True)
+        ]
         finite, factor = judge([s.squares for s in seen], max_grad_norm)
 
         stepped = [
-            step_selected(p, s, leaf, scalars, factor, finite)
+            step_selected(p, s, leaf, scalars, factor, finite, state.delivery)
             for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
         ]
         changes = [change for change, _ in stepped]

@@ -25,7 +25,7 @@ from zenflow_jax._adam import AdamScalars
 from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_half import ClosedWindow, HostHalf, HostLeaf, SelectedRows
 from zenflow_jax._parts import Part, host_channels
-from zenflow_jax._placement import upload, view
+from zenflow_jax._placement import copy_to_host, upload, view
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._stats import WorkerStats
 from zenflow_jax._watch import Watch
@@ -37,10 +37,22 @@ class Mail:
 
     step: int  # the step that it must be of
     ticket: int  # the ticket that it must carry
-    gradients: list[jax.Array]  # in host memory
+    gradients: list[jax.Array]  # of each leaf; none where the device adds them up
+    on_device: bool  # the gradients are still there
     letter: Letter
     done: Future = field(default_factory=Future)
-    arrived: Future = field(default_factory=Future)  # set by the worker: the copy is complete
+    arrived: Future = field(default_factory=Future)  # gives what is in host memory, of each part
+
+
+@dataclass
+class Sums:
+    """What the device added up in the window that closes next; the worker's until `done`."""
+
+    gradients: list[jax.Array]  # of each leaf, on the device
+    letter: Letter  # of the window's last step
+    on_device: bool = True
+    done: Future = field(default_factory=Future)
+    arrived: Future = field(default_factory=Future)
 
 
 @dataclass
@@ -84,7 +96,7 @@ class Worker:
         self.wait_s = 0.0  # the caller's; see `wait`
         self._half = half
         self._parts = list(parts)
-        self._inbox: deque[Mail | Close] = deque()
+        self._inbox: deque[Mail | Sums | Close] = deque()
         self._promised: list[Future] = []  # what the caller may be waiting for
         self._condition = threading.Condition()
         self._closed = False
@@ -106,15 +118,13 @@ class Worker:
         self._thread.start()
         watch.start(self.fail)
 
-    def post(self, item: Mail | Close) -> None:
+    def post(self, item: Mail | Sums | Close) -> None:
         promised = [item.done]
-        if isinstance(item, Close) and item.hand_over is not None:
-            promised.append(item.hand_over.done)
-        if isinstance(item, Mail):
-            item.arrived = self._receiver.submit(
-                jax.block_until_ready, (item.gradients, item.letter)
-            )
+        if not isinstance(item, Close):
+            item.arrived = self._receiver.submit(self._receive, item)
             item.arrived.add_done_callback(lambda _: self._wake())
+        elif item.hand_over is not None:
+            promised.append(item.hand_over.done)
         with self._condition:
             self._promised = [f for f in self._promised if not f.done()] + promised
             self._inbox.append(item)
@@ -178,6 +188,14 @@ class Worker:
         self._thread.join()
         self._break_promises()
 
+    def _receive(self, item: Mail | Sums) -> list[jax.Array]:
+        """Of each part what its first device has of the gradients, once it is in host memory."""
+        pieces = [part.of(item.gradients[part.leaf]) for part in self._parts if item.gradients]
+        if item.on_device:
+            pieces = copy_to_host(pieces)
+        item.gradients.clear()
+        return jax.block_until_ready((pieces, item.letter))[0]
+
     def _wake(self) -> None:
         with self._condition:
             self._condition.notify()
@@ -223,12 +241,15 @@ class Worker:
         start = time.perf_counter()
         if item is None:
             self._go_on()
-        elif isinstance(item, Mail):
-            with jax.profiler.TraceAnnotation("zenflow: take in mail"):
-                self._take_in(item)
-            item.done.set_result(None)
-        else:
+        elif isinstance(item, Close):
             self._begin(item)
+        else:
+            with jax.profiler.TraceAnnotation("zenflow: take in mail"):
+                if isinstance(item, Mail):
+                    self._take_in(item)
+                else:
+                    self._take_in_sums(item)
+            item.done.set_result(None)
         self._count(work_s=time.perf_counter() - start)
         return True
 
@@ -236,11 +257,11 @@ class Worker:
         if not self._inbox:
             return False
         first = self._inbox[0]
-        return not isinstance(first, Mail) or first.arrived.done()
+        return isinstance(first, Close) or first.arrived.done()
 
     def _take_in(self, mail: Mail) -> None:
         self._where = f"the mail of step {mail.step}, window {self._window}"
-        mail.arrived.result()
+        gradients = mail.arrived.result()
         *scalars, factor = view(mail.letter.floats).ravel().tolist()
         step, ticket, finite = view(mail.letter.ints).ravel().tolist()
         _check_ticket(mail, step, ticket)
@@ -251,19 +272,26 @@ class Worker:
                 "learning rate schedule and whatever else is computed."
             )
         self._half.note(scalars)
-        # Of each part what its first device has of it.
-        gradients = [part.of(mail.gradients[part.leaf]) for part in self._parts]
         read = _nbytes((gradients, [x.addressable_data(0) for x in jax.tree.leaves(mail.letter)]))
-        if finite:
+        if finite and gradients:
             # The views end here, so that the buffers can be freed.
             self._half.add([view(g) for g in gradients], factor)
-        del gradients
-        mail.gradients.clear()
+        elif finite:
+            self._half.count()
+        gradients.clear()
         self._count(
             skipped_steps=0 if finite else 1,
             bytes_to_host=read,
             host_bytes=self._half.nbytes - self.stats.host_bytes,
         )
+
+    def _take_in_sums(self, item: Sums) -> None:
+        self._where = f"the sums of window {self._window}"
+        sums = item.arrived.result()
+        read = _nbytes(sums)
+        self._half.take_sums([view(x) for x in sums])
+        sums.clear()
+        self._count(bytes_to_host=read, host_bytes=self._half.nbytes - self.stats.host_bytes)
 
     def _begin(self, close: Close) -> None:
         assert self._update is None, "a window closed before the last one's update was collected"

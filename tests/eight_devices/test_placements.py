@@ -1,6 +1,7 @@
 """Sharded runs equal `optax.adamw` on the same mesh, and the reference that is told the shards."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -17,6 +18,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 # A skipped step, an early end.
 PLAN = Plan(14, bad=(6,), flush_at=(11,))
+SUMMED = dataclasses.replace(STALE, accumulate="device")
 EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, overlap_step=False, weight_decay=0.1
 )
@@ -113,15 +115,25 @@ def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh(where):
         (("three", "channels", AUTO), {"partition": False}),
         (("three", "replicated", AUTO), {"partition": False}),
         (("two", "both", AUTO), {"donate": False, "host_kernel": "numba", "threads": 2}),
+        (("three", "both", AUTO), {"send_mail": "exchange"}),
+        (("three", "channels", EXPLICIT), {"send_mail": "exchange"}),
+        (("data", "replicated", AUTO), {"send_mail": "exchange", "partition": False}),
+        (("three", "both", AUTO), {"settings": SUMMED}),
+        (("two", "others", EXPLICIT), {"settings": SUMMED}),
+        (("data", "replicated", AUTO), {"settings": SUMMED}),
     ],
     ids=str,
 )
 def test_other_ways_to_run_equal_the_reference(where, more):
-    context, make = started(where, STALE, **{"donate": True, **more})
+    more = {"settings": STALE, "donate": True, **more}
+    settings = more["settings"]
+    context, make = started(where, **more)
     with context, make() as training:
+        before = placements(training)
         shards = meshes.pieces(LEAVES, training.shardings)
-        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
+        expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
         runs.assert_agree(training.history(PLAN), expected)
+        assert placements(training) == before
 
 
 @pytest.mark.parametrize("where", [("three", "both", AUTO), ("three", "others", EXPLICIT)], ids=str)
@@ -144,9 +156,19 @@ def test_shardings_that_jit_is_told_are_kept(where):
         assert told._cache_size() == 1
 
 
-@pytest.mark.parametrize("where", [("three", "both", AUTO), ("two", "channels", EXPLICIT)], ids=str)
-def test_a_step_is_traced_once(where):
-    context, make = started(where, STALE, donate=True)
+@pytest.mark.parametrize(
+    ("where", "more"),
+    [
+        (("three", "both", AUTO), {}),
+        (("two", "channels", EXPLICIT), {}),
+        (("three", "both", AUTO), {"send_mail": "exchange"}),
+        (("two", "channels", EXPLICIT), {"settings": SUMMED}),
+        (("three", "both", AUTO), {"settings": SUMMED}),
+    ],
+    ids=str,
+)
+def test_a_step_is_traced_once(where, more):
+    context, make = started(where, **{"settings": STALE, "donate": True, **more})
     with context, make() as training:
         traces = []
 
