@@ -12,7 +12,8 @@ The peers train the same model on the same batches, with bf16 weights and float3
   no overlap, ratio 0;
 * `offload-x4`: the same after 4 steps whose gradients are summed on the device. All its figures are
   those of one of the 4, so they compare with `zenflow-s4`, which does not do without the 4 updates;
-* `zenflow-sS-rR`: windows of S steps, with overlap, ratio R.
+* `zenflow-sS-rR`: windows of S steps, with overlap, ratio R; `-exchange` with gradients that leave
+  while the next step runs, `-device` with a window's gradients summed on the device.
 
 DeepSpeed is not among them: it needs torch with CUDA and a CUDA compiler.
 

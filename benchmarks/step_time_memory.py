@@ -5,8 +5,9 @@
 
 Compiles them for an NVIDIA H200, which need not be there, as `gpu_program.py` does, and prints the
 same columns: bytes per parameter at the peak, those of temporaries, what goes to the host, and how
-much of that leaves while matmuls are still to come. What an engine holds besides (uploads that
-wait for their turn, 2 bytes) is not in the program. Answers: `benchmarks/LOG.md`.
+much of that leaves while matmuls are still to come. What an engine holds besides is not in the
+program: uploads that wait for their turn (2 bytes), and gradients or sums that are being copied
+(`-exchange`, `-device`: 2 bytes). Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -49,7 +50,15 @@ def main() -> None:
         "--peers",
         nargs="+",
         choices=PEERS,
-        default=["adamw", "parked", "offload", "offload-x4", "zenflow-s4-r0.05"],
+        default=[
+            "adamw",
+            "parked",
+            "offload",
+            "offload-x4",
+            "zenflow-s4-r0.05",
+            "zenflow-s4-r0.05-exchange",
+            "zenflow-s4-r0.05-device",
+        ],
     )
     args = parser.parse_args()
     preset = MODELS[args.model]
@@ -59,11 +68,11 @@ def main() -> None:
         f"{preset.length} tokens, jax {jax.__version__}; bytes per parameter"
     )
     print(
-        f"{'peer':18} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
+        f"{'peer':26} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
     )
     for name in args.peers:
         found = compile_step(PEERS[name], model, preset.batch, preset.length)
-        print(f"{name:18} {found.row()}", flush=True)
+        print(f"{name:26} {found.row()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -139,9 +139,10 @@ class Peer(NamedTuple):
         return self.micro_batches * self.interval
 
 
-def _zenflow_peer(interval: int, ratio: float) -> Peer:
-    make = partial(zenflow, topk_ratio=ratio, update_interval=interval)
-    return Peer(f"zenflow-s{interval}-r{ratio}", make, offloads=True, interval=interval)
+def _zenflow_peer(interval: int, ratio: float, suffix: str = "", **options: Any) -> Peer:
+    make = partial(zenflow, topk_ratio=ratio, update_interval=interval, **options)
+    name = f"zenflow-s{interval}-r{ratio}{suffix}"
+    return Peer(name, make, offloads=True, interval=interval)
 
 
 _OFFLOAD = partial(
@@ -159,6 +160,9 @@ PEERS = {
         Peer("offload", _OFFLOAD, offloads=True),
         *(_zenflow_peer(interval, 0.05) for interval in (1, 2, 4, 8, 16)),
         _zenflow_peer(4, 0.1),
+        _zenflow_peer(4, 0.05, "-exchange", send_mail="exchange"),
+        _zenflow_peer(4, 0.05, "-device", accumulate="device"),
+        _zenflow_peer(16, 0.05, "-device", accumulate="device"),
         Peer("offload-x4", _OFFLOAD, offloads=True, micro_batches=4),
         Peer("parked", parked),
         Peer("adamw", adamw),

@@ -70,9 +70,8 @@ def first_state(
         for p, leaf in zip(weights, state.leaves, strict=True)
     )
     # The parameters are there for their devices alone.
-    letter = jax.jit(partial(_letter, specs=specs, schedule=schedule, rank=rank), keep_unused=True)(
-        weights
-    )
+    make_letter = partial(_letter, specs=specs, schedule=schedule, delivery=delivery, rank=rank)
+    letter = jax.jit(make_letter, keep_unused=True)(weights)
     return dataclasses.replace(state, leaves=leaves, letter=letter)
 
 
@@ -104,7 +103,7 @@ def _build(
         skipped=jnp.zeros((), jnp.int32),
         leaves=tuple(leaves),
         ticket=_fingerprint(weights[few], specs[few]) if offload else None,
-        letter=_letter(weights, specs, schedule, rank) if offload and mail else None,
+        letter=_letter(weights, specs, schedule, delivery, rank) if offload and mail else None,
         open_steps=None if offload else jnp.zeros((), jnp.int32),
         scalars=None if offload else AdamScalars(*[jnp.zeros((), jnp.float32)] * 7),
         tally=None
@@ -175,21 +174,30 @@ def _mail_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.A
 
 
 def _letter(
-    weights: list[jax.Array], specs: tuple[LeafSpec, ...], schedule: Schedule, rank: int
+    weights: list[jax.Array],
+    specs: tuple[LeafSpec, ...],
+    schedule: Schedule,
+    delivery: str,
+    rank: int,
 ) -> Letter:
     """Zeros for a letter, on every device that takes part."""
     sizes = _letter_sizes(specs, schedule)
+    leaves = delivery == "step"
     placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
+    if not placed and not leaves:
+        return Letter(*(jnp.zeros(size, dtype) for size, dtype in sizes))
     if not placed:
         like = next(iter(weights), None)
         return Letter(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
 
     def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
-        return [here.to_mail(jnp.zeros(size, dtype), rank) for size, dtype in sizes]
+        return [
+            here.to_mail(jnp.zeros(size, dtype), rank if leaves else 1) for size, dtype in sizes
+        ]
 
     i = placed[0]
     made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], SAME)(weights[i])
-    return Letter(*(to_host(x, rank) for x in made))
+    return Letter(*(to_host(x, rank) if leaves else x for x in made))
 
 
 def _anonymous(spec: LeafSpec) -> LeafSpec:
@@ -250,5 +258,7 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
     return dataclasses.replace(
         jax.tree.map(lambda x: put(x, SAME), alike),
         leaves=tuple(map(put_leaf, state.leaves, leaves)),
-        letter=jax.tree.map(lambda x: put(x, SAME, HOST), state.letter),
+        letter=jax.tree.map(
+            lambda x: put(x, SAME, HOST if state.delivery == "step" else None), state.letter
+        ),
     )

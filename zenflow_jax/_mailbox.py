@@ -85,8 +85,8 @@ class Mailbox:
         buffers = _buffers_of(state)
         if self._delivery == "window":
             buffers.gradients = []
-        on_device = self._delivery == "exchange"
-        self._post(Mail(step, self._ticket, buffers.gradients, on_device, buffers.letter))
+        on_device = self._delivery != "step"
+        self._post(Mail(step, self._ticket, buffers.gradients, buffers.letter, on_device))
 
     def send_sums(self, state: ZenFlowState) -> ZenFlowState:
         """Where the device adds up, hands the open window's sums over; the state without them."""

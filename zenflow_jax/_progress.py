@@ -49,7 +49,7 @@ class Progress:
 
         Args:
             boundary: What happened after it.
-            statistics: What its mail says for the tally, in host memory; None if nothing.
+            statistics: What its mail says for the tally; None if nothing.
             measured: The share that is kept, where a window closed and none was selected.
         """
         self.step += 1

@@ -19,11 +19,14 @@ USED = -1
 
 
 class Letter(NamedTuple):
-    """The scalars of one step's mail, in host memory, with the leading unit axes of all mail."""
+    """The scalars of one step's mail, which go to host memory as the gradients do.
 
-    floats: Any  # float32 (1, .., 1, 8): the fields of AdamScalars, then the clipping factor
-    ints: Any  # int32 (1, .., 1, 3): step, ticket, whether the gradient was finite
-    statistics: Any = None  # float32 (1, .., 1, 1 + 2 leaves), as `Tally.add` takes; if needed
+    Copied inside the step they have leading unit axes, as all mail there.
+    """
+
+    floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
+    ints: Any  # int32 (3,): step, ticket, whether the gradient was finite
+    statistics: Any = None  # float32 (1 + 2 leaves,), as `Tally.add` takes; if needed
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +74,7 @@ class ZenFlowState:
             like the parameters: wrappers that walk the state (flax nnx) see other trees at init
             than at update, and only the order of leaves is the same in both.
         ticket: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
-        letter: The scalars in the mail, in host memory; None with `offload=False`.
+        letter: The scalars in the mail; None with `offload=False`.
         open_steps: int32 (). Steps summed in the open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         tally: What an adaptive schedule decides by; None if it is not, or with an engine.
@@ -80,7 +83,9 @@ class ZenFlowState:
         delivery: How a leaf's gradient gets there; static. "step": the step copies it to pinned
             host memory, where `mail` is, with leading unit axes. "exchange": the step leaves it on
             the device, and `exchange` puts one element per device in its place. "window": the step
-            adds it to a sum on the device, of which `exchange` takes each window's.
+            adds it to a sum on the device, of which `exchange` takes each window's. With the last
+            two nothing of the state is in host memory, and the step has no copy: a few scalars'
+            would be enough for XLA:GPU to keep all layers' activations (benchmarks/LOG.md).
     """
 
     step: Any

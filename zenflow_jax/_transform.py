@@ -223,7 +223,9 @@ def zenflow(
             lost = state.ticket == USED
             _raise_if_lost(lost)
             changes = [jnp.where(lost, jnp.nan, change) for change in changes]
-            letter = _write_letter(scalars, factor, step, state.ticket, finite, statistics, rank)
+            letter = _write_letter(scalars, factor, step, state.ticket, finite, statistics)
+            if state.delivery == "step":
+                letter = Letter(*(x if x is None else to_host(x, rank) for x in letter))
             new = dataclasses.replace(new, ticket=jnp.full_like(state.ticket, USED), letter=letter)
         else:
             new, changes = _ingraph.advance(
@@ -256,9 +258,7 @@ def _write_letter(
     ticket: jax.Array,
     finite: jax.Array,
     statistics: jax.Array | None,
-    rank: int,
 ) -> Letter:
     floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*scalars, factor)])
     ints = jnp.stack([step, ticket, finite.astype(jnp.int32)])
-    parts = [floats, ints] if statistics is None else [floats, ints, statistics]
-    return Letter(*(to_host(x, rank) for x in parts))
+    return Letter(floats, ints, statistics)

@@ -38,10 +38,10 @@ class Mail:
     step: int  # the step that it must be of
     ticket: int  # the ticket that it must carry
     gradients: list[jax.Array]  # of each leaf; none where the device adds them up
-    on_device: bool  # the gradients are still there
     letter: Letter
+    on_device: bool  # both are still there
     done: Future = field(default_factory=Future)
-    arrived: Future = field(default_factory=Future)  # gives what is in host memory, of each part
+    arrived: Future = field(default_factory=Future)  # gives what `_receive` says
 
 
 @dataclass
@@ -188,13 +188,17 @@ class Worker:
         self._thread.join()
         self._break_promises()
 
-    def _receive(self, item: Mail | Sums) -> list[jax.Array]:
-        """Of each part what its first device has of the gradients, once it is in host memory."""
+    def _receive(self, item: Mail | Sums) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Once it is in host memory, of each part what its first device has of the gradients.
+
+        And the letter.
+        """
+        letter = [x.addressable_data(0) for x in jax.tree.leaves(item.letter)]
         pieces = [part.of(item.gradients[part.leaf]) for part in self._parts if item.gradients]
-        if item.on_device:
-            pieces = copy_to_host(pieces)
         item.gradients.clear()
-        return jax.block_until_ready((pieces, item.letter))[0]
+        if item.on_device:
+            letter, pieces = copy_to_host(letter), copy_to_host(pieces)
+        return jax.block_until_ready((pieces, letter))
 
     def _wake(self) -> None:
         with self._condition:
@@ -261,9 +265,10 @@ class Worker:
 
     def _take_in(self, mail: Mail) -> None:
         self._where = f"the mail of step {mail.step}, window {self._window}"
-        gradients = mail.arrived.result()
-        *scalars, factor = view(mail.letter.floats).ravel().tolist()
-        step, ticket, finite = view(mail.letter.ints).ravel().tolist()
+        gradients, letter = mail.arrived.result()
+        floats, ints, *_ = map(view, letter)
+        *scalars, factor = floats.ravel().tolist()
+        step, ticket, finite = ints.ravel().tolist()
         _check_ticket(mail, step, ticket)
         scalars = AdamScalars(*scalars)
         if not np.isfinite(scalars).all():
@@ -272,13 +277,15 @@ class Worker:
                 "learning rate schedule and whatever else is computed."
             )
         self._half.note(scalars)
-        read = _nbytes((gradients, [x.addressable_data(0) for x in jax.tree.leaves(mail.letter)]))
+        read = _nbytes((gradients, letter))
         if finite and gradients:
             # The views end here, so that the buffers can be freed.
             self._half.add([view(g) for g in gradients], factor)
         elif finite:
             self._half.count()
+        del floats, ints
         gradients.clear()
+        letter.clear()
         self._count(
             skipped_steps=0 if finite else 1,
             bytes_to_host=read,
@@ -287,7 +294,7 @@ class Worker:
 
     def _take_in_sums(self, item: Sums) -> None:
         self._where = f"the sums of window {self._window}"
-        sums = item.arrived.result()
+        sums, _ = item.arrived.result()
         read = _nbytes(sums)
         self._half.take_sums([view(x) for x in sums])
         sums.clear()
