@@ -3,7 +3,7 @@
     configs/quickstart.toml      what the file says goes over the defaults of `Settings`
     --learning-rate 1e-3         what the command line says goes over the file
     --process 1                  `Launch`: which of several processes this is; never in a file
-    --fresh                      `Start`: how the run is to begin; never in a file
+    --fresh                      `Start`: what is of this start alone; never in a file
 
 The file is TOML without tables. Nothing is guessed: an unknown key, a wrong type or an impossible
 value is a `SettingsError`.

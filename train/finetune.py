@@ -4,6 +4,7 @@
     python -m train.finetune configs/quickstart.toml --optimizer adamw --steps 100
     python -m train.finetune configs/quickstart.toml --mesh data=2,fsdp=4
     python -m train.finetune configs/quickstart.toml --run first    # again: it goes on
+    python -m train.finetune configs/quickstart.toml --timeline timeline.png
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR
 
 Read from top to bottom: `train`, which is the whole job, and the command. The settings are in
@@ -49,6 +50,7 @@ from train.report import (
     summary_table,
     write_picture,
     write_summary,
+    write_timeline,
 )
 from train.run_lock import LOCK, run_lock
 from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
@@ -65,7 +67,9 @@ PROGRAM = "python -m train.finetune"
 NO_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summary:
+def train(
+    settings: Settings, console: Console, *, fresh: bool = False, timeline: Path | None = None
+) -> Summary:
     """Trains once, or the rest of a run; leaves all that it has to show in the run's folder.
 
     Args:
@@ -73,6 +77,7 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
             newest whole checkpoint in there.
         console: Where to show it.
         fresh: Refuse to go on with anything.
+        timeline: Where to write what the last steps were made of; the ending says how.
 
     Raises:
         SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
@@ -87,6 +92,11 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
     settings.check_paths()
     mesh = make_mesh(settings.mesh)
     settings, untranslated = with_deepspeed(settings, batch_parts(mesh))
+    if timeline and settings.optimizer == "adamw":
+        raise SettingsError(
+            "`--timeline`: expected an optimizer with work on the host (zenflow or offload), got "
+            "adamw, of which there is nothing to show. Leave it out, or name another --optimizer."
+        )
     origin = None if settings.model is None else read_folder(Path(settings.model))
     task = make_task(settings, origin)
     where = {"seed": settings.seed, "mesh": mesh}
@@ -188,6 +198,9 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
             except ValueError as error:  # too little pinned memory, or other options than before
                 raise SettingsError(str(error)) from error
             stack.enter_context(engine)
+            if timeline and processes.is_first():
+                # However the run ends.
+                stack.callback(lambda: write_timeline(timeline, engine.timeline))
             engine_state = None  # the engine has its own copy
         log = NoLog()
         if processes.is_first():
@@ -331,6 +344,8 @@ def train(settings: Settings, console: Console, *, fresh: bool = False) -> Summa
         if best is not None:
             say(f"checkpoint that did best in the validation: {folder / 'checkpoints'}/{best}")
         say(f"metrics, loss curve, settings and {saved_model}: {folder}")
+        if timeline:
+            say(f"timeline of the last steps: {timeline}")
     processes.leave()
     return summary
 
@@ -405,7 +420,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = read_command_line(sys.argv[1:] if argv is None else argv, program=PROGRAM)
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())
-        train(command.settings, console, fresh=command.start.fresh)
+        start = command.start
+        timeline = Path(start.timeline) if start.timeline else None
+        train(command.settings, console, fresh=start.fresh, timeline=timeline)
     except Stopped as stopped:
         if processes.is_first():
             sys.stderr.write(f"{stopped}\n")

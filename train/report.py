@@ -11,8 +11,9 @@
     model.safetensors     the trained weights in float32; of a model that was read from a folder,
                           model/, such a folder
 
-All of it lies in a folder that the run has to itself (`new_run_folder`). A run that goes on from a
-checkpoint drops the rows that came after it, and writes them again.
+All of it lies in a folder that the run has to itself (`new_run_folder`), but for the file that
+`--timeline` names. A run that goes on from a checkpoint drops the rows that came after it, and
+writes them again.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import zenflow_jax
 from train.meter import Row
 from train.schedule import ScheduleRow
+from train.settings import TRACE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +343,14 @@ def _draw_table(axes: Axes, summary: Summary) -> None:
     table.auto_set_font_size(False)
     table.set_fontsize(8)
     table.scale(1, 1.6)
+
+
+def write_timeline(path: Path, timeline: zenflow_jax.Timeline) -> None:
+    """Writes what the last steps were made of, as a picture or a trace; no picture of no step."""
+    if path.suffix == TRACE:
+        zenflow_jax.save_trace(timeline, path)
+    elif timeline.steps:
+        zenflow_jax.plot_timeline(timeline, path)
 
 
 def summary_table(summary: Summary) -> Table:

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -287,10 +288,29 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How the run is to begin."""
+    """What is of this start alone, not of the run."""
 
     fresh: bool = False
     """Refuse to go on with a run or to write over one: the folder of --run must be empty or new."""
+    timeline: str | None = None
+    """File for a timeline of the last steps, written at the end or when the run is stopped.
+    .png, .svg or .pdf: a picture of twelve. .json: all that are kept, for ui.perfetto.dev.
+    How to read it is in docs/timeline.md."""
+
+    def __post_init__(self):
+        if self.timeline is None:
+            return
+        path = Path(self.timeline)
+        if path.suffix not in (*PICTURES, TRACE):
+            raise SettingsError(
+                f"`--timeline`: expected a file that ends in {', '.join(PICTURES)} (a picture) or "
+                f"{TRACE} (a trace), got {self.timeline}. Give it one of these endings."
+            )
+        if not path.parent.is_dir() or path.is_dir():
+            raise SettingsError(
+                f"`--timeline`: expected a file in a folder that is there, got {self.timeline}. "
+                "Make the folder, or name another file."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +331,9 @@ _ABOVE_ZERO = (
 _AT_LEAST_ZERO = "seed warmup_steps weight_decay save_every evaluate_every".split()
 
 _NAME = re.compile(r"[\w.-]+")
+
+# What `--timeline` may end in.
+PICTURES, TRACE = (".png", ".svg", ".pdf"), ".json"
 
 
 def _impossible(name: str, expected: str, got: object) -> str:

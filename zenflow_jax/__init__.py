@@ -12,6 +12,8 @@ from zenflow_jax._master import master_params
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._state import ZenFlowState, find_state
 from zenflow_jax._stats import EngineStats
+from zenflow_jax._timeline import Span, Timeline
+from zenflow_jax._timeline_output import plot_timeline, save_trace
 from zenflow_jax._transform import zenflow
 
 __version__ = "0.1.0"
@@ -24,11 +26,15 @@ __all__ = [
     "EngineStats",
     "EpochSelect",
     "HostEngine",
+    "Span",
+    "Timeline",
     "ZenFlowState",
     "abstract_engine_state",
     "find_state",
     "flush",
     "from_deepspeed",
     "master_params",
+    "plot_timeline",
+    "save_trace",
     "zenflow",
 ]

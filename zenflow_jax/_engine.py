@@ -8,14 +8,16 @@ All device programs are dispatched from here, in the same order in every run; th
 import atexit
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
+import time
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -43,11 +45,31 @@ from zenflow_jax._parts import host_channels, host_part, mail_bytes, parts_of
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
+from zenflow_jax._timeline import Timeline
 from zenflow_jax._watch import Watch
 from zenflow_jax._worker import Worker
 
 # Counts the engines of this process, which is all that tells two of them apart for certain.
 _ENGINES = itertools.count()
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _recorded(kind: str) -> Callable[[_Method], _Method]:
+    """Has the calls of a method of the engine in its timeline."""
+
+    def around(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: "HostEngine", *args: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(self, *args, **more)
+            finally:
+                self._worker.recorder.called(kind, self._progress.step, start)
+
+        return call
+
+    return around
 
 
 class HostEngine:
@@ -185,9 +207,20 @@ class HostEngine:
             reselections=self._progress.reselections,
             kept_share=self._progress.kept,
             wait_s=self._worker.wait_s,
+            **self._worker.recorder.seconds(),
             **dataclasses.asdict(self._worker.stats),
         )
 
+    @property
+    def timeline(self) -> Timeline:
+        """What the last few hundred steps were made of, on one time axis.
+
+        Always recorded, so that a stall that has already happened can be looked at, with
+        `plot_timeline` or `save_trace`; in a run of several processes, this one's.
+        """
+        return self._worker.recorder.timeline()
+
+    @_recorded("exchange")
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """What belongs between two steps: mail out, updates in, selection anew where it is due.
 
@@ -244,6 +277,7 @@ class HostEngine:
             new = self._mailbox.refill(state, leaves, step)
             return params, replace_state(opt_state, new)
 
+    @_recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Brings every deferred update into the parameters, closing an open window early.
 
@@ -329,6 +363,7 @@ class HostEngine:
             loan.end()
         loan.check()
 
+    @_recorded("state")
     def _tree(self, take: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
         """The engine's state, of arrays that `take` makes of its own."""
         self._check_open()
@@ -356,6 +391,7 @@ class HostEngine:
             "options": self._options,
         }
 
+    @_recorded("state")
     def _masters(self, opt_state: Any) -> Iterator[jax.Array]:
         """Of each leaf that travels the host's masters, for `_master.py`."""
         state = self._check(opt_state)

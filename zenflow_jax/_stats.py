@@ -8,7 +8,6 @@ class WorkerStats:
     """The part of `EngineStats` that the worker counts."""
 
     skipped_steps: int = 0
-    work_s: float = 0.0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     host_bytes: int = 0
@@ -27,8 +26,17 @@ class EngineStats:
             boundary ago. None before the first was read, and unless `select_interval` is an
             `AutoSelect`.
         skipped_steps: Steps whose gradient was not finite, as far as their mail has been read.
+        exchange_s: Seconds that the caller was in `exchange` and `flush`, its waits included.
         wait_s: Seconds that the caller waited for the host after the device was done.
-        work_s: Seconds that the worker worked.
+        work_s: Seconds that the worker worked: those of the next three, and what it waited for
+            uploads.
+        sum_s: Seconds that the worker took in mail.
+        hand_over_s: Seconds of its part in handing channels over.
+        update_s: Seconds that it made updates and began their uploads.
+        upload_s: Seconds from each update's first upload until all of it was on the devices, most
+            of them beside `update_s`.
+        mail_s: Seconds from the end of each step until all of its mail had come, and from that of
+            each window's last step until its sums had, where the device adds up.
         bytes_to_host: Bytes of mail read, and of channels handed over.
         bytes_to_device: Bytes of updates, and of channels handed over; to each device that gets
             them.
@@ -41,8 +49,14 @@ class EngineStats:
     reselections: int = 0
     kept_share: float | None = None
     skipped_steps: int = 0
+    exchange_s: float = 0.0
     wait_s: float = 0.0
     work_s: float = 0.0
+    sum_s: float = 0.0
+    hand_over_s: float = 0.0
+    update_s: float = 0.0
+    upload_s: float = 0.0
+    mail_s: float = 0.0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     host_bytes: int = 0

@@ -28,6 +28,7 @@ from zenflow_jax._parts import Part, host_channels
 from zenflow_jax._placement import copy_to_host, upload, view
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._stats import WorkerStats
+from zenflow_jax._timeline import Recorder
 from zenflow_jax._watch import Watch
 
 
@@ -94,6 +95,7 @@ class Worker:
         # Replaced as a whole, so it can be read at any time.
         self.stats = WorkerStats(skipped_steps=skipped, host_bytes=half.nbytes)
         self.wait_s = 0.0  # the caller's; see `wait`
+        self.recorder = Recorder()
         self._half = half
         self._parts = list(parts)
         self._inbox: deque[Mail | Sums | Close] = deque()
@@ -121,7 +123,7 @@ class Worker:
     def post(self, item: Mail | Sums | Close) -> None:
         promised = [item.done]
         if not isinstance(item, Close):
-            item.arrived = self._receiver.submit(self._receive, item)
+            item.arrived = self._receiver.submit(self._receive, item, self.recorder.given())
             item.arrived.add_done_callback(lambda _: self._wake())
         elif item.hand_over is not None:
             promised.append(item.hand_over.done)
@@ -155,10 +157,14 @@ class Worker:
         the host: until then the device is the one that is waited for.
         """
         if not future.done():
+            begin = time.perf_counter()
             jax.block_until_ready(after)
             start = time.perf_counter()
-            concurrent.futures.wait([future])
-            self.wait_s += time.perf_counter() - start
+            with jax.profiler.TraceAnnotation("zenflow: wait for host"):
+                concurrent.futures.wait([future])
+            end = time.perf_counter()
+            self.wait_s += end - start
+            self.recorder.waited(begin, start, end)
         if future.exception() is not None:
             self.check()
         self._passed += 1
@@ -188,7 +194,9 @@ class Worker:
         self._thread.join()
         self._break_promises()
 
-    def _receive(self, item: Mail | Sums) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _receive(
+        self, item: Mail | Sums, given: tuple[float, float]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Once it is in host memory, of each part what its first device has of the gradients.
 
         And the letter.
@@ -198,7 +206,15 @@ class Worker:
         item.gradients.clear()
         if item.on_device:
             letter, pieces = copy_to_host(letter), copy_to_host(pieces)
-        return jax.block_until_ready((pieces, letter))
+        jax.block_until_ready(letter)
+        if isinstance(item, Mail):
+            self.recorder.step_ended(item.step, given)
+        jax.block_until_ready(pieces)
+        if isinstance(item, Mail):
+            self.recorder.mail_arrived(item.step)
+        else:
+            self.recorder.sums_arrived()
+        return pieces, letter
 
     def _wake(self) -> None:
         with self._condition:
@@ -229,6 +245,7 @@ class Worker:
         finally:
             self._break_promises()
             self._update = None
+            self.recorder.works_at(None)
             self._half.close()
             self._receiver.shutdown(wait=False)
 
@@ -236,13 +253,13 @@ class Worker:
         """Does one thing; False when closed."""
         with self._condition:
             while not (self._closed or self._other or self._ready() or self._update is not None):
+                self.recorder.works_at(None)
                 self._condition.wait()
             if self._closed:
                 return False
             if self._other is not None:
                 raise RuntimeError(self._other)
             item = self._inbox.popleft() if self._ready() else None
-        start = time.perf_counter()
         if item is None:
             self._go_on()
         elif isinstance(item, Close):
@@ -250,11 +267,12 @@ class Worker:
         else:
             with jax.profiler.TraceAnnotation("zenflow: take in mail"):
                 if isinstance(item, Mail):
+                    self.recorder.works_at("take in", item.step)
                     self._take_in(item)
                 else:
+                    self.recorder.works_at("take in sums", self._window)
                     self._take_in_sums(item)
             item.done.set_result(None)
-        self._count(work_s=time.perf_counter() - start)
         return True
 
     def _ready(self) -> bool:
@@ -302,6 +320,7 @@ class Worker:
 
     def _begin(self, close: Close) -> None:
         assert self._update is None, "a window closed before the last one's update was collected"
+        self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
         window = self._half.close_window()
         self._window = window.number + 1
         if close.hand_over is not None:
@@ -336,21 +355,29 @@ class Worker:
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         uploads: list[list[jax.Array]] = []
+        first = 0.0  # when the first of them was begun
 
         def finished(i: int, leaf: HostLeaf) -> None:
+            nonlocal first
+            first = first or time.perf_counter()
             part = self._parts[i]
             new = (leaf.master if leaf.out is None else leaf.out).reshape(part.spec.shape)
             uploads.append([upload(new, device) for device in part.devices])
 
         for name in self._half.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
-        # The arrays that they come from are written again by the next update.
-        jax.block_until_ready(uploads)
+        if uploads:
+            self.recorder.works_at("wait for uploads", window.number)
+            # The arrays that they come from are written again by the next update.
+            with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
+                jax.block_until_ready(uploads)
+            self.recorder.uploaded(window.number, first)
         self._count(bytes_to_device=_nbytes(uploads))
         close.done.set_result(uploads)
 
     def _go_on(self) -> None:
         assert self._update is not None
+        self.recorder.works_at("update", self._window - 1)
         # Again for each piece: mail may have come in between.
         self._where = self._next_piece
         with jax.profiler.TraceAnnotation("zenflow: host update"):
