@@ -78,7 +78,8 @@ def test_adamw_goes_on_as_well(tmp_path):
 
 def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     folder, _ = runs
-    process = kill_test.start(folder / "job.toml", "stopped")
+    trace = folder / "trace.json"
+    process = kill_test.start(folder / "job.toml", "stopped", "--timeline", str(trace))
     for line in process.stdout:
         if line.startswith("step"):
             process.send_signal(signal.SIGTERM)
@@ -90,6 +91,7 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     step = max(kill_test.steps_of(stopped / "checkpoints"))
     assert said == f"stopped by SIGTERM after step {step}, which is saved. Go on with:"
     assert command == f"python -m train.finetune {stopped}/settings.toml --run stopped"
+    assert f'"step": {step}' in trace.read_text(encoding="utf-8")
 
     code, text = output(kill_test.start(stopped / "settings.toml", "stopped"))
     assert (code, f"going on from checkpoint {step}" in text) == (0, True), text

@@ -18,14 +18,14 @@ from train.command_line import load_settings, read_command_line, to_toml
 from train.data import Batches
 from train.meter import Meter
 from train.optimizers import decayed, make_optimizer, weight_dtype
-from train.report import new_run_folder
+from train.report import new_run_folder, write_timeline
 from train.schedule import ScheduleRecord, selection_rule, window_rule
-from train.settings import Settings, SettingsError
+from train.settings import Settings, SettingsError, Start
 from train.step import of_tokens
 from train.tasks import standard_library
 from train.tasks.standard_library import Windows
 from train.transformer import Transformer, rotary
-from zenflow_jax import AutoSelect, AutoWindow, EngineStats, EpochSelect
+from zenflow_jax import AutoSelect, AutoWindow, EngineStats, EpochSelect, Timeline
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
@@ -487,7 +487,9 @@ def run_folders(folder: Path) -> list[str]:
 @pytest.mark.parametrize("optimizer", ["adamw", "zenflow"])
 def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
     command = tiny_command(tmp_path, optimizer="adamw", learning_rate=1e-2)
-    assert finetune.main([*command, "--optimizer", optimizer]) == 0
+    picture = tmp_path / "timeline.svg"
+    options = {"adamw": [], "zenflow": ["--timeline", str(picture)]}[optimizer]
+    assert finetune.main([*command, "--optimizer", optimizer, *options]) == 0
 
     assert run_folders(tmp_path) == [f"001-{optimizer}"]
     folder = tmp_path / "runs" / f"001-{optimizer}"
@@ -520,6 +522,8 @@ def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
         # The seventh window has the thirteenth step alone.
         assert [summary[name] for name in figures] == [7, 13 / 7, 1, None]
         assert "mean window length" in shown
+        assert f"timeline of the last steps: {picture}" in shown
+        assert "<svg" in picture.read_text(encoding="utf-8")[:1000]
 
 
 def test_windows_and_selections_that_adapt_are_in_the_metrics_and_the_summary(tmp_path, capsys):
@@ -559,6 +563,33 @@ def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
     rows = metrics(tmp_path / "runs" / "001-zenflow")
     # Also after the first step, because the channels that a run starts with were chosen by nobody.
     assert [int(row["reselections"]) for row in rows] == [1, 1, 1, 2, 2, 2, 2, 3, 3]
+
+
+def test_a_run_that_ends_before_its_first_step_has_a_trace_and_no_picture(tmp_path):
+    for name in ("timeline.png", "trace.json"):
+        write_timeline(tmp_path / name, Timeline(()))
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("timeline.gif", r"`--timeline`: expected a file that ends in .*got .*gif.*these endings"),
+        ("timeline", "expected a file that ends in"),
+        ("none/timeline.png", "expected a file in a folder that is there, got .*Make the folder"),
+    ],
+)
+def test_a_file_for_the_timeline_that_cannot_be_is_refused_at_the_start(tmp_path, name, expected):
+    with pytest.raises(SettingsError, match=expected):
+        Start(timeline=str(tmp_path / name))
+
+
+def test_adamw_has_no_timeline(tmp_path, capsys):
+    command = [*tiny_command(tmp_path, optimizer="adamw"), "--timeline", str(tmp_path / "x.png")]
+    assert finetune.main(command) == 2
+    message = capsys.readouterr().err
+    assert re.search("`--timeline`: expected an optimizer with .*got adamw.*Leave it", message)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):

@@ -53,8 +53,8 @@ class Timeline:
     * "mail": "copy" is what was left of the transfer when the step was over, next to nothing where
       gradients leave during the step, or of the sums of a window, where the device adds them up,
       when its last step was over; "unread" is mail that waits for the worker.
-    * "host": "take in" (of one step's mail), "take in sums" (of a window), "hand over", "update", and "wait for uploads" at its
-      end. Pieces of an update that follow each other are one span.
+    * "host": "take in" (of one step's mail), "take in sums" (of a window), "hand over", "update",
+      and "wait for uploads" at its end. Pieces of an update that follow each other are one span.
     * "upload": "upload", from an update's first upload until the whole of it was on the devices.
     * "caller": "exchange" and "flush" are the calls, "state" is also `lend` and `master_params`;
       inside them "wait for device", for a step that the call cannot do without, and "wait for
@@ -214,7 +214,7 @@ class Recorder:
             spent = spent | {kind: spent.get(kind, 0.0) + time.perf_counter() - start}
         return {
             "exchange_s": self._exchange_s,
-            "work_s": sum(spent.values()),
+            "work_s": sum(spent.values(), 0.0),
             "sum_s": spent.get("take in", 0.0) + spent.get("take in sums", 0.0),
             "hand_over_s": spent.get("hand over", 0.0),
             "update_s": spent.get("update", 0.0),

@@ -1,0 +1,314 @@
+"""What is recorded of a run, and the two forms in which it is shown."""
+
+import itertools
+import json
+import sys
+import threading
+import types
+from concurrent import futures
+
+import pytest
+
+import zenflow_jax
+from tests import runs
+from tests.runs import FEW, ONE
+from zenflow_jax import Span, Timeline, _timeline, plot_timeline, save_trace
+from zenflow_jax._reference import Settings
+from zenflow_jax._timeline import ROWS, Recorder
+
+STEPS, INTERVAL = 9, 2
+SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2 * INTERVAL)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Timeline:
+    """Of nine steps in windows of two, flushed and saved."""
+    with runs.Training(FEW, SETTINGS) as training:
+        training.go(STEPS)
+        training.flush()
+        training.engine.state()
+        # The worker reports its last piece after it has given out the update.
+        training.engine.close()
+        return training.engine.timeline
+
+
+def of(timeline: Timeline, *kinds: str) -> list[Span]:
+    return [span for span in timeline.spans if span.kind in kinds]
+
+
+def by_number(timeline: Timeline, kind: str) -> dict[int, Span]:
+    spans = of(timeline, kind)
+    found = {span.number: span for span in spans}
+    assert len(found) == len(spans), f"two {kind} of one number"
+    return found
+
+
+def inside(span: Span, outer: Span) -> bool:
+    return outer.start <= span.start and span.end <= outer.end
+
+
+# --- what is recorded -----------------------------------------------------------------------
+
+
+def test_every_step_and_every_window_has_its_spans(recorded):
+    assert recorded.steps == range(1, STEPS + 1)
+    for kind in ("step", "copy", "unread", "take in", "exchange"):
+        assert sorted(by_number(recorded, kind)) == list(recorded.steps), kind
+    windows = list(range(1, 1 + -(-STEPS // INTERVAL)))  # the last one closed by `flush`
+    for kind in ("wait for uploads", "upload"):
+        assert sorted(by_number(recorded, kind)) == windows, kind
+    # In several parts where mail was taken in meanwhile.
+    assert sorted({span.number for span in of(recorded, "update")}) == windows
+    # After step 2, at the first boundary, and then every four steps.
+    assert sorted(by_number(recorded, "hand over")) == [1, 2, 4]
+    assert [span.number for span in of(recorded, "flush", "state")] == [STEPS, STEPS]
+
+
+def test_spans_come_by_their_start_and_none_ends_before_it(recorded):
+    starts = [span.start for span in recorded.spans]
+    assert starts == sorted(starts)
+    assert all(span.start <= span.end for span in recorded.spans)
+    assert {span.row for span in recorded.spans} == set(ROWS)
+
+
+@pytest.mark.parametrize("row", ["device", "host", "upload"])
+def test_the_spans_of_a_row_that_does_one_thing_at_a_time_follow_each_other(recorded, row):
+    spans = [span for span in recorded.spans if span.row == row]
+    assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+
+
+def test_waits_lie_inside_the_calls_that_wait(recorded):
+    calls = of(recorded, "exchange", "flush", "state")
+    assert all(a.end <= b.start for a, b in itertools.pairwise(calls))
+    waits = of(recorded, "wait for device", "wait for host")
+    assert waits  # the flush at least, whose update begins in it
+    for wait in waits:
+        assert [call.number for call in calls if inside(wait, call)] == [wait.number]
+
+
+def test_what_happens_to_a_step_happens_in_order(recorded):
+    steps, takes = by_number(recorded, "step"), by_number(recorded, "take in")
+    copies, unread = by_number(recorded, "copy"), by_number(recorded, "unread")
+    uploads = by_number(recorded, "upload")
+    for t, step in steps.items():
+        assert step.end == copies[t].start
+        assert copies[t].end == unread[t].start
+        assert unread[t].end <= takes[t].end
+    for update in of(recorded, "update"):
+        last = min(update.number * INTERVAL, STEPS)
+        assert takes[last].end <= update.start
+        assert update.end <= uploads[update.number].end
+
+
+def test_an_update_runs_beside_the_next_steps_and_a_slow_one_is_waited_for(monkeypatch):
+    """Steps 5 and 6 are made while the update of steps 3 and 4 cannot go on."""
+    entered, released = threading.Event(), threading.Event()
+    settings = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=100)
+    with runs.Training(ONE, settings) as training:
+        worker = training.engine._worker
+        adamw = worker._half._adam.adamw
+
+        def slow(*args):
+            entered.set()
+            assert released.wait(60)
+            return adamw(*args)
+
+        def wait(waited_for, *args, **more):
+            released.set()  # somebody waits
+            return futures_wait(waited_for, *args, **more)
+
+        futures_wait = futures.wait
+        training.go(3)
+        training.engine._crossing.pending.result(60)
+        monkeypatch.setattr(worker._half._adam, "adamw", slow)
+        training.go(1)
+        assert entered.wait(60)
+        monkeypatch.setattr(futures, "wait", wait)
+        training.go(1)
+        worker_sees = training.engine._mailbox._unread[-1].arrived
+        worker_sees.result(60)
+        running = of(training.engine.timeline, "update")
+        training.go(1)  # step 6 closes the window and needs the update
+        training.flush()
+        timeline = training.engine.timeline
+
+    # It is there while it runs.
+    assert running[-1].number == 2
+    # Mail of the steps beside it may be taken in before its next piece.
+    update = next(span for span in of(timeline, "update") if span.number == 2)
+    steps = by_number(timeline, "step")
+    assert running[-1].start == update.start < steps[5].start
+    assert steps[5].end < update.end
+    call = by_number(timeline, "exchange")[6]
+    (stall,) = [span for span in of(timeline, "wait for host") if inside(span, call)]
+    assert update.start < stall.start < update.end < stall.end
+    # Its mail, and that of the step before, lay unread until the worker was free.
+    unread = by_number(timeline, "unread")
+    assert min(unread[5].end, unread[6].end) >= update.end
+
+
+def clock(monkeypatch) -> types.SimpleNamespace:
+    """What the recorder takes for the time."""
+    now = types.SimpleNamespace(s=0.0)
+    fake = types.SimpleNamespace(perf_counter=lambda: now.s)
+    monkeypatch.setattr(_timeline, "time", fake)
+    return now
+
+
+def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch):
+    now = clock(monkeypatch)
+    recorder = Recorder()  # at 0
+    now.s = 3.0
+    first = recorder.given()
+    now.s = 4.0
+    recorder.called("exchange", 1, 3.0)
+    now.s = 5.0
+    second = recorder.given()
+    for now.s, step, given in ((6.0, 1, first), (8.0, 2, second)):
+        recorder.step_ended(step, given)
+        now.s += 0.5
+        recorder.mail_arrived(step)
+    assert set(recorder.timeline().spans) == {
+        Span("device", "dispatch", 0.0, 3.0, 1),  # somewhere in there it began
+        Span("device", "step", 3.0, 6.0, 1),
+        Span("caller", "exchange", 3.0, 4.0, 1),
+        Span("device", "step", 6.0, 8.0, 2),  # given at 5, when the first was not over
+        Span("mail", "copy", 6.0, 6.5, 1),
+        Span("mail", "copy", 8.0, 8.5, 2),
+    }
+    assert (recorder.seconds()["mail_s"], recorder.seconds()["exchange_s"]) == (1.0, 1.0)
+
+
+def test_pieces_that_follow_each_other_are_one_span_and_mail_parts_them(monkeypatch):
+    now = clock(monkeypatch)
+    recorder = Recorder()
+    pieces = [("update", 1)] * 1000 + [("take in", 5)] + [("update", 1)] * 1000 + [(None, 0)] * 2
+    for now.s, (kind, number) in enumerate(pieces):
+        recorder.works_at(kind, number)
+    assert recorder.timeline().spans == (
+        Span("host", "update", 0, 1000, 1),
+        Span("host", "take in", 1000, 1001, 5),
+        Span("host", "update", 1001, 2001, 1),
+    )
+    seconds = recorder.seconds()
+    assert (seconds["work_s"], seconds["update_s"], seconds["sum_s"]) == (2001, 2000, 1)
+
+
+def test_only_so_many_spans_are_kept_and_they_are_the_last():
+    recorder = Recorder(capacity=10)
+    for step in range(100):
+        recorder.called("exchange", step, 0.0)
+    assert [span.number for span in recorder.timeline().spans] == list(range(90, 100))
+
+
+def test_the_steps_of_a_timeline_are_those_whose_end_is_known_and_can_be_cut(recorded):
+    assert Timeline(()).steps == range(0)
+    part = recorded.during(range(3, 5))
+    assert set(by_number(part, "step")) >= {3, 4}
+    start, end = recorded.bounds(range(3, 5))
+    assert start <= by_number(recorded, "step")[3].start
+    assert by_number(recorded, "step")[4].end <= end <= by_number(recorded, "step")[5].start
+    assert all(span.end >= start and span.start <= end for span in part.spans)
+
+
+# --- how it is shown ------------------------------------------------------------------------
+
+
+def test_the_trace_has_all_spans_as_complete_events_under_the_names_of_their_rows(
+    tmp_path, recorded
+):
+    path = tmp_path / "trace.json"
+    save_trace(recorded, path)
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {name.split()[0] for name in names.values()} == set(ROWS)
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == len(recorded.spans)
+    assert all(e.keys() >= {"name", "cat", "ts", "dur", "pid", "tid", "args"} for e in complete)
+    assert min(e["ts"] for e in complete) == 0
+    assert {"name": "update 2", "cat": "host", "args": {"window": 2}}.items() <= next(
+        e for e in complete if e["name"] == "update 2"
+    ).items()
+    # A viewer draws what partly overlaps in one thread wrongly.
+    for tid, name in names.items():
+        open_until = []
+        for e in sorted(complete, key=lambda e: (e["ts"], -e["dur"])):
+            if e["tid"] == tid:
+                end = round(1e3 * (e["ts"] + e["dur"]))
+                open_until = [x for x in open_until if x > round(1e3 * e["ts"])]
+                assert all(end <= x for x in open_until), name
+                open_until.append(end)
+
+
+def test_spans_that_partly_overlap_get_threads_of_their_own(tmp_path):
+    spans = (
+        Span("mail", "unread", 0.0, 2.0, 1),
+        Span("mail", "unread", 1.0, 3.0, 2),
+        Span("mail", "unread", 2.0, 4.0, 3),
+    )
+    save_trace(Timeline(spans), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    threads = [names[e["tid"]] for e in events if e["ph"] == "X"]
+    assert sorted(t for t in threads if t.startswith("mail")) == ["mail", "mail", "mail 2"]
+
+
+def test_the_picture_has_every_row_a_legend_and_the_steps_by_number(tmp_path, recorded):
+    figure = plot_timeline(recorded, tmp_path / "timeline.png", steps=recorded.steps[-4:])
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(ROWS)
+    assert (axes.get_title(), axes.get_xlabel()) == ("steps 6 to 9", "ms")
+    (legend,) = figure.legends
+    shown = {text.get_text() for text in legend.get_texts()}
+    assert {"step (number)", "update (window)", "wait for host", "upload", "exchange"} <= shown
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".pdf"])
+def test_the_picture_comes_in_the_format_of_its_suffix(tmp_path, recorded, suffix):
+    path = tmp_path / f"timeline{suffix}"
+    plot_timeline(recorded, path)
+    assert (b"<svg" if suffix == ".svg" else b"%PDF") in path.read_bytes()[:1000]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (range(100, 110), r"expected steps that are recorded \(1 to 9\), got range\(100, 110\)"),
+        (range(3, 3), r"got range\(3, 3\)"),
+    ],
+    ids=str,
+)
+def test_steps_that_are_not_recorded_are_an_error_that_says_which_are(recorded, steps, words):
+    with pytest.raises(ValueError, match=rf"{words}.*take a part of `timeline.steps`"):
+        plot_timeline(recorded, steps=steps)
+
+
+def test_a_run_without_a_step_has_nothing_to_draw_and_an_empty_trace(tmp_path):
+    with runs.Training(ONE, SETTINGS) as training:
+        timeline = training.engine.timeline
+    with pytest.raises(ValueError, match="no step at all.*first `exchange`"):
+        plot_timeline(timeline)
+    save_trace(timeline, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert {event["ph"] for event in events} == {"M"}
+
+
+def test_without_matplotlib_the_error_says_what_to_install_and_what_does_without(
+    monkeypatch, recorded
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"expected matplotlib.*extra `plot`.*save_trace"):
+        plot_timeline(recorded)
+
+
+def test_a_timeline_is_a_record_that_later_steps_do_not_change():
+    with runs.Training(ONE, SETTINGS) as training:
+        training.go(2)
+        before = training.engine.timeline
+        copy = tuple(before.spans)
+        training.go(4)
+        training.flush()
+        assert before.spans == copy
+        assert zenflow_jax.Timeline(before.spans) == before
+        assert len(training.engine.timeline.spans) > len(copy)
