@@ -402,7 +402,10 @@ def test_flush_twice_changes_nothing_more():
         once, stats = (training.values(), training.moments()), training.engine.stats
         training.flush()
         runs.assert_same_bits((training.values(), training.moments()), once)
-        assert training.engine.stats == stats
+        # But for the time that the second call took.
+        again = training.engine.stats
+        assert again.exchange_s > stats.exchange_s
+        assert dataclasses.replace(again, exchange_s=stats.exchange_s) == stats
 
 
 def test_flush_leaves_every_parameter_the_cast_of_its_master():

@@ -201,6 +201,17 @@ def test_only_so_many_spans_are_kept_and_they_are_the_last():
     assert [span.number for span in recorder.timeline().spans] == list(range(90, 100))
 
 
+def test_what_follows_the_last_step_after_a_pause_is_not_part_of_it():
+    step, near, far = (
+        Span("device", "step", 0.0, 10.0, 1),
+        Span("host", "update", 10.5, 12.0, 1),
+        Span("caller", "flush", 14.0, 15.0, 1),
+    )
+    timeline = Timeline((step, near, far))
+    assert timeline.bounds(timeline.steps) == (0.0, 12.0)
+    assert timeline.during(timeline.steps).spans == (step, near)
+
+
 def test_the_steps_of_a_timeline_are_those_whose_end_is_known_and_can_be_cut(recorded):
     assert Timeline(()).steps == range(0)
     part = recorded.during(range(3, 5))

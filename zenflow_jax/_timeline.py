@@ -79,7 +79,8 @@ class Timeline:
     def during(self, steps: range) -> "Timeline":
         """The spans, whole, that lie at least in part in the time of those steps.
 
-        That time ends where the next step begins; if there is none, with the last span.
+        That time ends where the next step begins. If there is none, it ends where nothing goes on
+        for a tenth of it, so that a flush long after the last step is not part of it.
         """
         start, end = self.bounds(steps)
         return Timeline(tuple(s for s in self.spans if s.end >= start and s.start <= end))
@@ -91,16 +92,23 @@ class Timeline:
             ValueError: If none of them is recorded.
         """
         device = [span for span in self.spans if span.row == "device"]
-        starts = [span.start for span in device if span.number in steps]
-        if not starts or not len(steps):
+        mine = [span for span in device if span.number in steps]
+        if not mine:
             held = f"{self.steps[0]} to {self.steps[-1]}" if self.steps else "no step at all"
             raise ValueError(
                 f"expected steps that are recorded ({held}), got {steps}. Only the last few "
                 "hundred are kept, and none is there before the first `exchange`: take a part of "
                 "`timeline.steps`."
             )
+        start, end = min(span.start for span in mine), max(span.end for span in mine)
         later = [span.start for span in device if span.number > max(steps)]
-        return min(starts), min(later, default=max(span.end for span in self.spans))
+        if later:
+            return start, min(later)
+        for span in self.spans:
+            if span.start > end + 0.1 * (end - start):
+                break
+            end = max(end, span.end)
+        return start, end
 
 
 class _HostTime(NamedTuple):

@@ -57,7 +57,7 @@ def plot_timeline(
         timeline: What `HostEngine.timeline` gave.
         path: Where to write the picture too, in the format that its suffix names: .png, .svg or
             .pdf.
-        steps: Which steps; None is the last twelve, with all that came after them.
+        steps: Which steps; None is the last twelve.
 
     Returns:
         The picture, which matplotlib shows and saves.
