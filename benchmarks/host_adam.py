@@ -151,14 +151,14 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
         p, m, v, g = (a.reshape(shape) for a in (x.p, x.m, x.v, g))
         out = None if out is None else out.reshape(shape)
         steps = np.full(active.shape, 10, np.int32)
-        return lambda: list(adam.adamw(p, m, v, steps, g, 0.25, active, scalars, out))
+        return lambda: list(adam.adamw(p, m, v, steps, [(g, 1.0)], 0.25, active, scalars, out))
 
     cases[FLOAT32][name] = update(x.g, everything, None)
     cases[BFLOAT16][name] = update(x.g16, everything, x.out16)
     cases[SUM][name] = update(x.g, everything, x.out16)
     cases[SKIPPING][f"{name}, leading channel axis"] = update(x.g, most, x.out16)
     cases[SKIPPING][f"{name}, trailing channel axis"] = update(x.g, lanes, x.out16, flip)
-    cases[ADDING][name] = lambda: adam.accumulate(x.g, x.g16, 0.0, first=False)
+    cases[ADDING][name] = lambda: adam.accumulate(x.g, [(x.g16, 0.0)], first=False)
 
 
 def add_torch(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:

@@ -61,8 +61,9 @@ def some_channels(state: State, seed: int = 2, share: float = 0.7) -> np.ndarray
 
 
 def step(adam: HostAdam, state: State, total, active, out=None, *, scale=1.0) -> int:
-    """Takes the step and tells in how many chunks."""
-    return sum(1 for _ in adam.adamw(*state, total, scale, active, SCALARS, out))
+    """Takes the step and tells in how many chunks; with one gradient, or a list with factors."""
+    gradients = total if isinstance(total, list) else [(total, 1.0)]
+    return sum(1 for _ in adam.adamw(*state, gradients, scale, active, SCALARS, out))
 
 
 def bits(*arrays: np.ndarray | None) -> list[bytes]:
@@ -92,7 +93,7 @@ def test_a_step_is_the_formula_on_active_channels_and_nothing_on_the_others(kern
 
     adam = HostAdam(kernel, 1)
     total = np.empty(shape, np.float32)
-    adam.accumulate(total, gradient, 1.0, first=True)
+    adam.accumulate(total, [(gradient, 1.0)], first=True)
     step(adam, state, total, active, out, scale=1 / 3)
 
     on = np.broadcast_to(by_channel(active), shape)
@@ -140,22 +141,28 @@ def test_bits_depend_on_neither_kernel_nor_threads_nor_blocks(
     shape = (groups, extent, n, 1) if trailing else (groups, 1, n, extent)
     gradients = [new_gradient(shape, gradient_dtype, seed + i) for i in range(3)]
 
-    def run(adam: HostAdam) -> list[bytes]:
+    weighed = [(g, 0.3 + i) for i, g in enumerate(gradients)]
+
+    def run(adam: HostAdam, *parts: int) -> list[bytes]:
+        """With so many gradients added up beforehand, at once each time; the rest in the step."""
         state = new_state(shape, seed)
         active = some_channels(state, seed)
         out = None if out_dtype is None else np.zeros(shape, out_dtype)
-        total = np.empty(shape, np.float32)
-        for i, gradient in enumerate(gradients):
-            adam.accumulate(total, gradient, 0.3, first=i == 0)
-        step(adam, state, total, active, out, scale=1 / 3)
+        rest, total = weighed, np.empty(shape, np.float32)
+        for part in parts:
+            adam.accumulate(total, rest[:part], first=rest is weighed)
+            rest = rest[part:]
+        given = [(total, 1.0), *rest] if parts else rest
+        step(adam, state, given, active, out, scale=1 / 3)
         step(adam, state, gradients[0], ~active, out, scale=0.3)
         adam.close()
-        return bits(*state, total, out)
+        return bits(*state, out)
 
-    expected = run(HostAdam("numpy", 1))
+    expected = run(HostAdam("numpy", 1), 1, 1, 1)
     for kernel in KERNELS:
         for threads in 1, 3:
-            assert run(HostAdam(kernel, threads, block=block)) == expected
+            for parts in (1, 1, 1), (2,), ():
+                assert run(HostAdam(kernel, threads, block=block), *parts) == expected
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -194,10 +201,10 @@ def test_accumulate_replaces_first_and_then_adds_in_float32(kernel, threads, dty
     adam = HostAdam(kernel, threads, block=101)
     one, two = (new_gradient((1, 1, 31, 33), dtype, seed) for seed in (1, 2))
     total = np.full(one.shape, np.nan, np.float32)
-    adam.accumulate(total, one, 0.7, first=True)
+    adam.accumulate(total, [(one, 0.7)], first=True)
     expected = one.astype(np.float32) * np.float32(0.7)
     assert bits(total) == bits(expected)
-    adam.accumulate(total, two, 1.3, first=False)
+    adam.accumulate(total, [(two, 1.3)], first=False)
     expected = expected + two.astype(np.float32) * np.float32(1.3)
     assert bits(total) == bits(expected)
     adam.close()
@@ -209,8 +216,8 @@ def test_a_gradient_passed_directly_is_a_window_of_one_step(kernel, dtype):
     shape = SHAPES["leading"]
     adam, gradient, total = HostAdam(kernel, 1), new_gradient(shape, dtype), np.empty(shape, "f4")
     direct, summed = new_state(shape), new_state(shape)
-    step(adam, direct, gradient, some_channels(direct), scale=0.3)
-    adam.accumulate(total, gradient, 0.3, first=True)
+    step(adam, direct, [(gradient, 0.3)], some_channels(direct))
+    adam.accumulate(total, [(gradient, 0.3)], first=True)
     step(adam, summed, total, some_channels(summed))
     assert bits(*direct) == bits(*summed)
 
@@ -230,8 +237,8 @@ def test_bfloat16_output_is_rounded_to_nearest_even(kernel, around_every_bfloat1
     state = State(p.copy(), np.zeros_like(p), np.zeros_like(p), np.zeros((1, 1), np.int32))
     out = np.zeros(p.shape, BFLOAT16)
     scalars = SCALARS._replace(learning_rate=0.0, weight_decay=0.0)
-    active = np.ones((1, 1), bool)
-    for _ in HostAdam(kernel, 1).adamw(*state, np.zeros_like(p), 1.0, active, scalars, out):
+    active, zeros = np.ones((1, 1), bool), [(np.zeros_like(p), 1.0)]
+    for _ in HostAdam(kernel, 1).adamw(*state, zeros, 1.0, active, scalars, out):
         pass
     with np.errstate(invalid="ignore", over="ignore"):
         expected = p.astype(BFLOAT16)
@@ -254,7 +261,7 @@ def test_adamw_yields_between_chunks_of_a_big_leaf(kernel):
     state, gradient = new_state(shape), np.ones(shape, np.float32)
     before = state.master.copy()
     chunks = HostAdam(kernel, 1).adamw(
-        *state, gradient, 1.0, np.ones((1, 640), bool), SCALARS, None
+        *state, [(gradient, 1.0)], 1.0, np.ones((1, 640), bool), SCALARS, None
     )
     next(chunks)
     changed = (state.master != before).any(axis=-1)
@@ -270,7 +277,7 @@ def test_channels_are_chosen_when_the_step_begins():
     active = some_channels(state)
     step(HostAdam("numpy", 1), unchanged, new_gradient(shape), active)
     chunks = HostAdam("numba", 1, block=40).adamw(
-        *state, new_gradient(shape), 1.0, active, SCALARS, None
+        *state, [(new_gradient(shape), 1.0)], 1.0, active, SCALARS, None
     )
     next(chunks)
     active[:] = True
@@ -283,7 +290,7 @@ def test_a_failure_in_a_thread_reaches_the_caller():
     total = np.zeros((1, 1, 10, 100), np.float32)
     total.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        adam.accumulate(total, new_gradient(total.shape), 1.0, first=True)
+        adam.accumulate(total, [(new_gradient(total.shape), 1.0)], first=True)
     adam.close()
 
 

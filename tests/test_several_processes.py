@@ -14,7 +14,7 @@ from tests import elastic, meshes, processes, runs
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
-from zenflow_jax._host_adam import HostAdam
+from zenflow_jax._host_half import HostHalf
 
 SUMMED = dataclasses.replace(STALE, accumulate="device")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
@@ -84,14 +84,14 @@ def adapt(me: int, port: int, count: int) -> None:
     join(me, port, count)
     rng = np.random.default_rng(me)
 
-    class Slow(HostAdam):
-        def accumulate(self, *args, **kwargs):
+    class Slow(HostHalf):
+        def add(self, *args):
             time.sleep(0.1 * rng.random())
-            super().accumulate(*args, **kwargs)
+            super().add(*args)
 
     late = me == count - 1
     if late:
-        _engine.HostAdam = Slow
+        _engine.HostHalf = Slow
     plan = Plan(24, bad=(9,))
     shardings = on_all({"fsdp": jax.device_count()}, "channels")
     shards = meshes.pieces(LEAVES, shardings)
@@ -134,12 +134,12 @@ def fail(me: int, port: int, count: int) -> None:
     join(me, port, count)
     _engine.Watch = functools.partial(_engine.Watch, poll_s=0.2, grace_s=5.0)
 
-    class Broken(HostAdam):
-        def accumulate(self, *args, **kwargs):
+    class Broken(HostHalf):
+        def add(self, *args):
             raise OSError("the memory is gone")
 
     if me == count - 1:
-        _engine.HostAdam = Broken
+        _engine.HostHalf = Broken
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, threads=1) as training:
         training.go(1000)

@@ -40,7 +40,7 @@ from zenflow_jax._engine_state import (
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._lending import Loan
-from zenflow_jax._mailbox import BUFFERS, Mailbox
+from zenflow_jax._mailbox import Mailbox, buffers
 from zenflow_jax._parts import host_channels, host_part, mail_bytes, parts_of
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
@@ -79,11 +79,13 @@ class HostEngine:
     before the parameters are used for anything else; leave with `close`, or use `with`. For one
     calling thread.
 
-    The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments),
-    4 to 8 of sums, the leaf's dtype once more for uploads, and up to four mails in pinned memory
-    (one where the device adds up). An update that is ready lies on the device, once the leaf's
-    dtype, until its window's turn. On a GPU jax caps its pool of pinned memory at 64 GiB; for runs
-    that need more, the error says to what `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
+    The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments)
+    and the leaf's dtype once more for uploads. Mail lies in pinned memory until its window's
+    update: up to nine, where an update takes as long as a window, two where the device adds up; for
+    windows of more than five steps there are 4 to 8 bytes of sums. An update that is ready lies on
+    the device, once the leaf's dtype, until its window's turn. On a GPU jax caps its pool of pinned
+    memory at 64 GiB; for runs that need more, the error says to what
+    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -146,7 +148,7 @@ class HostEngine:
         self._parts = parts_of(travelling)
         check_pinned(
             mail_bytes(self._parts, every_device=state.delivery == "step"),
-            BUFFERS[state.delivery],
+            buffers(state),
             next((device.platform for part in self._parts for device in part.devices), "cpu"),
             os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
         )
@@ -369,6 +371,7 @@ class HostEngine:
         self._check_open()
         pending = self._settle()
         half, stats = self._half, self._worker.stats
+        half.add_up()  # mail is in no checkpoint
         run, ticket = self._mailbox.numbers
         counts = Counts(
             step=self._progress.step,

@@ -16,8 +16,9 @@ exists once a channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments
 
 import functools
 import os
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import ml_dtypes
@@ -37,8 +38,14 @@ _NUMBA_BLOCK = 2 * 1024 * 1024
 _NUMPY_BLOCK, _NUMPY_BLOCK_SHARED = 128 * 1024, 256 * 1024
 # Smaller leaves get smaller blocks, so that every thread has some; not less than this is worth it.
 _LEAST_BLOCK = 64 * 1024
+# Where several gradients are added up in front of the step, block by block, their sum should still
+# be in the cache when the step reads it.
+_SUM_BLOCK = 256 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
+
+#: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
+Sources = Sequence[tuple[np.ndarray, float]]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
@@ -85,26 +92,28 @@ class HostAdam:
         # serial functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
-    def accumulate(
-        self, total: np.ndarray, gradient: np.ndarray, factor: float, *, first: bool
-    ) -> None:
-        """Sets `total` to `factor * gradient`, or adds that to it.
+    def accumulate(self, total: np.ndarray, gradients: Sources, *, first: bool) -> None:
+        """Adds gradients to `total` one after the other, each times its factor.
+
+        The bits are those of as many calls with one each; memory is gone through once.
 
         Args:
             total: float32 sum of a window; written.
-            gradient: float32, bfloat16 or float16, of the same shape; may be read-only.
-            factor: Held in float32, as is the product.
+            gradients: Of the same shape. Factors are held in float32, as are the products.
             first: True replaces what `total` held.
         """
-        assert total.shape == gradient.shape
-        kernel = self._kernel_for(gradient)
-        sums, addends, factor_32 = _flat(total), _flat(gradient), np.float32(factor)
+        assert all(total.shape == g.shape for g, _ in gradients)
+        kernel = self._kernel_for(*(g for g, _ in gradients))
+        sums = _flat(total)
+        addends = [(_flat(g), np.float32(factor)) for g, factor in gradients]
 
         def work(block: Block) -> None:
             part = slice(block[2], block[3])
-            kernel.accumulate(sums[part], addends[part], factor_32, first)
+            for i, (g, factor) in enumerate(addends):
+                kernel.accumulate(sums[part], g[part], factor, first and i == 0)
 
-        self._run(work, _blocks(1, total.size, self._limit(kernel, total.size)))
+        limit = self._limit(kernel, total.size, len(gradients))
+        self._run(work, _blocks(1, total.size, limit))
 
     def adamw(
         self,
@@ -112,18 +121,20 @@ class HostAdam:
         mu: np.ndarray,
         nu: np.ndarray,
         steps: np.ndarray,
-        total: np.ndarray,
+        gradients: Sources,
         scale: float,
         active: np.ndarray,
         scalars: AdamScalars,
         out: np.ndarray | None,
     ) -> Iterator[None]:
-        """One AdamW step on the active channels, with the gradient `total * scale`.
+        """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
+
+        The bits are those of adding them up first, as `accumulate` does.
 
         A generator, so that the caller can do something else between chunks, which take some
         milliseconds each: the step is done when it is exhausted. `steps` and `active` are read, and
         `steps` written, when it is started. Inactive channels keep every bit of master, moments,
-        steps and `out`, whatever `total` holds there (in the trailing layout they may be written
+        steps and `out`, whatever gradients hold there (in the trailing layout they may be written
         with what they hold).
 
         Args:
@@ -131,10 +142,8 @@ class HostAdam:
             mu: First moment, like `master`.
             nu: Second moment, like `master`.
             steps: int32 `(groups, n)`, Adam steps taken by each channel before this one; written.
-            total: Gradient or sum of gradients, float32, bfloat16 or float16; shape of `master`.
-                A window of one step need not be accumulated: pass its gradient, and as `scale` the
-                factor.
-            scale: Held in float32.
+            gradients: With their factors, in order; shape of `master`.
+            scale: Held in float32, as the factors are.
             active: bool `(groups, n)`; the channels that take the step.
             scalars: Learning rate, betas, eps, weight decay.
             out: Gets the new master, rounded to its dtype (float32, bfloat16 or float16; to the
@@ -144,7 +153,9 @@ class HostAdam:
             None, after each chunk.
         """
         assert all(x.dtype == np.float32 and x.flags.writeable for x in (master, mu, nu))
-        assert all(x is None or x.shape == master.shape for x in (mu, nu, total, out))
+        assert all(x is None or x.shape == master.shape for x in (mu, nu, out))
+        assert gradients
+        assert all(g.shape == master.shape for g, _ in gradients)
         assert steps.dtype == np.int32
         assert steps.shape == active.shape == master.shape[::2]
         groups, rows, n, tail = master.shape
@@ -166,7 +177,7 @@ class HostAdam:
             p=segments(master),
             m=segments(mu),
             v=segments(nu),
-            g=segments(total),
+            gradients=[(segments(g), np.float32(factor)) for g, factor in gradients],
             out=None if out is None else segments(out),
             active=active.reshape(-1),
             m_scale=_debias(steps, scalars.b1),
@@ -176,8 +187,8 @@ class HostAdam:
             scale=np.float32(scale),
             scalars=AdamScalars(*map(np.float32, scalars)),
         )
-        kernel = self._kernel_for(total, out)
-        limit = self._limit(kernel, master.size)
+        kernel = self._kernel_for(*(g for g, _ in gradients), out)
+        limit = self._limit(kernel, master.size, 1 if step.alone else len(gradients))
         blocks = _blocks(step.p.shape[0], width, limit)
         if not trailing:
             blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
@@ -197,8 +208,9 @@ class HostAdam:
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
         return self._portable if half else self._kernel
 
-    def _limit(self, kernel: "_NumbaKernel | NumpyKernel", size: int) -> int:
-        return min(kernel.block, max(_LEAST_BLOCK, size // (2 * self.threads)))
+    def _limit(self, kernel: "_NumbaKernel | NumpyKernel", size: int, gradients: int) -> int:
+        block = kernel.block if gradients == 1 else min(kernel.block, _SUM_BLOCK)
+        return min(block, max(_LEAST_BLOCK, size // (2 * self.threads)))
 
     def _run(self, work: Callable[[Block], None], blocks: list[Block]) -> None:
         if self._pool is None or len(blocks) == 1:
@@ -264,22 +276,45 @@ class _NumbaKernel:
 
     def __init__(self, block: int):
         self.block = block
+        self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
         compiled.accumulate(total, _readable(g), factor, first)
 
     def adamw(self, step: Step) -> Callable[[Block], None]:
         """What does the step on a block."""
-        out = None if step.out is None else _bits(step.out)
-        leaf = (step.p, step.m, step.v, _readable(step.g), out)
-        leaf = [None if x is None else x.reshape(-1) for x in leaf]
+        out = None if step.out is None else _bits(step.out).reshape(-1)
+        p, m, v = (x.reshape(-1) for x in (step.p, step.m, step.v))
         per_channel = (step.active, step.m_scale, step.v_scale)
-        scalars, width = (step.scale, *step.scalars), step.p.shape[1]
+        width = step.p.shape[1]
         if step.trailing:
-            return functools.partial(
-                compiled.adamw_trailing, *leaf, *per_channel, scalars, step.rows, width
-            )
-        return functools.partial(compiled.adamw_leading, *leaf, *per_channel, scalars, width)
+            advance, sizes = compiled.adamw_trailing, (step.rows, width)
+        else:
+            advance, sizes = compiled.adamw_leading, (width,)
+        gradients = [(_readable(g).reshape(-1), factor) for g, factor in step.gradients]
+
+        if step.alone:
+            ((g, factor),) = gradients
+            scalars = (step.scale * factor, *step.scalars)
+            return functools.partial(advance, p, m, v, g, 0, out, *per_channel, scalars, *sizes)
+
+        def add_up_and_advance(block: Block) -> None:
+            first, last, left, right = block
+            i, j = first * width + left, (last - 1) * width + right
+            total = self._scratch(j - i)
+            for number, (g, factor) in enumerate(gradients):
+                compiled.accumulate(total, g[i:j], factor, number == 0)
+            scalars = (step.scale, *step.scalars)
+            g = _readable(total)
+            advance(p, m, v, g, i, out, *per_channel, scalars, *sizes, block)
+
+        return add_up_and_advance
+
+    def _scratch(self, size: int) -> np.ndarray:
+        """A float32 array that belongs to the calling thread; its contents are garbage."""
+        if getattr(self._local, "size", 0) < size:
+            self._local.size, self._local.scratch = size, np.empty(size, np.float32)
+        return self._local.scratch[:size]
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

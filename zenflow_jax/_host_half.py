@@ -15,7 +15,11 @@ import numpy as np
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._aligned import blank, copied
 from zenflow_jax._channels import LeafSpec
-from zenflow_jax._host_adam import HostAdam
+from zenflow_jax._host_adam import HostAdam, Sources
+
+#: Mails that are kept at most. An update frees the closed window's leaf by leaf while those of the
+#: next one come in, so that windows of four steps need no sums as long as it keeps up.
+KEPT = 5
 
 
 @dataclasses.dataclass
@@ -29,8 +33,11 @@ class HostLeaf:
     steps: np.ndarray  # int32 (groups, n): Adam steps of each channel
     channels: np.ndarray  # int32 (groups, k), ascending: selected now
     out: np.ndarray | None  # the leaf's dtype, what is uploaded; None if that is the master
-    total: np.ndarray | None = None  # float32, sum of the open window; None before its first mail
-    # Sums not in use. While an update runs there are two: the window it is about, and the next.
+    # Of the open window: the float32 sum of its first mails, if they have been added up, and the
+    # others in their order, each with its factor. Views of host memory that is freed with them.
+    total: np.ndarray | None = None
+    mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
+    # Sums not in use. While an update runs there may be two: of its window, and of the next.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
@@ -41,7 +48,9 @@ class ClosedWindow:
     number: int
     scale: float  # one over the steps that counted
     scalars: AdamScalars  # of its last step
-    totals: list[np.ndarray]  # one for each leaf; empty if no step counted
+    # Of each leaf the gradients that the update sums, with their factors; the leaf's own sum first,
+    # if there is one. Empty if no step counted. What a leaf has is dropped once it is updated.
+    gradients: list[list[tuple[np.ndarray, float]]]
     active: list[np.ndarray]  # bool (groups, n): channels it is about
 
 
@@ -76,6 +85,7 @@ class HostHalf:
         self._adam = adam
         self.counted = 0  # steps summed in the open window
         self.windows = 0
+        self._closed: list[list[tuple[np.ndarray, float]]] = []  # of the last window that closed
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
 
     @property
@@ -87,6 +97,15 @@ class HostHalf:
             for x in (*vars(leaf).values(), *leaf.spare)
             if isinstance(x, np.ndarray)
         )
+
+    @property
+    def kept(self) -> float:
+        """Mails that are kept, of the open window and of the one whose update is under way."""
+        sizes = [leaf.master.size for leaf in self.leaves]
+        opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
+        # There is none before the first window closes, nor of one of which no step counted.
+        closed = sum(n * len(rest) for n, rest in zip(sizes, self._closed, strict=False))
+        return (opened + closed) / max(sum(sizes), 1)
 
     def resume(
         self,
@@ -130,9 +149,15 @@ class HostHalf:
         self.scalars = scalars
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
-        """Adds one step's gradients to the open window, `factor` times."""
-        self._accumulate(gradients, factor, first=self.counted == 0)
+        """Has one step's gradients in the open window, `factor` times.
+
+        They are kept until its update, which adds them up on its way through memory, unless there
+        are too many. When they are added up does not change a bit.
+        """
+        self._keep(gradients, factor)
         self.counted += 1
+        if self.kept > KEPT:
+            self.add_up()
 
     def count(self) -> None:
         """Counts one step into the open window, whose gradients the device adds up."""
@@ -141,15 +166,22 @@ class HostHalf:
     def take_sums(self, sums: Sequence[np.ndarray]) -> None:
         """Takes in what the device added up in the open window, which closes now."""
         if self.counted:
-            self._accumulate(sums, 1.0, first=True)
+            self._keep(sums, 1.0)
 
-    def _accumulate(self, gradients: Sequence[np.ndarray], factor: float, *, first: bool) -> None:
-        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+    def add_up(self) -> None:
+        """Adds up the open window's gradients that are kept, and drops them."""
+        for leaf in self.leaves:
+            if not leaf.mails:
+                continue
+            first = leaf.total is None
             if leaf.total is None:
                 leaf.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
-            self._adam.accumulate(
-                leaf.total, gradient.reshape(leaf.master.shape), factor, first=first
-            )
+            self._adam.accumulate(leaf.total, leaf.mails, first=first)
+            leaf.mails.clear()
+
+    def _keep(self, gradients: Sequence[np.ndarray], factor: float) -> None:
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            leaf.mails.append((gradient.reshape(leaf.master.shape), factor))
 
     def close_window(self) -> ClosedWindow:
         """Ends the open window; the next mail begins another."""
@@ -160,11 +192,16 @@ class HostHalf:
             number=self.windows,
             scale=1 / max(counted, 1),
             scalars=self.scalars,
-            totals=[leaf.total for leaf in self.leaves if leaf.total is not None],
+            gradients=[
+                [*([] if leaf.total is None else [(leaf.total, 1.0)]), *leaf.mails]
+                for leaf in self.leaves
+                if counted
+            ],
             active=[~_members(leaf.channels, leaf.spec.n) for leaf in self.leaves],
         )
         for leaf in self.leaves:
-            leaf.total = None
+            leaf.total, leaf.mails = None, []
+        self._closed = closed.gradients
         return closed
 
     def update(
@@ -182,10 +219,10 @@ class HostHalf:
             The leaf's name before each piece. In between other methods may be called, except for
             a hand-over.
         """
-        if not window.totals:
+        if not window.gradients:
             return
-        for i, (leaf, total, active) in enumerate(
-            zip(self.leaves, window.totals, window.active, strict=True)
+        for i, (leaf, gradients, active) in enumerate(
+            zip(self.leaves, window.gradients, window.active, strict=True)
         ):
             scalars = _for_leaf(window.scalars, leaf.spec)
             yield leaf.spec.name
@@ -194,14 +231,17 @@ class HostHalf:
                 leaf.mu,
                 leaf.nu,
                 leaf.steps,
-                total,
+                gradients,
                 window.scale,
                 active,
                 scalars,
                 leaf.out,
             ):
                 yield leaf.spec.name
-            leaf.spare.append(total)
+            total = gradients[0][0]
+            if total.flags.writeable:  # the leaf's own; mail is not
+                leaf.spare.append(total)
+            gradients.clear()
             finished(i, leaf)
 
     def hand_over(
@@ -237,9 +277,9 @@ class HostHalf:
             ):
                 _put(host, leaf.channels, device)
             np.put_along_axis(leaf.steps, leaf.channels, old.steps, axis=-1)
-            total = window.totals[i] if window.totals else None
+            gradients = window.gradients[i] if window.gradients else []
             entering = np.take_along_axis(active, channels, axis=-1)
-            rows.append(self._enter(leaf, channels, entering, total, window))
+            rows.append(self._enter(leaf, channels, entering, gradients, window))
             leaf.channels = channels
             entered.append(active & ~_members(channels, leaf.spec.n))
         return dataclasses.replace(window, active=entered), rows
@@ -249,7 +289,7 @@ class HostHalf:
         leaf: HostLeaf,
         channels: np.ndarray,
         entering: np.ndarray,
-        total: np.ndarray | None,
+        gradients: Sources,
         window: ClosedWindow,
     ) -> SelectedRows:
         # Copies: they go to the device, whose truth they are from now on.
@@ -259,13 +299,13 @@ class HostHalf:
             nu=_take(leaf.nu, channels),
             steps=np.take_along_axis(leaf.steps, channels, axis=-1),
         )
-        if total is not None and entering.any():
+        if gradients and entering.any():
             for _ in self._adam.adamw(
                 rows.master,
                 rows.mu,
                 rows.nu,
                 rows.steps,
-                _take(total, channels),
+                [(_take(g, channels), factor) for g, factor in gradients],
                 window.scale,
                 entering,
                 _for_leaf(window.scalars, leaf.spec),

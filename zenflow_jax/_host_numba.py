@@ -12,7 +12,8 @@ of bit arithmetic is cast back. Loops count over slices, from zero: an index tha
 to be positive is checked in the loop, and the check keeps LLVM from vectorizing.
 
 Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`; `out` like them or
-None. A block is segments `first` to `last`, in each the elements `left` to `right`.
+None; `g` may begin at the element `origin` of the others. A block is segments `first` to `last`, in
+each the elements `left` to `right`.
 """
 
 from collections.abc import Callable
@@ -96,7 +97,7 @@ def _element(p, m, v, g, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_leading(p, m, v, g, out, active, m_scale, v_scale, scalars, width, block):
+def adamw_leading(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, width, block):
     first, last, left, right = block
     s = first
     while s < last:
@@ -115,7 +116,7 @@ def adamw_leading(p, m, v, g, out, active, m_scale, v_scale, scalars, width, blo
             p[i:j],
             m[i:j],
             v[i:j],
-            g[i:j],
+            g[i - origin : j - origin],
             _piece(out, i, j),
             m_scale[s],
             v_scale[s],
@@ -138,7 +139,7 @@ def _advance_channels(p, m, v, g, out, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_trailing(p, m, v, g, out, active, m_scale, v_scale, scalars, rows, width, block):
+def adamw_trailing(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, rows, width, block):
     first, last, left, right = block
     for s in range(first, last):
         i, j = s * width + left, s * width + right
@@ -148,7 +149,7 @@ def adamw_trailing(p, m, v, g, out, active, m_scale, v_scale, scalars, rows, wid
             p[i:j],
             m[i:j],
             v[i:j],
-            g[i:j],
+            g[i - origin : j - origin],
             _piece(out, i, j),
             active[channels],
             m_scale[channels],

@@ -32,7 +32,8 @@ class Step(NamedTuple):
     p: np.ndarray  # (segments, width) float32, as are m and v
     m: np.ndarray
     v: np.ndarray
-    g: np.ndarray  # (segments, width) float32, bfloat16 or float16
+    # (segments, width) float32, bfloat16 or float16, and the factor of each
+    gradients: list[tuple[np.ndarray, np.float32]]
     out: np.ndarray | None  # (segments, width) float32, bfloat16 or float16
     active: np.ndarray  # (groups * n,) bool
     m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
@@ -41,6 +42,11 @@ class Step(NamedTuple):
     trailing: bool
     scale: np.float32
     scalars: AdamScalars  # of np.float32
+
+    @property
+    def alone(self) -> bool:
+        """Whether a single product gives the gradient of the step, exactly as two would."""
+        return len(self.gradients) == 1 and 1 in (self.scale, self.gradients[0][1])
 
 
 class NumpyKernel:
@@ -90,12 +96,16 @@ class NumpyKernel:
         def by_channel(x: np.ndarray) -> np.ndarray:
             return x[channels][None, :] if step.trailing else x[channels][:, None]
 
-        p, m, v, g = (x[segments, columns] for x in (step.p, step.m, step.v, step.g))
+        p, m, v = (x[segments, columns] for x in (step.p, step.m, step.v))
         x, y, *spare = self._scratch(5 if masked else 2, p.shape)
         new_p, new_m, new_v = spare if masked else (p, m, v)
         s = step.scalars
         with np.errstate(all="ignore"):
-            _widen_into(x, g, step.scale)
+            for i, (g, factor) in enumerate(step.gradients):
+                _widen_into(y if i else x, g[segments, columns], factor)
+                if i:
+                    x += y
+            x *= step.scale
             np.multiply(x, s.one_minus_b1, out=y)
             np.multiply(m, s.b1, out=new_m)
             new_m += y

@@ -4,7 +4,7 @@ A step finds buffers for its mail in the state and returns its mail in others, o
 where it was told to keep and donate them. `send` takes the mail out and gives it to the worker;
 `refill` puts buffers in. As a rule those are the same blank ones every time: no step reads them,
 jit drops arguments that are not read, and what is not used up can be given again. What was mailed
-is freed by the worker once it is read: freeing an array takes 30 us, which the caller has not.
+is freed by the worker when it has used it: freeing an array takes 30 us, which the caller has not.
 
 Where the step leaves its gradients on the device (`ZenFlowState.delivery`), what is blank is one
 element per device, and where it adds them up there, zeros for the sums of the next window.
@@ -21,16 +21,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zenflow_jax._host_half import KEPT
 from zenflow_jax._placement import put_everywhere, zeros_like
+from zenflow_jax._schedule import longest
 from zenflow_jax._state import LeafState, Letter, ZenFlowState
 from zenflow_jax._worker import Mail, Sums, Worker
 
-#: Mails that may be unread, which bounds pinned memory and lets Python run ahead of the device.
+#: Mails that may be unread, which lets Python run ahead of the device, and not too far.
 IN_FLIGHT = 2
-#: Mails that exist in host memory at most, by how they get there: unread ones; those that are on
-#: their way or written by a step; the buffers in the state. Of sums one is read before the next.
-BUFFERS = {"step": IN_FLIGHT + 2, "exchange": IN_FLIGHT + 1, "window": 1}
 _POSITIVE = 0x7FFFFFFF
+
+
+def buffers(state: ZenFlowState) -> int:
+    """Mails that exist in host memory at most."""
+    if state.delivery == "window":
+        return 2  # the sums of a window that is updated, and of the next one
+    # Those that belong to the window that is updated or to the open one; those that are unread; and
+    # the one that is being written, into what is blank in the state where the step does that.
+    kept = min(KEPT, 2 * longest(state.schedule.window))
+    return kept + IN_FLIGHT + (2 if state.delivery == "step" else 1)
 
 
 @jax.tree_util.register_dataclass

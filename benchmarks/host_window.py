@@ -1,0 +1,103 @@
+"""What does a window cost the host if mail is kept until its update, or added up as it comes?
+
+    python -m benchmarks.host_window --millions 256 --rounds 7 --threads 2
+
+Takes in the bf16 mail of windows of 1 to 16 steps and makes their updates, as the engine's worker
+does, without a device. Both ways take turns in one process, each on a state of its own; the bits of
+masters and uploads are compared at the end. Prints for each length the median milliseconds of a
+window, the median of the ratio over the rounds, and how much host memory sums and kept mail take.
+Answers: `benchmarks/LOG.md`.
+"""
+
+import argparse
+import statistics
+import time
+
+import ml_dtypes
+import numpy as np
+
+from zenflow_jax._adam import AdamScalars
+from zenflow_jax._channels import LeafSpec
+from zenflow_jax._host_adam import HostAdam
+from zenflow_jax._host_half import HostHalf
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+LENGTHS = (1, 2, 4, 8, 16)
+WIDTH = 4096
+SELECTED = 0.05
+SCALARS = AdamScalars(1e-4, 0.9, 0.999, 0.1, 0.001, 1e-8, 0.01)
+
+
+def new_half(leaves: int, adam: HostAdam) -> HostHalf:
+    """Square bf16 matrices."""
+    k = int(SELECTED * WIDTH)
+    specs = [
+        LeafSpec(f"w{i}", (WIDTH, WIDTH), BFLOAT16, axis=0, k=k, decay=True) for i in range(leaves)
+    ]
+    rng = np.random.default_rng(0)
+    weights = (rng.standard_normal(spec.shape, np.float32).astype(BFLOAT16) for spec in specs)
+    chosen = (np.sort(rng.choice(WIDTH, k, replace=False))[None].astype(np.int32) for _ in specs)
+    return HostHalf(specs, weights, chosen, adam)
+
+
+def window(half: HostHalf, mails: list[list[np.ndarray]], length: int, *, keep: bool) -> float:
+    """Makes one window; the most mails that were kept, sums that are no state included."""
+    most = 0.0
+    for step in range(length):
+        half.note(SCALARS)
+        half.add(mails[step % len(mails)], 0.9)
+        if not keep:
+            half.add_up()
+        sums = sum(leaf.total is not None for leaf in half.leaves) / len(half.leaves)
+        most = max(most, half.kept + 2 * sums)  # float32, so twice a mail
+    for _ in half.update(half.close_window(), lambda i, leaf: None):
+        pass
+    return most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--millions", type=int, default=256, help="parameters, in 2**20")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=None)
+    args = parser.parse_args()
+    adam = HostAdam(threads=args.threads)
+    leaves = max(1, args.millions * 2**20 // WIDTH**2)
+    halves = {keep: new_half(leaves, adam) for keep in (False, True)}
+    rng = np.random.default_rng(1)
+    mails = []
+    for _ in range(2):  # two, so that none is in the cache when it comes again
+        mail = [rng.standard_normal((WIDTH, WIDTH), np.float32).astype(BFLOAT16)] * leaves
+        mail = [x.copy() for x in mail]
+        for x in mail:
+            x.flags.writeable = False
+        mails.append(mail)
+    print(f"{leaves * WIDTH**2 / 2**20:.0f} M bf16 parameters, {adam.threads} threads; ms a window")
+    print(f"{'steps':>5} {'as it comes':>12} {'kept':>8} {'kept / as it comes':>19}   bytes beside")
+    for length in LENGTHS:
+        times: dict[bool, list[float]] = {False: [], True: []}
+        most: dict[bool, float] = {}
+        for turn in range(args.rounds + 1):
+            for keep in (False, True) if turn % 2 else (True, False):
+                start = time.perf_counter()
+                most[keep] = window(halves[keep], mails, length, keep=keep)
+                if turn:  # the first one compiles
+                    times[keep].append(1e3 * (time.perf_counter() - start))
+        ratios = [b / a for a, b in zip(times[False], times[True], strict=True)]
+        print(
+            f"{length:5} {statistics.median(times[False]):12.1f}"
+            f" {statistics.median(times[True]):8.1f} {statistics.median(ratios):19.3f}"
+            f"   {2 * most[False]:.0f} and {2 * most[True]:.0f} per parameter",
+            flush=True,
+        )
+    for a, b in zip(halves[False].leaves, halves[True].leaves, strict=True):
+        assert a.master.tobytes() == b.master.tobytes()
+        assert a.out is not None
+        assert b.out is not None
+        assert a.out.tobytes() == b.out.tobytes()
+    print("the same bits")
+    adam.close()
+
+
+if __name__ == "__main__":
+    main()
