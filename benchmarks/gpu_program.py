@@ -185,12 +185,14 @@ def zenflow_step(
     front: bool = False,
     scanned: bool = False,
     partition: bool = True,
+    **delivery: str,
 ) -> Program:
     tx = zenflow_jax.zenflow(
         1e-4,
         topk_ratio=0.05,
         max_grad_norm=None if front else max_grad_norm,
         partition_replicated=partition,
+        **delivery,
     )
     if front:
         assert max_grad_norm is not None
@@ -369,6 +371,12 @@ def one_device(shape: Shape) -> None:
         "zenflow(max_grad_norm=1)": zenflow_step(shape, mesh, 1.0),
         "zenflow behind clip_by_global_norm": zenflow_step(shape, mesh, 1.0, front=True),
         "zenflow(max_grad_norm=1), scanned": zenflow_step(shape, mesh, 1.0, scanned=True),
+        "the same, send_mail=exchange": zenflow_step(
+            shape, mesh, 1.0, scanned=True, send_mail="exchange"
+        ),
+        "the same, accumulate=device": zenflow_step(
+            shape, mesh, 1.0, scanned=True, accumulate="device"
+        ),
     }
     print(
         f"{'step':36} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"

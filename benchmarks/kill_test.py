@@ -68,21 +68,22 @@ class Result(NamedTuple):
     differences: list[str]  # from the uninterrupted run; none is what is hoped for
 
 
-def kill_test(folder: Path, *, kills: int, seed: int, optimizer: str = "zenflow") -> Result:
+def kill_test(folder: Path, *, kills: int, seed: int, **words: str) -> Result:
     """Makes both runs in `folder` and compares them.
 
     Args:
         folder: An empty one.
         kills: How many.
         seed: Of the moments.
-        optimizer: Of the runs.
+        words: Further settings of the runs, such as the optimizer.
 
     Raises:
         RuntimeError: If a start fails otherwise than by being killed.
     """
     config = folder / "job.toml"
     settings = CONFIG + f'save_every = {SAVE_EVERY}\noutput_dir = "{folder}"\n'
-    settings += f'optimizer = "{optimizer}"\nsteps = {STEPS_PER_KILL * kills + 13}\n'
+    settings += "".join(f'{name} = "{word}"\n' for name, word in words.items())
+    settings += f"steps = {STEPS_PER_KILL * kills + 13}\n"
     config.write_text(settings, encoding="utf-8")
     end(start(config, "whole"))
 

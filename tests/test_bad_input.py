@@ -762,6 +762,24 @@ def test_pinned_memory_that_is_there_is_taken(mail, platform, limit):
     check_pinned(mail, 3, platform, limit)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate": "gpu"}, ["`accumulate` must be 'host' or 'device'", "'gpu'", "Leave it"]),
+        ({"send_mail": "later"}, ["`send_mail`", "'step' or 'exchange'", "'later'", "Leave it"]),
+        (
+            {"accumulate": "device", "send_mail": "step"},
+            ["`send_mail` must be None", "'step'", "leave `send_mail` out"],
+        ),
+        ({"transfer_dtype": "float16"}, ["`transfer_dtype` must be bfloat16", "'float16'"]),
+        ({"transfer_dtype": 3}, ["`transfer_dtype` must be bfloat16", "got 3", "their own dtype"]),
+    ],
+    ids=str,
+)
+def test_ways_for_gradients_that_do_not_exist_are_refused_with_the_choices(options, words):
+    assert_told(lambda: make(**options), ValueError, words)
+
+
 # --- engine.exchange and engine.flush -------------------------------------------------------
 
 

@@ -72,8 +72,11 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(runs):
     assert result.differences == []
 
 
-def test_adamw_goes_on_as_well(tmp_path):
-    assert kill_test.kill_test(tmp_path, kills=1, seed=3, optimizer="adamw").differences == []
+@pytest.mark.parametrize(
+    "words", [{"optimizer": "adamw"}, {"accumulate": "device"}, {"send_mail": "exchange"}], ids=str
+)
+def test_other_ways_to_train_go_on_as_well(tmp_path, words):
+    assert kill_test.kill_test(tmp_path, kills=1, seed=3, **words).differences == []
 
 
 def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):

@@ -30,7 +30,7 @@ class EngineStats:
         wait_s: Seconds that the caller waited for the host after the device was done.
         work_s: Seconds that the worker worked: those of the next three, and what it waited for
             uploads.
-        sum_s: Seconds that the worker took in mail.
+        sum_s: Seconds that the worker took in mail, and added it up where it was too much to keep.
         hand_over_s: Seconds of its part in handing channels over.
         update_s: Seconds that it made updates and began their uploads.
         upload_s: Seconds from each update's first upload until all of it was on the devices, most

@@ -297,7 +297,6 @@ class Worker:
         self._half.note(scalars)
         read = _nbytes((gradients, letter))
         if finite and gradients:
-            # The views end here, so that the buffers can be freed.
             self._half.add([view(g) for g in gradients], factor)
         elif finite:
             self._half.count()
