@@ -731,6 +731,15 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
             )
             for threads in (0, -1, 1.5, True, "2")
         ),
+        *(
+            (
+                f"prefetch_bytes {size!r}",
+                lambda size=size: engine(prefetch_bytes=size),
+                ValueError,
+                ["`prefetch_bytes`", "whole number from 0 or None", f"got {size!r}", "None for"],
+            )
+            for size in (-1, 1e9, True, "1G")
+        ),
     ]
 )
 def test_the_engine_is_not_made_of(call, exception, words):

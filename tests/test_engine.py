@@ -156,6 +156,29 @@ def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
         runs.assert_same_bits(outcome, outcomes[0])
 
 
+def test_how_much_is_prefetched_does_not_change_a_bit():
+    whole = sum(np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in FEW if x.axis is not None)
+    outcomes, uploaded, early = [], [], []
+    for prefetch_bytes in (None, 100, 0):
+        with started(prefetch_bytes=prefetch_bytes) as training:
+            params = []
+            for t, values in training.follow(PLAN):
+                if t == 9:
+                    training.settle()
+                    # What is on its way lies on the device as far as it may.
+                    done = training.engine._crossing.pending.result()
+                    early.append(sum(x.nbytes for pieces in done for x in pieces))
+                params.append(values)
+            training.settle()
+            outcomes.append((params, training.moments()))
+            uploaded.append(training.engine.stats.bytes_to_device)
+    for outcome in outcomes[1:]:
+        runs.assert_same_bits(outcome, outcomes[0])
+    assert early == [whole, 80, 0]  # the first leaf that travels has 80 bytes, the next one 240
+    # The last window's update has not reached its boundary.
+    assert uploaded == [uploaded[0], uploaded[0] - 240, uploaded[0] - whole]
+
+
 def test_kernel_threads_and_blocks_do_not_change_a_bit(monkeypatch):
     outcomes = []
     for kernel, threads, block in [("numpy", 1, None), ("numba", 3, 7), ("numpy", 3, 13)]:

@@ -40,8 +40,8 @@ CHECKSUMS = "checksums.json"
 # What a resumed run may have otherwise than the saved one; the library says the same of its own.
 MAY_CHANGE = frozenset(
     "model data deepspeed steps epochs learning_rate warmup_steps warmup_share weight_decay "
-    "max_grad_norm host_kernel threads mesh remat evaluate_every eval_batches save_every keep "
-    "keep_best output_dir run progress".split()
+    "max_grad_norm host_kernel threads prefetch_bytes send_mail mesh remat evaluate_every "
+    "eval_batches save_every keep keep_best output_dir run progress".split()
 )
 
 

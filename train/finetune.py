@@ -192,6 +192,7 @@ def train(
                     params,
                     opt_state,
                     host_kernel=settings.host_kernel,
+                    prefetch_bytes=settings.prefetch_bytes,
                     threads=settings.threads,
                     engine_state=engine_state,
                 )

@@ -140,6 +140,8 @@ class Settings:
     """What computes the host update."""
     threads: int | None = None
     """Threads of the host update. Left out: the library chooses."""
+    prefetch_bytes: int | None = None
+    """Memory of each device that an update may take before its boundary. Left out: all it needs."""
 
     # Devices.
     mesh: str | None = None

@@ -5,6 +5,7 @@ change hands. Everything here is dispatched in the same order on every process.
 """
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,6 +30,7 @@ class Crossing:
         parts: Of what `half` has the arrays.
         travels: Of each leaf that travels its place among the leaves of the state.
         places: And among those of the parameters.
+        prefetched: Of each part whether the worker uploads its update.
         state: The state before the first step.
     """
 
@@ -39,6 +41,7 @@ class Crossing:
         parts: Sequence[Part],
         travels: Sequence[int],
         places: Sequence[int],
+        prefetched: Sequence[bool],
         state: ZenFlowState,
     ):
         self._worker = worker
@@ -46,6 +49,9 @@ class Crossing:
         self._parts = parts
         self._travels = travels
         self._places = places
+        self._prefetched = prefetched
+        #: Of updates that were not prefetched.
+        self.late_bytes = 0
         self._specs = tuple(state.leaves[i].spec for i in travels)
         #: An update that has not reached the parameters.
         self.pending: Future | None = None
@@ -74,6 +80,7 @@ class Crossing:
         self.pending = self.before = None
         if not uploads:
             return params
+        uploads = self._fetch_rest(uploads, after)
         weights, treedef = jax.tree.flatten(params)
         mine = [weights[place] for place in self._places]
         new = [
@@ -85,6 +92,27 @@ class Crossing:
         merged = merge(mine, new, before, now, self._specs)
         self._put(weights, merged, range(len(merged)))
         return jax.tree.unflatten(treedef, weights)
+
+    def _fetch_rest(self, uploads: list[Any], after: Any) -> list[Any]:
+        """An update with the parts that were not prefetched; waits until those are there."""
+        late = [i for i, pieces in enumerate(uploads) if not pieces]
+        if not late:
+            return uploads
+        begin = time.perf_counter()
+        # The step's own memory is what they are to have.
+        jax.block_until_ready(after)
+        start = time.perf_counter()
+        leaves = self._half.leaves
+        if not leaves:
+            self._worker.check()  # it failed after this update
+        uploads = list(uploads)
+        for i in late:
+            uploads[i] = [upload(leaves[i].upload, device) for device in self._parts[i].devices]
+        # Before the next update writes to where they come from.
+        jax.block_until_ready(uploads)
+        self._worker.waited(begin, start)
+        self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
+        return uploads
 
     def reselect(self, params: Any, state: ZenFlowState) -> tuple[Any, list[LeafState]]:
         """Closes the window and hands channels over; entering ones are up to date at once."""
@@ -156,8 +184,11 @@ class Crossing:
             return
         uploads = []
         if pending == PENDING:
-            for part, cast in zip(self._parts, self._half.casts(), strict=True):
-                uploads.append([upload(cast, device) for device in part.devices])
+            for part, cast, early in zip(
+                self._parts, self._half.casts(), self._prefetched, strict=True
+            ):
+                devices = part.devices if early else ()
+                uploads.append([upload(cast, device) for device in devices])
             # The arrays that they come from are written again by the next update.
             jax.block_until_ready(uploads)
         self.pending = Future()

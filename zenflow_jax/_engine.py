@@ -26,7 +26,13 @@ from flax import nnx
 from zenflow_jax._aligned import copied
 from zenflow_jax._checks import check_placement
 from zenflow_jax._crossing import Crossing
-from zenflow_jax._engine_checks import check_arrays, check_devices, check_fresh, check_pinned
+from zenflow_jax._engine_checks import (
+    check_arrays,
+    check_budget,
+    check_devices,
+    check_fresh,
+    check_pinned,
+)
 from zenflow_jax._engine_state import (
     Counts,
     arrays_of,
@@ -41,7 +47,7 @@ from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._lending import Loan
 from zenflow_jax._mailbox import Mailbox, buffers
-from zenflow_jax._parts import host_channels, host_part, mail_bytes, parts_of
+from zenflow_jax._parts import host_channels, host_part, mail_bytes, parts_of, within
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
@@ -92,13 +98,17 @@ class HostEngine:
         opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         threads: Cores that host updates use. By default all but one, which is the caller's.
+        prefetch_bytes: Device memory that an update which is ready may take before its boundary,
+            on each device. None: all of it, once the leaf's dtype per parameter. What has no room
+            is uploaded at the boundary, when the step's own memory is free; the loop waits for it.
         engine_state: What `state()` returned when `params` and `opt_state` were saved, to go on
             from there with the same bits. It is copied.
 
     Raises:
-        ValueError: If the state is not one ZenFlowState with `offload=True`, and with no step taken
-            unless `engine_state` is given; if that is another run's, or one with other options; or
-            if the parameters are not the state's own, or not where it takes them to be.
+        ValueError: If an argument is out of range; if the state is not one ZenFlowState with
+            `offload=True`, and with no step taken unless `engine_state` is given; if that is
+            another run's, or one with other options; or if the parameters are not the state's own,
+            or not where it takes them to be.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -128,8 +138,10 @@ class HostEngine:
         *,
         host_kernel: str = "numba",
         threads: int | None = None,
+        prefetch_bytes: int | None = None,
         engine_state: Any = None,
     ):
+        check_budget(prefetch_bytes)
         params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
         state = find_state(opt_state)
         if engine_state is None:
@@ -174,7 +186,8 @@ class HostEngine:
         self._arrays = [arrays_of(leaf, state.delivery) for leaf in travelling]
         self._options = options_of(state)
         skipped = 0 if counts is None else counts.skipped
-        self._worker = Worker(half, self._parts, self._watch, skipped)
+        prefetched = within(self._parts, prefetch_bytes)
+        self._worker = Worker(half, self._parts, self._watch, prefetched, skipped)
         self._mailbox = Mailbox(self._worker, state, number)
         self._progress = Progress(self._schedule, len(self._travels))
         self._open_steps = 0
@@ -185,6 +198,7 @@ class HostEngine:
             self._parts,
             self._travels,
             [places[i] for i in self._travels],
+            prefetched,
             state,
         )
         if counts is not None and engine_state is not None:
@@ -202,6 +216,8 @@ class HostEngine:
     @property
     def stats(self) -> EngineStats:
         """What was done so far: counts, seconds and bytes."""
+        worker = dataclasses.asdict(self._worker.stats)
+        worker["bytes_to_device"] += self._crossing.late_bytes
         return EngineStats(
             steps=self._progress.step,
             windows=self._window_lengths.total(),
@@ -210,7 +226,7 @@ class HostEngine:
             kept_share=self._progress.kept,
             wait_s=self._worker.wait_s,
             **self._worker.recorder.seconds(),
-            **dataclasses.asdict(self._worker.stats),
+            **worker,
         )
 
     @property

@@ -2,12 +2,23 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from zenflow_jax._state import ZenFlowState
+
+
+def check_budget(prefetch_bytes: Any) -> None:
+    whole = isinstance(prefetch_bytes, Integral) and not isinstance(prefetch_bytes, bool)
+    if prefetch_bytes is not None and (not whole or prefetch_bytes < 0):
+        raise ValueError(
+            f"`prefetch_bytes` must be a whole number from 0 or None, got {prefetch_bytes!r}. Pass "
+            "the bytes that updates may take on each device before their boundary, or None for "
+            "all they need."
+        )
 
 
 def check_fresh(state: ZenFlowState) -> None:

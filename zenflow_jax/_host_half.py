@@ -40,6 +40,11 @@ class HostLeaf:
     # Sums not in use. While an update runs there may be two: of its window, and of the next.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
+    @property
+    def upload(self) -> np.ndarray:
+        """What the device gets of it after an update, in the leaf's shape. Not a copy."""
+        return (self.master if self.out is None else self.out).reshape(self.spec.shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class ClosedWindow:
@@ -137,7 +142,7 @@ class HostHalf:
         for leaf in self.leaves:
             if leaf.out is not None:
                 np.copyto(leaf.out, leaf.master, casting="unsafe")
-            yield (leaf.master if leaf.out is None else leaf.out).reshape(leaf.spec.shape)
+            yield leaf.upload
 
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""

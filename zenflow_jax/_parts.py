@@ -76,6 +76,20 @@ def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
     )
 
 
+def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
+    """Of each part whether its leaf is among those whose uploads need at most `budget` bytes.
+
+    On each device, in the order of leaves; all of them if it is None. The same in every process.
+    """
+    used, found = 0, {}
+    for part in parts:
+        size = math.prod(part.spec.shape) * part.spec.dtype.itemsize
+        if part.leaf not in found:
+            found[part.leaf] = budget is None or used + size <= budget
+            used += size if found[part.leaf] else 0
+    return [found[part.leaf] for part in parts]
+
+
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
     """A part of a parameter, in host memory."""
     piece = piece_of(weight, part.index)

@@ -74,7 +74,7 @@ class HandOver:
 class Close:
     """The open window closes. `done` gives, for each part and each of its devices, the update.
 
-    Nothing for no part, if no step of the window counted.
+    Nothing for a part that is not prefetched; for no part, if no step of the window counted.
     """
 
     hand_over: HandOver | None = None
@@ -88,16 +88,25 @@ class Worker:
         half: The arrays that the thread works on; nobody else touches them from now on.
         parts: For each leaf of `half` of what it is a part, and where its uploads go.
         watch: Tells the other processes of a failure, and this worker of theirs.
+        prefetched: Of each part whether its update is uploaded at once, or left to the caller.
         skipped: Steps that were skipped before.
     """
 
-    def __init__(self, half: HostHalf, parts: Sequence[Part], watch: Watch, skipped: int = 0):
+    def __init__(
+        self,
+        half: HostHalf,
+        parts: Sequence[Part],
+        watch: Watch,
+        prefetched: Sequence[bool],
+        skipped: int = 0,
+    ):
         # Replaced as a whole, so it can be read at any time.
         self.stats = WorkerStats(skipped_steps=skipped, host_bytes=half.nbytes)
         self.wait_s = 0.0  # the caller's; see `wait`
         self.recorder = Recorder()
         self._half = half
         self._parts = list(parts)
+        self._prefetched = list(prefetched)
         self._inbox: deque[Mail | Sums | Close] = deque()
         self._promised: list[Future] = []  # what the caller may be waiting for
         self._condition = threading.Condition()
@@ -162,13 +171,17 @@ class Worker:
             start = time.perf_counter()
             with jax.profiler.TraceAnnotation("zenflow: wait for host"):
                 concurrent.futures.wait([future])
-            end = time.perf_counter()
-            self.wait_s += end - start
-            self.recorder.waited(begin, start, end)
+            self.waited(begin, start)
         if future.exception() is not None:
             self.check()
         self._passed += 1
         return future.result()
+
+    def waited(self, begin: float, device_done: float) -> None:
+        """The caller waited until now: since `begin`, for the host since `device_done`."""
+        end = time.perf_counter()
+        self.wait_s += end - device_done
+        self.recorder.waited(begin, device_done, end)
 
     def fail(self, message: str) -> None:
         """Another process failed. The thread ends after the piece it is at, with that failure.
@@ -358,14 +371,14 @@ class Worker:
 
         def finished(i: int, leaf: HostLeaf) -> None:
             nonlocal first
-            first = first or time.perf_counter()
-            part = self._parts[i]
-            new = (leaf.master if leaf.out is None else leaf.out).reshape(part.spec.shape)
-            uploads.append([upload(new, device) for device in part.devices])
+            early = self._parts[i].devices if self._prefetched[i] else ()
+            if early:
+                first = first or time.perf_counter()
+            uploads.append([upload(leaf.upload, device) for device in early])
 
         for name in self._half.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
-        if uploads:
+        if first:
             self.recorder.works_at("wait for uploads", window.number)
             # The arrays that they come from are written again by the next update.
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
