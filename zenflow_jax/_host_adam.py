@@ -26,7 +26,7 @@ import numpy as np
 
 from zenflow_jax import _host_numba as compiled
 from zenflow_jax._adam import AdamScalars
-from zenflow_jax._host_numpy import Block, NumpyKernel, Step
+from zenflow_jax._host_numpy import Block, NumpyKernel, Step, Weighed
 
 _KERNELS = ("numba", "numpy")
 # Elements that a thread takes at once, at most. Numba streams; coming back to an interpreter whose
@@ -109,8 +109,7 @@ class HostAdam:
 
         def work(block: Block) -> None:
             part = slice(block[2], block[3])
-            for i, (g, factor) in enumerate(addends):
-                kernel.accumulate(sums[part], g[part], factor, first and i == 0)
+            kernel.accumulate(sums[part], [(g[part], factor) for g, factor in addends], first)
 
         limit = self._limit(kernel, total.size, len(gradients))
         self._run(work, _blocks(1, total.size, limit))
@@ -278,8 +277,16 @@ class _NumbaKernel:
         self.block = block
         self._local = threading.local()
 
-    def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
-        compiled.accumulate(total, _readable(g), factor, first)
+    def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
+        rest = [(_readable(g), factor) for g, factor in gradients]
+        while rest:
+            (g, factor), *others = rest
+            if others and others[0][0].dtype == g.dtype:
+                # Two at once, as the sum is read and written each time.
+                compiled.accumulate_two(total, g, factor, *others.pop(0), first)
+            else:
+                compiled.accumulate(total, g, factor, first)
+            rest, first = others, False
 
     def adamw(self, step: Step) -> Callable[[Block], None]:
         """What does the step on a block."""
@@ -291,10 +298,11 @@ class _NumbaKernel:
             advance, sizes = compiled.adamw_trailing, (step.rows, width)
         else:
             advance, sizes = compiled.adamw_leading, (width,)
-        gradients = [(_readable(g).reshape(-1), factor) for g, factor in step.gradients]
+        gradients = [(g.reshape(-1), factor) for g, factor in step.gradients]
 
         if step.alone:
             ((g, factor),) = gradients
+            g = _readable(g)
             scalars = (step.scale * factor, *step.scalars)
             return functools.partial(advance, p, m, v, g, 0, out, *per_channel, scalars, *sizes)
 
@@ -302,8 +310,7 @@ class _NumbaKernel:
             first, last, left, right = block
             i, j = first * width + left, (last - 1) * width + right
             total = self._scratch(j - i)
-            for number, (g, factor) in enumerate(gradients):
-                compiled.accumulate(total, g[i:j], factor, number == 0)
+            self.accumulate(total, [(g[i:j], factor) for g, factor in gradients], first=True)
             scalars = (step.scale, *step.scalars)
             g = _readable(total)
             advance(p, m, v, g, i, out, *per_channel, scalars, *sizes, block)

@@ -182,3 +182,15 @@ def accumulate(total, g, factor, first):
     else:
         for i in range(total.size):
             total[i] += _widened(g[i]) * factor
+
+
+@_compiled
+@no_type_check
+def accumulate_two(total, g, factor, h, h_factor, first):
+    """As `accumulate` of `g` and then of `h`, to the bit."""
+    if first:
+        for i in range(total.size):
+            total[i] = _widened(g[i]) * factor + _widened(h[i]) * h_factor
+    else:
+        for i in range(total.size):
+            total[i] = (total[i] + _widened(g[i]) * factor) + _widened(h[i]) * h_factor

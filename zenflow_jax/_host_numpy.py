@@ -19,6 +19,8 @@ from zenflow_jax._adam import AdamScalars
 # this many elements on average; below it the calls cost more than computing all and masking.
 _LONG_RUN = 8 * 1024
 
+#: float32, bfloat16 or float16, and the factor of each.
+Weighed = list[tuple[np.ndarray, np.float32]]
 Block = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each
 
 
@@ -32,8 +34,7 @@ class Step(NamedTuple):
     p: np.ndarray  # (segments, width) float32, as are m and v
     m: np.ndarray
     v: np.ndarray
-    # (segments, width) float32, bfloat16 or float16, and the factor of each
-    gradients: list[tuple[np.ndarray, np.float32]]
+    gradients: Weighed  # (segments, width)
     out: np.ndarray | None  # (segments, width) float32, bfloat16 or float16
     active: np.ndarray  # (groups * n,) bool
     m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
@@ -56,14 +57,15 @@ class NumpyKernel:
         self.block = block
         self._local = threading.local()
 
-    def accumulate(self, total: np.ndarray, g: np.ndarray, factor: np.float32, first: bool) -> None:
+    def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
         with np.errstate(all="ignore"):  # what is not finite is the device's to judge
-            if first:
-                _widen_into(total, g, factor)
-            else:
-                (x,) = self._scratch(1, total.shape)
-                _widen_into(x, g, factor)
-                total += x
+            for i, (g, factor) in enumerate(gradients):
+                if first and i == 0:
+                    _widen_into(total, g, factor)
+                else:
+                    (x,) = self._scratch(1, total.shape)
+                    _widen_into(x, g, factor)
+                    total += x
 
     def adamw(self, step: Step) -> Callable[[Block], None]:
         """What does the step on a block."""
