@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
-from zenflow_jax._mailbox import BUFFERS
+from zenflow_jax._mailbox import buffers
 
 INTERVAL = 4
 RATIO = 0.05
@@ -66,7 +66,7 @@ class Costs(NamedTuple):
     upload: int  # to one device, a window
     gathered: int  # by one device from others, a window
     elements: int  # whose state one node keeps
-    pinned: int  # one step's mail in one node
+    pinned: int  # mail in one node, at most
 
 
 def costs(model: Llama, mesh: Mesh, partition: bool) -> Costs:
@@ -78,16 +78,17 @@ def costs(model: Llama, mesh: Mesh, partition: bool) -> Costs:
         for _, shape in matrices
     ]
     tx = zenflow_jax.zenflow(1e-4, topk_ratio=RATIO, partition_replicated=partition)
-    leaves = zenflow_jax.find_state(tx.init(params)).leaves
+    state = zenflow_jax.find_state(tx.init(params))
     node = set(mesh.devices.flat[:NODE])
     total = Costs(0, 0, 0, 0, 0)
-    for (count, shape), p, leaf in zip(matrices, params, leaves, strict=True):
+    for (count, shape), p, leaf in zip(matrices, params, state.leaves, strict=True):
         mail, size = leaf.mail, p.dtype.itemsize
         part = math.prod(mail.sharding.shard_shape(mail.shape))
         block = math.prod(p.sharding.shard_shape(shape))
         there = mail.sharding.devices_indices_map(mail.shape)
         kept = part * len({str(index) for device, index in there.items() if device in node})
-        one = (part * size, part * size, (block - part) * size, kept, part * size * NODE)
+        pinned = part * size * NODE * buffers(state)
+        one = (part * size, part * size, (block - part) * size, kept, pinned)
         total = Costs(*(a + count * b for a, b in zip(total, one, strict=True)))
     return total
 
@@ -115,24 +116,23 @@ def main() -> None:
         count = math.prod(sizes.values())
         mesh = Mesh(np.array(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
         c = costs(model, mesh, partition)
-        # Masters and moments; a window's sum and the next one's; what is uploaded.
-        host = c.elements * (12 + 4 + 4 + 2)
+        # Masters and moments; what is uploaded.
+        host = c.elements * (12 + 2)
         name = f"{model.name}, " + " ".join(f"{k}={v}" for k, v in sizes.items())
         print(
             f"{name:28} {'parts' if partition else 'whole'}",
             f"{c.mail / 1e9:6.3f} {c.upload / 1e9:6.3f} {c.gathered / 1e9:6.2f}",
-            f"{host / 1e9:7.1f} {BUFFERS * c.pinned / 1e9:6.1f}",
+            f"{host / 1e9:7.1f} {c.pinned / 1e9:6.1f}",
             sep="  ",
         )
         _print_seconds(model, c)
 
 
 def _print_seconds(model: Llama, c: Costs) -> None:
-    # Of a parameter and window: mail is written by the device and read (2 + 2), and added to a sum
-    # (read and written, 8, the first time written only, 4); Adam reads the sum (4), reads and
-    # writes masters and moments (24) and writes what is uploaded (2), which is read (2).
-    adam = 30 * c.elements / HOST_MEMORY
-    host = (INTERVAL * (2 + 2 + 8) - 4 + 30 + 2) * c.elements / HOST_MEMORY
+    # Of a parameter and window: mail is written by the device (2) and read by Adam (2), which reads
+    # and writes masters and moments (24) and writes what is uploaded (2), which is read (2).
+    adam = (INTERVAL * 2 + 26) * c.elements / HOST_MEMORY
+    host = (INTERVAL * (2 + 2) + 26 + 2) * c.elements / HOST_MEMORY
     for tokens in (4096, 8192):
         step = 6 * model.parameters * tokens / (FLOPS * UTILIZATION)
         window = INTERVAL * step

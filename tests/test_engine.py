@@ -22,7 +22,7 @@ from flax.training.train_state import TrainState
 import zenflow_jax
 from tests import processes, runs
 from tests.runs import FEW, Plan, Settings, Training
-from zenflow_jax import HostEngine, _engine, _host_half
+from zenflow_jax import HostEngine, _engine, _host_half, _placement, _worker
 from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._worker import Worker
@@ -137,6 +137,75 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(monkeypatch
         waiting.set()
         training.settle()
         runs.assert_same_bits(training.moments(), expected.moments)
+
+
+SUMMED = dataclasses.replace(CALM, accumulate="device")
+
+
+def test_no_exchange_before_a_boundary_waits_for_the_sums_of_a_window(monkeypatch):
+    copied = threading.Event()
+
+    def copy_to_host(pieces):
+        if threading.current_thread().name.startswith("zenflow-sums"):
+            assert copied.wait(TIMEOUT_S)
+        return _placement.copy_to_host(pieces)
+
+    with started(SUMMED) as undisturbed:
+        undisturbed.go(12)
+        expected = undisturbed.values()
+    monkeypatch.setattr(_worker, "copy_to_host", copy_to_host)
+    with started(SUMMED) as training:
+        copied.set()
+        training.go(7)
+        copied.clear()
+        training.go(4)  # one step closes a window
+        assert not training.engine._crossing.pending.done()
+        copied.set()
+        training.go(1)
+        runs.assert_same_bits(training.values(), expected)
+
+
+def test_the_state_that_flush_took_the_sums_of_is_refused():
+    with started(SUMMED) as training:
+        training.go(2)
+        old = training.state
+        training.flush()
+        training.state = old
+        training.step()
+        training.exchange()
+        with pytest.raises(RuntimeError, match="a state that this engine did not return"):
+            training.flush()
+        training.engine.close()
+
+
+def test_sums_of_float16_gradients_do_not_overflow():
+    leaf = runs.Leaf("w", (6, 4), -2, "float16")
+
+    def steep(leaves, *_):
+        return {x.name: np.full(x.shape, 4e4, np.float16) for x in leaves}
+
+    settings = Settings(topk_ratio=0.3, update_interval=2, accumulate="device")
+    with started(settings, (leaf,), gradients=steep) as training:
+        training.go(4)
+        training.flush()
+        assert np.isfinite(training.values()["w"]).all()
+
+
+def test_mail_that_is_kept_is_freed_by_close(monkeypatch):
+    views = []
+
+    def view(x, view=_worker.view):
+        views.append(weakref.ref(seen := view(x)))
+        return seen
+
+    monkeypatch.setattr(_worker, "view", view)
+    with started(CALM) as training:
+        training.go(6)
+        training.engine._mailbox.drain()
+        training.engine.close()
+        gc.collect()
+        assert len(views) == 6 * 4
+        assert [v for v in views if v() is not None] == []
 
 
 def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):

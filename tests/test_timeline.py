@@ -77,7 +77,7 @@ def test_mail_that_leaves_after_the_step_and_sums_of_the_device_are_recorded(acc
     on_device = accumulate == "device"
     # Of sums a second one for each window's last step.
     assert copies == ([1, 2, 2, 3, 4, 4] if on_device else [1, 2, 3, 4])
-    assert all(span.start == steps[span.number].end for span in of(timeline, "copy"))
+    assert all(span.start >= steps[span.number].end for span in of(timeline, "copy"))
     assert sorted(by_number(timeline, "take in sums")) == ([1, 2] if on_device else [])
     assert stats.sum_s > 0
 

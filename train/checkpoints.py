@@ -395,8 +395,10 @@ def _split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if x.sharding.memory_kind == "pinned_host"
     }
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
-        if _is_zenflow(state) and state.delivery == "exchange":
-            mail |= {id(leaf.mail) for leaf in state.leaves}
+        if _is_zenflow(state):
+            mail |= {id(x) for x in jax.tree.leaves(state.letter)}
+            if state.delivery == "exchange":
+                mail |= {id(leaf.mail) for leaf in state.leaves}
     saved, others = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         where = others if id(x) in mail or x.size == 0 else saved

@@ -201,7 +201,7 @@ def train(
             stack.enter_context(engine)
             if timeline and processes.is_first():
                 # However the run ends.
-                stack.callback(lambda: write_timeline(timeline, engine.timeline))
+                stack.callback(lambda: write_timeline(timeline, engine.timeline, console))
             engine_state = None  # the engine has its own copy
         log = NoLog()
         if processes.is_first():

@@ -345,12 +345,18 @@ def _draw_table(axes: Axes, summary: Summary) -> None:
     table.scale(1, 1.6)
 
 
-def write_timeline(path: Path, timeline: zenflow_jax.Timeline) -> None:
-    """Writes what the last steps were made of, as a picture or a trace; no picture of no step."""
-    if path.suffix == TRACE:
-        zenflow_jax.save_trace(timeline, path)
-    elif timeline.steps:
-        zenflow_jax.plot_timeline(timeline, path)
+def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
+    """Writes what the last steps were made of, as a picture or a trace; no picture of no step.
+
+    That it cannot be written is said, and no reason for a run to fail.
+    """
+    try:
+        if path.suffix == TRACE:
+            zenflow_jax.save_trace(timeline, path)
+        elif timeline.steps:
+            zenflow_jax.plot_timeline(timeline, path)
+    except OSError as error:
+        console.print(f"expected to write the timeline to {path}, got: {error}", style="red")
 
 
 def summary_table(summary: Summary) -> Table:

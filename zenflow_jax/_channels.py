@@ -99,6 +99,7 @@ def resolve(
     sharding: Any,
     decay: bool,
     transfer_dtype: np.dtype | None,
+    sums_travel: bool,
 ) -> LeafSpec:
     """Decides what kind of leaf this is; the only place that reads the user's callables."""
     name = plain_name(path)
@@ -127,9 +128,12 @@ def resolve(
             "Pass a function of (key path, leaf) where leaves differ, or keep the leaf on the "
             "device with `resident`."
         )
-    # A leaf that is narrower already gains nothing, and would lose bits.
-    narrower = transfer_dtype if dtype == np.float32 else None
-    spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=narrower)
+    if dtype == np.float16:
+        # Finite gradients can have a sum that is not.
+        transfer_dtype = np.dtype(np.float32) if sums_travel else None
+    elif dtype != np.float32:
+        transfer_dtype = None  # of what is narrow already nothing is gained
+    spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=transfer_dtype)
     pieces = 1 if place is None else place.count(place.block[int(axis)])
     # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
     k = pieces * math.ceil(round(topk_ratio * (spec.n // pieces), 6))

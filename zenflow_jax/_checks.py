@@ -225,6 +225,7 @@ def resolve_specs(
     param_shardings: Any,
     mask: Any,
     transfer_dtype: np.dtype | None,
+    sums_travel: bool,
 ) -> tuple[LeafSpec, ...]:
     """One `LeafSpec` for each leaf of `params`, in order."""
     paths = jax.tree_util.tree_leaves_with_path(params)
@@ -241,6 +242,7 @@ def resolve_specs(
             sharding=sharding,
             decay=decay,
             transfer_dtype=transfer_dtype,
+            sums_travel=sums_travel,
         )
         for (path, leaf), decay, sharding in zip(
             paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True

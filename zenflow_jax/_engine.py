@@ -87,8 +87,8 @@ class HostEngine:
 
     The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments)
     and the leaf's dtype once more for uploads. Mail lies in pinned memory until its window's
-    update: up to nine, where an update takes as long as a window, two where the device adds up; for
-    windows of more than five steps there are 4 to 8 bytes of sums. An update that is ready lies on
+    update: up to nine, where an update takes as long as a window, two where the device adds up;
+    sums of 4 to 8 bytes are there where that is not enough. An update that is ready lies on
     the device, once the leaf's dtype, until its window's turn. On a GPU jax caps its pool of pinned
     memory at 64 GiB; for runs that need more, the error says to what
     `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
@@ -387,7 +387,11 @@ class HostEngine:
         self._check_open()
         pending = self._settle()
         half, stats = self._half, self._worker.stats
-        half.add_up()  # mail is in no checkpoint
+        try:
+            half.add_up()  # mail is in no checkpoint
+        except RuntimeError:
+            self._worker.check()  # it failed meanwhile, and the kernels' threads are gone
+            raise
         run, ticket = self._mailbox.numbers
         counts = Counts(
             step=self._progress.step,

@@ -350,7 +350,7 @@ _MAY_CHANGE = (
     "A resumed run needs the parameters, `topk_ratio`, `channel_axis`, `resident`, `mask`, "
     "intervals, warm-up, `overlap_step` and `accumulate` of the saved one. Learning rate, betas, "
     "eps, weight decay and `max_grad_norm` may be others, and so may devices, processes, "
-    "`partition_replicated`, `send_mail`, `host_kernel` and `threads`."
+    "`partition_replicated`, `host_kernel` and `threads`."
 )
 
 

@@ -91,6 +91,7 @@ class HostHalf:
         self.counted = 0  # steps summed in the open window
         self.windows = 0
         self._closed: list[list[tuple[np.ndarray, float]]] = []  # of the last window that closed
+        self._overflowed = False  # so that sums are needed now and then, and worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
 
     @property
@@ -106,7 +107,7 @@ class HostHalf:
     @property
     def kept(self) -> float:
         """Mails that are kept, of the open window and of the one whose update is under way."""
-        sizes = [leaf.master.size for leaf in self.leaves]
+        sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
         opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
         # There is none before the first window closes, nor of one of which no step counted.
         closed = sum(n * len(rest) for n, rest in zip(sizes, self._closed, strict=False))
@@ -146,7 +147,10 @@ class HostHalf:
 
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
-        self.leaves = []
+        # Who waits for an update that failed may still hold these lists.
+        for gradients in self._closed:
+            gradients.clear()
+        self.leaves, self._closed = [], []
         self._adam.close()
 
     def note(self, scalars: AdamScalars) -> None:
@@ -162,6 +166,7 @@ class HostHalf:
         self._keep(gradients, factor)
         self.counted += 1
         if self.kept > KEPT:
+            self._overflowed = True
             self.add_up()
 
     def count(self) -> None:
@@ -186,7 +191,9 @@ class HostHalf:
 
     def _keep(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            leaf.mails.append((gradient.reshape(leaf.master.shape), factor))
+            mail = gradient.reshape(leaf.master.shape)
+            mail.flags.writeable = False  # of this view
+            leaf.mails.append((mail, factor))
 
     def close_window(self) -> ClosedWindow:
         """Ends the open window; the next mail begins another."""
@@ -243,9 +250,8 @@ class HostHalf:
                 leaf.out,
             ):
                 yield leaf.spec.name
-            total = gradients[0][0]
-            if total.flags.writeable:  # the leaf's own; mail is not
-                leaf.spare.append(total)
+            if self._overflowed and gradients[0][0].flags.writeable:  # the leaf's own; mail is not
+                leaf.spare.append(gradients[0][0])
             gradients.clear()
             finished(i, leaf)
 

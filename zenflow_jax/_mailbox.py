@@ -27,8 +27,11 @@ from zenflow_jax._schedule import longest
 from zenflow_jax._state import LeafState, Letter, ZenFlowState
 from zenflow_jax._worker import Mail, Sums, Worker
 
-#: Mails that may be unread, which lets Python run ahead of the device, and not too far.
-IN_FLIGHT = 2
+#: Mails that may be unread, by how they get to the host, which lets Python run ahead of the device.
+#: Where gradients wait there for their copy, each that is unread takes device memory. Where they do
+#: not leave, a letter may be behind the sums of a window: `send` sees to it how far Python runs.
+IN_FLIGHT = {"step": 2, "exchange": 1}
+AHEAD = 2
 _POSITIVE = 0x7FFFFFFF
 
 
@@ -36,10 +39,10 @@ def buffers(state: ZenFlowState) -> int:
     """Mails that exist in host memory at most."""
     if state.delivery == "window":
         return 2  # the sums of a window that is updated, and of the next one
-    # Those that belong to the window that is updated or to the open one; those that are unread; and
-    # the one that is being written, into what is blank in the state where the step does that.
+    # Those that belong to the window that is updated or to the open one; those that are unread;
+    # and, where the step writes them, the one that it writes and what is blank in the state.
     kept = min(KEPT, 2 * longest(state.schedule.window))
-    return kept + IN_FLIGHT + (2 if state.delivery == "step" else 1)
+    return kept + IN_FLIGHT[state.delivery] + (2 if state.delivery == "step" else 0)
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +76,10 @@ class Mailbox:
             self._make_zeros = _zeros_maker(self._blank.gradients)
             self._blank.gradients = []  # the state's alone, or they would not be freed
         self._unread: deque[Mail | Sums] = deque()
+        # In two windows there are two sums.
+        self._most = IN_FLIGHT.get(state.delivery, 2 * longest(state.schedule.window) + 2)
+        self._letters: deque[Letter] = deque()  # of the steps that the device may be at
+        self._last: Mail | None = None
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -89,13 +96,17 @@ class Mailbox:
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
-        while len(self._unread) >= IN_FLIGHT:
+        while len(self._unread) >= self._most:
             self._take_back()
         buffers = _buffers_of(state)
         if self._delivery == "window":
             buffers.gradients = []
+            self._letters.append(buffers.letter)
+            if len(self._letters) > AHEAD:
+                jax.block_until_ready(self._letters.popleft())
         on_device = self._delivery != "step"
-        self._post(Mail(step, self._ticket, buffers.gradients, buffers.letter, on_device))
+        self._last = Mail(step, self._ticket, buffers.gradients, buffers.letter, on_device)
+        self._post(self._last)
 
     def send_sums(self, state: ZenFlowState) -> ZenFlowState:
         """Where the device adds up, hands the open window's sums over; the state without them."""
@@ -103,8 +114,13 @@ class Mailbox:
             return state
         sums = _buffers_of(state).gradients
         zeros = self._make_zeros(sums)
-        self._post(Sums(sums, state.letter))
-        return dataclasses.replace(state, leaves=_with_mail(state.leaves, zeros))
+        self._post(Sums(sums, self._last))
+        # Who goes on with the state that still has them would have them twice: another ticket.
+        self._ticket = (self._ticket + 500_009) & _POSITIVE
+        self._given = put_everywhere(np.int32(self._ticket), state.ticket)
+        return dataclasses.replace(
+            state, leaves=_with_mail(state.leaves, zeros), ticket=self._given
+        )
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState], step: int) -> ZenFlowState:
         """The state for the step after `step`: `leaves`, buffers for its mail, and a ticket."""
@@ -129,6 +145,7 @@ class Mailbox:
     def close(self) -> None:
         """Drops the buffers."""
         self._unread.clear()
+        self._letters.clear()
         self._blank = _Buffers([], Letter(None, None))
 
     def _post(self, mail: Mail | Sums) -> None:
@@ -137,7 +154,7 @@ class Mailbox:
 
     def _take_back(self) -> None:
         mail = self._unread[0]
-        self._worker.wait(mail.done, mail.letter)
+        self._worker.wait(mail.done, mail.letter if isinstance(mail, Mail) else ())
         self._unread.popleft()
 
 

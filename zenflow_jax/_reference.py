@@ -385,8 +385,12 @@ def _make_leaf(
         for entry in np.ndindex(*stack)
         for shard in range(shards)
     ]
-    narrower = settings.transfer_dtype if param.dtype == np.float32 else None
-    return _Leaf(param, axis, stack, k, np.dtype(narrower or param.dtype), groups)
+    mail_dtype: Any = param.dtype
+    if param.dtype == np.float32:
+        mail_dtype = settings.transfer_dtype or param.dtype
+    elif param.dtype == np.float16 and settings.accumulate == "device":
+        mail_dtype = np.float32
+    return _Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups)
 
 
 def _weigh(leaf: _Leaf, g: np.ndarray) -> tuple[float, float]:

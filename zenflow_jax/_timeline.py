@@ -135,10 +135,10 @@ class Recorder:
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._host = _HostTime(None, 0, 0.0, {})
         self._arrived: dict[int, float] = {}  # of mail that is not taken in yet
-        self._step, self._step_end = 0, 0.0  # the last that ended
+        self._step_end = 0.0  # of the last one
         self._returned = time.perf_counter()
         self._waits: list[tuple[str, float, float]] = []  # of the call that is not over
-        self._mail_s = self._upload_s = self._exchange_s = 0.0
+        self._mail_s = self._sums_s = self._upload_s = self._exchange_s = 0.0
 
     def called(self, kind: str, step: int, start: float) -> None:
         """The caller's: a call that began at `start` returns now."""
@@ -169,7 +169,7 @@ class Recorder:
         if at > begin:
             self._spans.append(Span("device", "dispatch", begin, at, step))
         self._spans.append(Span("device", "step", max(begin, at), now, step))
-        self._step, self._step_end = step, now
+        self._step_end = now
 
     def mail_arrived(self, step: int) -> None:
         """The mail's: the gradients have arrived too."""
@@ -178,11 +178,11 @@ class Recorder:
         self._mail_s += now - self._step_end
         self._arrived[step] = now
 
-    def sums_arrived(self) -> None:
-        """The mail's: so have the sums of a window, which the device added up."""
+    def sums_arrived(self, step: int, start: float) -> None:
+        """That of the sums: so have those of the window which that step closed at `start`."""
         now = time.perf_counter()
-        self._spans.append(Span("mail", "copy", self._step_end, now, self._step))
-        self._mail_s += now - self._step_end
+        self._spans.append(Span("mail", "copy", start, now, step))
+        self._sums_s += now - start
 
     def works_at(self, kind: str | None, number: int = 0) -> None:
         """The worker's: what it is at from now on; None is waiting for work."""
@@ -227,5 +227,5 @@ class Recorder:
             "hand_over_s": spent.get("hand over", 0.0),
             "update_s": spent.get("update", 0.0),
             "upload_s": self._upload_s,
-            "mail_s": self._mail_s,
+            "mail_s": self._mail_s + self._sums_s,
         }

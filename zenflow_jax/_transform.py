@@ -109,10 +109,10 @@ def zenflow(
             experiment. 12 bytes per parameter and more. Jit the step: outside of jit every
             update compiles anew.
         accumulate: Where a window's gradients are added up. "host": every step sends them, and the
-            sums are float32. "device": the step adds them up in the leaf's dtype, and one sum per
-            window is sent, `update_interval` times fewer bytes; the sum lies on the device (2 bytes
-            per bf16 parameter, twice while one is on its way) and is rounded to the leaf's dtype at
-            every step, where the host's is not.
+            sums are float32. "device": the step adds them up, and one sum per window is sent,
+            `update_interval` times fewer bytes; the sum lies on the device (2 bytes per bf16
+            parameter, twice while one is on its way) in the dtype that it is sent in, the leaf's or
+            `transfer_dtype`, to which it is rounded at every step. Of float16 leaves it is float32.
         send_mail: When gradients leave that the host adds up. "step" (None): inside the step, as
             the backward pass makes them; best where layers are written out. "exchange": they stay
             on the device until the step ends and are copied while the next one runs, which costs
@@ -178,6 +178,7 @@ def zenflow(
             param_shardings=param_shardings,
             mask=mask,
             transfer_dtype=mail_dtype,
+            sums_travel=delivery == "window",
         )
         weights = jax.tree.leaves(params)
         if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):

@@ -34,7 +34,7 @@ from zenflow_jax._watch import Watch
 
 @dataclass
 class Mail:
-    """One step's mail. The buffers belong to the worker until `done`."""
+    """One step's mail, taken in when it is `done`. Its buffers are the worker's from now on."""
 
     step: int  # the step that it must be of
     ticket: int  # the ticket that it must carry
@@ -47,11 +47,10 @@ class Mail:
 
 @dataclass
 class Sums:
-    """What the device added up in the window that closes next; the worker's until `done`."""
+    """What the device added up in the window that closes next; the worker's from now on."""
 
     gradients: list[jax.Array]  # of each leaf, on the device
-    letter: Letter  # of the window's last step
-    on_device: bool = True
+    last: Mail | None  # of the window's last step, if this engine has seen one
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)
 
@@ -124,6 +123,8 @@ class Worker:
         self._next_piece = ""  # and what the update's next piece is
         # Waiting for the device must not keep the thread from an update: it is done here.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
+        # And behind the sums of a window no letter of the next one should have to wait.
+        self._sums_receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
         self._thread.start()
@@ -132,7 +133,15 @@ class Worker:
     def post(self, item: Mail | Sums | Close) -> None:
         promised = [item.done]
         if not isinstance(item, Close):
-            item.arrived = self._receiver.submit(self._receive, item, self.recorder.given())
+            try:
+                if isinstance(item, Mail):
+                    given = self.recorder.given()
+                    item.arrived = self._receiver.submit(self._receive, item, given)
+                else:
+                    item.arrived = self._sums_receiver.submit(self._receive_sums, item)
+            except RuntimeError:
+                self.check()  # that the thread has ended says less than why
+                raise
             item.arrived.add_done_callback(lambda _: self._wake())
         elif item.hand_over is not None:
             promised.append(item.hand_over.done)
@@ -208,26 +217,38 @@ class Worker:
         self._break_promises()
 
     def _receive(
-        self, item: Mail | Sums, given: tuple[float, float]
+        self, item: Mail, given: tuple[float, float]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Once it is in host memory, of each part what its first device has of the gradients.
 
         And the letter.
         """
         letter = [x.addressable_data(0) for x in jax.tree.leaves(item.letter)]
-        pieces = [part.of(item.gradients[part.leaf]) for part in self._parts if item.gradients]
-        item.gradients.clear()
+        pieces = self._pieces(item) if item.gradients else []
         if item.on_device:
             letter, pieces = copy_to_host(letter), copy_to_host(pieces)
-        jax.block_until_ready(letter)
-        if isinstance(item, Mail):
-            self.recorder.step_ended(item.step, given)
+        jax.block_until_ready((letter, item.letter))
+        self.recorder.step_ended(item.step, given)
         jax.block_until_ready(pieces)
-        if isinstance(item, Mail):
-            self.recorder.mail_arrived(item.step)
-        else:
-            self.recorder.sums_arrived()
+        self.recorder.mail_arrived(item.step)
         return pieces, letter
+
+    def _receive_sums(self, item: Sums) -> list[jax.Array]:
+        """Of each part what its first device has of the sums, once it is in host memory."""
+        pieces = copy_to_host(self._pieces(item))
+        if item.last is not None:
+            item.last.arrived.result()  # the step is over, so the copy begins
+        start = time.perf_counter()
+        jax.block_until_ready(pieces)
+        if item.last is not None:
+            self.recorder.sums_arrived(item.last.step, start)
+        return pieces
+
+    def _pieces(self, item: Mail | Sums) -> list[jax.Array]:
+        """Takes the gradients out: of each part what its first device has."""
+        pieces = [part.of(item.gradients[part.leaf]) for part in self._parts]
+        item.gradients.clear()
+        return pieces
 
     def _wake(self) -> None:
         with self._condition:
@@ -261,6 +282,7 @@ class Worker:
             self.recorder.works_at(None)
             self._half.close()
             self._receiver.shutdown(wait=False)
+            self._sums_receiver.shutdown(wait=False)
 
     def _turn(self) -> bool:
         """Does one thing; False when closed."""
@@ -297,9 +319,8 @@ class Worker:
     def _take_in(self, mail: Mail) -> None:
         self._where = f"the mail of step {mail.step}, window {self._window}"
         gradients, letter = mail.arrived.result()
-        floats, ints, *_ = map(view, letter)
-        *scalars, factor = floats.ravel().tolist()
-        step, ticket, finite = ints.ravel().tolist()
+        *scalars, factor = view(letter[0]).ravel().tolist()
+        step, ticket, finite = view(letter[1]).ravel().tolist()
         _check_ticket(mail, step, ticket)
         scalars = AdamScalars(*scalars)
         if not np.isfinite(scalars).all():
@@ -313,7 +334,6 @@ class Worker:
             self._half.add([view(g) for g in gradients], factor)
         elif finite:
             self._half.count()
-        del floats, ints
         gradients.clear()
         letter.clear()
         self._count(
@@ -324,7 +344,7 @@ class Worker:
 
     def _take_in_sums(self, item: Sums) -> None:
         self._where = f"the sums of window {self._window}"
-        sums, _ = item.arrived.result()
+        sums = item.arrived.result()
         read = _nbytes(sums)
         self._half.take_sums([view(x) for x in sums])
         sums.clear()
