@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from train import finetune
 from train.command_line import load_settings, read_command_line, to_toml
@@ -77,6 +78,7 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
+    left_out |= {"accumulate", "send_mail", "transfer_dtype", "prefetch_bytes"}
     left_out |= {
         "model",
         "data",
@@ -567,7 +569,7 @@ def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
 
 def test_a_run_that_ends_before_its_first_step_has_a_trace_and_no_picture(tmp_path):
     for name in ("timeline.png", "trace.json"):
-        write_timeline(tmp_path / name, Timeline(()))
+        write_timeline(tmp_path / name, Timeline(()), Console())
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
 
 

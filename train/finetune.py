@@ -345,8 +345,6 @@ def train(
         if best is not None:
             say(f"checkpoint that did best in the validation: {folder / 'checkpoints'}/{best}")
         say(f"metrics, loss curve, settings and {saved_model}: {folder}")
-        if timeline:
-            say(f"timeline of the last steps: {timeline}")
     processes.leave()
     return summary
 

@@ -355,8 +355,13 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
             zenflow_jax.save_trace(timeline, path)
         elif timeline.steps:
             zenflow_jax.plot_timeline(timeline, path)
+        else:
+            return
+        console.print(f"timeline of the last steps: {path}", highlight=False, soft_wrap=True)
     except OSError as error:
-        console.print(f"expected to write the timeline to {path}, got: {error}", style="red")
+        console.print(
+            f"expected to write the timeline to {path}, got: {error}", style="red", soft_wrap=True
+        )
 
 
 def summary_table(summary: Summary) -> Table:

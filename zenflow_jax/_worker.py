@@ -231,6 +231,8 @@ class Worker:
         self.recorder.step_ended(item.step, given)
         jax.block_until_ready(pieces)
         self.recorder.mail_arrived(item.step)
+        # Only now, when the caller has forgotten them: whoever is last has to free them.
+        item.gradients.clear()
         return pieces, letter
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:
@@ -240,15 +242,14 @@ class Worker:
             item.last.arrived.result()  # the step is over, so the copy begins
         start = time.perf_counter()
         jax.block_until_ready(pieces)
+        item.gradients.clear()
         if item.last is not None:
             self.recorder.sums_arrived(item.last.step, start)
         return pieces
 
     def _pieces(self, item: Mail | Sums) -> list[jax.Array]:
-        """Takes the gradients out: of each part what its first device has."""
-        pieces = [part.of(item.gradients[part.leaf]) for part in self._parts]
-        item.gradients.clear()
-        return pieces
+        """Of each part what its first device has of the gradients."""
+        return [part.of(item.gradients[part.leaf]) for part in self._parts]
 
     def _wake(self) -> None:
         with self._condition:
