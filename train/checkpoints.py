@@ -385,20 +385,14 @@ def _split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that a checkpoint has, by name, and the others.
 
     Others are the blank mail, of which the library says that it is no state, and what is empty,
-    which orbax refuses. In parameters and optimizer state, host memory means mail; mail that leaves
-    the device between steps is one element for each device until then, of which there may be others
-    when the run goes on.
+    which orbax refuses. With "window" the mail is no blank but the open window's sum.
     """
-    mail = {
-        id(x)
-        for x in jax.tree.leaves((trees["params"], trees["opt_state"]))
-        if x.sharding.memory_kind == "pinned_host"
-    }
+    mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
-            mail |= {id(x) for x in jax.tree.leaves(state.letter)}
-            if state.delivery == "exchange":
-                mail |= {id(leaf.mail) for leaf in state.leaves}
+            sums = state.delivery == "window"
+            blank = [] if sums else [leaf.mail for leaf in state.leaves]
+            mail |= {id(x) for x in jax.tree.leaves((state.letter, blank))}
     saved, others = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         where = others if id(x) in mail or x.size == 0 else saved

@@ -1,4 +1,4 @@
-"""One AdamW step on float32 arrays, with a step count per channel.
+"""One AdamW step on float32 arrays, with a step count per channel, and the sum in front of it.
 
 Pure and elementwise: who calls it (the selected channels at every step; in the in-graph mode the
 deferred ones, once per window) decides which channels it is for. `_host_adam.py` is its twin on
@@ -8,7 +8,7 @@ NumPy arrays.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 class AdamScalars(NamedTuple):
@@ -25,6 +25,20 @@ class AdamScalars(NamedTuple):
     one_minus_b2: Any
     eps: Any
     weight_decay: Any
+
+
+def add_gradient(
+    total: Float[Array, "..."],
+    g: Float[Array, "..."],
+    factor: Float[Array, ""],
+    finite: Bool[Array, ""],
+) -> Float[Array, "..."]:
+    """A window's sum with `factor * g`, or without if it is skipped.
+
+    Added in float32, rounded to the dtype that the sum has.
+    """
+    new = total.astype(jnp.float32) + g.astype(jnp.float32) * factor
+    return jnp.where(finite, new.astype(total.dtype), total)
 
 
 def adamw(

@@ -325,7 +325,7 @@ class HostEngine:
         with self._all_or_nothing():
             params = self._crossing.collect(params, state.step, state.leaves)
             if self._open_steps:
-                state = self._mailbox.send_sums(state)
+                state = self._mailbox.flush_sums(state)
                 self._crossing.close_window()
                 self._count_window()
                 params = self._crossing.collect(params, state.step, state.leaves)

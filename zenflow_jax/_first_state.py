@@ -238,6 +238,8 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
         sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    mail_kind = HOST if state.delivery == "step" else None
+
     def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
         placed = isinstance(parameter.sharding, NamedSharding)
         mesh: Any = parameter.sharding.mesh if placed else meshes[0]
@@ -251,14 +253,11 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
         if mail is None:
             return leaf
         spec = Layout(leaf.spec).mail(len(mail.shape))
-        kind = HOST if state.delivery == "step" else None
-        return dataclasses.replace(leaf, mail=put(mail, spec, kind, mesh))
+        return dataclasses.replace(leaf, mail=put(mail, spec, mail_kind, mesh))
 
     alike = dataclasses.replace(state, leaves=None, letter=None)
     return dataclasses.replace(
         jax.tree.map(lambda x: put(x, SAME), alike),
         leaves=tuple(map(put_leaf, state.leaves, leaves)),
-        letter=jax.tree.map(
-            lambda x: put(x, SAME, HOST if state.delivery == "step" else None), state.letter
-        ),
+        letter=jax.tree.map(lambda x: put(x, SAME, mail_kind), state.letter),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zenflow_jax._adam import AdamScalars, adamw
+from zenflow_jax._adam import AdamScalars, adamw, add_gradient
 from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
 from zenflow_jax._schedule import Boundary, Schedule, Tally
 from zenflow_jax._shards import SAME, Here, Layout, on_each_device
@@ -120,11 +120,8 @@ def _collect(
     here: Here, leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array
 ) -> LeafState:
     assert leaf.deferred is not None
-    before = leaf.deferred.total
     # Through the mail's dtype, which the sum has, too, where the device makes it.
-    g = g.astype(here.part.mail_dtype).astype(jnp.float32) * factor
-    total = (before.astype(jnp.float32) + g).astype(before.dtype)
-    total = jnp.where(finite, total, before)
+    total = add_gradient(leaf.deferred.total, g.astype(here.part.mail_dtype), factor, finite)
     return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
 
 

@@ -115,12 +115,13 @@ class Mailbox:
         sums = _buffers_of(state).gradients
         zeros = self._make_zeros(sums)
         self._post(Sums(sums, self._last))
+        return dataclasses.replace(state, leaves=_with_mail(state.leaves, zeros))
+
+    def flush_sums(self, state: ZenFlowState) -> ZenFlowState:
+        """The same between two exchanges."""
+        new = self.send_sums(state)
         # Who goes on with the state that still has them would have them twice: another ticket.
-        self._ticket = (self._ticket + 500_009) & _POSITIVE
-        self._given = put_everywhere(np.int32(self._ticket), state.ticket)
-        return dataclasses.replace(
-            state, leaves=_with_mail(state.leaves, zeros), ticket=self._given
-        )
+        return state if new is state else self._give(new, self._ticket + 500_009)
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState], step: int) -> ZenFlowState:
         """The state for the step after `step`: `leaves`, buffers for its mail, and a ticket."""
@@ -128,14 +129,8 @@ class Mailbox:
             self._blank = jax.tree.map(zeros_like, self._blank)
         if self._delivery != "window":
             leaves = _with_mail(leaves, self._blank.gradients)
-        self._ticket = (self._run + step) & _POSITIVE  # never USED, which is negative
-        self._given = put_everywhere(np.int32(self._ticket), state.ticket)
-        return dataclasses.replace(
-            state,
-            leaves=tuple(leaves),
-            letter=self._blank.letter,
-            ticket=self._given,
-        )
+        new = dataclasses.replace(state, leaves=tuple(leaves), letter=self._blank.letter)
+        return self._give(new, self._run + step)
 
     def drain(self) -> None:
         """Waits until all mail is read, so that whatever is wrong with it is known."""
@@ -147,6 +142,12 @@ class Mailbox:
         self._unread.clear()
         self._letters.clear()
         self._blank = _Buffers([], Letter(None, None))
+
+    def _give(self, state: ZenFlowState, number: int) -> ZenFlowState:
+        """The state with a ticket made from a number, as the one that was last given."""
+        self._ticket = number & _POSITIVE  # never USED, which is negative
+        self._given = put_everywhere(np.int32(self._ticket), state.ticket)
+        return dataclasses.replace(state, ticket=self._given)
 
     def _post(self, mail: Mail | Sums) -> None:
         self._worker.post(mail)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zenflow_jax._adam import AdamScalars, adamw
+from zenflow_jax._adam import AdamScalars, adamw, add_gradient
 from zenflow_jax._channels import along, positions, spread, sum_squares, take
 from zenflow_jax._placement import to_host
 from zenflow_jax._shards import SAME, Here, Layout, on_each_device
@@ -98,18 +98,14 @@ def step_selected(
     change, new = step(p, seen.squares, seen.gradient, bare, scalars, factor, finite)
     mail = seen.mail
     if leaf.mail is not None and delivery == "window":
-        add = on_each_device(_add, leaf.spec, [layout.part, layout.part, SAME, SAME], layout.part)
+        add = on_each_device(
+            lambda _, *args: add_gradient(*args),
+            leaf.spec,
+            [layout.part, layout.part, SAME, SAME],
+            layout.part,
+        )
         mail = add(leaf.mail, mail, factor, finite)
     return change, dataclasses.replace(new, mail=mail, deferred=leaf.deferred)
-
-
-def _add(
-    here: Here, total: jax.Array, g: jax.Array, factor: jax.Array, finite: jax.Array
-) -> jax.Array:
-    """The window's sum with one more gradient, rounded to the dtype that it is sent in."""
-    del here
-    new = total.astype(jnp.float32) + g.astype(jnp.float32) * factor
-    return jnp.where(finite, new.astype(total.dtype), total)
 
 
 def _step(
