@@ -268,19 +268,15 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
 def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     """The engine's program that brings a window's update into the parameters."""
     params, state, _ = arguments(program, shape, mesh)
-    both = [
-        (p, leaf)
-        for p, leaf in zip(jax.tree.leaves(params), state.leaves, strict=True)
-        if leaf.mail is not None
-    ]
-    mine, leaves = zip(*both, strict=True)
+    columns = zip(jax.tree.leaves(params), state.leaves, state.mail, strict=True)
+    mine, leaves, sent = zip(*(x for x in columns if x[1].travels), strict=True)
     uploads = [
         jax.ShapeDtypeStruct(
             p.shape,
             p.dtype,
-            sharding=NamedSharding(mesh, PartitionSpec(*leaf.mail.sharding.spec[-len(p.shape) :])),
+            sharding=NamedSharding(mesh, PartitionSpec(*mail.sharding.spec[-len(p.shape) :])),
         )
-        for p, leaf in both
+        for p, mail in zip(mine, sent, strict=True)
     ]
     channels = [leaf.channels for leaf in leaves]
     specs = tuple(leaf.spec for leaf in leaves)

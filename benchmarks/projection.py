@@ -81,8 +81,8 @@ def costs(model: Llama, mesh: Mesh, partition: bool) -> Costs:
     state = zenflow_jax.find_state(tx.init(params))
     node = set(mesh.devices.flat[:NODE])
     total = Costs(0, 0, 0, 0, 0)
-    for (count, shape), p, leaf in zip(matrices, params, state.leaves, strict=True):
-        mail, size = leaf.mail, p.dtype.itemsize
+    for (count, shape), p, mail in zip(matrices, params, state.mail, strict=True):
+        size = p.dtype.itemsize
         part = math.prod(mail.sharding.shard_shape(mail.shape))
         block = math.prod(p.sharding.shard_shape(shape))
         there = mail.sharding.devices_indices_map(mail.shape)

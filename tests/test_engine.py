@@ -418,7 +418,7 @@ def test_mail_that_cannot_be_read_is_raised():
     with started(CALM) as training:
         training.go(1)
         training.step()
-        training.state.leaves[1].mail.delete()
+        training.state.mail[1].delete()
         training.exchange()
         await_end(training)
         training.step()
@@ -861,7 +861,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(monkey
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 def test_buffers_for_mail_are_allocated_once(donate):
     with started(CALM, donate=donate) as training:
-        blank = [x.mail for x in training.state.leaves if x.mail is not None]
+        blank = jax.tree.leaves(training.state.mail)
         training.go(6)
-        after = [x.mail for x in training.state.leaves if x.mail is not None]
+        after = jax.tree.leaves(training.state.mail)
         assert all(a is b for a, b in zip(after, blank, strict=True))

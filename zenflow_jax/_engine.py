@@ -154,10 +154,12 @@ class HostEngine:
         check_devices([weights[i] for i in places], state)
         self._schedule = state.schedule
         self._specs = tuple(leaf.spec for leaf in state.leaves)
-        self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.mail is not None]
+        self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.travels]
         mine = [weights[places[i]] for i in self._travels]
         travelling = [state.leaves[i] for i in self._travels]
-        self._parts = parts_of(travelling)
+        specs = [leaf.spec for leaf in travelling]
+        mail = [state.mail[i] for i in self._travels]
+        self._parts = parts_of(specs, mail)
         check_pinned(
             mail_bytes(self._parts, every_device=state.delivery == "step"),
             buffers(state),
@@ -175,7 +177,6 @@ class HostEngine:
         counts = None
         if engine_state is not None:
             counts = counts_from_tree(engine_state["counts"])
-            specs = [leaf.spec for leaf in travelling]
             resume_half(half, self._parts, specs, engine_state["leaves"], counts)
         shardings = {weight.sharding for weight in weights}
         number = next(_ENGINES)
@@ -183,7 +184,9 @@ class HostEngine:
             f"engine {number}", {d.process_index for s in shardings for d in s.device_set}
         )
         self._half = half
-        self._arrays = [arrays_of(leaf, state.delivery) for leaf in travelling]
+        self._arrays = [
+            arrays_of(spec, x, state.delivery) for spec, x in zip(specs, mail, strict=True)
+        ]
         self._options = options_of(state)
         skipped = 0 if counts is None else counts.skipped
         prefetched = within(self._parts, prefetch_bytes)
@@ -292,7 +295,7 @@ class HostEngine:
                 if boundary.synchronous:
                     params = self._crossing.collect(params, state.step, leaves)
             self._progress.passed(boundary, state.letter.statistics, measured)
-            new = self._mailbox.refill(state, leaves, step)
+            new = self._mailbox.refill(state, leaves)
             return params, replace_state(opt_state, new)
 
     @_recorded("flush")

@@ -31,7 +31,7 @@ from zenflow_jax._schedule import (
     longest,
 )
 from zenflow_jax._shards import Layout
-from zenflow_jax._state import LeafState, ZenFlowState, find_state
+from zenflow_jax._state import ZenFlowState, find_state
 
 # Of the update that has not reached the parameters: there is none; there is; it is about nothing,
 # because no step of its window counted.
@@ -158,27 +158,33 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
             "expected a state of `zenflow(..., offload=True)`, got one that has its deferred half "
             "in itself. Save that state alone: it is all there is."
         )
-    travelling = [leaf for leaf in state.leaves if not leaf.spec.resident]
+    travelling = [
+        (leaf.spec, mail)
+        for leaf, mail in zip(state.leaves, state.mail, strict=True)
+        if leaf.travels
+    ]
     tally = first_tally(state.schedule, len(travelling))
     return {
         "leaves": [
             {
                 name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-                for name, (shape, dtype, sharding) in arrays_of(leaf, state.delivery).items()
+                for name, (shape, dtype, sharding) in arrays_of(spec, mail, state.delivery).items()
             }
-            for leaf in travelling
+            for spec, mail in travelling
         ],
         "counts": counts_to_tree(Counts(tally=tally), state.schedule),
         "options": options_of(state),
     }
 
 
-def arrays_of(leaf: LeafState, delivery: str) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
-    """Shape, dtype and sharding of each array that is kept for a leaf.
+def arrays_of(
+    spec: LeafSpec, mail: Any, delivery: str
+) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
+    """Shape, dtype and sharding of each array that is kept for a leaf; `mail` shows where it is.
 
     The sharding is None where nobody knows: of an abstract leaf that was not told where it is.
     """
-    spec, sharding = leaf.spec, leaf.mail.sharding
+    sharding = mail.sharding
     if isinstance(sharding, NamedSharding):
         layout, mesh = Layout(spec), sharding.mesh
         wide, each = (

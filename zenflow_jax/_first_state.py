@@ -53,7 +53,7 @@ def first_state(
     if not specs and not isinstance(params, Mapping | list | tuple | None):
         # Neither arrays nor an empty container: `optax.tree_map_params` asks with a placeholder,
         # and wants it back where the per-leaf states are to stand.
-        return dataclasses.replace(build(weights), leaves=params)
+        return dataclasses.replace(build(weights), leaves=params, mail=params if offload else None)
     like = next(iter(weights), None)
     if any(isinstance(p, Tracer) for p in weights) or all(s.placement is None for s in specs):
         return commit(build(weights), like)
@@ -63,16 +63,14 @@ def first_state(
     if not offload:
         return state
     rank = mail_rank(specs)
-    leaves = tuple(
-        leaf
-        if leaf.spec.resident
-        else dataclasses.replace(leaf, mail=_mail_zeros(p, _anonymous(leaf.spec), delivery, rank))
-        for p, leaf in zip(weights, state.leaves, strict=True)
+    each = tuple(
+        None if spec.resident else _mail_zeros(p, _anonymous(spec), delivery, rank)
+        for p, spec in zip(weights, specs, strict=True)
     )
     # The parameters are there for their devices alone.
     make_letter = partial(_letter, specs=specs, schedule=schedule, delivery=delivery, rank=rank)
     letter = jax.jit(make_letter, keep_unused=True)(weights)
-    return dataclasses.replace(state, leaves=leaves, letter=letter)
+    return dataclasses.replace(state, mail=each, letter=letter)
 
 
 def _build(
@@ -93,15 +91,18 @@ def _build(
             [Layout(spec).block],
             leaf_layout(spec, deferred=not offload),
         )
-        leaf = make(p)
-        if offload and mail and not spec.resident:
-            leaf = dataclasses.replace(leaf, mail=_leaf_zeros(p, spec, delivery, rank))
-        leaves.append(leaf)
+        leaves.append(make(p))
     few = slice(None, None, len(weights) // 8 + 1)
     return ZenFlowState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         leaves=tuple(leaves),
+        mail=tuple(
+            None if spec.resident else _leaf_zeros(p, spec, delivery, rank)
+            for p, spec in zip(weights, specs, strict=True)
+        )
+        if offload and mail
+        else None,
         ticket=_fingerprint(weights[few], specs[few]) if offload else None,
         letter=_letter(weights, specs, schedule, delivery, rank) if offload and mail else None,
         open_steps=None if offload else jnp.zeros((), jnp.int32),
@@ -127,7 +128,6 @@ def _init_leaf(
             mu=jnp.zeros(part.shape, jnp.float32),
             nu=jnp.zeros(part.shape, jnp.float32),
             scores=None,
-            mail=None,
             deferred=None,
             spec=spec,
         )
@@ -140,7 +140,6 @@ def _init_leaf(
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
-        mail=None,
         deferred=None if offload else _ingraph.init_leaf(own, part, delivery),
         spec=spec,
     )
@@ -240,24 +239,24 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
 
     mail_kind = HOST if state.delivery == "step" else None
 
-    def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
+    def mesh_of(parameter: Any) -> Any:
         placed = isinstance(parameter.sharding, NamedSharding)
-        mesh: Any = parameter.sharding.mesh if placed else meshes[0]
-        layout = leaf_layout(leaf.spec, deferred=not state.offload)
-        mail = leaf.mail
-        leaf = jax.tree.map(
-            partial(put, mesh=mesh),
-            dataclasses.replace(leaf, mail=None),
-            dataclasses.replace(layout, mail=None),
-        )
-        if mail is None:
-            return leaf
-        spec = Layout(leaf.spec).mail(len(mail.shape))
-        return dataclasses.replace(leaf, mail=put(mail, spec, mail_kind, mesh))
+        return parameter.sharding.mesh if placed else meshes[0]
 
-    alike = dataclasses.replace(state, leaves=None, letter=None)
+    def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
+        layout = leaf_layout(leaf.spec, deferred=not state.offload)
+        return jax.tree.map(partial(put, mesh=mesh_of(parameter)), leaf, layout)
+
+    def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
+        if mail is None:
+            return None
+        return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, mesh_of(parameter))
+
+    mail = state.mail and tuple(map(put_mail, state.mail, state.leaves, leaves))
+    alike = dataclasses.replace(state, leaves=None, mail=None, letter=None)
     return dataclasses.replace(
         jax.tree.map(lambda x: put(x, SAME), alike),
         leaves=tuple(map(put_leaf, state.leaves, leaves)),
+        mail=mail,
         letter=jax.tree.map(lambda x: put(x, SAME, mail_kind), state.letter),
     )

@@ -50,7 +50,7 @@ def buffers(state: ZenFlowState) -> int:
 class _Buffers:
     """One step's worth."""
 
-    gradients: list[jax.Array]
+    mail: tuple[jax.Array | None, ...]
     letter: Letter
 
 
@@ -71,10 +71,10 @@ class Mailbox:
         # takes part from the second on. It is the same on every process and in every repetition.
         self._run = self._ticket + 1_000_003 * number
         self._delivery = state.delivery
-        self._blank = _buffers_of(state)
+        self._blank = _Buffers(state.mail, state.letter)
         if self._delivery == "window":
-            self._make_zeros = _zeros_maker(self._blank.gradients)
-            self._blank.gradients = []  # the state's alone, or they would not be freed
+            self._make_zeros = _zeros_maker(state.mail)
+            self._blank.mail = ()  # the state's alone, or they would not be freed
         self._unread: deque[Mail | Sums] = deque()
         # In two windows there are two sums.
         self._most = IN_FLIGHT.get(state.delivery, 2 * longest(state.schedule.window) + 2)
@@ -98,39 +98,50 @@ class Mailbox:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
         while len(self._unread) >= self._most:
             self._take_back()
-        buffers = _buffers_of(state)
+        ticket = self._ticket
+        # Before the mail is given away: this lets go of Python's lock, for which the caller would
+        # then have to wait until the worker's threads have looked at every leaf.
+        self._write_ticket(self._run + step, state.ticket)
         if self._delivery == "window":
-            buffers.gradients = []
-            self._letters.append(buffers.letter)
+            gradients = []
+            self._letters.append(state.letter)
             if len(self._letters) > AHEAD:
                 jax.block_until_ready(self._letters.popleft())
+        else:
+            gradients = _gradients(state)
         on_device = self._delivery != "step"
-        self._last = Mail(step, self._ticket, buffers.gradients, buffers.letter, on_device)
+        self._last = Mail(step, ticket, gradients, state.letter, on_device)
         self._post(self._last)
 
     def send_sums(self, state: ZenFlowState) -> ZenFlowState:
         """Where the device adds up, hands the open window's sums over; the state without them."""
         if self._delivery != "window":
             return state
-        sums = _buffers_of(state).gradients
-        zeros = self._make_zeros(sums)
-        self._post(Sums(sums, self._last))
-        return dataclasses.replace(state, leaves=_with_mail(state.leaves, zeros))
+        zeros = self._make_zeros(state.mail)
+        self._post(Sums(_gradients(state), self._last))
+        return dataclasses.replace(state, mail=zeros)
 
     def flush_sums(self, state: ZenFlowState) -> ZenFlowState:
         """The same between two exchanges."""
         new = self.send_sums(state)
         # Who goes on with the state that still has them would have them twice: another ticket.
-        return state if new is state else self._give(new, self._ticket + 500_009)
+        if new is state:
+            return state
+        self._write_ticket(self._ticket + 500_009, state.ticket)
+        return dataclasses.replace(new, ticket=self._given)
 
-    def refill(self, state: ZenFlowState, leaves: Sequence[LeafState], step: int) -> ZenFlowState:
-        """The state for the step after `step`: `leaves`, buffers for its mail, and a ticket."""
+    def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
+        """The state for the next step: `leaves`, buffers for its mail, and a ticket."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
-        if self._delivery != "window":
-            leaves = _with_mail(leaves, self._blank.gradients)
-        new = dataclasses.replace(state, leaves=tuple(leaves), letter=self._blank.letter)
-        return self._give(new, self._run + step)
+        mail = state.mail if self._delivery == "window" else self._blank.mail
+        return dataclasses.replace(
+            state,
+            leaves=tuple(leaves),
+            mail=mail,
+            ticket=self._given,
+            letter=self._blank.letter,
+        )
 
     def drain(self) -> None:
         """Waits until all mail is read, so that whatever is wrong with it is known."""
@@ -141,13 +152,12 @@ class Mailbox:
         """Drops the buffers."""
         self._unread.clear()
         self._letters.clear()
-        self._blank = _Buffers([], Letter(None, None))
+        self._blank = _Buffers((), Letter(None, None))
 
-    def _give(self, state: ZenFlowState, number: int) -> ZenFlowState:
-        """The state with a ticket made from a number, as the one that was last given."""
+    def _write_ticket(self, number: int, like: jax.Array) -> None:
+        """The next state's ticket, made from a number and placed as `like` is."""
         self._ticket = number & _POSITIVE  # never USED, which is negative
-        self._given = put_everywhere(np.int32(self._ticket), state.ticket)
-        return dataclasses.replace(state, ticket=self._given)
+        self._given = put_everywhere(np.int32(self._ticket), like)
 
     def _post(self, mail: Mail | Sums) -> None:
         self._worker.post(mail)
@@ -159,20 +169,17 @@ class Mailbox:
         self._unread.popleft()
 
 
-def _buffers_of(state: ZenFlowState) -> _Buffers:
-    return _Buffers([x.mail for x in state.leaves if x.mail is not None], state.letter)
+def _gradients(state: ZenFlowState) -> list[jax.Array]:
+    """Of each leaf that travels."""
+    return [x for x in state.mail if x is not None]
 
 
-def _with_mail(leaves: Sequence[LeafState], mail: Sequence[jax.Array]) -> tuple[LeafState, ...]:
-    each = iter(mail)
-    return tuple(
-        leaf if leaf.mail is None else dataclasses.replace(leaf, mail=next(each)) for leaf in leaves
-    )
-
-
-def _zeros_maker(sums: Sequence[jax.Array]) -> Any:
+def _zeros_maker(sums: Sequence[jax.Array | None]) -> Any:
     """A program that gives zeros like arrays of the shapes and placements of `sums`."""
     # On a mesh the compiler would place what depends on nothing wherever it likes; on one device
     # arrays are bound to it as those are that the program gets.
-    placed = [x.sharding if isinstance(x.sharding, NamedSharding) else None for x in sums]
+    placed = tuple(
+        x.sharding if x is not None and isinstance(x.sharding, NamedSharding) else None
+        for x in sums
+    )
     return jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placed, keep_unused=True)

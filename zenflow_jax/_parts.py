@@ -35,18 +35,18 @@ class Part:
         return x.addressable_data(self.positions[0])
 
 
-def parts_of(leaves: Sequence[LeafState]) -> list[Part]:
+def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     """The parts that this process has of leaves that travel, as their mail shows."""
     parts = []
-    for number, leaf in enumerate(leaves):
-        spec, axis = leaf.spec, leaf.spec.axis
+    for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
+        axis = spec.axis
         assert axis is not None
-        units = leaf.mail.ndim - len(spec.shape)
+        units = sent.ndim - len(spec.shape)
         # Not the shards' own indices: before a step mail may be smaller than the leaf.
-        shape = leaf.mail.shape[:units] + spec.shape
-        indices = leaf.mail.sharding.addressable_devices_indices_map(shape)
+        shape = sent.shape[:units] + spec.shape
+        indices = sent.sharding.addressable_devices_indices_map(shape)
         holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any]]] = {}
-        for position, shard in enumerate(leaf.mail.addressable_shards):
+        for position, shard in enumerate(sent.addressable_shards):
             index = indices[shard.device]
             ranges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
             key = tuple(ranges[units:])

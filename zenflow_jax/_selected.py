@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._adam import AdamScalars, adamw, add_gradient
-from zenflow_jax._channels import along, positions, spread, sum_squares, take
+from zenflow_jax._channels import LeafSpec, along, positions, spread, sum_squares, take
 from zenflow_jax._placement import to_host
 from zenflow_jax._shards import SAME, Here, Layout, on_each_device
 from zenflow_jax._state import LeafState, leaf_layout
@@ -32,7 +32,7 @@ def look(g: jax.Array, leaf: LeafState, delivery: str, rank: int) -> Seen:
     if spec.dtype == jnp.float16:
         # Mail has the leaf's dtype: what overflows there must be seen to, and the step skipped.
         g = g.astype(spec.dtype)
-    travels = leaf.mail is not None
+    travels = leaf.travels
     leaves = travels and delivery == "step"
     if not leaves:
         rank = len(spec.shape)
@@ -83,7 +83,6 @@ def step_selected(
     scalars: AdamScalars,
     factor: jax.Array,
     finite: jax.Array,
-    delivery: str,
 ) -> tuple[jax.Array, LeafState]:
     """The float32 change of the whole leaf, and its state, after AdamW on what is selected."""
     layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
@@ -94,18 +93,23 @@ def step_selected(
         (layout.block, mine),
     )
     # What the step does not touch stays outside, where it needs no place.
-    bare = dataclasses.replace(leaf, mail=None, deferred=None)
+    bare = dataclasses.replace(leaf, deferred=None)
     change, new = step(p, seen.squares, seen.gradient, bare, scalars, factor, finite)
-    mail = seen.mail
-    if leaf.mail is not None and delivery == "window":
-        add = on_each_device(
-            lambda _, *args: add_gradient(*args),
-            leaf.spec,
-            [layout.part, layout.part, SAME, SAME],
-            layout.part,
-        )
-        mail = add(leaf.mail, mail, factor, finite)
-    return change, dataclasses.replace(new, mail=mail, deferred=leaf.deferred)
+    return change, dataclasses.replace(new, deferred=leaf.deferred)
+
+
+def add_mail(
+    total: jax.Array, seen: Seen, spec: LeafSpec, factor: jax.Array, finite: jax.Array
+) -> jax.Array:
+    """One leaf's sum of the open window, with the step's gradient."""
+    layout = Layout(spec)
+    add = on_each_device(
+        lambda _, *args: add_gradient(*args),
+        spec,
+        [layout.part, layout.part, SAME, SAME],
+        layout.part,
+    )
+    return add(total, seen.mail, factor, finite)
 
 
 def _step(

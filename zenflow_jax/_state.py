@@ -45,10 +45,10 @@ class DeferredState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LeafState:
-    """Adam state of one leaf on the device, and its mail.
+    """Adam state of one leaf on the device.
 
     Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
-    wholly selected: full shape, one step count, and no channels, scores, mail or deferred half.
+    wholly selected: full shape, one step count, and no channels, scores or deferred half.
     """
 
     channels: Any  # int32 (*stack, k), ascending
@@ -57,9 +57,13 @@ class LeafState:
     mu: Any  # float32 selected
     nu: Any  # float32 selected
     scores: Any  # float32 (*stack, n): sum of squares since the last selection
-    mail: Any  # the gradient, or sums of it, as `ZenFlowState.delivery` says; None if resident
     deferred: Any  # DeferredState in-graph, if anything is deferred; None with an engine
     spec: LeafSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def travels(self) -> bool:
+        """Whether its gradients go to an engine."""
+        return self.deferred is None and not self.spec.resident
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +77,9 @@ class ZenFlowState:
         leaves: A tuple with one state for each leaf of the parameters, in their order. Not a tree
             like the parameters: wrappers that walk the state (flax nnx) see other trees at init
             than at update, and only the order of leaves is the same in both.
+        mail: A tuple of each leaf's gradient, or sums of it, as `delivery` says; None for a leaf
+            that is resident. Not a part of `leaves`: `exchange` replaces all of it after every
+            step, however many leaves there are. None with `offload=False`.
         ticket: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
         letter: The scalars in the mail; None with `offload=False`.
         open_steps: int32 (). Steps summed in the open window; None with an engine.
@@ -91,6 +98,7 @@ class ZenFlowState:
     step: Any
     skipped: Any
     leaves: Any
+    mail: Any
     ticket: Any
     letter: Any
     open_steps: Any
@@ -102,7 +110,7 @@ class ZenFlowState:
 
 
 def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
-    """The partition specs of a leaf's state, mail excepted; `deferred` where that half is in it."""
+    """The partition specs of a leaf's state; `deferred` where that half is in it."""
     lay = Layout(spec)
     each = None if spec.resident else lay.channels
     return LeafState(
@@ -112,7 +120,6 @@ def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
         mu=lay.part,
         nu=lay.part,
         scores=each,
-        mail=None,
         deferred=DeferredState(lay.part, lay.part, lay.part, each, lay.part, each)
         if deferred and not spec.resident
         else None,

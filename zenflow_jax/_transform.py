@@ -30,7 +30,7 @@ from zenflow_jax._checks import (
 from zenflow_jax._first_state import first_state
 from zenflow_jax._placement import mail_rank, to_host
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._selected import judge, look, step_selected
+from zenflow_jax._selected import add_mail, judge, look, step_selected
 from zenflow_jax._shards import as_its_parameter
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._statistics import weigh
@@ -204,7 +204,7 @@ def zenflow(
         finite, factor = judge([s.squares for s in seen], max_grad_norm)
 
         stepped = [
-            step_selected(p, s, leaf, scalars, factor, finite, state.delivery)
+            step_selected(p, s, leaf, scalars, factor, finite)
             for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
         ]
         changes = [change for change, _ in stepped]
@@ -224,10 +224,17 @@ def zenflow(
             lost = state.ticket == USED
             _raise_if_lost(lost)
             changes = [jnp.where(lost, jnp.nan, change) for change in changes]
+            mail = tuple(s.mail for s in seen)
+            if state.delivery == "window":
+                mail = tuple(
+                    None if total is None else add_mail(total, s, leaf.spec, factor, finite)
+                    for total, s, leaf in zip(state.mail, seen, state.leaves, strict=True)
+                )
             letter = _write_letter(scalars, factor, step, state.ticket, finite, statistics)
             if state.delivery == "step":
                 letter = Letter(*(x if x is None else to_host(x, rank) for x in letter))
-            new = dataclasses.replace(new, ticket=jnp.full_like(state.ticket, USED), letter=letter)
+            used = jnp.full_like(state.ticket, USED)
+            new = dataclasses.replace(new, mail=mail, ticket=used, letter=letter)
         else:
             new, changes = _ingraph.advance(
                 new, weights, gradients, changes, scalars, factor, finite, statistics

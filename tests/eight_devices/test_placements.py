@@ -183,40 +183,43 @@ def test_a_step_is_traced_once(where, more):
         assert step._cache_size() <= 2
 
 
-def specs_of(placement, mesh="three", **options):
+def states_of(placement, mesh="three", **options):
+    """The state of each leaf, and its mail."""
     mesh = meshes.make_mesh(mesh)
     shardings = meshes.shardings(mesh, placement)
     params = runs.place(runs.initial_values(LEAVES), shardings)
     state = runs.transformation(LEAVES, STALE, **options).init(params)
-    return {leaf.name: s for leaf, s in zip(LEAVES, state.leaves, strict=True)}
+    both = zip(state.leaves, state.mail, strict=True)
+    return {leaf.name: both for leaf, both in zip(LEAVES, both, strict=True)}
 
 
 def test_what_belongs_to_a_leaf_follows_its_parameter():
-    rows = specs_of("both")["rows"]  # (32, 8), channels over fsdp and data, the rest over tensor
-    where = {name: getattr(rows, name).sharding for name in ("mu", "nu", "scores", "mail", "steps")}
+    # (32, 8), channels over fsdp and data, the rest over tensor.
+    rows, mail = states_of("both")["rows"]
+    where = {name: getattr(rows, name).sharding for name in ("mu", "nu", "scores", "steps")}
     wide = PartitionSpec(("fsdp", "data"), "tensor")
     assert where["mu"].spec == where["nu"].spec == wide
     assert where["scores"].spec == where["steps"].spec == PartitionSpec(("fsdp", "data"))
-    assert where["mail"].spec == PartitionSpec(*[None] * (rows.mail.ndim - 2), *wide)
-    assert where["mail"].memory_kind == "pinned_host"
+    assert mail.sharding.spec == PartitionSpec(*[None] * (mail.ndim - 2), *wide)
+    assert mail.sharding.memory_kind == "pinned_host"
 
 
 def test_each_shard_selects_its_share_of_the_channels():
-    rows = specs_of("channels")["rows"]  # 32 channels, over two devices; 0.2 of 16 is 4
+    rows, _ = states_of("channels")["rows"]  # 32 channels, over two devices; 0.2 of 16 is 4
     assert rows.spec.k == 8
     np.testing.assert_array_equal(rows.channels, [0, 1, 2, 3, 16, 17, 18, 19])
 
 
 @pytest.mark.parametrize("partition", [True, False, lambda path, _: "rows" in str(path)])
 def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partition):
-    states = specs_of("replicated", partition_replicated=partition)
-    for name, state in states.items():
+    states = states_of("replicated", partition_replicated=partition)
+    for name, (state, mail) in states.items():
         asked = partition is True or (partition is not False and name == "rows")
-        if state.mail is None:
+        if mail is None:
             assert state.mu.sharding.shard_shape(state.mu.shape) == state.mu.shape
             continue
         share = 8 if asked else 1
-        assert state.mail.addressable_data(0).size * share == state.mail.size
+        assert mail.addressable_data(0).size * share == mail.size
         assert state.mu.addressable_data(0).size * share == state.mu.size
 
 
@@ -315,9 +318,9 @@ def test_an_axis_of_another_size_stays_whole():
     params = {
         "w": jax.device_put(np.ones((10, 6), np.float32), NamedSharding(mesh, PartitionSpec()))
     }
-    (state,) = zenflow_jax.zenflow(1e-2).init(params).leaves
+    (mail,) = zenflow_jax.zenflow(1e-2).init(params).mail
     # Only one mesh axis of two divides six.
-    assert state.mail.addressable_data(0).shape[-2:] == (10, 3)
+    assert mail.addressable_data(0).shape[-2:] == (10, 3)
 
 
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
