@@ -17,7 +17,7 @@ import importlib.metadata
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ class Arrays(NamedTuple):
     g: np.ndarray
     g16: np.ndarray  # bfloat16
     out16: np.ndarray  # bfloat16
+    more16: list[np.ndarray]  # bfloat16, the gradients of three other steps
 
 
 def main() -> None:
@@ -85,13 +86,14 @@ def new_arrays(millions: int) -> Arrays:
     p, g = (rng.standard_normal(shape, np.float32) for _ in range(2))
     m, v = np.full(shape, 1e-3, np.float32), np.full(shape, 1e-3, np.float32)
     g16 = g.astype(ml_dtypes.bfloat16)
-    return Arrays(p, m, v, g, g16, np.zeros_like(g16))
+    return Arrays(p, m, v, g, g16, np.zeros_like(g16), [g16.copy() for _ in range(3)])
 
 
 FLOAT32 = "float32 gradient (28 bytes)"
 BFLOAT16 = "bf16 gradient, bf16 weight out (28 bytes)"
 SUM = "float32 sum of a window, bf16 weight out (30 bytes)"
 SKIPPING = f"the same, {SKIPPED:.0%} of the channels skipped"
+WINDOW = "four bf16 gradients, bf16 weight out (34 bytes)"
 ADDING = "add a bf16 gradient to the sum (10 bytes)"
 
 
@@ -114,6 +116,8 @@ def add_limits(cases: dict[str, dict[str, Run]], x: Arrays, threads: int) -> Non
         (SKIPPING, x.g, x.out16),
     ):
         cases.setdefault(case, {})[LIMIT] = over_threads(stream, x.p, x.m, x.v, g, out)
+    window = over_threads(stream_window, x.p, x.m, x.v, x.g16, *x.more16, x.out16)
+    cases[WINDOW] = {LIMIT: window}
     cases[ADDING] = {LIMIT: over_threads(stream_sum, x.g, x.g16)}
 
 
@@ -134,6 +138,16 @@ def stream(p, m, v, g, out, zero):
 
 
 @numba.njit(nogil=True)
+def stream_window(p, m, v, g, h, j, k, out, zero):
+    for i in range(p.size):
+        x = zero * (np.float32(g[i]) + np.float32(h[i]) + np.float32(j[i]) + np.float32(k[i]))
+        p[i] += x
+        m[i] += x
+        v[i] += x
+        out[i] = 0
+
+
+@numba.njit(nogil=True)
 def stream_sum(total, g, zero):
     for i in range(total.size):
         total[i] += zero * np.float32(g[i])
@@ -147,17 +161,24 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
     most = np.random.default_rng(1).random((1, n)) >= SKIPPED
     lanes = np.random.default_rng(2).random((1, WIDTH)) >= SKIPPED
 
-    def update(g, active, out, shape=x.p.shape) -> Run:
-        p, m, v, g = (a.reshape(shape) for a in (x.p, x.m, x.v, g))
+    def update(g, active, out, shape=x.p.shape, more: Sequence[np.ndarray] = ()) -> Run:
+        p, m, v = (a.reshape(shape) for a in (x.p, x.m, x.v))
+        gradients = [(a.reshape(shape), 1.0) for a in (g, *more)]
         out = None if out is None else out.reshape(shape)
         steps = np.full(active.shape, 10, np.int32)
-        return lambda: list(adam.adamw(p, m, v, steps, [(g, 1.0)], 0.25, active, scalars, out))
+        return lambda: list(adam.adamw(p, m, v, steps, gradients, 0.25, active, scalars, out))
 
     cases[FLOAT32][name] = update(x.g, everything, None)
     cases[BFLOAT16][name] = update(x.g16, everything, x.out16)
     cases[SUM][name] = update(x.g, everything, x.out16)
     cases[SKIPPING][f"{name}, leading channel axis"] = update(x.g, most, x.out16)
     cases[SKIPPING][f"{name}, trailing channel axis"] = update(x.g, lanes, x.out16, flip)
+    cases[WINDOW][f"{name}, leading channel axis"] = update(
+        x.g16, everything, x.out16, more=x.more16
+    )
+    cases[WINDOW][f"{name}, trailing channel axis"] = update(
+        x.g16, np.ones((1, WIDTH), bool), x.out16, flip, x.more16
+    )
     cases[ADDING][name] = lambda: adam.accumulate(x.g, [(x.g16, 0.0)], first=False)
 
 
@@ -181,8 +202,9 @@ def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, n
     import torch
 
     p, g = torch.from_numpy(x.p.reshape(-1)), torch.from_numpy(x.g.reshape(-1))
-    g16, out16 = (
-        torch.from_numpy(bits(a).reshape(-1)).view(torch.bfloat16) for a in (x.g16, x.out16)
+    g16, out16, *more16 = (
+        torch.from_numpy(bits(a).reshape(-1)).view(torch.bfloat16)
+        for a in (x.g16, x.out16, *x.more16)
     )
     parameter = torch.nn.Parameter(p)
     parameter.grad = g
@@ -198,6 +220,13 @@ def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, n
         optimizer.step()
         out16.copy_(p)
 
+    def window() -> None:
+        parameter.grad = sums.copy_(g16)
+        for more in more16:
+            sums.add_(more)
+        optimizer.step()
+        out16.copy_(p)
+
     def float32() -> None:
         parameter.grad = g
         optimizer.step()
@@ -208,6 +237,7 @@ def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, n
 
     cases[FLOAT32][name] = float32
     cases[BFLOAT16][name] = bfloat16
+    cases[WINDOW][name] = window
     cases[SUM][name] = float32_in_bfloat16_out
 
 

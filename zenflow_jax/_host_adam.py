@@ -38,8 +38,8 @@ _NUMBA_BLOCK = 2 * 1024 * 1024
 _NUMPY_BLOCK, _NUMPY_BLOCK_SHARED = 128 * 1024, 256 * 1024
 # Smaller leaves get smaller blocks, so that every thread has some; not less than this is worth it.
 _LEAST_BLOCK = 64 * 1024
-# Where several gradients are added up in front of the step, block by block, their sum should still
-# be in the cache when the step reads it.
+# Where there are more gradients than a loop adds up on its way, some are added up in front of it,
+# block by block; their sum should still be in the cache when the loop reads it.
 _SUM_BLOCK = 256 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
@@ -187,7 +187,7 @@ class HostAdam:
             scalars=AdamScalars(*map(np.float32, scalars)),
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), out)
-        limit = self._limit(kernel, master.size, 1 if step.alone else len(gradients))
+        limit = self._limit(kernel, master.size, len(gradients))
         blocks = _blocks(step.p.shape[0], width, limit)
         if not trailing:
             blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
@@ -208,7 +208,8 @@ class HostAdam:
         return self._portable if half else self._kernel
 
     def _limit(self, kernel: "_NumbaKernel | NumpyKernel", size: int, gradients: int) -> int:
-        block = kernel.block if gradients == 1 else min(kernel.block, _SUM_BLOCK)
+        together = gradients <= compiled.TOGETHER
+        block = kernel.block if together else min(kernel.block, _SUM_BLOCK)
         return min(block, max(_LEAST_BLOCK, size // (2 * self.threads)))
 
     def _run(self, work: Callable[[Block], None], blocks: list[Block]) -> None:
@@ -278,15 +279,10 @@ class _NumbaKernel:
         self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
-        rest = [(_readable(g), factor) for g, factor in gradients]
-        while rest:
-            (g, factor), *others = rest
-            if others and others[0][0].dtype == g.dtype:
-                # Two at once, as the sum is read and written each time.
-                compiled.accumulate_two(total, g, factor, *others.pop(0), first)
-            else:
-                compiled.accumulate(total, g, factor, first)
-            rest, first = others, False
+        addends = [(_readable(g), factor) for g, factor in gradients]
+        for i in range(0, len(addends), compiled.TOGETHER):
+            some = _padded(addends[i : i + compiled.TOGETHER])
+            compiled.accumulate(total, *some, first and i == 0)
 
     def adamw(self, step: Step) -> Callable[[Block], None]:
         """What does the step on a block."""
@@ -298,22 +294,19 @@ class _NumbaKernel:
             advance, sizes = compiled.adamw_trailing, (step.rows, width)
         else:
             advance, sizes = compiled.adamw_leading, (width,)
-        gradients = [(g.reshape(-1), factor) for g, factor in step.gradients]
-
-        if step.alone:
-            ((g, factor),) = gradients
-            g = _readable(g)
-            scalars = (step.scale * factor, *step.scalars)
-            return functools.partial(advance, p, m, v, g, 0, out, *per_channel, scalars, *sizes)
+        more = (out, *per_channel, (step.scale, *step.scalars), *sizes)
+        gradients = [(_readable(g.reshape(-1)), factor) for g, factor in step.gradients]
+        if len(gradients) <= compiled.TOGETHER:
+            return functools.partial(advance, p, m, v, *_padded(gradients), 0, *more)
+        early, late = gradients[: 1 - compiled.TOGETHER], gradients[1 - compiled.TOGETHER :]
 
         def add_up_and_advance(block: Block) -> None:
             first, last, left, right = block
             i, j = first * width + left, (last - 1) * width + right
             total = self._scratch(j - i)
-            self.accumulate(total, [(g[i:j], factor) for g, factor in gradients], first=True)
-            scalars = (step.scale, *step.scalars)
-            g = _readable(total)
-            advance(p, m, v, g, i, out, *per_channel, scalars, *sizes, block)
+            self.accumulate(total, [(g[i:j], factor) for g, factor in early], first=True)
+            gs = _padded([(_readable(total), np.float32(1)), *late])
+            advance(p, m, v, *gs, i, *more, block)
 
         return add_up_and_advance
 
@@ -322,6 +315,13 @@ class _NumbaKernel:
         if getattr(self._local, "size", 0) < size:
             self._local.size, self._local.scratch = size, np.empty(size, np.float32)
         return self._local.scratch[:size]
+
+
+def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
+    """Gradients and their factors as the compiled loops take them."""
+    none = compiled.TOGETHER - len(gradients)
+    gs = (*(g for g, _ in gradients), *[None] * none)
+    return gs, (*(factor for _, factor in gradients), *[np.float32(0)] * none)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

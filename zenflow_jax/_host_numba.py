@@ -11,9 +11,10 @@ them: Numba could not compile the wrapper. Numba makes uint64 of the sum of two 
 of bit arithmetic is cast back. Loops count over slices, from zero: an index that Numba cannot prove
 to be positive is checked in the loop, and the check keeps LLVM from vectorizing.
 
-Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`; `out` like them or
-None; `g` may begin at the element `origin` of the others. A block is segments `first` to `last`, in
-each the elements `left` to `right`.
+Letters: `p, m, v` master and moments, each `(segments, width)`; `out` like them or None. `gs` are
+four gradients like them, of which some may be None, and `fs` their factors, for which 0 stands
+there; the first one may begin at the element `origin` of the others. A block is segments `first` to
+`last`, in each the elements `left` to `right`.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from typing import Any, no_type_check
 import numba
 import numpy as np
 from numba.extending import overload
+
+#: Gradients that a step adds up on its way: as many as a window of the default length has.
+TOGETHER = 4
 
 
 def _compiled(function: Callable) -> Any:
@@ -61,6 +65,29 @@ def _(x, begin, end):
     return lambda x, begin, end: x[begin:end]
 
 
+def _plus(total, g, f, i):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_plus)
+@no_type_check
+def _(total, g, f, i):
+    if g == numba.none:
+        return lambda total, g, f, i: total
+    if total == numba.none:
+        return lambda total, g, f, i: _widened(g[i]) * f
+    return lambda total, g, f, i: total + _widened(g[i]) * f
+
+
+@_compiled
+@no_type_check
+def _sum(total, gs, fs, i):
+    """One after the other, each product and each sum rounded, as if there were a pass for each."""
+    a, b, c, d = gs
+    e, f, g, h = fs
+    return _plus(_plus(_plus(_plus(total, a, e, i), b, f, i), c, g, i), d, h, i)
+
+
 def _rounded(x, out):
     raise NotImplementedError("compiled code only")
 
@@ -86,9 +113,17 @@ def bfloat16_bits(x):
 
 @_compiled
 @no_type_check
+def _pieces(gs, origin, begin, end):
+    a, b, c, d = gs
+    first = _piece(a, begin - origin, end - origin)
+    return first, _piece(b, begin, end), _piece(c, begin, end), _piece(d, begin, end)
+
+
+@_compiled
+@no_type_check
 def _element(p, m, v, g, m_scale, v_scale, scalars):
     scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
-    g = _widened(g) * scale
+    g = g * scale
     m = m * b1 + g * one_minus_b1
     v = v * b2 + (g * g) * one_minus_b2
     direction = (m * m_scale) / (np.sqrt(v * v_scale) + eps) + p * weight_decay
@@ -97,7 +132,7 @@ def _element(p, m, v, g, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_leading(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, width, block):
+def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, width, block):
     first, last, left, right = block
     s = first
     while s < last:
@@ -116,7 +151,8 @@ def adamw_leading(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, wi
             p[i:j],
             m[i:j],
             v[i:j],
-            g[i - origin : j - origin],
+            _pieces(gs, origin, i, j),
+            fs,
             _piece(out, i, j),
             m_scale[s],
             v_scale[s],
@@ -127,9 +163,10 @@ def adamw_leading(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, wi
 
 @_compiled
 @no_type_check
-def _advance_channels(p, m, v, g, out, m_scale, v_scale, scalars):
+def _advance_channels(p, m, v, gs, fs, out, m_scale, v_scale, scalars):
     for i in range(p.size):
-        p_i, m_i, v_i = _element(p[i], m[i], v[i], g[i], m_scale, v_scale, scalars)
+        g = _sum(None, gs, fs, i)
+        p_i, m_i, v_i = _element(p[i], m[i], v[i], g, m_scale, v_scale, scalars)
         p[i] = p_i
         m[i] = m_i
         v[i] = v_i
@@ -139,7 +176,9 @@ def _advance_channels(p, m, v, g, out, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_trailing(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, rows, width, block):
+def adamw_trailing(
+    p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, rows, width, block
+):
     first, last, left, right = block
     for s in range(first, last):
         i, j = s * width + left, s * width + right
@@ -149,7 +188,8 @@ def adamw_trailing(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, r
             p[i:j],
             m[i:j],
             v[i:j],
-            g[i - origin : j - origin],
+            _pieces(gs, origin, i, j),
+            fs,
             _piece(out, i, j),
             active[channels],
             m_scale[channels],
@@ -160,11 +200,12 @@ def adamw_trailing(p, m, v, g, origin, out, active, m_scale, v_scale, scalars, r
 
 @_compiled
 @no_type_check
-def _advance_row(p, m, v, g, out, active, m_scale, v_scale, scalars):
+def _advance_row(p, m, v, gs, fs, out, active, m_scale, v_scale, scalars):
     # Writes every lane, its new value or its old one: a branch around the stores is vectorized
     # only where the machine has masked ones.
     for i in range(p.size):
-        p_i, m_i, v_i = _element(p[i], m[i], v[i], g[i], m_scale[i], v_scale[i], scalars)
+        g = _sum(None, gs, fs, i)
+        p_i, m_i, v_i = _element(p[i], m[i], v[i], g, m_scale[i], v_scale[i], scalars)
         p[i] = p_i if active[i] else p[i]
         m[i] = m_i if active[i] else m[i]
         v[i] = v_i if active[i] else v[i]
@@ -175,22 +216,10 @@ def _advance_row(p, m, v, g, out, active, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def accumulate(total, g, factor, first):
+def accumulate(total, gs, fs, first):
     if first:
         for i in range(total.size):
-            total[i] = _widened(g[i]) * factor
+            total[i] = _sum(None, gs, fs, i)
     else:
         for i in range(total.size):
-            total[i] += _widened(g[i]) * factor
-
-
-@_compiled
-@no_type_check
-def accumulate_two(total, g, factor, h, h_factor, first):
-    """As `accumulate` of `g` and then of `h`, to the bit."""
-    if first:
-        for i in range(total.size):
-            total[i] = _widened(g[i]) * factor + _widened(h[i]) * h_factor
-    else:
-        for i in range(total.size):
-            total[i] = (total[i] + _widened(g[i]) * factor) + _widened(h[i]) * h_factor
+            total[i] = _sum(total[i], gs, fs, i)

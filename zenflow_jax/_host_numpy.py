@@ -44,11 +44,6 @@ class Step(NamedTuple):
     scale: np.float32
     scalars: AdamScalars  # of np.float32
 
-    @property
-    def alone(self) -> bool:
-        """Whether a single product gives the gradient of the step, exactly as two would."""
-        return len(self.gradients) == 1 and 1 in (self.scale, self.gradients[0][1])
-
 
 class NumpyKernel:
     """Blocks in the cache, `out=` everywhere: no call allocates but the first of a thread."""
