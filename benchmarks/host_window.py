@@ -6,6 +6,8 @@ Takes in the bf16 mail of windows of 1 to 16 steps and makes their updates, as t
 does, without a device. Both ways take turns in one process, each on a state of its own; the bits of
 masters and uploads are compared at the end. Prints for each length the median milliseconds of a
 window, the median of the ratio over the rounds, and how much host memory sums and kept mail take.
+Then what the host's part of a hand-over takes, all selected channels being others afterwards,
+beside the update that follows it.
 Answers: `benchmarks/LOG.md`.
 """
 
@@ -19,7 +21,7 @@ import numpy as np
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_adam import HostAdam
-from zenflow_jax._host_half import HostHalf
+from zenflow_jax._host_half import HostHalf, SelectedRows
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LENGTHS = (1, 2, 4, 8, 16)
@@ -28,11 +30,12 @@ SELECTED = 0.05
 SCALARS = AdamScalars(1e-4, 0.9, 0.999, 0.1, 0.001, 1e-8, 0.01)
 
 
-def new_half(leaves: int, adam: HostAdam) -> HostHalf:
+def new_half(leaves: int, adam: HostAdam, axis: int = 0) -> HostHalf:
     """Square bf16 matrices."""
     k = int(SELECTED * WIDTH)
     specs = [
-        LeafSpec(f"w{i}", (WIDTH, WIDTH), BFLOAT16, axis=0, k=k, decay=True) for i in range(leaves)
+        LeafSpec(f"w{i}", (WIDTH, WIDTH), BFLOAT16, axis=axis, k=k, decay=True)
+        for i in range(leaves)
     ]
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal(spec.shape, np.float32).astype(BFLOAT16) for spec in specs)
@@ -53,6 +56,28 @@ def window(half: HostHalf, mails: list[list[np.ndarray]], length: int, *, keep: 
     for _ in half.update(half.close_window(), lambda i, leaf: None):
         pass
     return most
+
+
+def hand_over(half: HostHalf, mails: list[list[np.ndarray]], rng: np.random.Generator) -> float:
+    """The time of a hand-over relative to that of the update that follows."""
+    for step in range(4):
+        half.note(SCALARS)
+        half.add(mails[step % len(mails)], 0.9)
+    closed = half.close_window()
+    moved = []
+    for leaf in half.leaves:
+        shape = leaf.spec.view4(leaf.spec.k)
+        chosen = rng.choice(np.setdiff1d(np.arange(WIDTH), leaf.channels), leaf.spec.k, False)
+        rows = [np.ones(shape, np.float32) for _ in range(3)]
+        leaving = SelectedRows(*rows, np.ones(shape[::2], np.int32))
+        moved.append((leaving, np.sort(chosen)[None].astype(np.int32)))
+    start = time.perf_counter()
+    for i, (leaving, chosen) in enumerate(moved):
+        half.hand_over(closed, i, leaving, chosen)
+    middle = time.perf_counter()
+    for _ in half.update(closed, lambda i, leaf: None):
+        pass
+    return (middle - start) / (time.perf_counter() - middle)
 
 
 def main() -> None:
@@ -96,6 +121,13 @@ def main() -> None:
         assert b.out is not None
         assert a.out.tobytes() == b.out.tobytes()
     print("the same bits")
+    del halves, a, b
+    for axis, name in ((0, "leading"), (1, "trailing")):
+        half = new_half(leaves, adam, axis)
+        ratios = [hand_over(half, mails, rng) for _ in range(args.rounds + 1)][1:]
+        print(
+            f"hand-over / update, {name} channel axis: {statistics.median(ratios):.2f}", flush=True
+        )
     adam.close()
 
 

@@ -752,15 +752,20 @@ GIB = 2**30
 @pytest.mark.parametrize("limit", [None, "", "64"])
 def test_pinned_memory_that_jax_would_not_give_is_refused_with_the_number_needed(limit):
     assert_told(
-        lambda: check_pinned(25 * GIB, 3, "cuda", limit),
+        lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", limit),
         ValueError,
-        ["3 mails of 25.0 GiB", "limit of 64 GiB", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=76"],
+        [
+            "3 mails of 25.0 GiB",
+            "0.5 GiB",
+            "limit of 64 GiB",
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=77",
+        ],
     )
 
 
 def test_a_pinned_memory_limit_that_is_no_number_is_refused():
     words = ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "'much'", "unset it"]
-    assert_told(lambda: check_pinned(GIB, 3, "cuda", "much"), ValueError, words)
+    assert_told(lambda: check_pinned(GIB, 3, 0, "cuda", "much"), ValueError, words)
 
 
 @pytest.mark.parametrize(
@@ -768,7 +773,7 @@ def test_a_pinned_memory_limit_that_is_no_number_is_refused():
     [(21 * GIB, "cuda", None), (25 * GIB, "cuda", "76"), (25 * GIB, "cpu", "1"), (0, "gpu", "0")],
 )
 def test_pinned_memory_that_is_there_is_taken(mail, platform, limit):
-    check_pinned(mail, 3, platform, limit)
+    check_pinned(mail, 3, 0, platform, limit)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_mail_that_is_kept_is_freed_by_close(monkeypatch):
         training.engine._mailbox.drain()
         training.engine.close()
         gc.collect()
-        assert len(views) == 6 * 4
+        assert len(views) >= 6 * 4  # and those of hand-overs
         assert [v for v in views if v() is not None] == []
 
 

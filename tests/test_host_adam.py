@@ -223,6 +223,35 @@ def test_a_gradient_passed_directly_is_a_window_of_one_step(kernel, dtype):
     assert bits(*direct) == bits(*summed)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, shape):
+    adam = HostAdam(kernel, threads, block=101)
+    groups, _, n, _ = shape
+    rng = np.random.default_rng(0)
+    k = max(1, n // 3)
+    channels = np.stack([np.sort(rng.permutation(n)[:k]) for _ in range(groups)]).astype(np.int32)
+    arrays = [np.array(x) for x in new_state(shape)[:3]]
+    before = [x.copy() for x in arrays]
+
+    taken = adam.take(arrays, channels)
+    for x, some in zip(arrays, taken, strict=True):
+        for group, index, rows in zip(x, channels, some, strict=True):
+            np.testing.assert_array_equal(rows, group[:, index])
+
+    new = [-some for some in taken]
+    for some in new:
+        some.flags.writeable = False  # as what came from a device is
+    adam.put(arrays, channels, new)
+    for x, old, some in zip(arrays, before, new, strict=True):
+        for group, was, index, rows in zip(x, old, channels, some, strict=True):
+            expected = was.copy()
+            expected[:, index] = rows
+            np.testing.assert_array_equal(group, expected)
+    adam.close()
+
+
 @pytest.fixture(scope="module")
 def around_every_bfloat16() -> np.ndarray:
     """float32 exactly on, just beside and halfway between bfloat16 values, not finite included."""

@@ -160,7 +160,7 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(
         training.go(5)
         training.flush()  # until then the open window's mail is kept, which nobody else has
         gc.collect()
-        assert len(views) == count
+        assert len(views) >= count  # hand-overs look at what the device had, too
         assert [v for v in views if v() is not None] == []
 
 

@@ -47,7 +47,14 @@ from zenflow_jax._host_adam import HostAdam
 from zenflow_jax._host_half import HostHalf
 from zenflow_jax._lending import Loan
 from zenflow_jax._mailbox import Mailbox, buffers
-from zenflow_jax._parts import host_channels, host_part, mail_bytes, parts_of, within
+from zenflow_jax._parts import (
+    host_channels,
+    host_part,
+    mail_bytes,
+    parts_of,
+    selected_bytes,
+    within,
+)
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
 from zenflow_jax._stats import EngineStats
@@ -163,6 +170,7 @@ class HostEngine:
         check_pinned(
             mail_bytes(self._parts, every_device=state.delivery == "step"),
             buffers(state),
+            selected_bytes(self._parts),
             next((device.platform for part in self._parts for device in part.devices), "cpu"),
             os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
         )
@@ -171,7 +179,7 @@ class HostEngine:
             [part.spec for part in self._parts],
             # One at a time: the host copy of one part is enough to have beside the masters.
             (host_part(mine[part.leaf], part) for part in self._parts),
-            (host_channels(travelling[part.leaf].channels, part) for part in self._parts),
+            (host_channels(part.of(travelling[part.leaf].channels), part) for part in self._parts),
             adam,
         )
         counts = None

@@ -69,12 +69,15 @@ def check_arrays(state: ZenFlowState) -> None:
         )
 
 
-def check_pinned(mail_bytes: int, mails: int, platform: str, limit_gib: str | None) -> None:
+def check_pinned(
+    mail_bytes: int, mails: int, selected_bytes: int, platform: str, limit_gib: str | None
+) -> None:
     """Says before training how much pinned memory a run needs, if jax would not give it.
 
     Args:
         mail_bytes: One step's mail.
         mails: How many the engine keeps.
+        selected_bytes: What a hand-over takes from the device.
         platform: Of the device; only GPUs have the limit.
         limit_gib: What the environment says, `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
     """
@@ -87,10 +90,11 @@ def check_pinned(mail_bytes: int, mails: int, platform: str, limit_gib: str | No
             "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
             f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
         ) from None
-    needed = mail_bytes * mails / 2**30
+    needed = (mail_bytes * mails + selected_bytes) / 2**30
     if needed > limit:
         raise ValueError(
-            f"expected room for {mails} mails of {mail_bytes / 2**30:.1f} GiB in pinned host "
-            f"memory, got a limit of {limit:g} GiB. Set the environment variable "
+            f"expected room for {mails} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over of "
+            f"{selected_bytes / 2**30:.1f} GiB in pinned host memory, got a limit of {limit:g} "
+            "GiB. Set the environment variable "
             f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
         )

@@ -226,7 +226,9 @@ def leaves_to_trees(
     pieces: dict[str, list[list[jax.Array]]] = {}
     for leaf, part in zip(half.leaves, parts, strict=True):
         spec = part.spec
-        channels = leaf.channels if before is None else host_channels(before[part.leaf], part)
+        channels = (
+            leaf.channels if before is None else host_channels(part.of(before[part.leaf]), part)
+        )
         # Sums that nothing was added to yet are not there, or are those of a former window.
         total = leaf.total if half.counted else None
         sums = []

@@ -26,7 +26,7 @@ import numpy as np
 
 from zenflow_jax import _host_numba as compiled
 from zenflow_jax._adam import AdamScalars
-from zenflow_jax._host_numpy import Block, NumpyKernel, Step, Weighed
+from zenflow_jax._host_numpy import Block, Moving, NumpyKernel, Step, Weighed
 
 _KERNELS = ("numba", "numpy")
 # Elements that a thread takes at once, at most. Numba streams; coming back to an interpreter whose
@@ -198,10 +198,40 @@ class HostAdam:
             self._run(work, blocks[i : i + chunk])
             yield
 
+    def take(self, arrays: Sequence[np.ndarray], channels: np.ndarray) -> list[np.ndarray]:
+        """Copies some channels out of float32 arrays of one leaf.
+
+        Args:
+            arrays: `(groups, rows, n, tail)` each.
+            channels: int32 `(groups, k)`.
+
+        Returns:
+            New arrays `(groups, rows, k, tail)`.
+        """
+        groups, rows, _, tail = arrays[0].shape
+        taken = [np.empty((groups, rows, channels.shape[1], tail), np.float32) for _ in arrays]
+        self._move(Moving(list(zip(arrays, taken, strict=True)), channels, inward=False))
+        return taken
+
+    def put(
+        self, arrays: Sequence[np.ndarray], channels: np.ndarray, rows: Sequence[np.ndarray]
+    ) -> None:
+        """Writes `rows` over some channels of `arrays`; shapes and dtypes as for `take`."""
+        self._move(Moving(list(zip(arrays, rows, strict=True)), channels, inward=True))
+
     def close(self) -> None:
         """Ends the threads. Safe twice."""
         if self._pool is not None:
             self._pool.shutdown()
+
+    def _move(self, moving: Moving) -> None:
+        kernel, (x, rows) = self._kernel, moving.pairs[0]
+        groups, height, _, tail = x.shape
+        k = moving.channels.shape[1]
+        segments, width = (groups * k, tail) if height == 1 else (groups * height, k)
+        # NumPy holds Python's lock while it picks, so that threads would be of no use to it.
+        limit = rows.size if kernel is self._portable else self._limit(kernel, rows.size, 1)
+        self._run(kernel.move(moving), _blocks(segments, width, limit))
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "_NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
@@ -309,6 +339,24 @@ class _NumbaKernel:
             advance(p, m, v, *gs, i, *more, block)
 
         return add_up_and_advance
+
+    def move(self, moving: Moving) -> Callable[[Block], None]:
+        """What moves a block: some of the channels if those are leading, else some of the rows."""
+        _, height, n, tail = moving.pairs[0][0].shape
+        pairs = [(_flat(x), _flat(rows)) for x, rows in moving.pairs]
+        leading = height == 1
+        if moving.inward:
+            move = compiled.put_leading if leading else compiled.put_trailing
+            pairs = [(x, _readable(rows)) for x, rows in pairs]
+        else:
+            move = compiled.take_leading if leading else compiled.take_trailing
+        size = tail if leading else height
+
+        def work(block: Block) -> None:
+            for x, rows in pairs:
+                move(x, rows, moving.channels, n, size, block)
+
+        return work
 
     def _scratch(self, size: int) -> np.ndarray:
         """A float32 array that belongs to the calling thread; its contents are garbage."""

@@ -15,7 +15,7 @@ import numpy as np
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._aligned import blank, copied
 from zenflow_jax._channels import LeafSpec
-from zenflow_jax._host_adam import HostAdam, Sources
+from zenflow_jax._host_adam import HostAdam
 
 #: Mails that are kept at most. An update frees the closed window's leaf by leaf while those of the
 #: next one come in, so that windows of four steps need no sums as long as it keeps up.
@@ -56,7 +56,8 @@ class ClosedWindow:
     # Of each leaf the gradients that the update sums, with their factors; the leaf's own sum first,
     # if there is one. Empty if no step counted. What a leaf has is dropped once it is updated.
     gradients: list[list[tuple[np.ndarray, float]]]
-    active: list[np.ndarray]  # bool (groups, n): channels it is about
+    # Bool (groups, n): channels it is about. Those that enter before it is made are taken out.
+    active: list[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,74 +257,38 @@ class HostHalf:
             finished(i, leaf)
 
     def hand_over(
-        self,
-        window: ClosedWindow,
-        leaving: Sequence[SelectedRows | None],
-        chosen: Sequence[np.ndarray],
-    ) -> tuple[ClosedWindow, list[SelectedRows | None]]:
-        """Takes the selected channels' state back and gives that of the newly chosen ones.
+        self, window: ClosedWindow, i: int, leaving: SelectedRows, chosen: np.ndarray
+    ) -> SelectedRows:
+        """Takes one leaf's selected channels back and gives the state of the newly chosen ones.
 
         The window that just closed has not been applied yet: entering channels get its update
         here, on their own, and are taken out of it.
 
         Args:
             window: The window that just closed.
-            leaving: Of each leaf what the device holds; None where it holds no channel.
-            chosen: Of each leaf the channels that are selected from now on, int32 (groups, k).
+            i: The leaf's number.
+            leaving: What the device holds.
+            chosen: The channels that are selected from now on, int32 (groups, k).
 
         Returns:
-            What is left of the window, and what the device holds from now on.
+            What the device holds from now on; copies.
         """
-        entered, rows = [], []
-        for i, (leaf, old, channels) in enumerate(zip(self.leaves, leaving, chosen, strict=True)):
-            active = window.active[i]
-            if old is None:
-                entered.append(active)
-                rows.append(None)
-                continue
-            for host, device in (
-                (leaf.master, old.master),
-                (leaf.mu, old.mu),
-                (leaf.nu, old.nu),
-            ):
-                _put(host, leaf.channels, device)
-            np.put_along_axis(leaf.steps, leaf.channels, old.steps, axis=-1)
-            gradients = window.gradients[i] if window.gradients else []
-            entering = np.take_along_axis(active, channels, axis=-1)
-            rows.append(self._enter(leaf, channels, entering, gradients, window))
-            leaf.channels = channels
-            entered.append(active & ~_members(channels, leaf.spec.n))
-        return dataclasses.replace(window, active=entered), rows
-
-    def _enter(
-        self,
-        leaf: HostLeaf,
-        channels: np.ndarray,
-        entering: np.ndarray,
-        gradients: Sources,
-        window: ClosedWindow,
-    ) -> SelectedRows:
-        # Copies: they go to the device, whose truth they are from now on.
-        rows = SelectedRows(
-            master=_take(leaf.master, channels),
-            mu=_take(leaf.mu, channels),
-            nu=_take(leaf.nu, channels),
-            steps=np.take_along_axis(leaf.steps, channels, axis=-1),
-        )
-        if gradients and entering.any():
+        leaf, active = self.leaves[i], window.active[i]
+        wide = (leaf.master, leaf.mu, leaf.nu)
+        self._adam.put(wide, leaf.channels, (leaving.master, leaving.mu, leaving.nu))
+        np.put_along_axis(leaf.steps, leaf.channels, leaving.steps, axis=-1)
+        entering = active & _members(chosen, leaf.spec.n)
+        if window.gradients and entering.any():
+            scalars = _for_leaf(window.scalars, leaf.spec)
             for _ in self._adam.adamw(
-                rows.master,
-                rows.mu,
-                rows.nu,
-                rows.steps,
-                [(_take(g, channels), factor) for g, factor in gradients],
-                window.scale,
-                entering,
-                _for_leaf(window.scalars, leaf.spec),
-                None,
+                *wide, leaf.steps, window.gradients[i], window.scale, entering, scalars, None
             ):
                 pass
-        return rows
+        window.active[i] = active & ~entering
+        leaf.channels = chosen
+        master, mu, nu = self._adam.take(wide, chosen)
+        steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
+        return SelectedRows(master, mu, nu, steps)
 
 
 def _new_leaf(spec: LeafSpec, weight: np.ndarray, channels: np.ndarray) -> HostLeaf:
@@ -350,15 +315,3 @@ def _members(channels: np.ndarray, n: int) -> np.ndarray:
     members = np.zeros((channels.shape[0], n), bool)
     np.put_along_axis(members, channels, True, axis=-1)
     return members
-
-
-def _take(x: np.ndarray, channels: np.ndarray) -> np.ndarray:
-    """The rows of `x` (groups, rows, n, tail) at `channels` (groups, k), copied."""
-    return np.stack(
-        [np.take(group, index, axis=1) for group, index in zip(x, channels, strict=True)]
-    )
-
-
-def _put(x: np.ndarray, channels: np.ndarray, rows: np.ndarray) -> None:
-    for group, index, new in zip(x, channels, rows, strict=True):
-        group[:, index] = new

@@ -216,6 +216,62 @@ def _advance_row(p, m, v, gs, fs, out, active, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
+def take_leading(x, rows, channels, n, width, block):
+    first, last, left, right = block
+    for s in range(first, last):
+        i, j = _run_of(s, channels, n) * width, s * width
+        _copy(x[i + left : i + right], rows[j + left : j + right])
+
+
+@_compiled
+@no_type_check
+def put_leading(x, rows, channels, n, width, block):
+    first, last, left, right = block
+    for s in range(first, last):
+        i, j = _run_of(s, channels, n) * width, s * width
+        _copy(rows[j + left : j + right], x[i + left : i + right])
+
+
+@_compiled
+@no_type_check
+def _copy(source, target):
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@_compiled
+@no_type_check
+def _run_of(s, channels, n):
+    group, j = divmod(s, channels.shape[1])
+    return group * n + channels[group, j]
+
+
+@_compiled
+@no_type_check
+def take_trailing(x, rows, channels, n, height, block):
+    first, last, left, right = block
+    k = channels.shape[1]
+    for s in range(first, last):
+        index = channels[s // height, left:right]
+        source, target = x[s * n : (s + 1) * n], rows[s * k + left : s * k + right]
+        for j in range(index.size):
+            target[j] = source[index[j]]
+
+
+@_compiled
+@no_type_check
+def put_trailing(x, rows, channels, n, height, block):
+    first, last, left, right = block
+    k = channels.shape[1]
+    for s in range(first, last):
+        index = channels[s // height, left:right]
+        source, target = rows[s * k + left : s * k + right], x[s * n : (s + 1) * n]
+        for j in range(index.size):
+            target[index[j]] = source[j]
+
+
+@_compiled
+@no_type_check
 def accumulate(total, gs, fs, first):
     if first:
         for i in range(total.size):

@@ -45,6 +45,14 @@ class Step(NamedTuple):
     scalars: AdamScalars  # of np.float32
 
 
+class Moving(NamedTuple):
+    """Some channels of a leaf's arrays on their way out of them, or in."""
+
+    pairs: list[tuple[np.ndarray, np.ndarray]]  # float32 (groups, rows, n, tail) and (..., k, tail)
+    channels: np.ndarray  # int32 (groups, k)
+    inward: bool
+
+
 class NumpyKernel:
     """Blocks in the cache, `out=` everywhere: no call allocates but the first of a thread."""
 
@@ -65,6 +73,19 @@ class NumpyKernel:
     def adamw(self, step: Step) -> Callable[[Block], None]:
         """What does the step on a block."""
         return functools.partial(self._work, step)
+
+    def move(self, moving: Moving) -> Callable[[Block], None]:
+        """What moves the rows, all of them at once."""
+
+        def work(_: Block) -> None:
+            for x, rows in moving.pairs:
+                for group, index, some in zip(x, moving.channels, rows, strict=True):
+                    if moving.inward:
+                        group[:, index] = some
+                    else:
+                        np.take(group, index, axis=1, out=some)
+
+        return work
 
     def _work(self, step: Step, block: Block) -> None:
         first, last, left, right = block

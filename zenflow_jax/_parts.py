@@ -76,6 +76,11 @@ def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
     )
 
 
+def selected_bytes(parts: Sequence[Part]) -> int:
+    """Of the device's state of all selected channels: float32 master and moments."""
+    return sum(3 * 4 * math.prod(part.spec.selected_shape) for part in parts)
+
+
 def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
     """Of each part whether its leaf is among those whose uploads need at most `budget` bytes.
 
@@ -112,10 +117,10 @@ def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
 
 
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
-    """A part's selected channels `(groups, k)`, counted from its first one; a copy."""
+    """What a part has of the selected channels, `(groups, k)`, from its first one on; a copy."""
     # A live view of the array would block its donation.
     shape = part.spec.view4(part.spec.k)[::2]
-    return np.array(view(part.of(channels))).reshape(shape) - part.first
+    return np.array(view(channels)).reshape(shape) - part.first
 
 
 def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:

@@ -46,12 +46,12 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
     return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))
 
 
-def copy_to_host(pieces: Sequence[jax.Array]) -> list[jax.Array]:
-    """Starts to copy arrays, each on one device, to pinned host memory beside it.
+def copy_to_host(pieces: Any) -> Any:
+    """Starts to copy a tree of arrays, each on one device, to pinned host memory beside it.
 
     Not by a program, which would wait its turn among the device's: copies run beside those.
     """
-    return jax.device_put(list(pieces), [beside(x, HOST) for x in pieces])
+    return jax.device_put(pieces, jax.tree.map(lambda x: beside(x, HOST), pieces))
 
 
 def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
@@ -87,16 +87,16 @@ def view(x: jax.Array) -> np.ndarray:
     return np.asarray(x.addressable_data(0))
 
 
-def upload(x: np.ndarray, device: Any) -> jax.Array:
-    """`x` on the device, never sharing memory with it.
+def upload(tree: Any, device: Any) -> Any:
+    """A tree of NumPy arrays on the device, never sharing memory with them.
 
-    The copy may still run when this returns: `x` must not change before the result is ready.
+    The copies may still run when this returns: nothing may change before the result is ready.
     """
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory, `may_alias=False` notwithstanding
-        # (jax 0.10.2), and later changes of `x` would show in the array.
-        x = x.copy()
-    return jax.device_put(x, jax.sharding.SingleDeviceSharding(device))
+        # (jax 0.10.2), and later changes would show in the result.
+        tree = jax.tree.map(np.copy, tree)
+    return jax.device_put(tree, jax.sharding.SingleDeviceSharding(device))
 
 
 def zeros_like(x: jax.Array) -> jax.Array:

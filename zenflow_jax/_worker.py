@@ -31,6 +31,9 @@ from zenflow_jax._stats import WorkerStats
 from zenflow_jax._timeline import Recorder
 from zenflow_jax._watch import Watch
 
+# Bytes of selected channels that are uploaded in one call, about.
+_TOGETHER = 8 * 2**20
+
 
 @dataclass
 class Mail:
@@ -359,32 +362,47 @@ class Worker:
         if close.hand_over is not None:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
-                window, entering = self._hand_over(close.hand_over, window)
+                entering = self._hand_over(close.hand_over, window)
             close.hand_over.done.set_result(entering)
             # The caller has it from here; the old arrays must not outlive the hand-over.
             close.hand_over = None
         self._update = self._make_update(close, window)
         self._next_piece = f"the update of window {window.number}"
 
-    def _hand_over(self, item: HandOver, window: ClosedWindow) -> tuple[ClosedWindow, list[Any]]:
-        moved = [
-            (part.of(item.chosen[part.leaf]), *map(part.of, item.leaving[part.leaf] or ()))
+    def _hand_over(self, item: HandOver, window: ClosedWindow) -> list[Any]:
+        leaving = [
+            [part.of(x) for x in (item.chosen[part.leaf], *(item.leaving[part.leaf] or ()))]
             for part in self._parts
         ]
-        for x in jax.tree.leaves(moved):
-            x.copy_to_host_async()  # all of them at once, then one after the other
-        chosen = [host_channels(item.chosen[part.leaf], part) for part in self._parts]
-        leaving = [
-            _download(old, part.spec) if old else None
-            for (_, *old), part in zip(moved, self._parts, strict=True)
-        ]
-        window, rows = self._half.hand_over(window, leaving, chosen)
-        entering = [
-            [new and _to_device(new, part.spec, device) for device in part.devices]
-            for new, part in zip(rows, self._parts, strict=True)
-        ]
-        self._count(bytes_to_host=_nbytes(moved), bytes_to_device=_nbytes(entering))
-        return window, entering
+        here = copy_to_host(leaving)
+        entering: list[list[Any]] = [[None] * len(part.devices) for part in self._parts]
+        ready: dict[int, tuple[np.ndarray, ...]] = {}
+        size = 0
+        # Leaves are on their way out and in while others are worked on, small ones together: a
+        # call costs as much as some megabytes.
+        for i, ((chosen, *rows), part) in enumerate(zip(here, self._parts, strict=True)):
+            if not rows:
+                continue
+            new = self._half.hand_over(
+                window, i, _as_rows(rows, part.spec), host_channels(chosen, part)
+            )
+            ready[i] = _as_on_device(new, part.spec)
+            size += _nbytes(ready[i])
+            if size > _TOGETHER:
+                self._send(ready, entering)
+                size = 0
+        self._send(ready, entering)
+        self._count(bytes_to_host=_nbytes(here), bytes_to_device=_nbytes(entering))
+        return entering
+
+    def _send(self, ready: dict[int, tuple[np.ndarray, ...]], entering: list[list[Any]]) -> None:
+        """Uploads what is ready of some parts to each of their devices."""
+        devices = {device for i in ready for device in self._parts[i].devices}
+        for device in sorted(devices, key=lambda device: device.id):
+            mine = {i: x for i, x in ready.items() if device in self._parts[i].devices}
+            for i, x in upload(mine, device).items():
+                entering[i][self._parts[i].devices.index(device)] = x
+        ready.clear()
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         uploads: list[list[jax.Array]] = []
@@ -447,9 +465,9 @@ def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
         )
 
 
-def _download(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:
+def _as_rows(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:
     shape = spec.view4(spec.k)
-    master, mu, nu, steps = (np.asarray(x) for x in arrays)
+    master, mu, nu, steps = map(view, arrays)
     return SelectedRows(
         master.reshape(shape),
         mu.reshape(shape),
@@ -458,11 +476,10 @@ def _download(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:
     )
 
 
-def _to_device(rows: SelectedRows, spec: LeafSpec, device: Any) -> tuple[jax.Array, ...]:
+def _as_on_device(rows: SelectedRows, spec: LeafSpec) -> tuple[np.ndarray, ...]:
     wide = (x.reshape(spec.selected_shape) for x in (rows.master, rows.mu, rows.nu))
-    steps = rows.steps.reshape(*spec.stack, spec.k)
-    return tuple(upload(x, device) for x in (*wide, steps))
+    return (*wide, rows.steps.reshape(*spec.stack, spec.k))
 
 
 def _nbytes(tree: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
