@@ -1,4 +1,4 @@
-"""What does a window cost the host if mail is kept until its update, or added up as it comes?
+"""What does a window cost the host: mail kept until its update or added up as it comes, hand-over?
 
     python -m benchmarks.host_window --millions 256 --rounds 7 --threads 2
 
@@ -6,8 +6,8 @@ Takes in the bf16 mail of windows of 1 to 16 steps and makes their updates, as t
 does, without a device. Both ways take turns in one process, each on a state of its own; the bits of
 masters and uploads are compared at the end. Prints for each length the median milliseconds of a
 window, the median of the ratio over the rounds, and how much host memory sums and kept mail take.
-Then what the host's part of a hand-over takes, all selected channels being others afterwards,
-beside the update that follows it.
+Then what the host's part of a hand-over takes, all selected channels being others afterwards, and
+its ratio to the update that follows it.
 Answers: `benchmarks/LOG.md`.
 """
 
@@ -58,8 +58,10 @@ def window(half: HostHalf, mails: list[list[np.ndarray]], length: int, *, keep: 
     return most
 
 
-def hand_over(half: HostHalf, mails: list[list[np.ndarray]], rng: np.random.Generator) -> float:
-    """The time of a hand-over relative to that of the update that follows."""
+def hand_over(
+    half: HostHalf, mails: list[list[np.ndarray]], rng: np.random.Generator
+) -> tuple[float, float]:
+    """The times of a hand-over and of the update that follows, in ms."""
     for step in range(4):
         half.note(SCALARS)
         half.add(mails[step % len(mails)], 0.9)
@@ -77,7 +79,7 @@ def hand_over(half: HostHalf, mails: list[list[np.ndarray]], rng: np.random.Gene
     middle = time.perf_counter()
     for _ in half.update(closed, lambda i, leaf: None):
         pass
-    return (middle - start) / (time.perf_counter() - middle)
+    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
 
 
 def main() -> None:
@@ -124,9 +126,11 @@ def main() -> None:
     del halves, a, b
     for axis, name in ((0, "leading"), (1, "trailing")):
         half = new_half(leaves, adam, axis)
-        ratios = [hand_over(half, mails, rng) for _ in range(args.rounds + 1)][1:]
+        both = [hand_over(half, mails, rng) for _ in range(args.rounds + 1)][1:]
         print(
-            f"hand-over / update, {name} channel axis: {statistics.median(ratios):.2f}", flush=True
+            f"hand-over, {name} channel axis: {statistics.median(x for x, _ in both):.1f} ms,"
+            f" {statistics.median(x / y for x, y in both):.2f} of the update",
+            flush=True,
         )
     adam.close()
 

@@ -225,12 +225,13 @@ def test_a_gradient_passed_directly_is_a_window_of_one_step(kernel, dtype):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("share", [0, 1 / 3, 1])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, shape):
+def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, share, shape):
     adam = HostAdam(kernel, threads, block=101)
     groups, _, n, _ = shape
     rng = np.random.default_rng(0)
-    k = max(1, n // 3)
+    k = int(share * n)
     channels = np.stack([np.sort(rng.permutation(n)[:k]) for _ in range(groups)]).astype(np.int32)
     arrays = [np.array(x) for x in new_state(shape)[:3]]
     before = [x.copy() for x in arrays]
@@ -250,6 +251,14 @@ def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, sh
             expected[:, index] = rows
             np.testing.assert_array_equal(group, expected)
     adam.close()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("wrong", [-1, 23])
+def test_channels_that_a_leaf_does_not_have_are_refused(kernel, wrong):
+    state = new_state(SHAPES["leading"])
+    with pytest.raises(ValueError, match=f"from 0 to 22, got .*{wrong}"):
+        HostAdam(kernel, 1).take(state[:3], np.sort(np.int32([[3, wrong]])))
 
 
 @pytest.fixture(scope="module")

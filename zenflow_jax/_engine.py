@@ -95,7 +95,8 @@ class HostEngine:
     The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments)
     and the leaf's dtype once more for uploads. Mail lies in pinned memory until its window's
     update: up to nine, where an update takes as long as a window, two where the device adds up;
-    sums of 4 to 8 bytes are there where that is not enough. An update that is ready lies on
+    sums of 4 to 8 bytes are there where that is not enough. A hand-over takes 12 pinned bytes for
+    each selected parameter. An update that is ready lies on
     the device, once the leaf's dtype, until its window's turn. On a GPU jax caps its pool of pinned
     memory at 64 GiB; for runs that need more, the error says to what
     `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
@@ -291,7 +292,6 @@ class HostEngine:
             measured = None
             if boundary.closes:
                 state = self._mailbox.send_sums(state)
-                leaves = state.leaves
                 params = self._crossing.collect(params, state.step, leaves)
                 if boundary.selects:
                     params, leaves = self._crossing.reselect(params, state)

@@ -223,7 +223,7 @@ def leaves_to_trees(
         before: Channels selected during the pending update's window, if others are now.
         take: Makes of an array of `half` one that the result may have: a copy, or what is lent.
     """
-    pieces: dict[str, list[list[jax.Array]]] = {}
+    pieces: dict[str, list[list[jax.Array | None]]] = {}
     for leaf, part in zip(half.leaves, parts, strict=True):
         spec = part.spec
         channels = (
@@ -242,7 +242,10 @@ def leaves_to_trees(
             ("steps", take(leaf.steps), (*spec.stack, spec.n)),
             ("before", channels + part.first, (*spec.stack, spec.k)),
         ):
-            on_devices = [_beside(x.reshape(shape), device) for device in part.devices]
+            # Nothing empty: nobody asks for it, and GPUs have none in host memory.
+            on_devices = [
+                _beside(x.reshape(shape), device) if x.size else None for device in part.devices
+            ]
             pieces.setdefault(name, []).append(on_devices)
     # What a device's host memory cannot alias is still being copied.
     jax.block_until_ready(pieces)

@@ -225,9 +225,21 @@ class HostAdam:
             self._pool.shutdown()
 
     def _move(self, moving: Moving) -> None:
-        kernel, (x, rows) = self._kernel, moving.pairs[0]
-        groups, height, _, tail = x.shape
-        k = moving.channels.shape[1]
+        kernel, (x, rows), channels = self._kernel, moving.pairs[0], moving.channels
+        groups, height, n, tail = x.shape
+        k = channels.shape[1]
+        # Compiled code would read and write anywhere.
+        assert channels.dtype == np.int32
+        assert channels.shape == (groups, k)
+        assert all(x.shape == (groups, height, n, tail) for x, _ in moving.pairs)
+        assert all(rows.shape == (groups, height, k, tail) for _, rows in moving.pairs)
+        assert all(x.dtype == np.float32 for pair in moving.pairs for x in pair)
+        if rows.size == 0:
+            return
+        if not 0 <= channels.min() <= channels.max() < n:
+            raise ValueError(
+                f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}."
+            )
         segments, width = (groups * k, tail) if height == 1 else (groups * height, k)
         # NumPy holds Python's lock while it picks, so that threads would be of no use to it.
         limit = rows.size if kernel is self._portable else self._limit(kernel, rows.size, 1)

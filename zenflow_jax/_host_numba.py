@@ -1,4 +1,4 @@
-"""Compiled loops: AdamW and the sum of gradients in one pass over memory.
+"""Compiled loops: AdamW and the sum of gradients in one pass over memory, and rows that move.
 
 What `_host_adam.py` runs on each block. bfloat16 arrives as its bits, uint16 arrays; float16 not at
 all, as Numba has none on CPUs. Every operation rounds on its own, once, as IEEE 754 says: no
@@ -15,6 +15,10 @@ Letters: `p, m, v` master and moments, each `(segments, width)`; `out` like them
 four gradients like them, of which some may be None, and `fs` their factors, for which 0 stands
 there; the first one may begin at the element `origin` of the others. A block is segments `first` to
 `last`, in each the elements `left` to `right`.
+
+Where rows move, `x` is a leaf's array and `some` has the rows of its `channels`, `(groups, k)` of
+`n`; both are flat. A segment is one of these channels, of `width` elements (leading), or one row of
+all of them (trailing, `height` rows in a group).
 """
 
 from collections.abc import Callable
@@ -24,7 +28,8 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-#: Gradients that a step adds up on its way: as many as a window of the default length has.
+#: Gradients that a step adds up on its way: as many as a window of the default length has. Each
+#: number of them, and each set of dtypes, is compiled for when it is first met, in half a second.
 TOGETHER = 4
 
 
@@ -216,20 +221,20 @@ def _advance_row(p, m, v, gs, fs, out, active, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def take_leading(x, rows, channels, n, width, block):
+def take_leading(x, some, channels, n, width, block):
     first, last, left, right = block
     for s in range(first, last):
         i, j = _run_of(s, channels, n) * width, s * width
-        _copy(x[i + left : i + right], rows[j + left : j + right])
+        _copy(x[i + left : i + right], some[j + left : j + right])
 
 
 @_compiled
 @no_type_check
-def put_leading(x, rows, channels, n, width, block):
+def put_leading(x, some, channels, n, width, block):
     first, last, left, right = block
     for s in range(first, last):
         i, j = _run_of(s, channels, n) * width, s * width
-        _copy(rows[j + left : j + right], x[i + left : i + right])
+        _copy(some[j + left : j + right], x[i + left : i + right])
 
 
 @_compiled
@@ -248,24 +253,24 @@ def _run_of(s, channels, n):
 
 @_compiled
 @no_type_check
-def take_trailing(x, rows, channels, n, height, block):
+def take_trailing(x, some, channels, n, height, block):
     first, last, left, right = block
     k = channels.shape[1]
     for s in range(first, last):
         index = channels[s // height, left:right]
-        source, target = x[s * n : (s + 1) * n], rows[s * k + left : s * k + right]
+        source, target = x[s * n : (s + 1) * n], some[s * k + left : s * k + right]
         for j in range(index.size):
             target[j] = source[index[j]]
 
 
 @_compiled
 @no_type_check
-def put_trailing(x, rows, channels, n, height, block):
+def put_trailing(x, some, channels, n, height, block):
     first, last, left, right = block
     k = channels.shape[1]
     for s in range(first, last):
         index = channels[s // height, left:right]
-        source, target = rows[s * k + left : s * k + right], x[s * n : (s + 1) * n]
+        source, target = some[s * k + left : s * k + right], x[s * n : (s + 1) * n]
         for j in range(index.size):
             target[index[j]] = source[j]
 

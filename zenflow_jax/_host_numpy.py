@@ -1,7 +1,8 @@
 """The portable kernel: AdamW in NumPy calls on blocks that fit the cache.
 
 What `_host_adam.py` runs where Numba is not wanted or, for float16, not able. `_host_numba.py` is
-its twin and gives the same bits. Here too is what both are given: a step, and a block of it.
+its twin and gives the same bits. Here too is what both are given: a step or rows that move, and a
+block of them.
 
 Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`.
 """
@@ -54,7 +55,7 @@ class Moving(NamedTuple):
 
 
 class NumpyKernel:
-    """Blocks in the cache, `out=` everywhere: no call allocates but the first of a thread."""
+    """Blocks in the cache, `out=` everywhere: no step allocates but the first of a thread."""
 
     def __init__(self, block: int):
         self.block = block
@@ -83,7 +84,8 @@ class NumpyKernel:
                     if moving.inward:
                         group[:, index] = some
                     else:
-                        np.take(group, index, axis=1, out=some)
+                        # With its default mode it would fill a buffer of its own first.
+                        np.take(group, index, axis=1, out=some, mode="clip")
 
         return work
 

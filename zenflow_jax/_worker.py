@@ -370,9 +370,11 @@ class Worker:
         self._next_piece = f"the update of window {window.number}"
 
     def _hand_over(self, item: HandOver, window: ClosedWindow) -> list[Any]:
+        # Of a leaf without selected channels nothing: GPUs have no empty arrays in host memory.
         leaving = [
-            [part.of(x) for x in (item.chosen[part.leaf], *(item.leaving[part.leaf] or ()))]
+            [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
             for part in self._parts
+            for old in [item.leaving[part.leaf]]
         ]
         here = copy_to_host(leaving)
         entering: list[list[Any]] = [[None] * len(part.devices) for part in self._parts]
@@ -380,9 +382,10 @@ class Worker:
         size = 0
         # Leaves are on their way out and in while others are worked on, small ones together: a
         # call costs as much as some megabytes.
-        for i, ((chosen, *rows), part) in enumerate(zip(here, self._parts, strict=True)):
-            if not rows:
+        for i, (moved, part) in enumerate(zip(here, self._parts, strict=True)):
+            if not moved:
                 continue
+            chosen, *rows = moved
             new = self._half.hand_over(
                 window, i, _as_rows(rows, part.spec), host_channels(chosen, part)
             )
