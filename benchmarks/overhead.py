@@ -1,12 +1,15 @@
 """What do `zenflow`'s update and `exchange` cost beside `optax.adamw`'s update?
 
     python -m benchmarks.overhead --repeats 40
+    python -m benchmarks.overhead --repeats 20 --rest 0.05 --send-mail exchange
 
 The same float32 tree, whole on a CPU device, once as few large leaves and once as ever more small
 ones. On a CPU nothing is offloaded: mail and uploads are copies in the same memory and the worker
 takes cores from the device, so the first table bounds the overhead from above. The second has
 leaves so small that what is left is the cost of Python and dispatch, with its growth per leaf.
-Medians with quartiles, the optimizers step by step in turn. Answers: `benchmarks/LOG.md`.
+With `--rest` the loop sleeps before each exchange, so that the worker is at rest, as it is beside a
+longer step, and what is left of `exchange` is the caller's own. Medians with quartiles, the
+optimizers step by step in turn. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -14,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +68,11 @@ class AdamW:
 class ZenFlow:
     """Update and exchange; the exchange by itself, apart for boundaries."""
 
-    def __init__(self, params: Tree):
-        tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.05, update_interval=INTERVAL)
+    def __init__(self, params: Tree, send_mail: Literal["step", "exchange"], rest: float):
+        tx = zenflow_jax.zenflow(
+            1e-3, topk_ratio=0.05, update_interval=INTERVAL, send_mail=send_mail
+        )
+        self.rest = rest
         self.params, self.state = params, tx.init(params)
         self.engine = zenflow_jax.HostEngine(self.params, self.state)
         self.step = jax.jit(partial(_update, tx), donate_argnums=(0, 1))
@@ -77,13 +83,15 @@ class ZenFlow:
         start = time.perf_counter()
         self.params, self.state = self.step(self.params, self.state, gradients)
         jax.block_until_ready(self.params)
+        update = time.perf_counter() - start
+        time.sleep(self.rest)
         done = time.perf_counter()
         self.params, self.state = self.engine.exchange(self.params, self.state)
         returned = time.perf_counter()
         jax.block_until_ready(self.params)
         end = time.perf_counter()
         where = "boundary" if self.count % INTERVAL == 0 else "exchange"
-        return {"step": end - start, "update": done - start, where: returned - done}
+        return {"step": update + end - done, "update": update, where: returned - done}
 
 
 def _update(
@@ -93,7 +101,7 @@ def _update(
     return optax.apply_updates(params, updates), state
 
 
-def measure(case: Case, repeats: int) -> None:
+def measure(case: Case, repeats: int, send_mail: Literal["step", "exchange"], rest: float) -> None:
     device = jax.devices()[0]
     names = [f"leaf{i:04}" for i in range(case.leaves)]
 
@@ -105,7 +113,7 @@ def measure(case: Case, repeats: int) -> None:
             device,
         )
 
-    zenflow = ZenFlow(tree(0))
+    zenflow = ZenFlow(tree(0), send_mail, rest)
     engine = zenflow.engine
     runs: dict[str, Callable[[Tree], dict[str, float]]] = {
         "adamw": AdamW(tree(0)),
@@ -143,6 +151,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20, help="windows measured")
     parser.add_argument("--millions", type=int, default=16, help="parameters of the large trees")
+    parser.add_argument("--send-mail", choices=("step", "exchange"), default="step")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds before each exchange")
     args = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; ms: median (quartiles)")
     print(
@@ -150,9 +160,10 @@ def main() -> None:
         " whole step / adamw | worker per step"
     )
     for leaves in (10, 100):
-        measure(Case(leaves, args.millions * 1_000_000 // (leaves * 1000), 1000), args.repeats)
+        large = Case(leaves, args.millions * 1_000_000 // (leaves * 1000), 1000)
+        measure(large, args.repeats, args.send_mail, args.rest)
     for leaves in (10, 100, 300, 1000):
-        measure(Case(leaves, 16, 16), args.repeats)
+        measure(Case(leaves, 16, 16), args.repeats, args.send_mail, args.rest)
 
 
 if __name__ == "__main__":
