@@ -1,4 +1,4 @@
-"""AdamW on NumPy arrays: the arithmetic of the deferred channels.
+"""AdamW on NumPy arrays: the arithmetic of the deferred channels, and how they get in and out.
 
 Two kernels give the same bits. "numba" makes one pass over memory in compiled loops; "numpy" needs
 no compiler and works through blocks that fit the cache. float16 leaves always take the NumPy
@@ -52,7 +52,7 @@ _FLOAT16 = np.dtype(np.float16)
 
 
 class HostAdam:
-    """Adds up gradients and takes AdamW steps, a leaf at a time, on several threads.
+    """Adds up gradients, takes AdamW steps, moves channels: a leaf at a time, on several threads.
 
     For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
     nobody else may write the arrays, nor read those that it writes. End with `close`.
