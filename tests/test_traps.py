@@ -230,7 +230,7 @@ def test_empty_leaves_and_vectors_have_no_host_memory():
     params = [jnp.zeros(shape) for shape in shapes]
     state = zenflow_jax.zenflow(1e-2, topk_ratio=0.5).init(params)
     assert [x is not None for x in state.mail] == [False] * 5 + [True]
-    assert all(x.size for x in jax.tree.leaves((state.letter, state.leaves[5])))
+    assert all(x.size for x in jax.tree.leaves((state.letter, state.leaves[5], state.mail)))
 
 
 def test_a_step_only_copies_whole_arrays_to_host_memory():
