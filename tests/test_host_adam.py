@@ -162,7 +162,7 @@ def test_bits_depend_on_neither_kernel_nor_threads_nor_blocks(
     expected = run(HostAdam("numpy", 1), *[1] * count)
     for kernel in KERNELS:
         for threads in 1, 3:
-            for parts in (count,), (count - 1,), (2, 1), ():
+            for parts in (1,) * count, (count,), (count - 1,), (2, 1), ():
                 assert run(HostAdam(kernel, threads, block=block), *parts) == expected
 
 

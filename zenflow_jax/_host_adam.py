@@ -356,17 +356,16 @@ class _NumbaKernel:
         """What moves a block: some of the channels if those are leading, else some of the rows."""
         _, height, n, tail = moving.pairs[0][0].shape
         pairs = [(_flat(x), _flat(rows)) for x, rows in moving.pairs]
-        leading = height == 1
         if moving.inward:
-            move = compiled.put_leading if leading else compiled.put_trailing
             pairs = [(x, _readable(rows)) for x, rows in pairs]
-        else:
-            move = compiled.take_leading if leading else compiled.take_trailing
-        size = tail if leading else height
+        move, size = (
+            (compiled.move_leading, tail) if height == 1 else (compiled.move_trailing, height)
+        )
+        inward = moving.inward or None  # of another type, so that each is compiled
 
         def work(block: Block) -> None:
             for x, rows in pairs:
-                move(x, rows, moving.channels, n, size, block)
+                move(x, rows, moving.channels, inward, n, size, block)
 
         return work
 

@@ -18,7 +18,7 @@ there; the first one may begin at the element `origin` of the others. A block is
 
 Where rows move, `x` is a leaf's array and `some` has the rows of its `channels`, `(groups, k)` of
 `n`; both are flat. A segment is one of these channels, of `width` elements (leading), or one row of
-all of them (trailing, `height` rows in a group).
+all of them (trailing, `height` rows in a group). `inward` is True, or None for the other way.
 """
 
 from collections.abc import Callable
@@ -219,60 +219,45 @@ def _advance_row(p, m, v, gs, fs, out, active, m_scale, v_scale, scalars):
             out[i] = _rounded(p[i], out) if active[i] else out[i]
 
 
+def _move(x, i, some, j, inward):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_move)
+@no_type_check
+def _(x, i, some, j, inward):
+    # Known when it is compiled: what moves inward is read-only.
+    def out_of(x, i, some, j, inward):
+        some[j] = x[i]
+
+    def into(x, i, some, j, inward):
+        x[i] = some[j]
+
+    return out_of if inward == numba.none else into
+
+
 @_compiled
 @no_type_check
-def take_leading(x, some, channels, n, width, block):
+def move_leading(x, some, channels, inward, n, width, block):
     first, last, left, right = block
     for s in range(first, last):
-        i, j = _run_of(s, channels, n) * width, s * width
-        _copy(x[i + left : i + right], some[j + left : j + right])
+        group, j = divmod(s, channels.shape[1])
+        i = (group * n + channels[group, j]) * width
+        here, there = x[i + left : i + right], some[s * width + left : s * width + right]
+        for e in range(there.size):
+            _move(here, e, there, e, inward)
 
 
 @_compiled
 @no_type_check
-def put_leading(x, some, channels, n, width, block):
-    first, last, left, right = block
-    for s in range(first, last):
-        i, j = _run_of(s, channels, n) * width, s * width
-        _copy(some[j + left : j + right], x[i + left : i + right])
-
-
-@_compiled
-@no_type_check
-def _copy(source, target):
-    for i in range(source.size):
-        target[i] = source[i]
-
-
-@_compiled
-@no_type_check
-def _run_of(s, channels, n):
-    group, j = divmod(s, channels.shape[1])
-    return group * n + channels[group, j]
-
-
-@_compiled
-@no_type_check
-def take_trailing(x, some, channels, n, height, block):
+def move_trailing(x, some, channels, inward, n, height, block):
     first, last, left, right = block
     k = channels.shape[1]
     for s in range(first, last):
         index = channels[s // height, left:right]
-        source, target = x[s * n : (s + 1) * n], some[s * k + left : s * k + right]
-        for j in range(index.size):
-            target[j] = source[index[j]]
-
-
-@_compiled
-@no_type_check
-def put_trailing(x, some, channels, n, height, block):
-    first, last, left, right = block
-    k = channels.shape[1]
-    for s in range(first, last):
-        index = channels[s // height, left:right]
-        source, target = some[s * k + left : s * k + right], x[s * n : (s + 1) * n]
-        for j in range(index.size):
-            target[index[j]] = source[j]
+        here, there = x[s * n : (s + 1) * n], some[s * k + left : s * k + right]
+        for e in range(there.size):
+            _move(here, index[e], there, e, inward)
 
 
 @_compiled
