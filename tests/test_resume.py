@@ -2,6 +2,9 @@
 
 import copy
 import dataclasses
+import gc
+import threading
+import weakref
 
 import jax
 import numpy as np
@@ -10,7 +13,15 @@ import pytest
 import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, SECOND, THIRD, Plan, Settings, Training
-from zenflow_jax import AutoSelect, AutoWindow
+from zenflow_jax import (
+    AutoSelect,
+    AutoWindow,
+    HostEngine,
+    _crossing,
+    _engine,
+    _host_half,
+    _placement,
+)
 
 # Stale windows, a warm-up, selections, a skipped step, and an early end of a window.
 SETTINGS = Settings(
@@ -213,3 +224,88 @@ def test_masters_want_the_engine_that_has_them():
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
         with pytest.raises(ValueError, match="Pass the engine that trained"):
             zenflow_jax.master_params(training.params, training.state)
+
+
+def test_masters_are_on_the_devices_before_the_host_may_change_them(monkeypatch):
+    # On a GPU a copy to the device reads host memory after the call that started it has returned.
+    on_their_way, waited_for = {}, jax.block_until_ready
+
+    def upload(tree, device):
+        found = _placement.upload(tree, device)
+        on_their_way[id(found)] = found
+        return found
+
+    def block_until_ready(tree):
+        for x in jax.tree.leaves(tree):
+            on_their_way.pop(id(x), None)
+        return waited_for(tree)
+
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        go(training, PLAN, 11)
+        monkeypatch.setattr(_crossing, "upload", upload)
+        monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
+        for _ in training.engine._masters(training.state):
+            assert not on_their_way
+
+
+def fail_elsewhere(engine):
+    """As if another process had failed, and this one's worker has ended with that."""
+    engine._worker.fail("process 1 failed: the memory is gone")
+    engine._worker._thread.join(60)
+    assert not engine._worker._thread.is_alive()
+
+
+@pytest.mark.parametrize("read", ["state", "lend", "masters"])
+def test_a_failure_elsewhere_while_the_host_is_read_is_raised_as_such(monkeypatch, read):
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        go(training, PLAN, 11)
+        engine, settle = training.engine, HostEngine._settle
+
+        def settle_and_fail(self):
+            found = settle(self)
+            fail_elsewhere(self)
+            return found
+
+        monkeypatch.setattr(HostEngine, "_settle", settle_and_fail)
+        calls = {
+            "state": engine.state,
+            "lend": lambda: engine.lend().__enter__(),
+            "masters": lambda: zenflow_jax.master_params(training.params, training.state, engine),
+        }
+        with pytest.raises(RuntimeError, match="process 1 failed: the memory is gone"):
+            calls[read]()
+
+
+def test_masters_that_are_being_read_stay_those_of_their_step_when_another_process_fails():
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        go(training, PLAN, 11)
+        expected = list(training.engine._masters(training.state))
+        masters = training.engine._masters(training.state)
+        found = [next(masters)]
+        fail_elsewhere(training.engine)
+        runs.assert_same_bits([*found, *masters], expected)
+
+
+def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(monkeypatch):
+    arrays = []
+
+    class Remembered(_host_half.HostHalf):
+        def __init__(self, *args):
+            super().__init__(*args)
+            arrays.extend(weakref.ref(leaf.master) for leaf in self.leaves)
+
+    def explode(*_):
+        raise MemoryError("no room for what is on its way")
+
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        go(training, PLAN, 11)
+        checkpoint = saved(training)
+        before = threading.active_count()
+        monkeypatch.setattr(_engine, "HostHalf", Remembered)
+        monkeypatch.setattr(_crossing.Crossing, "resume", explode)
+        with pytest.raises(MemoryError, match="no room"):
+            resumed(training, checkpoint)
+        assert threading.active_count() == before
+        gc.collect()
+        assert arrays
+        assert [x for x in arrays if x() is not None] == []

@@ -102,9 +102,7 @@ class Crossing:
         # The step's own memory is what they are to have.
         jax.block_until_ready(after)
         start = time.perf_counter()
-        leaves = self._half.leaves
-        if not leaves:
-            self._worker.check()  # it failed after this update
+        leaves = self._worker.leaves()
         uploads = list(uploads)
         for i in late:
             uploads[i] = [upload(leaves[i].upload, device) for device in self._parts[i].devices]
@@ -161,13 +159,16 @@ class Crossing:
 
         The worker must have nothing to do. The rows of selected channels are not current.
         """
+        leaves = self._worker.leaves()
         for i, spec in zip(self._travels, self._specs, strict=True):
             parts, pieces = [], []
-            for part, half in zip(self._parts, self._half.leaves, strict=True):
+            for part, half in zip(self._parts, leaves, strict=True):
                 if self._travels[part.leaf] == i:
                     master = half.master.reshape(part.spec.shape)
                     parts.append(dataclasses.replace(part, leaf=0))
                     pieces.append([upload(master, device) for device in part.devices])
+            # They are copies of live masters, which the next update writes.
+            jax.block_until_ready(pieces)
             yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
 
     def resume(

@@ -218,6 +218,8 @@ class HostEngine:
         self._closed = False
         self._interrupted = False
         self._loan: Loan | None = None  # the last one
+        # When nothing else can fail: who has no engine cannot end its thread.
+        self._worker.start()
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
         # waited for, before the modules go that it works with.
         weakref.finalize(self, self._worker.ask_to_stop)
@@ -403,6 +405,7 @@ class HostEngine:
         except RuntimeError:
             self._worker.check()  # it failed meanwhile, and the kernels' threads are gone
             raise
+        leaves = self._worker.leaves()  # not before: what is gone is not added up
         run, ticket = self._mailbox.numbers
         counts = Counts(
             step=self._progress.step,
@@ -420,7 +423,9 @@ class HostEngine:
             kept=self._progress.kept,
         )
         return {
-            "leaves": leaves_to_trees(half, self._parts, self._arrays, self._crossing.before, take),
+            "leaves": leaves_to_trees(
+                leaves, half.counted, self._parts, self._arrays, self._crossing.before, take
+            ),
             "counts": counts_to_tree(counts, self._schedule),
             "options": self._options,
         }

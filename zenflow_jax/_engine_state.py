@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._aligned import blank
 from zenflow_jax._channels import LeafSpec
-from zenflow_jax._host_half import HostHalf
+from zenflow_jax._host_half import HostHalf, HostLeaf
 from zenflow_jax._parts import Part, assemble, by_leaf, host_channels, piece_of
 from zenflow_jax._placement import HOST
 from zenflow_jax._schedule import (
@@ -208,7 +208,8 @@ def arrays_of(
 
 
 def leaves_to_trees(
-    half: HostHalf,
+    leaves: Sequence[HostLeaf],
+    counted: int,
     parts: Sequence[Part],
     arrays: Sequence[Mapping[str, tuple[tuple[int, ...], Any, Any]]],
     before: Sequence[jax.Array] | None,
@@ -217,20 +218,21 @@ def leaves_to_trees(
     """What the host half has of each leaf that travels.
 
     Args:
-        half: At rest.
-        parts: Its parts.
+        leaves: Its arrays, at rest.
+        counted: Steps in its sums.
+        parts: Of what it has them.
         arrays: Of each leaf its `arrays_of`.
         before: Channels selected during the pending update's window, if others are now.
-        take: Makes of an array of `half` one that the result may have: a copy, or what is lent.
+        take: Makes of one of those arrays one that the result may have: a copy, or what is lent.
     """
     pieces: dict[str, list[list[jax.Array | None]]] = {}
-    for leaf, part in zip(half.leaves, parts, strict=True):
+    for leaf, part in zip(leaves, parts, strict=True):
         spec = part.spec
         channels = (
             leaf.channels if before is None else host_channels(part.of(before[part.leaf]), part)
         )
         # Sums that nothing was added to yet are not there, or are those of a former window.
-        total = leaf.total if half.counted else None
+        total = leaf.total if counted else None
         sums = []
         if "total" in arrays[part.leaf]:
             sums = [("total", blank(spec.shape) if total is None else take(total), spec.shape)]

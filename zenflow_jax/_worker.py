@@ -86,6 +86,9 @@ class Close:
 class Worker:
     """Owns the thread. Failures travel to the caller through `check` and every open `done`.
 
+    `start` it before anything is waited for, once nothing can fail any more that its owner needs:
+    a thread that runs keeps all host arrays.
+
     Args:
         half: The arrays that the thread works on; nobody else touches them from now on.
         parts: For each leaf of `half` of what it is a part, and where its uploads go.
@@ -130,8 +133,11 @@ class Worker:
         self._sums_receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
+
+    def start(self) -> None:
+        """Begins to work."""
         self._thread.start()
-        watch.start(self.fail)
+        self._watch.start(self.fail)
 
     def post(self, item: Mail | Sums | Close) -> None:
         promised = [item.done]
@@ -170,6 +176,20 @@ class Worker:
                 "Deferred channels are not up to date and this engine takes no more work; go on "
                 "from the last checkpoint."
             ) from self._failure
+
+    def leaves(self) -> list[HostLeaf]:
+        """The host's arrays, of each part; for the caller, while the thread has nothing to do.
+
+        Who has the list has the arrays, although another process may fail at any moment: the
+        thread then ends, and lets go of them without writing to them.
+
+        Raises:
+            RuntimeError: If that has happened already.
+        """
+        leaves = self._half.leaves
+        if len(leaves) != len(self._parts):
+            self.check()
+        return leaves
 
     def wait(self, future: Future, after: Any) -> Any:
         """What `future` gives, on the caller's thread.
