@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from zenflow_jax._placement import read
 from zenflow_jax._state import ZenFlowState
 
 
@@ -33,9 +34,10 @@ def check_fresh(state: ZenFlowState) -> None:
             f"expected a state of arrays, got {type((arrays or [state.step])[0]).__name__}. Make "
             "the engine outside of jit, from what `tx.init(params)` returned for real parameters."
         )
-    if int(state.step):
+    step = int(read(state.step))
+    if step:
         raise ValueError(
-            f"expected a state from `tx.init`, got one after {int(state.step)} steps: the deferred "
+            f"expected a state from `tx.init`, got one after {step} steps: the deferred "
             "channels' moments are with the engine that made them. Make the engine before the "
             "first step and keep it for the whole run."
         )

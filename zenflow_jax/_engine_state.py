@@ -20,7 +20,7 @@ from zenflow_jax._aligned import blank
 from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_half import HostHalf, HostLeaf
 from zenflow_jax._parts import Part, assemble, by_leaf, host_channels, piece_of
-from zenflow_jax._placement import HOST
+from zenflow_jax._placement import HOST, read
 from zenflow_jax._schedule import (
     AutoSelect,
     AutoWindow,
@@ -350,11 +350,12 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
                 f"`engine_state`, got {x.dtype} {tuple(x.shape)}. {_MAY_CHANGE}"
             )
     step, ticket = int(saved["counts"]["step"]), int(saved["counts"]["ticket"])
-    if (int(state.step), int(state.ticket)) != (step, ticket):
+    given = int(read(state.step))
+    if (given, int(read(state.ticket))) != (step, ticket):
         raise ValueError(
             f"expected the `opt_state` that `exchange` returned when the engine's state was taken, "
-            f"after step {step}, got one after step {int(state.step)}"
-            f"{' of another run' if int(state.step) == step else ''}. Save and restore parameters, "
+            f"after step {step}, got one after step {given}"
+            f"{' of another run' if given == step else ''}. Save and restore parameters, "
             "optimizer state and engine state together."
         )
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._host_half import KEPT
-from zenflow_jax._placement import put_everywhere, zeros_like
+from zenflow_jax._placement import put_everywhere, read, zeros_like
 from zenflow_jax._schedule import longest
 from zenflow_jax._state import LeafState, Letter, ZenFlowState
 from zenflow_jax._worker import Mail, Sums, Worker
@@ -66,7 +66,7 @@ class Mailbox:
     def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
         self._given = state.ticket
-        self._ticket = int(state.ticket)
+        self._ticket = int(read(state.ticket))
         # Runs that start from the same weights have the same first ticket, so the engine's number
         # takes part from the second on. It is the same on every process and in every repetition.
         self._run = self._ticket + 1_000_003 * number

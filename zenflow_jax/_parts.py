@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._channels import LeafSpec
-from zenflow_jax._placement import view
+from zenflow_jax._placement import read
 from zenflow_jax._shards import Here, Layout
 from zenflow_jax._state import LeafState
 
@@ -112,7 +112,7 @@ def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
         pairs = list(zip(index, ends, strict=True))
         if all(low <= s.start and s.stop <= high for s, (low, high) in pairs):
             inside = tuple(slice(s.start - low, s.stop - low) for s, (low, _) in pairs)
-            return np.asarray(shard.data)[inside]
+            return read(shard.data)[inside]
     return None
 
 
@@ -120,7 +120,7 @@ def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
     """What a part has of the selected channels, `(groups, k)`, from its first one on; a copy."""
     # A live view of the array would block its donation.
     shape = part.spec.view4(part.spec.k)[::2]
-    return np.array(view(channels)).reshape(shape) - part.first
+    return np.array(read(channels)).reshape(shape) - part.first
 
 
 def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:
