@@ -35,9 +35,9 @@ TIMEOUT_S = 120.0
 class Engine:
     """The part of an engine that a watch knows: its caller waits for `future`."""
 
-    def __init__(self, name: str, grace_s: float):
+    def __init__(self, name: str, grace_s: float, **more: Any):
         self.future: Future = Future()
-        self.watch = Watch(name, [0, 1], poll_s=POLL_S, grace_s=grace_s)
+        self.watch = Watch(name, [0, 1], poll_s=POLL_S, grace_s=grace_s, **more)
         self.watch.start(self.fail)
         weakref.finalize(self, self.watch.close)
 
@@ -252,10 +252,16 @@ def test_a_failure_ends_all_processes_that_cannot_raise_it_together(case):
             for output in outputs:
                 assert f"process {failing} failed: the moments ran away" in output
             # Gloo may wake the other one when the first goes; what else is used for it does not.
-            assert any(
-                f"Process {me} ends itself" in output and "most recent call first" in output
+            ended = [
+                (output, f"Process {me} ends itself")
                 for me, output in enumerate(outputs)
-            )
+                if f"Process {me} ends itself" in output
+            ]
+            assert ended
+            for output, words in ended:
+                assert "most recent call first" in output
+                # It was said before it was done.
+                assert 0 < output.find("will be ended with code 1") < output.index(words)
 
 
 def test_a_failure_is_raised_by_a_process_that_waits_for_its_engine():
@@ -359,3 +365,26 @@ def test_a_watch_ends_with_the_service_once_its_engine_is_closed(store):
     store.broken = True
     engine.watch.close()
     wait_until(lambda: not watches())
+
+
+def test_a_process_that_is_stuck_is_left_waiting_where_its_engine_says_so(store, capfd):
+    engine = Engine("engine", SOON_S, exit_if_stuck=False)
+    engine.watch.report("the moments ran away")
+    wait_until(lambda: not watches())
+    said = capfd.readouterr().err
+    first, last = said.split("zenflow_jax: ")[1:]
+    for text in (first, last):
+        assert text.startswith("process 0 failed: the moments ran away")
+        assert "`exit_if_stuck=False`" in text
+    assert "will be left waiting" in first
+    assert "is not ended" in last
+    assert "most recent call first" in last
+
+
+def test_a_failure_that_all_raise_together_is_not_announced(store, capfd):
+    engine = Engine("engine", NEVER_S)
+    store.entries[f"{engine.watch._directory}1/left"] = "call 7"
+    engine.watch.report("the moments ran away")
+    engine.watch.raised("call 7")
+    wait_until(lambda: not watches())
+    assert capfd.readouterr().err == ""

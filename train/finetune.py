@@ -195,6 +195,8 @@ def train(
                     prefetch_bytes=settings.prefetch_bytes,
                     threads=settings.threads,
                     engine_state=engine_state,
+                    # This process has nothing to do beside the job, which can be started again.
+                    exit_if_stuck=True,
                 )
             except ValueError as error:  # too little pinned memory, or other options than before
                 raise SettingsError(str(error)) from error

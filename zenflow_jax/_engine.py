@@ -111,6 +111,13 @@ class HostEngine:
             is uploaded at the boundary, when the step's own memory is free; the loop waits for it.
         engine_state: What `state()` returned when `params` and `opt_state` were saved, to go on
             from there with the same bits. It is copied.
+        exit_if_stuck: In a run of several processes a failure of one is raised by the others at
+            their next call. One that waits in a collective, which the failed one never joins, makes
+            no next call, and neither an exception nor a signal's handler gets through to it: jax
+            ends it after minutes, without the reason, or never. So it is ended 30 s after the
+            failure, by `os._exit(1)`; the reason is on stderr at the failure and at the end. False
+            leaves it waiting: for a program that has more to do than this run, and somebody who
+            ends it.
 
     Raises:
         ValueError: If an argument is out of range; if the state is not one ZenFlowState with
@@ -148,6 +155,7 @@ class HostEngine:
         threads: int | None = None,
         prefetch_bytes: int | None = None,
         engine_state: Any = None,
+        exit_if_stuck: bool = True,
     ):
         check_budget(prefetch_bytes)
         params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
@@ -190,7 +198,9 @@ class HostEngine:
         shardings = {weight.sharding for weight in weights}
         number = next(_ENGINES)
         self._watch = Watch(
-            f"engine {number}", {d.process_index for s in shardings for d in s.device_set}
+            f"engine {number}",
+            {d.process_index for s in shardings for d in s.device_set},
+            exit_if_stuck=exit_if_stuck,
         )
         self._half = half
         self._arrays = [

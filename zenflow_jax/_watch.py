@@ -5,7 +5,8 @@ with an error: that one waits at exit for the others, these wait for it in a col
 300 s JAX aborts them all. A program that catches the error holds up the others for ever.
 
 So the engine of a run on several processes has a `Watch`. It spreads a worker's failure, so that
-the other processes raise it too, and it ends processes that cannot raise it because they are stuck.
+the other processes raise it too, and it ends processes that cannot raise it because they are stuck,
+unless it was told not to.
 """
 
 import atexit
@@ -46,8 +47,9 @@ class Watch:
     left at the same point they have dispatched the same programs, none waits for another, and the
     watch ends without a word, whatever they do next. If a failure is known and that has not come
     about `grace_s` later, each process ends itself with code 1, its message and its threads' stacks
-    on stderr: some are stuck already, and the others would be in their next collective. The
-    interpreter's exit has no longer than that either. All in all 35 s, with the defaults.
+    on stderr: some are stuck already, and the others would be in their next collective. That it is
+    going to is said on stderr beforehand. The interpreter's exit has no longer than that either.
+    All in all 35 s, with the defaults.
 
     First `start`, then the other calls, from any thread and any number of times; they neither wait
     nor raise, and the point at which a process left first is the one that counts. Where one
@@ -58,6 +60,7 @@ class Watch:
         processes: The indices of those that take part.
         poll_s: Seconds between two looks at the others.
         grace_s: Seconds from a failure to the end of a process that is stuck.
+        exit_if_stuck: False leaves it waiting; it is said on stderr in the same way.
 
     Raises:
         RuntimeError: If several processes take part, and `jax.distributed` is not initialized.
@@ -70,6 +73,7 @@ class Watch:
         *,
         poll_s: float = POLL_S,
         grace_s: float = GRACE_S,
+        exit_if_stuck: bool = True,
     ):
         self._processes = frozenset(processes)
         self._idle = len(self._processes) < 2
@@ -81,6 +85,7 @@ class Watch:
         members = hashlib.sha256(repr(sorted(self._processes)).encode()).hexdigest()[:16]
         self._directory = f"zenflow_jax/{members}/{name}/"
         self._poll_s, self._grace_s = poll_s, grace_s
+        self._exit_if_stuck = exit_if_stuck
         # (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
         # collector may `close`, and it may run on a thread that is inside of `put` or `get`.
         self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -148,7 +153,12 @@ class Watch:
 
     def _watch(self) -> None:
         end = exit_end = math.inf
+        announced = False
         while not self._together():
+            if self._failed and not announced:
+                # Not at once: most often all are about to raise it.
+                self._announce()
+                announced = True
             # At exit somebody waits for this thread.
             self._hear(self._poll_s / 10 if self._exits else self._poll_s)
             try:
@@ -165,14 +175,19 @@ class Watch:
                 self._pass_on()
             if self._exits and self._failed:
                 # The exit may go on, and gets stuck or not: this thread does not outlive it.
-                if self._left[self._me] == CLOSED:
-                    # An error that was raised here, if one was, does not say why.
-                    _say(f"{self._what()}\n")
+                if not announced:
+                    # An error that was raised here, if one was, may not say why.
+                    self._announce()
                 self._at_rest.set()
+                if not self._exit_if_stuck:
+                    return
                 time.sleep(max(0.0, end - now))
                 self._end_process()
             if now >= end:
-                self._end_process()
+                if self._exit_if_stuck:
+                    self._end_process()
+                self._say_that_it_waits()
+                return
             if self._exits:
                 exit_end = min(exit_end, now + self._grace_s)
             if now >= exit_end:
@@ -221,20 +236,45 @@ class Watch:
         process, message = min(self._failed.items())
         return f"process {process} failed: {message}"
 
+    def _announce(self) -> None:
+        comes = (
+            "will be ended with code 1, by `os._exit`, which cleans nothing up"
+            if self._exit_if_stuck
+            else "will be left waiting, as `exit_if_stuck=False` says"
+        )
+        _say(
+            f"{self._what()}\n"
+            f"Process {self._me} {comes}, unless all processes have left the engine at the same "
+            f"point {self._grace_s:g} s from now: by raising this failure, or by `close`.\n"
+        )
+
     def _end_process(self) -> NoReturn:
+        _say(
+            f"{self._what()}\n"
+            f"Process {self._me} ends itself with code 1: {self._reason()}. Start them all again, "
+            "from the last checkpoint. The threads of this one now:\n"
+        )
+        faulthandler.dump_traceback(2)
+        os._exit(1)
+
+    def _say_that_it_waits(self) -> None:
+        _say(
+            f"{self._what()}\n"
+            f"Process {self._me} is not ended, as `exit_if_stuck=False` says, but: "
+            f"{self._reason()}. End them all and start them again, from the last checkpoint. The "
+            "threads of this one now:\n"
+        )
+        faulthandler.dump_traceback(2)
+
+    def _reason(self) -> str:
         states = ", ".join(
             f"process {i} left it at {self._left[i]}" if i in self._left else f"process {i} did not"
             for i in sorted(self._processes)
         )
-        _say(
-            f"{self._what()}\n"
-            f"Process {self._me} ends itself with code 1: {self._grace_s:g} s later the processes "
-            f"have not all left the engine at the same point ({states}), and whoever goes on "
-            "waits in a collective that others never join. Start them all again, from the last "
-            "checkpoint. The threads of this one now:\n"
+        return (
+            f"{self._grace_s:g} s later the processes have not all left the engine at the same "
+            f"point ({states}), and whoever goes on waits in a collective that others never join"
         )
-        faulthandler.dump_traceback(2)
-        os._exit(1)
 
 
 def _say(text: str) -> None:
