@@ -786,7 +786,10 @@ def test_pinned_memory_that_is_there_is_taken(mail, platform, limit):
             ["`send_mail` must be None", "'step'", "leave `send_mail` out"],
         ),
         ({"transfer_dtype": "float16"}, ["`transfer_dtype` must be bfloat16", "'float16'"]),
-        ({"transfer_dtype": 3}, ["`transfer_dtype` must be bfloat16", "got 3", "their own dtype"]),
+        (
+            {"transfer_dtype": 3},
+            ["`transfer_dtype` must be bfloat16", "got 3", "in their own dtype"],
+        ),
     ],
     ids=str,
 )

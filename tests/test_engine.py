@@ -191,6 +191,37 @@ def test_sums_of_float16_gradients_do_not_overflow():
         assert np.isfinite(training.values()["w"]).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "transfer_dtype", "accumulate"),
+    [("float16", None, "host"), ("float16", None, "device"), ("bfloat16", np.float32, "host")],
+)
+def test_gradients_wider_than_their_leaves_reach_the_host_unrounded(
+    dtype, transfer_dtype, accumulate
+):
+    # As after loss scaling: of float16 gradients of this size nothing would be left.
+    leaves = (runs.Leaf("bias", (5,), None, dtype), runs.Leaf("rows", (12, 5), -2, dtype))
+
+    def small(leaves, step, seed=0, bad=False):
+        wide = tuple(leaf._replace(dtype="float32") for leaf in leaves)
+        scale = np.float32(1e-9)
+        return {n: scale * g for n, g in runs.gradients(wide, step, seed, bad).items()}
+
+    settings = Settings(
+        topk_ratio=0.3,
+        update_interval=2,
+        select_interval=4,
+        eps=1e-15,
+        accumulate=accumulate,
+        transfer_dtype=transfer_dtype,
+    )
+    plan = runs.Plan(7, flush_at=(7,))
+    expected, _ = runs.reference(leaves, settings, plan, gradients=small)
+    for offload in (False, True):
+        kernel = {"host_kernel": "numpy"} if offload else {}
+        with Training(leaves, settings, offload=offload, gradients=small, **kernel) as training:
+            runs.assert_agree(training.history(plan), expected)
+
+
 def test_mail_that_is_kept_is_freed_by_close(monkeypatch):
     views = []
 

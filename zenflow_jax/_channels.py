@@ -39,7 +39,7 @@ class LeafSpec:
     k: int  # selected channels in each stack entry; 0 for a resident leaf
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
-    transfer_dtype: np.dtype | None = None  # of its mail; None for its own
+    transfer_dtype: np.dtype | None = None  # of its mail; None for the leaf's own
 
     @property
     def mail_dtype(self) -> np.dtype:
@@ -99,7 +99,6 @@ def resolve(
     sharding: Any,
     decay: bool,
     transfer_dtype: np.dtype | None,
-    sums_travel: bool,
 ) -> LeafSpec:
     """Decides what kind of leaf this is; the only place that reads the user's callables."""
     name = plain_name(path)
@@ -128,11 +127,11 @@ def resolve(
             "Pass a function of (key path, leaf) where leaves differ, or keep the leaf on the "
             "device with `resident`."
         )
-    if dtype == np.float16:
-        # Finite gradients can have a sum that is not.
-        transfer_dtype = np.dtype(np.float32) if sums_travel else None
-    elif dtype != np.float32:
-        transfer_dtype = None  # of what is narrow already nothing is gained
+    if transfer_dtype is None and dtype == np.float16:
+        # Unscaled gradients are what float16 has no room for: most are too small, some too large.
+        transfer_dtype = np.dtype(np.float32)
+    elif transfer_dtype == dtype:
+        transfer_dtype = None
     spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=transfer_dtype)
     pieces = 1 if place is None else place.count(place.block[int(axis)])
     # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.

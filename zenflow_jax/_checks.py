@@ -137,7 +137,7 @@ def check_delivery(accumulate: str, send_mail: str | None) -> str:
 
 
 def check_transfer_dtype(dtype: Any) -> np.dtype | None:
-    """What mail of float32 leaves is cast to; None for nothing."""
+    """What mail is cast to; None for what suits each leaf."""
     if dtype is None:
         return None
     try:
@@ -146,10 +146,11 @@ def check_transfer_dtype(dtype: Any) -> np.dtype | None:
         found = None
     if found not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
         raise ValueError(
-            f"`transfer_dtype` must be bfloat16 or None, got {dtype!r}. Gradients of float32 "
-            "leaves may cross in half the bytes; others cross in their own dtype."
+            f"`transfer_dtype` must be bfloat16, float32 or None, got {dtype!r}. Gradients may "
+            "cross in half the bytes, or all unrounded; with None those of bfloat16 leaves cross "
+            "in their own dtype, all others in float32."
         )
-    return None if found == np.float32 else found
+    return found
 
 
 def check_numbers(**numbers: Any) -> None:
@@ -225,7 +226,6 @@ def resolve_specs(
     param_shardings: Any,
     mask: Any,
     transfer_dtype: np.dtype | None,
-    sums_travel: bool,
 ) -> tuple[LeafSpec, ...]:
     """One `LeafSpec` for each leaf of `params`, in order."""
     paths = jax.tree_util.tree_leaves_with_path(params)
@@ -242,7 +242,6 @@ def resolve_specs(
             sharding=sharding,
             decay=decay,
             transfer_dtype=transfer_dtype,
-            sums_travel=sums_travel,
         )
         for (path, leaf), decay, sharding in zip(
             paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True

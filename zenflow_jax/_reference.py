@@ -385,11 +385,9 @@ def _make_leaf(
         for entry in np.ndindex(*stack)
         for shard in range(shards)
     ]
-    mail_dtype: Any = param.dtype
-    if param.dtype == np.float32:
-        mail_dtype = settings.transfer_dtype or param.dtype
-    elif param.dtype == np.float16 and settings.accumulate == "device":
-        mail_dtype = np.float32
+    # float16 has no room for gradients that were divided by a loss scale.
+    own: Any = np.float32 if param.dtype == np.float16 else param.dtype
+    mail_dtype = settings.transfer_dtype or own
     return _Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups)
 
 

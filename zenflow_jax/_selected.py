@@ -27,11 +27,11 @@ class Seen(NamedTuple):
 
 
 def look(g: jax.Array, leaf: LeafState, delivery: str, rank: int) -> Seen:
-    """Everything that reads a whole gradient; `rank` is that of mail in host memory."""
+    """Everything that reads a whole gradient; `rank` is that of mail in host memory.
+
+    It is read in the dtype in which it arrives. Only mail is rounded, to the dtype that it has.
+    """
     spec, layout = leaf.spec, Layout(leaf.spec)
-    if spec.dtype == jnp.float16:
-        # Mail has the leaf's dtype: what overflows there must be seen to, and the step skipped.
-        g = g.astype(spec.dtype)
     travels = leaf.travels
     leaves = travels and delivery == "step"
     if not leaves:

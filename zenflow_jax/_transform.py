@@ -112,14 +112,20 @@ def zenflow(
             sums are float32. "device": the step adds them up, and one sum per window is sent,
             `update_interval` times fewer bytes; the sum lies on the device (2 bytes per bf16
             parameter, twice while one is on its way) in the dtype that it is sent in, the leaf's or
-            `transfer_dtype`, to which it is rounded at every step. Of float16 leaves it is float32.
+            `transfer_dtype`, to which it is rounded at every step. Of float16 leaves it is float32
+            unless `transfer_dtype` is given.
         send_mail: When gradients leave that the host adds up. "step" (None): inside the step, as
             the backward pass makes them; best where layers are written out. "exchange": they stay
             on the device until the step ends and are copied while the next one runs, which costs
             the leaf's dtype once more per parameter until then: for layers under `lax.scan`, whose
             gradients are there only at the end. The same bits either way.
-        transfer_dtype: `jnp.bfloat16` to send gradients of float32 leaves in half the bytes,
-            rounded; updates still come back in float32, as the host's master is the parameter.
+        transfer_dtype: In which dtype gradients go to the host. Norms, scores and the selected
+            channels' step always have them as they arrive. None: those of bfloat16 leaves in
+            bfloat16; of float32 and of float16 leaves in float32, as float16 has no room for
+            gradients that were divided by a loss scale. `jnp.bfloat16`: all in 2 bytes, rounded;
+            updates of float32 leaves still come back in float32. `jnp.float32`: all unrounded, for
+            gradients of bfloat16 leaves that arrive in float32 (sums of micro-batches), in twice
+            the bytes.
 
     Returns:
         A transformation whose `update` needs `params`. The update it returns is float32; with it
@@ -178,7 +184,6 @@ def zenflow(
             param_shardings=param_shardings,
             mask=mask,
             transfer_dtype=mail_dtype,
-            sums_travel=delivery == "window",
         )
         weights = jax.tree.leaves(params)
         if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):
