@@ -289,6 +289,39 @@ IF_INJECTED = "static_args=zenflow_jax.STATIC_ARGS"
             TypeError,
             ["`mask`", "tree of bools or a function", "array("],
         ),
+        (
+            "eps_root of adamw by position",
+            lambda: zenflow_jax.zenflow(1e-3, 0.9, 0.95, 1e-8, 1e-12),
+            TypeError,
+            ["at most four", "got 5", "fifth of `optax.adamw` is `eps_root`", "weight_decay=0.01"],
+        ),
+        *(
+            (
+                f"{name} of adamw",
+                lambda name=name, value=value: make(**{name: value}),
+                TypeError,
+                [
+                    "`zenflow` has all arguments of `optax.adamw` but",
+                    f"got {name}=",
+                    "Leave it out",
+                ],
+            )
+            for name, value in (("eps_root", 1e-8), ("mu_dtype", jnp.bfloat16), ("nesterov", True))
+        ),
+        (
+            "an argument that nobody has",
+            lambda: make(topk=0.1),
+            TypeError,
+            ["unexpected keyword argument 'topk'"],
+        ),
+        (
+            "eps_root by position under inject_hyperparams",
+            lambda: optax.inject_hyperparams(
+                zenflow_jax.zenflow, static_args=zenflow_jax.STATIC_ARGS
+            )(1e-3, 0.9, 0.95, 1e-8, 1e-12),
+            TypeError,
+            ["too many positional arguments"],
+        ),
     ]
 )
 def test_zenflow_refuses(call, exception, words):

@@ -832,16 +832,18 @@ def test_the_leading_arguments_and_defaults_are_those_of_adamw():
     ours = inspect.signature(zenflow_jax.zenflow).parameters
     theirs = inspect.signature(optax.adamw).parameters
     positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert positional == ["learning_rate", "b1", "b2", "eps", "weight_decay", "mask"]
-    # adamw has `eps_root` and `mu_dtype` next; all others stand in its order.
-    assert positional == [name for name in theirs if name in positional]
-    assert positional[:4] == list(theirs)[:4]
-    assert all(ours[name].default == theirs[name].default for name in positional)
+    # adamw has `eps_root` next, which a number meant for `weight_decay` must not be taken for.
+    assert positional == list(theirs)[:4] == ["learning_rate", "b1", "b2", "eps"]
+    shared = [name for name in theirs if name in ours]
+    assert shared == [*positional, "weight_decay", "mask"]
+    assert all(ours[name].default == theirs[name].default for name in shared)
 
 
 def test_the_own_arguments_are_keyword_only_and_have_the_documented_defaults():
     ours = inspect.signature(zenflow_jax.zenflow).parameters.values()
     assert {p.name: p.default for p in ours if p.kind is p.KEYWORD_ONLY} == {
+        "weight_decay": 1e-4,
+        "mask": None,
         "topk_ratio": 0.1,
         "update_interval": 4,
         "select_interval": None,

@@ -1,6 +1,6 @@
 """What users may pass to `zenflow()`, and what they are told otherwise."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -33,6 +33,31 @@ STATIC_ARGS = (
     "send_mail",
     "transfer_dtype",
 )
+
+
+#: What `optax.adamw` has and `zenflow` has not, and what it comes to without.
+_NOT_HERE = {
+    "eps_root": "Leave it out: its default is 0, and `eps` alone keeps the divisor from 0",
+    "mu_dtype": "Leave it out: moments are float32, those of deferred channels in host memory",
+    "nesterov": "Leave it out: its default is False",
+}
+
+
+def check_arguments(arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Refuses calls that `optax.adamw` would understand in another way, or alone."""
+    if len(arguments) > 4:
+        raise TypeError(
+            "`zenflow` takes at most four arguments by position (learning_rate, b1, b2, eps), got "
+            f"{len(arguments)}. The fifth of `optax.adamw` is `eps_root`, which is not there, not "
+            "`weight_decay`: name it and all that follows, as in "
+            "`zenflow(1e-3, 0.9, 0.999, 1e-8, weight_decay=0.01)`."
+        )
+    for name, advice in _NOT_HERE.items():
+        if name in options:
+            raise TypeError(
+                f"`zenflow` has all arguments of `optax.adamw` but {', '.join(_NOT_HERE)}, got "
+                f"{name}={options[name]!r}. {advice}."
+            )
 
 
 def check_schedule(

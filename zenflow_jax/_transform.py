@@ -6,9 +6,10 @@ as mail to the host (`offload=True`, taken in by `_engine.py`) or to `_ingraph.p
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.core import Tracer
 from zenflow_jax import _ingraph
 from zenflow_jax._adam import AdamScalars
 from zenflow_jax._checks import (
+    check_arguments,
     check_delivery,
     check_numbers,
     check_placement,
@@ -35,15 +37,31 @@ from zenflow_jax._shards import as_its_parameter
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._statistics import weigh
 
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
+
+def _called_as_adamw(factory: _Factory) -> _Factory:
+    """Has those told who call it as `optax.adamw` is called where the two differ."""
+    made: Any = factory
+
+    @functools.wraps(made)
+    def call(*arguments: Any, **options: Any) -> Any:
+        check_arguments(arguments, options)
+        return made(*arguments, **options)
+
+    checked: Any = call
+    return checked
+
+
+@_called_as_adamw
 def zenflow(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
+    *,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[Any], Any] | None = None,
-    *,
     topk_ratio: float = 0.1,
     update_interval: int | str | AutoWindow = 4,
     select_interval: int | str | AutoSelect | EpochSelect | None = None,
@@ -72,6 +90,11 @@ def zenflow(
     (`optax.clip_by_global_norm`) keeps the mail from leaving during the backward pass: use
     `max_grad_norm`. Steps whose gradient is not finite are skipped anyway; with an engine,
     `optax.apply_if_finite` around it must not withhold an update, or the engine misses a step.
+
+    Up to `eps` the arguments are those of `optax.adamw`, in its order. All others must be named:
+    its fifth is `eps_root`. That one, `mu_dtype` and `nesterov` are not there, as each would have
+    to be in every kernel, on the device and on the host, to the bit; and what `mu_dtype` is for,
+    memory on the device, the moments of deferred channels do not take.
 
     Args:
         learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
@@ -136,7 +159,8 @@ def zenflow(
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.
-        TypeError: For numbers that arrive as arrays but shape the state.
+        TypeError: For numbers that arrive as arrays but shape the state; for arguments that are
+            not there, or not named.
 
     Examples:
         >>> import jax.numpy as jnp, optax
