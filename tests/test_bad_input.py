@@ -421,6 +421,33 @@ def test_wide_leaves_are_refused_by_name(dtype):
         assert_told(lambda: jax.eval_shape(make().init, params), ValueError, words)
 
 
+def test_random_keys_are_refused_by_name():
+    assert_told(
+        lambda: init({"dropout": jax.random.key(0), **PARAMS}),
+        ValueError,
+        ["a random key", "['dropout']", "nnx.state(model, nnx.Param)", "`optax.masked`"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("tx", "params", "warned"),
+    [
+        (optax.flatten(make()), PARAMS, True),
+        (make(resident=lambda *_: True), PARAMS, True),
+        (make(), PARAMS, False),
+        (make(topk_ratio=1.0), PARAMS, False),
+        (make(offload=False), {"bias": jnp.zeros(3)}, False),
+        (make(), {}, False),
+    ],
+    ids=["flattened", "resident", "usual", "all selected", "in-graph", "empty"],
+)
+def test_who_saves_no_memory_is_warned(caplog, tx, params, warned):
+    tx.init(params)
+    messages = [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
+    assert len(messages) == warned
+    assert all("saves no memory" in m and "`optax.flatten`" in m for m in messages)
+
+
 @pytest.mark.parametrize("leaf", [1.0, "name"], ids=str)
 def test_leaves_that_are_no_arrays_are_refused_by_name(leaf):
     assert_told(lambda: init({"scale": leaf}), (TypeError, ValueError), ["['scale']", "array"])
@@ -587,6 +614,29 @@ def test_update_refuses(call, exception, words):
     assert_told(lambda: jax.jit(call)(), exception, words)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_init_and_update_inside_shard_map_are_refused(offload, jit):
+    mesh = jax.sharding.Mesh([DEVICE], "data")
+    everywhere = jax.sharding.PartitionSpec()
+    tx = make(offload=offload)
+    state = tx.init(PARAMS)
+    for name, call in (
+        ("tx.init", lambda params: tx.init(params).step),
+        ("tx.update", lambda params: tx.update(params, state, params)[0]),
+    ):
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+        assert_told(
+            lambda mapped=mapped: (jax.jit(mapped) if jit else mapped)(PARAMS),
+            ValueError,
+            [
+                f"expected `{name}` outside of `jax.shard_map`",
+                "'data'",
+                f"call `{name}` on what comes out",
+            ],
+        )
+
+
 def test_a_second_update_without_exchange_is_refused_outside_jit():
     tx = make()
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
@@ -685,6 +735,11 @@ def wrapped_in_nnx():
     return nnx.state(nnx.Optimizer(model, optax.adam(1.0), wrt=nnx.Param))
 
 
+NUMPY_STATE = ["jax arrays", "ndarray", "jax.device_put(x, like.sharding)"]
+JOINED = ["single vector of 21", "`optax.flatten` makes", "Leave `optax.flatten` out"]
+NO_BRANCH = ["withholds updates with send_mail", "inside the step", "leave `send_mail` out"]
+LATE = make(send_mail="exchange")
+
 THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
 
 
@@ -718,6 +773,36 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
             lambda: engine(jax.tree.map(np.asarray, PARAMS)),
             (TypeError, ValueError),
             ["['bias']", "ndarray", "jax.device_put"],
+        ),
+        (
+            "a NumPy state",
+            lambda: engine(state=numpy_state(STATE)),
+            TypeError,
+            NUMPY_STATE,
+        ),
+        (
+            "a NumPy state in mid-run",
+            lambda: engine(state=numpy_state(after_a_step()), engine_state={}),
+            TypeError,
+            NUMPY_STATE,
+        ),
+        (
+            "leaves that were joined to a vector",
+            lambda: engine(state=optax.flatten(TX).init(PARAMS)),
+            ValueError,
+            JOINED,
+        ),
+        *(
+            (
+                f"mail that leaves late behind {name}",
+                lambda wrapped=wrapped: engine(state=wrapped.init(PARAMS)),
+                ValueError,
+                [*NO_BRANCH, name],
+            )
+            for name, wrapped in (
+                ("MultiSteps", optax.MultiSteps(LATE, 2)),
+                ("ApplyIfFinite", optax.apply_if_finite(LATE, 3)),
+            )
         ),
         (
             "a traced state",
@@ -902,6 +987,12 @@ BEFORE = [
         ["`params`", "(6, 3) at ['weight']", "got float32 (3, 6)"],
     ),
     (
+        "flush with a NumPy state",
+        lambda e, p, s: e.flush(p, numpy_state(s)),
+        TypeError,
+        NUMPY_STATE,
+    ),
+    (
         "flush with another state of the same run",
         lambda e, p, s: e.flush(p, STATE_FOR_RUNS),
         RuntimeError,
@@ -944,8 +1035,8 @@ AFTER = [
     (
         "exchange with a NumPy state",
         lambda e, p, s: e.exchange(p, numpy_state(s)),
-        (TypeError, ValueError),
-        ["arrays", "ndarray"],
+        TypeError,
+        NUMPY_STATE,
     ),
     (
         "exchange with an abstract state",
@@ -1001,6 +1092,42 @@ def until_told(engine, params, state):
 
 
 WORKER_FAILED = ["takes no more work", "last checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.apply_if_finite(tx, 3),
+    ],
+    ids=["MultiSteps", "apply_if_finite"],
+)
+def test_an_update_that_a_wrapper_withholds_is_told_of_once_its_mail_is_read(wrap):
+    tx = wrap(TX)
+    withheld = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
+    params, state = PARAMS, tx.init(PARAMS)
+    update = jax.jit(tx.update)
+
+    def go_on():
+        nonlocal params, state
+        for _ in range(4):
+            with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+                _, state = update(withheld, state, params)
+            params, state = engine.exchange(params, state)
+        engine.flush(params, state)
+
+    with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
+        assert_told(
+            go_on,
+            RuntimeError,
+            [
+                "the mail of step 1",
+                "`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` around `tx.update`",
+                "has_updated",
+                "inside the step",
+                *WORKER_FAILED,
+            ],
+        )
 
 
 def test_two_steps_without_exchange_are_told_of_once_the_mail_is_read(running):

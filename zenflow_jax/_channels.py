@@ -107,12 +107,18 @@ def resolve(
             f"expected parameters that are arrays, got {leaf!r} at {name}. Make it one with "
             "`jnp.asarray`, or keep it out with `optax.masked`."
         )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"expected parameters that can be trained, got a random key ({leaf.dtype}) at {name}. "
+            "Keep it out: of an nnx model train `nnx.state(model, nnx.Param)`; elsewhere use "
+            "`optax.masked` or `optax.partition`."
+        )
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     if dtype not in DTYPES:
         raise ValueError(
             f"zenflow trains float32, bfloat16 and float16 leaves, but {name} is {dtype.name}: "
             "its arithmetic is float32. Cast the leaf, or keep it out with `optax.masked` or "
-            "`optax.partition`."
+            "`optax.partition` (of an nnx model, train `nnx.state(model, nnx.Param)`)."
         )
     place = placement_of(leaf, sharding)
     if place is not None:

@@ -1,5 +1,7 @@
 """What users may pass to `zenflow()`, and what they are told otherwise."""
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -13,6 +15,8 @@ from zenflow_jax._channels import LeafSpec, resolve
 from zenflow_jax._mesh import placement_of
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect, Schedule, longest
 from zenflow_jax._state import ZenFlowState
+
+_logger = logging.getLogger("zenflow_jax")
 
 #: Arguments that shape the state or are functions but no schedules.
 #: `optax.inject_hyperparams` would turn them into arrays, so it must be told:
@@ -272,6 +276,34 @@ def resolve_specs(
             paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True
         )
     )
+
+
+def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
+    """Says that memory is not saved. A warning, as the result is right."""
+    if not any(math.prod(spec.shape) for spec in specs) or not all(s.resident for s in specs):
+        return
+    first = specs[0]
+    _logger.warning(
+        "zenflow saves no memory: expected some leaf with two axes, with channels left over by "
+        "`topk_ratio` and not kept by `resident`, got %d that stay on the device, the first %s of "
+        "shape %s. `optax.flatten` around zenflow makes one vector of all leaves: leave it out. "
+        "If these leaves are all there is, `optax.adamw` is simpler.",
+        len(specs),
+        first.name or "a bare array",
+        first.shape,
+    )
+
+
+def check_outside_of_shard_map(what: str) -> None:
+    """Refuses calls where each device has a program of its own, in which it would judge alone."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes:
+        raise ValueError(
+            f"expected `{what}` outside of `jax.shard_map` and `jax.pmap`, got it inside one over "
+            f"{', '.join(map(repr, axes))}, where each device would clip, skip and select by what "
+            "it has alone. Compute the gradients inside, return them, and call "
+            f"`{what}` on what comes out: zenflow works on each device's part by itself."
+        )
 
 
 def check_update(gradients: list[Any], params: Any, state: Any, offload: bool) -> list[Any]:

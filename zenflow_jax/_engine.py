@@ -31,7 +31,10 @@ from zenflow_jax._engine_checks import (
     check_budget,
     check_devices,
     check_fresh,
+    check_not_flattened,
+    check_not_numpy,
     check_pinned,
+    check_wrappers,
 )
 from zenflow_jax._engine_state import (
     Counts,
@@ -124,6 +127,7 @@ class HostEngine:
             `offload=True`, and with no step taken unless `engine_state` is given; if that is
             another run's, or one with other options; or if the parameters are not the state's own,
             or not where it takes them to be.
+        TypeError: If parameters or state are NumPy arrays, which lie nowhere.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -160,6 +164,9 @@ class HostEngine:
         check_budget(prefetch_bytes)
         params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
         state = find_state(opt_state)
+        check_wrappers(opt_state, state)
+        check_not_flattened(params, state)
+        check_not_numpy(state)
         if engine_state is None:
             check_fresh(state)
         else:

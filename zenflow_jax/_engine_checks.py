@@ -6,6 +6,8 @@ from numbers import Integral
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 from jax.core import Tracer
 
 from zenflow_jax._placement import read
@@ -19,6 +21,48 @@ def check_budget(prefetch_bytes: Any) -> None:
             f"`prefetch_bytes` must be a whole number from 0 or None, got {prefetch_bytes!r}. Pass "
             "the bytes that updates may take on each device before their boundary, or None for "
             "all they need."
+        )
+
+
+def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
+    """Refuses what is around the state if jax could not trace its branches."""
+    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+    around = [
+        type(x).__name__.removesuffix("State")
+        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
+        if isinstance(x, kinds)
+    ]
+    if around and state.delivery == "exchange":
+        raise ValueError(
+            f'expected no `optax` wrapper that withholds updates with send_mail="exchange", got '
+            f"{around[0]}: what a step returns has another shape there than what it gets, and "
+            "both ways of a branch must return the same. Sum micro-batches inside the step (steps "
+            "that are not finite are skipped anyway), or leave `send_mail` out."
+        )
+
+
+def check_not_flattened(params: Any, state: ZenFlowState) -> None:
+    """Refuses the state of one vector that all parameters were joined to."""
+    leaves, specs = jax.tree.leaves(params), [leaf.spec for leaf in state.leaves]
+    if len(specs) != 1 or len(specs[0].shape) != 1:
+        return
+    shapes = [tuple(getattr(x, "shape", ())) for x in leaves]
+    if specs[0].shape not in shapes and specs[0].shape == (sum(map(math.prod, shapes)),):
+        raise ValueError(
+            f"expected a state with the leaves of `params`, {len(leaves)} of them, got one of a "
+            f"single vector of {specs[0].shape[0]}, as `optax.flatten` makes: it has no channels, "
+            "so that nothing would leave the device. Leave `optax.flatten` out."
+        )
+
+
+def check_not_numpy(tree: Any) -> None:
+    if any(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            "expected a state of jax arrays, got NumPy's ndarray, as from `jax.device_get` and "
+            "some checkpoints: it does not say on which device and in which memory it was. Put it "
+            "where `tx.init` does: `opt_state = jax.tree.map(lambda x, like: jax.device_put(x, "
+            "like.sharding), opt_state, tx.init(params))`; or go on from the arrays that it is a "
+            "copy of."
         )
 
 
@@ -64,6 +108,7 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 
 def check_arrays(state: ZenFlowState) -> None:
     """Refuses a state that is a tree of something else; the letter stands for all of it."""
+    check_not_numpy(state.letter.ints)
     if not isinstance(state.letter.ints, jax.Array) or isinstance(state.letter.ints, Tracer):
         raise TypeError(
             f"expected a state of jax arrays, got {type(state.letter.ints).__name__}. Pass what "

@@ -22,12 +22,14 @@ from zenflow_jax._checks import (
     check_arguments,
     check_delivery,
     check_numbers,
+    check_outside_of_shard_map,
     check_placement,
     check_schedule,
     check_selectors,
     check_transfer_dtype,
     check_update,
     resolve_specs,
+    warn_if_all_resident,
 )
 from zenflow_jax._first_state import first_state
 from zenflow_jax._placement import mail_rank, to_host
@@ -199,6 +201,7 @@ def zenflow(
         return AdamScalars(rate, first, second, 1 - first, 1 - second, _scalar(eps), decay)
 
     def init(params: Any) -> Any:  # ZenFlowState; optax's protocol knows no dataclass
+        check_outside_of_shard_map("tx.init")
         specs = resolve_specs(
             params,
             topk_ratio=topk_ratio,
@@ -210,12 +213,15 @@ def zenflow(
             transfer_dtype=mail_dtype,
         )
         weights = jax.tree.leaves(params)
+        if offload and topk_ratio < 1:
+            warn_if_all_resident(specs)
         if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):
             check_placement(weights, specs)
         return first_state(params, specs, schedule, offload, delivery)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
+        check_outside_of_shard_map("tx.update")
         gradients, treedef = jax.tree.flatten(updates)
         weights = check_update(gradients, params, state, offload)
         gradients = [

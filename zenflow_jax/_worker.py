@@ -474,11 +474,14 @@ def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
             "one's mail is lost and deferred channels would not learn. Call `params, opt_state = "
             "engine.exchange(params, opt_state)` after every step."
         )
-    if step < mail.step:
+    if step == 0:  # a letter that no step has written
         raise RuntimeError(
-            f"expected the mail of step {mail.step}, got that of step {step}: another run's state, "
-            "or one whose update was withheld, as by `optax.apply_if_finite`. Give each run an "
-            "engine of its own; `zenflow` skips steps that are not finite by itself."
+            f"expected the mail of step {mail.step}, got a state that `update` had no part in: a "
+            "wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` around "
+            "`tx.update`), or the state is one that `tx.init` has just made. Make every step "
+            "update: sum micro-batches inside the step, or call `exchange` only where "
+            "`multi_steps.has_updated(opt_state)`; steps that are not finite are skipped without "
+            "`apply_if_finite`. Give each run an engine of its own."
         )
     if (step, ticket) != (mail.step, mail.ticket):
         raise RuntimeError(
