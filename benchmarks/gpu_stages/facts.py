@@ -1,0 +1,200 @@
+"""What is this machine, and how fast are its parts?
+
+The figures that the library's own are to be held against: what crosses between host and device in
+each way that there is, what each side's memory does, and whether a copy that is started between two
+programs runs beside the one that is under way, which `send_mail="exchange"` rests on.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_stages import machine
+from benchmarks.gpu_stages.device import require_gpu
+from benchmarks.gpu_stages.notes import Stage, table
+from benchmarks.host_adam import stream
+
+_REPEATS = 5
+
+
+def run(stage: Stage) -> None:
+    device = require_gpu(stage)
+    small = stage.rehearse
+    _name(stage, device)
+    _crossings(stage, device, 2**22 if small else 2**30)
+    _beside(stage, device, *((2**22, 256, 4) if small else (2**30, 8192, 150)))
+    _arithmetic(stage, *((2**22, 256) if small else (2**32, 8192)))
+    _host_memory(stage, 2**20 if small else 2**27)
+
+
+def _name(stage: Stage, device: jax.Device) -> None:
+    stats = device.memory_stats() or {}
+    facts = {
+        "device": device.device_kind,
+        "compute capability": getattr(device, "compute_capability", "-"),
+        "jax may use, GB": f"{stats.get('bytes_limit', 0) / 1e9:.2f}",
+        "memory kinds": ", ".join(m.kind for m in device.addressable_memories()),
+        **{f"nvidia-smi {name}": value for name, value in machine.gpu().items()},
+    }
+    stage.notes.put("The device", table(["", ""], facts.items()))
+    stage.notes.keep(device=device.device_kind, device_bytes=stats.get("bytes_limit"))
+
+
+def seconds(work: Callable[[], Any], repeats: int = _REPEATS) -> float:
+    """The median time until what `work` returns is there; it is done once before."""
+    jax.block_until_ready(work())
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(work())
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
+    """To and from the device, in GB/s: plain NumPy memory, jax's pinned memory, registered."""
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    pageable = np.ones(size // 4, np.float32)
+    there = jax.block_until_ready(jax.device_put(pageable, on_device))
+    in_pinned = jax.block_until_ready(jax.device_put(there, pinned))
+
+    # A new array each time: jax keeps the copy that it has made of an old one.
+    new = jax.jit(lambda x: x + 1)
+
+    def back() -> np.ndarray:
+        return np.asarray(new(there))
+
+    rows = [
+        ("NumPy, pageable", lambda: jax.device_put(pageable, on_device, may_alias=False), None),
+        (
+            "jax, pinned_host",
+            lambda: jax.device_put(in_pinned, on_device),
+            lambda: jax.device_put(there, pinned),
+        ),
+        ("`np.asarray` of what a kernel has just made", None, back),
+    ]
+    found = []
+    for name, inward, outward in rows:
+        cells = [_rate(work, size) for work in (inward, outward)]
+        found.append((name, *cells))
+        _put_crossings(stage, size, found)
+    found.append(("NumPy, registered (`client.dma_map`)", *_registered(device, pageable)))
+    _put_crossings(stage, size, found)
+
+
+def _rate(work: Callable[[], Any] | None, size: int) -> str:
+    return "-" if work is None else f"{size / seconds(work) / 1e9:.1f}"
+
+
+def _put_crossings(stage: Stage, size: int, rows: list[tuple[str, ...]]) -> None:
+    head = [f"{size / 2**20:,.0f} MiB", "host to device, GB/s", "device to host, GB/s"]
+    stage.notes.put("Between host and device", table(head, rows))
+    stage.notes.keep(crossings={name: cells for name, *cells in rows})
+
+
+def _registered(device: jax.Device, array: np.ndarray) -> tuple[str, str]:
+    """The rate from memory that was given to CUDA once, or why there is none."""
+    client = device.client
+    # jaxlib's client is no public API. `dma_map(address, bytes)` and `dma_unmap(address)` were seen
+    # in jaxlib 0.10.2; where they are missing or refuse, the report says so.
+    if not hasattr(client, "dma_map"):
+        return "not there: this jaxlib's client has no `dma_map`", "-"
+    address = array.ctypes.data
+    try:
+        client.dma_map(address, array.nbytes)
+    except Exception as error:  # noqa: BLE001 - XLA's own, of a kind that no public name has
+        return f"refused: {str(error).splitlines()[0][:120]}", "-"
+    try:
+        put = jax.sharding.SingleDeviceSharding(device)
+        return _rate(lambda: jax.device_put(array, put, may_alias=False), array.nbytes), "-"
+    finally:
+        client.dma_unmap(address)
+
+
+def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) -> None:
+    """Whether copies run beside a kernel: on one clock, together and one after the other."""
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    x = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
+    there = jnp.ones(size // 4, jnp.float32)
+    here = jax.block_until_ready(jax.device_put(there, pinned))
+
+    @jax.jit
+    def kernel(x: jax.Array, times: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, times, lambda _, y: (y @ x) * jnp.bfloat16(1 / width), x)
+
+    copies = {
+        "device to pinned_host": lambda: jax.device_put(there, pinned),
+        "pinned_host to device": lambda: jax.device_put(here, on_device),
+    }
+    rows, data = [], {}
+    one = seconds(lambda: kernel(x, jnp.int32(1)))
+    for name, copy in copies.items():
+        alone = seconds(copy)
+        # A kernel that takes a little longer than the copy: then "together" is its time, if they
+        # run beside each other, and the sum if they do not.
+        times = jnp.int32(min(most, max(1, round(1.5 * alone / one))))
+        work = seconds(lambda times=times: kernel(x, times))
+        after = seconds(lambda copy=copy, times=times: (_wait(kernel(x, times)), copy()))
+        together = seconds(lambda copy=copy, times=times: (kernel(x, times), copy()))
+        hidden = (after - together) / min(alone, work)
+        rows.append((name, *(f"{1e3 * s:.2f}" for s in (work, alone, after, together)), hidden))
+        data[name] = {"kernel_s": work, "copy_s": alone, "after_s": after, "together_s": together}
+    head = ["copy", "kernel, ms", "copy, ms", "one after the other", "together", "hidden"]
+    stage.notes.put(
+        "Does an eager `device_put` run beside a kernel?",
+        table(head, ([*cells, f"{hidden:.0%}"] for *cells, hidden in rows))
+        + "\n\nHidden is the share of the shorter one that costs nothing.",
+    )
+    stage.notes.keep(beside=data)
+
+
+def _wait(x: jax.Array) -> jax.Array:
+    return x.block_until_ready()
+
+
+def _arithmetic(stage: Stage, size: int, width: int) -> None:
+    """The device's memory and its matrix units, as fast as they can be."""
+    x = jnp.ones(size // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    copied = 2 * size / seconds(lambda: copy(x))
+    x.delete()
+    keys = jax.random.split(jax.random.key(0))
+    # Random: on zeros the units are faster than on anything that is ever multiplied.
+    a, b = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
+    product = jax.jit(lambda a, b: a @ b)
+    flops = 2 * width**3 / seconds(lambda: product(a, b), 10)
+    rows = [
+        ("memory, bytes read and written", f"{copied / 1e9:,.0f} GB/s"),
+        (f"bf16 product of {width} x {width}, random", f"{flops / 1e12:,.1f} TFLOP/s"),
+    ]
+    stage.notes.put("The device's own speed", table(["", ""], rows))
+    stage.notes.keep(device_copy_gb_s=copied / 1e9, matmul_tflop_s=flops / 1e12)
+
+
+def _host_memory(stage: Stage, size: int) -> None:
+    """What host updates have: 24 bytes read and written, 4 read, of each of `size` elements."""
+    arrays = [np.ones(size, np.float32) for _ in range(4)]
+    found: dict[int, float] = {}
+    most = machine.cores()
+    for threads in sorted({n for n in (1, 2, 4, 8, 12, 16, 24, 32, 64) if n < most} | {most}):
+        edges = np.linspace(0, size, threads + 1).astype(int)
+        with ThreadPoolExecutor(threads) as pool:
+
+            def update(pool=pool, edges=edges) -> None:
+                list(pool.map(_piece, edges[:-1], edges[1:]))
+
+            def _piece(begin: int, end: int) -> None:
+                stream(*(x[begin:end] for x in arrays), None, np.float32(0))
+
+            found[threads] = 28 * size / seconds(update, 3) / 1e9
+        rows = [(n, f"{rate:.1f}") for n, rate in found.items()]
+        stage.notes.put("The host's memory", table(["threads", "GB/s"], rows))
+        stage.notes.keep(host_gb_s={str(n): rate for n, rate in found.items()})

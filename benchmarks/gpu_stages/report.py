@@ -1,0 +1,77 @@
+"""The report of what the stages found: report.md to read, report.json with every figure."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_stages.notes import Notes, notes_path, table
+
+#: Lines of a stage's output that the report shows if the stage did not end well.
+_LAST_LINES = 25
+
+NOT_YET = "not run yet"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a stage went."""
+
+    stage: str
+    question: str
+    ended: str = NOT_YET
+    seconds: float = 0.0
+    well: bool = False  # whether it did all that it is there for
+    last_lines: str = ""  # of its output, if it did not end well
+
+
+def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Writes report.md and report.json, each of which replaces the one before as a whole.
+
+    Args:
+        out: Where they go.
+        work: Where the stages' notes are.
+        machine: What goes on top, and is said of all figures.
+        outcomes: Of all stages that were asked for, in their order.
+    """
+    notes = {o.stage: Notes(notes_path(work, o.stage)) for o in outcomes}
+    lines = [f"# What {machine['GPU']} shows, {machine['date']}", ""]
+    if machine["rehearsal"]:
+        lines += ["**A rehearsal on a CPU, with tiny models: no figure here means anything.**", ""]
+    lines += [f"* {name}: {value}" for name, value in machine.items() if name != "rehearsal"]
+    lines += ["", table(["stage", "how it went", "s"], map(_row, outcomes))]
+    for number, outcome in enumerate(outcomes, start=1):
+        found = notes[outcome.stage]
+        lines += ["", f"## {number}. {outcome.stage}: {outcome.question}", ""]
+        if not outcome.well:
+            lines += [f"**{outcome.ended}**", ""]
+        for title, text in found.sections.items():
+            lines += [f"### {title}", "", text, ""]
+        if outcome.last_lines:
+            lines += ["Its last lines:", "", "```", outcome.last_lines, "```"]
+    data = {
+        "machine": machine,
+        "stages": [dataclasses.asdict(o) | notes[o.stage].data for o in outcomes],
+    }
+    _replace(out / "report.md", "\n".join(lines).rstrip() + "\n")
+    _replace(out / "report.json", json.dumps(data, indent=1) + "\n")
+
+
+def _row(outcome: Outcome) -> tuple[str, str, str]:
+    # The first line of an error; the section has the rest.
+    return outcome.stage, outcome.ended.splitlines()[0][:200], f"{outcome.seconds:.0f}"
+
+
+def last_lines(log: Path) -> str:
+    """The end of a stage's output."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    # What is shown between fences must not end them.
+    return "\n".join(x[:300] for x in text.splitlines()[-_LAST_LINES:]).replace("```", "'''")
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)

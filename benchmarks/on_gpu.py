@@ -1,0 +1,308 @@
+"""What does this project do on a GPU? Everything, in one command and ten minutes.
+
+    python -m benchmarks.on_gpu --out DIR --minutes 9
+    python -m benchmarks.on_gpu --out DIR --rehearse              # the same on a CPU, tiny
+    python -m benchmarks.on_gpu --out DIR --only correct headline
+
+Runs the stages that `--list` shows in the order of their worth. Each is a process of its own with a
+limit of time: one that raises, aborts, hangs or has no memory loses what it had not found yet, and
+the next one finds the GPU free. What the budget does not allow any more is left out, and said.
+
+`DIR/report.md` and `DIR/report.json` are whole at any moment: they are written again while a stage
+runs whenever it has found something, and when it has ended. Pictures and traces lie beside them,
+and log.txt has all output; at most 8 files in all, of at most 16 MiB each.
+
+Needs the packages that the library needs and matplotlib, nothing else; no network. This process
+starts no jax, so all of the GPU is the stages'. Answers: `benchmarks/LOG.md`.
+"""
+
+import argparse
+import datetime
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu_stages import machine, report
+from benchmarks.gpu_stages.__main__ import NO_GPU
+from benchmarks.gpu_stages.notes import Notes, notes_path
+from benchmarks.gpu_stages.report import NOT_YET, Outcome
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Of a file that is given back.
+MOST_BYTES = 16 * 2**20
+#: Between the moment at which a stage should have ended and the one at which it is killed.
+GRACE_S = 8.0
+#: Between two looks at a stage that runs.
+_LOOK_S = 1.0
+
+
+class StagePlan(NamedTuple):
+    name: str
+    question: str
+    target: str  # module:function
+    seconds: float  # it gets at most
+    least: float  # with less left it is not begun
+    pictures: tuple[str, ...] = ()  # files that it may leave
+
+
+STAGES = (
+    StagePlan(
+        "facts",
+        "what is this machine, and how fast are its parts?",
+        "benchmarks.gpu_stages.facts:run",
+        seconds=45,
+        least=15,
+    ),
+    StagePlan(
+        "correct",
+        "does it compute here what it should?",
+        "benchmarks.gpu_stages.correct:run",
+        seconds=100,
+        least=30,
+    ),
+)
+
+
+def run(
+    stages: Sequence[StagePlan],
+    out: Path,
+    *,
+    seconds: float,
+    rehearse: bool,
+    command: str,
+    cache: Path | None = None,
+) -> list[Outcome]:
+    """Runs the stages one after the other; the report is whole after each, whatever happens.
+
+    Args:
+        stages: What to run.
+        out: Folder for the report; made if it is not there.
+        seconds: For all of them together.
+        rehearse: Whether on a CPU, with tiny sizes.
+        command: What the report says it was made with.
+        cache: Folder for compiled programs; None for one that is gone at the end.
+
+    Returns:
+        How each stage went.
+    """
+    deadline = time.monotonic() + seconds
+    out.mkdir(parents=True, exist_ok=True)
+    about = machine.summary() | {
+        "date": datetime.datetime.now().isoformat(" ", "minutes"),
+        "command": command,
+        "rehearsal": rehearse,
+    }
+    outcomes = [Outcome(stage.name, stage.question) for stage in stages]
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch) / "notes"
+        work.mkdir()
+        environment = _environment(cache or Path(scratch) / "cache", rehearse)
+        about["pinned memory limit"] = f"{environment[_PINNED]} GiB"
+        log = out / "log.txt"
+        log.write_text("", encoding="utf-8")
+        report.write(out, work, about, outcomes)
+        for stage, outcome in zip(stages, outcomes, strict=True):
+            left = deadline - time.monotonic() - GRACE_S
+            if left < stage.least:
+                outcome.ended = (
+                    f"not run: {max(left, 0):.0f} s of the budget were left and it needs "
+                    f"{stage.least:.0f}"
+                )
+                report.write(out, work, about, outcomes)
+                continue
+            print(f"{stage.name}: {stage.question}", flush=True)
+            limit = min(stage.seconds, left)
+            try:
+                found_none = _run_stage(
+                    stage, outcome, limit, work, environment, rehearse,
+                    lambda: report.write(out, work, about, outcomes),
+                )  # fmt: skip
+            finally:
+                # Also when this process is told to end.
+                _append_log(log, stage.name, work)
+                _take_pictures(stage, work, out)
+                report.write(out, work, about, outcomes)
+            print(f"  {outcome.ended.splitlines()[0]}, {outcome.seconds:.0f} s", flush=True)
+            if found_none:
+                for rest in outcomes:
+                    if rest.ended == NOT_YET:
+                        rest.ended = "not run: there is no GPU"
+                report.write(out, work, about, outcomes)
+                break
+    return outcomes
+
+
+_PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
+    """Of the stages' processes."""
+    changed = {
+        # Read when jax starts its backend.
+        _PINNED: str(machine.pinned_limit_gib(machine.host_bytes())),
+        # The allocator's share; its default, 0.75, is too little for the headline. What is left is
+        # for CUDA itself, its libraries and the code.
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        # A peer of one stage is a program of the next.
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    if rehearse:
+        changed["JAX_PLATFORMS"] = "cpu"
+        # Compiling is most of a rehearsal, and nobody waits for what is compiled.
+        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+        changed["XLA_FLAGS"] = " ".join([*flags, "--xla_llvm_disable_expensive_passes=true"])
+    own = {name: os.environ[name] for name in (_PINNED,) if name in os.environ}
+    return os.environ | changed | own
+
+
+def _run_stage(
+    stage: StagePlan,
+    outcome: Outcome,
+    limit: float,
+    work: Path,
+    environment: dict[str, str],
+    rehearse: bool,
+    write: Any,
+) -> bool:
+    """Runs one stage and says in `outcome` how it went; whether it found no GPU."""
+    command = [sys.executable, "-m", "benchmarks.gpu_stages", stage.target, "--name", stage.name]
+    command += ["--folder", str(work), "--seconds", f"{limit:.1f}"]
+    command += ["--rehearse"] if rehearse else []
+    log, notes = _log_of(work, stage.name), notes_path(work, stage.name)
+    start = time.monotonic()
+    outcome.ended = "cut off while it ran"  # unless one of the lines below says otherwise
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            seen = None
+            while process.poll() is None and time.monotonic() - start < limit + GRACE_S:
+                try:
+                    process.wait(_LOOK_S)
+                except subprocess.TimeoutExpired:
+                    changed = notes.stat().st_mtime_ns if notes.exists() else None
+                    if changed != seen:
+                        seen = changed
+                        outcome.seconds = time.monotonic() - start
+                        write()
+            status = process.poll()
+        finally:
+            outcome.seconds = time.monotonic() - start
+            _end(process)
+    failed = Notes(notes).data.get("failed")
+    outcome.well = status == 0 and not failed
+    if status is None:
+        outcome.ended = f"killed: it had not ended after {limit:.0f} s"
+    elif status < 0:
+        outcome.ended = f"its process died of {signal.Signals(-status).name}"
+    elif status or failed:
+        outcome.ended = f"failed: {failed or f'exit status {status}'}"
+    else:
+        outcome.ended = "done"
+    if not outcome.well:
+        outcome.last_lines = report.last_lines(log)
+    return status == NO_GPU
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kills a stage with everything that it has started: it leads a session of its own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nobody of it is left
+    process.wait()
+
+
+def _log_of(work: Path, name: str) -> Path:
+    return work / f"{name}.log"
+
+
+def _append_log(log: Path, name: str, work: Path) -> None:
+    source = _log_of(work, name)
+    text = source.read_bytes() if source.exists() else b""
+    room = MOST_BYTES - log.stat().st_size - 200
+    if len(text) > room:
+        text = b"(its beginning is left out)\n" + text[len(text) - room // 2 :]
+    with log.open("ab") as file:
+        file.write(f"==== {name}\n".encode() + text)
+
+
+def _take_pictures(stage: StagePlan, work: Path, out: Path) -> None:
+    for name in stage.pictures:
+        (out / name).unlink(missing_ok=True)  # a former command's
+        source = work / name
+        if not source.exists():
+            continue
+        if source.stat().st_size > MOST_BYTES:
+            note = f"{source.stat().st_size:,} bytes, more than {MOST_BYTES:,}: left out"
+            Notes(notes_path(work, stage.name)).put(name, note)
+            continue
+        shutil.copyfile(source, out / name)
+
+
+@contextmanager
+def _ends_on_signals() -> Iterator[None]:
+    """SIGTERM ends the stage that runs and leaves the report, as Ctrl-C does."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    names = [stage.name for stage in STAGES]
+    add("--out", type=Path, help="folder for the report")
+    add("--minutes", type=float, default=9.0, help="for everything together")
+    add("--rehearse", action="store_true", help="on this machine's CPU, with tiny models")
+    add("--only", nargs="+", choices=names, default=names, metavar="STAGE", help="some stages")
+    add("--cache", type=Path, help="folder that keeps compiled programs for the next command")
+    add("--list", action="store_true", help="show the stages and end")
+    args = parser.parse_args()
+    if args.list:
+        for stage in STAGES:
+            print(f"{stage.name:10} at most {stage.seconds:3.0f} s   {stage.question}")
+        return
+    if args.out is None:
+        parser.error("expected --out DIR, got none; name the folder that the report goes to")
+    absent = machine.missing(machine.NEEDED)
+    if absent:
+        packages = " ".join(machine.NEEDED[name] for name in absent)
+        sys.exit(f"expected what the stages import, got no {packages}: pip install {packages}")
+    stages = [stage for stage in STAGES if stage.name in args.only]
+    with _ends_on_signals():
+        outcomes = run(
+            stages,
+            args.out,
+            seconds=60 * args.minutes,
+            rehearse=args.rehearse,
+            command=" ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
+            cache=args.cache,
+        )
+    print(f"written: {args.out / 'report.md'}")
+    if not all(outcome.well for outcome in outcomes):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
