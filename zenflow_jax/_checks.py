@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from zenflow_jax._channels import LeafSpec, resolve
+from zenflow_jax._channels import LeafSpec, plain_name, resolve
 from zenflow_jax._mesh import placement_of
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect, Schedule, longest
 from zenflow_jax._state import ZenFlowState
@@ -306,7 +306,7 @@ def check_outside_of_shard_map(what: str) -> None:
         )
 
 
-def check_update(gradients: list[Any], params: Any, state: Any, offload: bool) -> list[Any]:
+def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[Any]:
     """The parameters' leaves, if they and the gradients are those of the state."""
     if not isinstance(state, ZenFlowState) or state.offload != offload:
         got = (
@@ -325,12 +325,19 @@ def check_update(gradients: list[Any], params: Any, state: Any, offload: bool) -
         )
     weights = jax.tree.leaves(params)
     specs = [leaf.spec for leaf in state.leaves]
-    for what, leaves in (("gradients", gradients), ("params", weights)):
+    gradients = jax.tree.leaves(updates)
+    for what, tree, leaves in (("gradients", updates, gradients), ("params", params, weights)):
         if len(leaves) != len(specs):
             raise ValueError(
                 f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}. "
                 "Make the state anew with `tx.init(params)` for this tree."
             )
+        for (path, _), spec in zip(jax.tree.leaves_with_path(tree), specs, strict=True):
+            if plain_name(path) != spec.name:
+                raise ValueError(
+                    f"`{what}` must have {spec.name} where `init` saw it, got {plain_name(path)} "
+                    "in its place. Make the state anew with `tx.init(params)` for this tree."
+                )
         for x, spec in zip(leaves, specs, strict=True):
             if tuple(x.shape) != spec.shape:
                 raise ValueError(

@@ -29,7 +29,6 @@ class Crossing:
         half: What it works on; read here only while the worker has nothing to do.
         parts: Of what `half` has the arrays.
         travels: Of each leaf that travels its place among the leaves of the state.
-        places: And among those of the parameters.
         prefetched: Of each part whether the worker uploads its update.
         state: The state before the first step.
     """
@@ -40,7 +39,6 @@ class Crossing:
         half: HostHalf,
         parts: Sequence[Part],
         travels: Sequence[int],
-        places: Sequence[int],
         prefetched: Sequence[bool],
         state: ZenFlowState,
     ):
@@ -48,7 +46,6 @@ class Crossing:
         self._half = half
         self._parts = parts
         self._travels = travels
-        self._places = places
         self._prefetched = prefetched
         #: Of updates that were not prefetched.
         self.late_bytes = 0
@@ -70,28 +67,33 @@ class Crossing:
             return NONE
         return PENDING if self._worker.wait(self.pending, None) else EMPTY
 
-    def collect(self, params: Any, after: Any, leaves: Sequence[LeafState]) -> Any:
-        """`params` with the update that is on its way, if one is; `leaves` are those of now."""
+    def collect(
+        self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
+    ) -> list[jax.Array]:
+        """The parameters with the update that is on its way, if one is.
+
+        Args:
+            weights: Of each leaf that travels its parameter.
+            after: What to wait for before memory is taken that only then is free.
+            leaves: The states of all leaves, as they are now.
+        """
         if self.pending is None:
-            return params
+            return weights
         uploads = self._worker.wait(self.pending, after)
         now = [leaves[i].channels for i in self._travels]
         before = now if self.before is None else self.before
         self.pending = self.before = None
         if not uploads:
-            return params
+            return weights
         uploads = self._fetch_rest(uploads, after)
-        weights, treedef = jax.tree.flatten(params)
-        mine = [weights[place] for place in self._places]
         new = [
             assemble(pieces, weight.shape, part_sharding(weight, spec))
             for weight, spec, pieces in zip(
-                mine, self._specs, by_leaf(self._parts, uploads), strict=True
+                weights, self._specs, by_leaf(self._parts, uploads), strict=True
             )
         ]
-        merged = merge(mine, new, before, now, self._specs)
-        self._put(weights, merged, range(len(merged)))
-        return jax.tree.unflatten(treedef, weights)
+        merged = merge(weights, new, before, now, self._specs)
+        return [as_before(x, weight) for x, weight in zip(merged, weights, strict=True)]
 
     def _fetch_rest(self, uploads: list[Any], after: Any) -> list[Any]:
         """An update with the parts that were not prefetched; waits until those are there."""
@@ -112,15 +114,24 @@ class Crossing:
         self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
         return uploads
 
-    def reselect(self, params: Any, state: ZenFlowState) -> tuple[Any, list[LeafState]]:
-        """Closes the window and hands channels over; entering ones are up to date at once."""
-        weights, treedef = jax.tree.flatten(params)
+    def reselect(
+        self, weights: list[jax.Array], state: ZenFlowState
+    ) -> tuple[list[jax.Array], list[LeafState]]:
+        """Closes the window and hands channels over; entering ones are up to date at once.
+
+        Args:
+            weights: Of each leaf that travels its parameter.
+            state: Of now.
+
+        Returns:
+            The parameters, and the states of all leaves.
+        """
+        weights = list(weights)
         leaves = list(state.leaves)
         states = [leaves[i] for i in self._travels]
-        mine = [weights[place] for place in self._places]
         self.before = [s.channels for s in states]
         chosen, current, scores = choose(
-            mine,
+            weights,
             [s.scores for s in states],
             self.before,
             [s.master for s in states],
@@ -140,13 +151,14 @@ class Crossing:
             leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
         some = [j for j, master in enumerate(masters) if master is not None]
         merged = enter(
-            [mine[j] for j in some],
+            [weights[j] for j in some],
             [masters[j] for j in some],
             [leaves[self._travels[j]].channels for j in some],
             specs=tuple(self._specs[j] for j in some),
         )
-        self._put(weights, merged, some)
-        return jax.tree.unflatten(treedef, weights), leaves
+        for j, weight in zip(some, merged, strict=True):
+            weights[j] = as_before(weight, weights[j])
+        return weights, leaves
 
     def measure(self, leaves: Sequence[LeafState]) -> jax.Array:
         """Starts to compute the share of the score that the selected channels have."""
@@ -204,10 +216,3 @@ class Crossing:
             assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
             for pieces, leaf in zip(by_leaf(self._parts, before), states, strict=True)
         ]
-
-    def _put(
-        self, weights: list[jax.Array], merged: Sequence[jax.Array], which: Sequence[int]
-    ) -> None:
-        for i, weight in zip(which, merged, strict=True):
-            place = self._places[i]
-            weights[place] = as_before(weight, weights[place])

@@ -27,6 +27,7 @@ from zenflow_jax._aligned import copied
 from zenflow_jax._checks import check_placement
 from zenflow_jax._crossing import Crossing
 from zenflow_jax._engine_checks import (
+    StatePlaces,
     check_arrays,
     check_budget,
     check_devices,
@@ -59,7 +60,15 @@ from zenflow_jax._parts import (
     within,
 )
 from zenflow_jax._progress import Progress
-from zenflow_jax._state import LeafState, ZenFlowState, find_state, match_leaves, replace_state
+from zenflow_jax._state import (
+    LeafState,
+    Places,
+    ZenFlowState,
+    check_leaves,
+    find_state,
+    match_leaves,
+    replace_state,
+)
 from zenflow_jax._stats import EngineStats
 from zenflow_jax._timeline import Timeline
 from zenflow_jax._watch import Watch
@@ -106,6 +115,8 @@ class HostEngine:
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
+            It may have more leaves, such as frozen ones, statistics or keys: leaves are known by
+            their paths, in each call anew.
         opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         threads: Cores that host updates use. By default all but one, which is the caller's.
@@ -171,14 +182,17 @@ class HostEngine:
             check_fresh(state)
         else:
             check_resumed(engine_state, state)
-        weights = jax.tree.leaves(params)
-        places = match_leaves(params, state)
-        check_placement([weights[i] for i in places], [leaf.spec for leaf in state.leaves])
-        check_devices([weights[i] for i in places], state)
+        found, _, places = match_leaves(params, state)
+        weights = [found[i] for i in places]
         self._schedule = state.schedule
         self._specs = tuple(leaf.spec for leaf in state.leaves)
+        check_placement(weights, self._specs)
+        check_devices(weights, state)
+        self._state_places = StatePlaces(weights)
+        self._state_places.check(state, mail_only=False)
+        self._places = Places(self._specs)
         self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.travels]
-        mine = [weights[places[i]] for i in self._travels]
+        mine = [weights[i] for i in self._travels]
         travelling = [state.leaves[i] for i in self._travels]
         specs = [leaf.spec for leaf in travelling]
         mail = [state.mail[i] for i in self._travels]
@@ -226,7 +240,6 @@ class HostEngine:
             half,
             self._parts,
             self._travels,
-            [places[i] for i in self._travels],
             prefetched,
             state,
         )
@@ -280,17 +293,20 @@ class HostEngine:
         used again; the parameters may.
 
         Args:
-            params: The parameters after the step.
+            params: The parameters after the step, or a tree with more leaves that has them at the
+                same paths, as at construction; which it has is for each call to choose.
             opt_state: The optimizer state after the step; of any kind, as at construction.
 
         Returns:
-            Parameters and state for the next step, of the same structure, shapes and placement.
+            Parameters and state for the next step, of the same structure, shapes and placement;
+            leaves that the state does not know are as they were.
 
         Raises:
             RuntimeError: If the engine is closed or has failed; if no step, or more than one, was
                 made since the last exchange (the latter is noticed once the mail is read, by the
                 call after); if the state is another run's; if a former call was interrupted.
-            ValueError: If the state or the parameters have other leaves than at construction.
+            ValueError: If the state or the parameters lack leaves of the run, or have them in other
+                shapes, dtypes or places.
             TypeError: If they are no jax arrays.
         """
         state = self._check(opt_state)
@@ -299,10 +315,12 @@ class HostEngine:
                 "expected the state of a new step, got the one that this engine returned last. "
                 "Call `exchange` once after each step, with what the step returned."
             )
+        # Refuses what does not fit before anything is done.
+        taken = self._take(params)
         boundary = self._progress.boundary()
         if boundary.closes:
-            # Refuses what does not fit before anything is done.
-            self._check_params(params, state)
+            self._check_params(taken)
+        self._state_places.check(state, mail_only=not boundary.closes)
         with self._all_or_nothing():
             step = self._progress.step + 1
             self._open_steps += 1
@@ -311,16 +329,17 @@ class HostEngine:
             measured = None
             if boundary.closes:
                 state = self._mailbox.send_sums(state)
-                params = self._crossing.collect(params, state.step, leaves)
+                weights = self._crossing.collect(taken.travelling, state.step, leaves)
                 if boundary.selects:
-                    params, leaves = self._crossing.reselect(params, state)
+                    weights, leaves = self._crossing.reselect(weights, state)
                 else:
                     self._crossing.close_window()
                     if self._schedule.measures:
                         measured = self._crossing.measure(leaves)
                 self._count_window()
                 if boundary.synchronous:
-                    params = self._crossing.collect(params, state.step, leaves)
+                    weights = self._crossing.collect(weights, state.step, leaves)
+                params = taken.with_travelling(weights)
             self._progress.passed(boundary, state.letter.statistics, measured)
             new = self._mailbox.refill(state, leaves)
             return params, replace_state(opt_state, new)
@@ -351,16 +370,17 @@ class HostEngine:
                 "expected the state that the last `exchange` returned, got another one: the mail "
                 "of a step has not been taken. Call `exchange` first, then `flush`."
             )
-        self._check_params(params, state)
+        taken = self._take(params)
+        self._check_params(taken)
         with self._all_or_nothing():
-            params = self._crossing.collect(params, state.step, state.leaves)
+            weights = self._crossing.collect(taken.travelling, state.step, state.leaves)
             if self._open_steps:
                 state = self._mailbox.flush_sums(state)
                 self._crossing.close_window()
                 self._count_window()
-                params = self._crossing.collect(params, state.step, state.leaves)
+                weights = self._crossing.collect(weights, state.step, state.leaves)
             self._mailbox.drain()
-            return params, replace_state(opt_state, state)
+            return taken.with_travelling(weights), replace_state(opt_state, state)
 
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
@@ -552,9 +572,13 @@ class HostEngine:
         yield
         self._interrupted = False
 
-    def _check_params(self, params: Any, state: ZenFlowState) -> None:
-        places, weights = match_leaves(params, state), jax.tree.leaves(params)
-        check_placement([weights[i] for i in places], self._specs)
+    def _take(self, params: Any) -> "_Taken":
+        leaves, treedef, places = self._places(params)
+        return _Taken(leaves, treedef, places, self._travels)
+
+    def _check_params(self, taken: "_Taken") -> None:
+        check_leaves(taken.weights, self._specs)
+        check_placement(taken.weights, self._specs)
 
     def _count_window(self) -> None:
         self._window_lengths[self._open_steps] += 1
@@ -565,6 +589,33 @@ class HostEngine:
         params, opt_state = call(params, nnx.as_pure(optimizer.opt_state))
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """A caller's tree, taken to pieces."""
+
+    leaves: list[Any]
+    treedef: Any
+    places: list[int]  # of each leaf of the state among `leaves`
+    travels: list[int]  # those of them that travel
+
+    @property
+    def weights(self) -> list[Any]:
+        """Of each leaf of the state its parameter."""
+        return [self.leaves[i] for i in self.places]
+
+    @property
+    def travelling(self) -> list[Any]:
+        """Of each leaf that travels its parameter."""
+        return [self.leaves[self.places[i]] for i in self.travels]
+
+    def with_travelling(self, weights: list[jax.Array]) -> Any:
+        """The tree with others in their places."""
+        leaves = list(self.leaves)
+        for i, weight in zip(self.travels, weights, strict=True):
+            leaves[self.places[i]] = weight
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
 def _stop(worker: weakref.ref[Worker]) -> None:

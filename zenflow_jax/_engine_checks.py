@@ -1,6 +1,7 @@
 """What users may pass to `HostEngine`, and what they are told otherwise."""
 
 import math
+import operator
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -9,9 +10,12 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
+from zenflow_jax._channels import LeafSpec
 from zenflow_jax._placement import read
-from zenflow_jax._state import ZenFlowState
+from zenflow_jax._shards import Layout
+from zenflow_jax._state import ZenFlowState, leaf_layout
 
 
 def check_budget(prefetch_bytes: Any) -> None:
@@ -97,6 +101,75 @@ def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
                 "Make the state with `tx.init` from the parameters that the engine gets, where "
                 "they are."
             )
+
+
+class StatePlaces:
+    """Refuses a state whose arrays are not where the step keeps them, beside their parameters.
+
+    What is elsewhere has other pieces on each device, and would be read as those of other channels.
+
+    Args:
+        weights: Of each leaf of the state the parameter, where `check_placement` wants it.
+    """
+
+    def __init__(self, weights: Sequence[jax.Array]):
+        self._beside = [weight.sharding for weight in weights]
+        # Of each kind of call the shardings that were right last time. As a rule a compiled step
+        # gives the same objects every time, so that looking costs next to nothing.
+        self._right: dict[bool, list[Any]] = {}
+
+    def check(self, state: ZenFlowState, *, mail_only: bool) -> None:
+        """Looks at a state.
+
+        Args:
+            state: With real arrays.
+            mail_only: Whether the rest is not read now.
+
+        Raises:
+            ValueError: If an array is elsewhere.
+        """
+        read = state.mail if mail_only else (state.mail, state.leaves)
+        shardings = [x.sharding for x in jax.tree.leaves(read)]
+        right = self._right.get(mail_only, [])
+        if len(right) == len(shardings) and all(map(operator.is_, right, shardings)):
+            return
+        for beside, leaf, mail in zip(self._beside, state.leaves, state.mail, strict=True):
+            if not leaf.travels:
+                continue  # nobody here reads it
+            _check_place("mail", mail, Layout(leaf.spec).mail(mail.ndim), beside, leaf.spec)
+            if mail_only:
+                continue
+            layout = leaf_layout(leaf.spec, deferred=False)
+            for name in ("channels", "steps", "master", "mu", "nu", "scores"):
+                x = getattr(leaf, name)
+                if x is not None and x.size:
+                    _check_place(name, x, getattr(layout, name), beside, leaf.spec)
+        self._right[mail_only] = shardings
+
+
+def _check_place(
+    name: str,
+    x: jax.Array,
+    partition: PartitionSpec,
+    beside: jax.sharding.Sharding,
+    spec: LeafSpec,
+) -> None:
+    if len(beside.device_set) == 1:
+        there = x.sharding.device_set == beside.device_set
+        where: Any = beside
+    else:
+        assert isinstance(beside, NamedSharding)  # `check_placement` has seen to it
+        # In either memory: a checkpoint may have been read into the other one.
+        kind = x.sharding.memory_kind
+        where = NamedSharding(beside.mesh, partition, memory_kind=kind)
+        there = x.sharding.is_equivalent_to(where, x.ndim)
+    if not there:
+        raise ValueError(
+            f"expected `{name}` of {spec.name} in the state where `tx.init` put it, {where}, got "
+            f"it at {x.sharding}. Something has placed the state anew: leave it where it is, or "
+            "place it by the shardings that it has after `tx.init(params)`, "
+            "`jax.tree.map(lambda x: x.sharding, opt_state)`."
+        )
 
 
 def _devices(sharding: jax.sharding.Sharding) -> list[Any]:

@@ -260,8 +260,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
             "expected the state of `zenflow(..., offload=False)`, got one whose deferred half is "
             "with an engine. Call `engine.flush(params, opt_state)`."
         )
-    places = match_leaves(params, state)
-    weights, treedef = jax.tree.flatten(params)
+    weights, treedef, places = match_leaves(params, state)
     boundary = Boundary(closes=True, selects=False, synchronous=True)
     leaves = []
     for place, leaf in zip(places, state.leaves, strict=True):

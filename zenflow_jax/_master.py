@@ -42,8 +42,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
             f"offload=False, got offload={state.offload} and {type(engine).__name__}. Pass the "
             "engine that trained, as the third argument, or leave it out."
         )
-    weights, treedef = jax.tree.flatten(params)
-    places = match_leaves(params, state)
+    weights, treedef, places = match_leaves(params, state)
     hosts = iter(()) if engine is None else engine._masters(state)
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:

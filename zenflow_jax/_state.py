@@ -6,6 +6,7 @@ shapes and wrapped variables are built from the same classes.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,37 +161,83 @@ def replace_state(opt_state: Any, new: ZenFlowState) -> Any:
     return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)
 
 
-def match_leaves(params: Any, state: ZenFlowState) -> list[int]:
-    """For each leaf of the state its place among the leaves of `params`.
+class Places:
+    """Where the leaves of a state are in the trees that callers pass, found by key path.
 
-    By order, and by key path where the state holds some of the leaves only (`optax.masked`,
-    `optax.partition`).
+    A tree may hold more: frozen parameters, batch statistics, keys of dropout. What is where is
+    found out once for each structure, as one is passed at every step.
 
-    Raises:
-        ValueError: If a leaf of the state has no counterpart of its shape and dtype.
+    Args:
+        specs: The state's leaves.
     """
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    specs = [leaf.spec for leaf in state.leaves]
-    if len(paths) == len(specs):
-        places = list(range(len(specs)))
-    else:
+
+    def __init__(self, specs: Sequence[LeafSpec]):
+        self._specs = tuple(specs)
+        # The structures seen last, and a dict would hash what need only be compared.
+        self._known: list[tuple[Any, list[int]]] = []
+
+    def __call__(self, params: Any) -> tuple[list[Any], Any, list[int]]:
+        """The leaves of `params`, its structure, and of each leaf of the state its place in them.
+
+        Raises:
+            ValueError: If `params` lacks a leaf of the state.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        for structure, places in self._known:
+            if structure == treedef:
+                return leaves, treedef, places
+        places = self._find(params)
+        self._known = [(treedef, places), *self._known[: _STRUCTURES - 1]]
+        return leaves, treedef, places
+
+    def _find(self, params: Any) -> list[int]:
+        paths, _ = jax.tree_util.tree_flatten_with_path(params)
         by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
-        missing = [spec.name for spec in specs if spec.name not in by_name]
+        missing = [spec.name for spec in self._specs if spec.name not in by_name]
         if missing:
+            others = sorted(by_name.keys() - {spec.name for spec in self._specs})
             raise ValueError(
-                f"expected `params` with the leaf {missing[0]} that the state was made for, got "
-                f"{len(paths)} leaves without it. Pass the parameters that `tx.init` saw."
+                f"expected `params` with the leaf {some(missing)} that the state was made for, got "
+                f"{len(paths)} leaves without it"
+                f"{f', and {some(others)} that it does not know' if others else ''}. Pass the "
+                "parameters that `tx.init` saw, or a tree with more leaves in which these have "
+                "the same paths."
             )
-        places = [by_name[spec.name] for spec in specs]
-    for place, spec in zip(places, specs, strict=True):
-        leaf = paths[place][1]
-        if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype:
+        return [by_name[spec.name] for spec in self._specs]
+
+
+#: Of a run with frozen leaves: the trained ones, all parameters, the model's whole state.
+_STRUCTURES = 4
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
+    """Refuses parameters of other shapes or dtypes than their state's."""
+    for leaf, spec in zip(weights, specs, strict=True):
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape != spec.shape or dtype != spec.dtype:
             raise ValueError(
                 f"expected `params` to hold {spec.dtype.name} {spec.shape} at {spec.name}, as the "
-                f"state does, got {leaf.dtype} {tuple(leaf.shape)}. Pass the parameters that "
-                "`tx.init` saw."
+                f"state does, got {type(leaf).__name__ if shape is None else f'{dtype} {shape}'}. "
+                "Pass the parameters that `tx.init` saw."
             )
-    return places
+
+
+def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list[int]]:
+    """What `Places` gives, of leaves that have the state's shapes and dtypes.
+
+    Raises:
+        ValueError: If a leaf of the state has no counterpart.
+    """
+    specs = [leaf.spec for leaf in state.leaves]
+    weights, treedef, places = Places(specs)(params)
+    check_leaves([weights[i] for i in places], specs)
+    return weights, treedef, places
 
 
 def _is_state(x: Any) -> bool:

@@ -223,7 +223,7 @@ def zenflow(
         del extra  # Adam needs none; a chain hands them to everybody.
         check_outside_of_shard_map("tx.update")
         gradients, treedef = jax.tree.flatten(updates)
-        weights = check_update(gradients, params, state, offload)
+        weights = check_update(updates, params, state, offload)
         gradients = [
             as_its_parameter(g, leaf.spec) for g, leaf in zip(gradients, state.leaves, strict=True)
         ]

@@ -284,6 +284,42 @@ def test_parameters_that_are_not_where_their_state_takes_them_to_be_are_refused(
         zenflow_jax.HostEngine(alone, tx.init(spread))
 
 
+@pytest.mark.parametrize(
+    ("again", "name"),
+    [
+        (PartitionSpec(), "mail"),
+        # As many numbers on each device as before, which are those of other channels.
+        (PartitionSpec("fsdp"), "mu"),
+    ],
+    ids=["replicated", "along another axis"],
+)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_a_state_that_was_placed_anew_is_refused(kind, again, name):
+    mesh = meshes.make_mesh("fsdp", kind)
+    params = {"w": np.ones((16, 16), np.float32)}
+    params = runs.place(params, {"w": NamedSharding(mesh, PartitionSpec(None, "fsdp"))})
+    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.5, update_interval=1)
+    state = tx.init(params)
+    there = NamedSharding(mesh, again)
+
+    def placed_anew(state):
+        if name == "mail":
+            return jax.device_put(state, there)
+        (leaf,) = state.leaves
+        return dataclasses.replace(
+            state, leaves=(dataclasses.replace(leaf, mu=jax.device_put(leaf.mu, there)),)
+        )
+
+    words = rf"`{name}` of \['w'\] in the state where `tx.init` put it.*placed the state anew"
+    with pytest.raises(ValueError, match=words):
+        zenflow_jax.HostEngine(params, placed_anew(state), host_kernel="numpy")
+    with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
+        new = jax.jit(tx.update)(params, state, params)[1]
+        with pytest.raises(ValueError, match=words):
+            engine.exchange(params, placed_anew(new))
+        engine.flush(*engine.exchange(params, new))  # as if nothing had happened
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 @pytest.mark.parametrize("moved", ["state", "parameters"])
 def test_one_device_is_a_mesh_of_one(kind, moved):
