@@ -165,19 +165,6 @@ def test_no_exchange_before_a_boundary_waits_for_the_sums_of_a_window(monkeypatc
         runs.assert_same_bits(training.values(), expected)
 
 
-def test_the_state_that_flush_took_the_sums_of_is_refused():
-    with started(SUMMED) as training:
-        training.go(2)
-        old = training.state
-        training.flush()
-        training.state = old
-        training.step()
-        training.exchange()
-        with pytest.raises(RuntimeError, match="a state that this engine did not return"):
-            training.flush()
-        training.engine.close()
-
-
 def test_sums_of_float16_gradients_do_not_overflow():
     leaf = runs.Leaf("w", (6, 4), -2, "float16")
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import zenflow_jax
 from tests import elastic, meshes, processes, runs
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
@@ -19,6 +20,7 @@ from zenflow_jax._host_half import HostHalf
 SUMMED = dataclasses.replace(STALE, accumulate="device")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
+IN_WINDOW = 7  # with an update under way
 
 
 def join(me: int, port: int, count: int) -> None:
@@ -36,10 +38,10 @@ def train(me: int, port: int, count: int) -> None:
     """One of the processes: runs on different placements, each held to the reference."""
     join(me, port, count)
     here = jax.local_device_count()
-    for axes, placement, settings, send_mail in (
-        ({"data": count * here}, "replicated", STALE, "step"),
-        ({"fsdp": count, "tensor": here}, "both", STALE, "exchange"),
-        ({"fsdp": count, "tensor": here}, "both", SUMMED, None),
+    for axes, placement, settings, send_mail, look_at in (
+        ({"data": count * here}, "replicated", STALE, "step", None),
+        ({"fsdp": count, "tensor": here}, "both", STALE, "exchange", IN_WINDOW),
+        ({"fsdp": count, "tensor": here}, "both", SUMMED, None, None),
     ):
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
@@ -49,6 +51,8 @@ def train(me: int, port: int, count: int) -> None:
             ours = []
             for t, values in training.follow(PLAN):
                 ours.append(values)
+                if t == look_at:
+                    check_peek(training)
                 for name, channels in training.selected().items():
                     np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
             runs.assert_close(ours, expected.params)
@@ -56,6 +60,18 @@ def train(me: int, port: int, count: int) -> None:
         ours = [values for _, values in training.follow(Plan(6))]
         theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
         runs.assert_close(ours, theirs)
+
+
+def check_peek(training: Training) -> None:
+    seen = training.engine.peek(training.params, training.state)
+    masters = zenflow_jax.master_params(training.params, training.state, training.engine)
+    ahead = False
+    for name, p in training.params.items():
+        assert seen[name].sharding == p.sharding
+        value = runs.fetch(seen[name])
+        np.testing.assert_array_equal(value, runs.fetch(masters[name]).astype(p.dtype))
+        ahead |= bool(np.any(value != runs.fetch(p)))
+    assert ahead
 
 
 def share(me: int, port: int, count: int) -> None:

@@ -80,19 +80,40 @@ class Crossing:
         if self.pending is None:
             return weights
         uploads = self._worker.wait(self.pending, after)
-        now = [leaves[i].channels for i in self._travels]
-        before = now if self.before is None else self.before
-        self.pending = self.before = None
+        before, self.pending, self.before = self.before, None, None
+        if not uploads:
+            return weights
+        return self._merge(weights, self._fetch_rest(uploads, after), before, leaves)
+
+    def peek(
+        self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
+    ) -> list[jax.Array]:
+        """The same, and the update stays on its way. What it is in is in new arrays."""
+        uploads = None if self.pending is None else self._worker.wait(self.pending, after)
         if not uploads:
             return weights
         uploads = self._fetch_rest(uploads, after)
+        return self._merge(weights, uploads, self.before, leaves, keep=True)
+
+    def _merge(
+        self,
+        weights: list[jax.Array],
+        uploads: Sequence[Sequence[jax.Array]],
+        before: Sequence[jax.Array] | None,
+        leaves: Sequence[LeafState],
+        *,
+        keep: bool = False,
+    ) -> list[jax.Array]:
+        """The parameters with an update, whose arrays stay if `keep`."""
+        now = [leaves[i].channels for i in self._travels]
         new = [
             assemble(pieces, weight.shape, part_sharding(weight, spec))
             for weight, spec, pieces in zip(
                 weights, self._specs, by_leaf(self._parts, uploads), strict=True
             )
         ]
-        merged = merge(weights, new, before, now, self._specs)
+        before = now if before is None else before
+        merged = merge(weights, new, before, now, self._specs, keep=keep)
         return [as_before(x, weight) for x, weight in zip(merged, weights, strict=True)]
 
     def _fetch_rest(self, uploads: list[Any], after: Any) -> list[Any]:

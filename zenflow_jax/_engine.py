@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -52,6 +53,7 @@ from zenflow_jax._host_half import HostHalf
 from zenflow_jax._lending import Loan
 from zenflow_jax._mailbox import Mailbox, buffers
 from zenflow_jax._parts import (
+    as_before,
     host_channels,
     host_part,
     mail_bytes,
@@ -78,6 +80,12 @@ from zenflow_jax._worker import Worker
 _ENGINES = itertools.count()
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Model = TypeVar("_Model", bound=nnx.Module)
+
+_GO_ON = (
+    "Training goes on from the last checkpoint that was saved with `engine.state()`: "
+    "`HostEngine(params, opt_state, engine_state=...)`."
+)
 
 
 def _recorded(kind: str) -> Callable[[_Method], _Method]:
@@ -289,8 +297,8 @@ class HostEngine:
         Waits where a window closes and the update of the one before is not ready, where the host
         is more than two mails behind, and, briefly, wherever channels are selected: for the step,
         and for the hand-over of what changes sides. Where windows adapt, also for the step before
-        the one just made, never for that one. The arrays of `opt_state` that hold mail must not be
-        used again; the parameters may.
+        the one just made, never for that one; but for that one after a `flush`. The arrays of
+        `opt_state` that hold mail must not be used again; the parameters may.
 
         Args:
             params: The parameters after the step, or a tree with more leaves that has them at the
@@ -304,12 +312,14 @@ class HostEngine:
         Raises:
             RuntimeError: If the engine is closed or has failed; if no step, or more than one, was
                 made since the last exchange (the latter is noticed once the mail is read, by the
-                call after); if the state is another run's; if a former call was interrupted.
+                call after); if the step was made from what a `flush` was called with, in place of
+                what it returned; if the state is another run's; if a former call was interrupted.
             ValueError: If the state or the parameters lack leaves of the run, or have them in other
                 shapes, dtypes or places.
             TypeError: If they are no jax arrays.
         """
         state = self._check(opt_state)
+        self._check_flushed(state)
         if self._mailbox.holds(state):
             raise RuntimeError(
                 "expected the state of a new step, got the one that this engine returned last. "
@@ -348,8 +358,9 @@ class HostEngine:
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Brings every deferred update into the parameters, closing an open window early.
 
-        Call it after the last exchange, or wherever the parameters are needed whole. Training may
-        go on from what it returns: the schedule is not moved, the next window has fewer steps.
+        Call it after the last exchange, or where a window is to end early. Training may go on from
+        what it returns, and from that alone: the schedule is not moved, the next window has fewer
+        steps. To look at the parameters and train on as if nothing had happened, use `peek`.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -364,23 +375,56 @@ class HostEngine:
             ValueError: If the state or the parameters have other leaves than at construction.
             TypeError: If they are no jax arrays.
         """
-        state = self._check(opt_state)
-        if not self._mailbox.holds(state):
-            raise RuntimeError(
-                "expected the state that the last `exchange` returned, got another one: the mail "
-                "of a step has not been taken. Call `exchange` first, then `flush`."
-            )
-        taken = self._take(params)
-        self._check_params(taken)
+        state, taken = self._between_steps(params, opt_state, "flush")
+        if not self._behind:
+            self._mailbox.drain()
+            return params, opt_state
         with self._all_or_nothing():
             weights = self._crossing.collect(taken.travelling, state.step, state.leaves)
             if self._open_steps:
-                state = self._mailbox.flush_sums(state)
+                state = self._mailbox.send_sums(state)
                 self._crossing.close_window()
                 self._count_window()
                 weights = self._crossing.collect(weights, state.step, state.leaves)
             self._mailbox.drain()
+            state = self._mailbox.renew(state)
             return taken.with_travelling(weights), replace_state(opt_state, state)
+
+    @_recorded("state")
+    def peek(self, params: Any, opt_state: Any) -> Any:
+        """The parameters as they are best known now, for an evaluation in mid-run.
+
+        With every update of the windows that have closed: the one that is under way, which `params`
+        get only at the next boundary, is waited for and is in the result. Deferred channels lack
+        the gradients of the open window, at most one window of steps, as these have made no update
+        yet; where a window has just closed that is nothing. The result is the cast of what
+        `master_params` returns.
+
+        Training goes on from `params` and `opt_state`, to the same bits as if this had not been
+        called (`flush` would end the open window). In a run of several processes all must call it.
+
+        Args:
+            params: The parameters that the last `exchange` or `flush` returned.
+            opt_state: The state that it returned.
+
+        Returns:
+            A tree like `params`, placed like it, of arrays that share nothing with it: they take
+            once more the memory of the parameters on the device, and outlive a step that donates.
+
+        Raises:
+            RuntimeError: If the engine is closed or has failed, a step was made that was not
+                exchanged, or a former call was interrupted.
+            ValueError: If the state or the parameters have other leaves than at construction.
+            TypeError: If they are no jax arrays.
+        """
+        state, taken = self._between_steps(params, opt_state, "peek")
+        weights = self._crossing.peek(taken.travelling, state.step, state.leaves)
+        given = {id(x) for x in taken.leaves}
+
+        def of_its_own(x: Any) -> Any:
+            return as_before(_copy(x), x) if id(x) in given and isinstance(x, jax.Array) else x
+
+        return jax.tree.map(of_its_own, taken.with_travelling(weights))
 
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
@@ -490,6 +534,20 @@ class HostEngine:
         """`flush` for flax nnx: updates `model` and `optimizer` in place. Errors as `flush`."""
         self._in_place(self.flush, model, optimizer)
 
+    def peek_nnx(self, model: _Model, optimizer: nnx.Optimizer) -> _Model:
+        """`peek` for flax nnx: another model, with the parameters as they are best known now.
+
+        What is not trained (batch statistics, counts, keys) is as in `model`, and copied as well,
+        so that neither model changes the other. Arguments as `exchange_nnx`, errors as `peek`.
+        """
+        graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
+        found = self.peek(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))
+        # New variables of the same arrays: `merge` would give the copy those of the model.
+        params = jax.tree.map(lambda x: x, params)
+        copy = nnx.merge(graphdef, params, jax.tree.map(jnp.copy, others))
+        nnx.update(copy, found)
+        return copy
+
     def close(self) -> None:
         """Ends the thread and frees the host memory. Safe twice, and during work.
 
@@ -513,13 +571,42 @@ class HostEngine:
     ) -> None:
         # After a failure, or a `close` of the user's, `flush` would be no remedy.
         failed = self._closed or self._interrupted or self._worker.failed
-        dropped = not failed and (self._open_steps > 0 or self._crossing.pending is not None)
+        dropped = not failed and self._behind
+        lost = None if error is None or self._closed else self._what_is_lost(error)
         self.close()
-        if kind is None and dropped:
+        if error is not None:
+            # Theirs goes on as it is; this is shown below it.
+            if lost is not None:
+                error.add_note(f"zenflow_jax: {lost} {_GO_ON}")
+        elif dropped:
             raise RuntimeError(
                 "the engine was left with updates that never reached the parameters. Call `params, "
                 "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
             )
+
+    @property
+    def _behind(self) -> bool:
+        """Whether there are gradients or updates that have not reached the parameters."""
+        return self._open_steps > 0 or self._crossing.pending is not None
+
+    def _what_is_lost(self, error: BaseException) -> str | None:
+        """What an exception leaves behind that goes through the `with` block; None for nothing."""
+        step = self._progress.step
+        reason = self._worker.reason
+        if reason:
+            # Most often it is what is raised here.
+            return None if reason in str(error) else f"the engine has failed as well: {reason}."
+        if self._interrupted:
+            return (
+                f"the engine was interrupted in a call after step {step}, so that parameters, "
+                "state and host no longer belong together."
+            )
+        if not self._behind:
+            return None
+        return (
+            f"the engine was closed after step {step} with updates that never reached the "
+            "parameters; they are dropped. The parameters are whole, but lack them."
+        )
 
     def _resume(
         self, counts: Counts, leaves: Sequence[Any], travelling: Sequence[LeafState]
@@ -580,6 +667,31 @@ class HostEngine:
         check_leaves(taken.weights, self._specs)
         check_placement(taken.weights, self._specs)
 
+    def _check_flushed(self, state: ZenFlowState) -> None:
+        if self._mailbox.replaced(state):
+            raise RuntimeError(
+                "expected parameters and state that the last `flush` returned, got those that it "
+                "was called with, or a step made from them: they lack the updates that it has "
+                "brought. Go on with `params, opt_state = engine.flush(params, opt_state)`; to "
+                "look at the parameters without ending the open window, use `eval_params = "
+                "engine.peek(params, opt_state)`."
+            )
+
+    def _between_steps(
+        self, params: Any, opt_state: Any, name: str
+    ) -> tuple[ZenFlowState, "_Taken"]:
+        """Both arguments of a call, if they are what the last `exchange` or `flush` returned."""
+        state = self._check(opt_state)
+        self._check_flushed(state)
+        if not self._mailbox.holds(state):
+            raise RuntimeError(
+                "expected the state that the last `exchange` returned, got another one: the mail "
+                f"of a step has not been taken. Call `exchange` first, then `{name}`."
+            )
+        taken = self._take(params)
+        self._check_params(taken)
+        return state, taken
+
     def _count_window(self) -> None:
         self._window_lengths[self._open_steps] += 1
         self._open_steps = 0
@@ -616,6 +728,10 @@ class _Taken:
         for i, weight in zip(self.travels, weights, strict=True):
             leaves[self.places[i]] = weight
         return jax.tree.unflatten(self.treedef, leaves)
+
+
+# Under jit an argument that comes back as it is would be the same array.
+_copy = jax.jit(jnp.copy)
 
 
 def _stop(worker: weakref.ref[Worker]) -> None:

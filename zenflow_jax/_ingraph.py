@@ -244,6 +244,10 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
     as if nothing had happened: the next window just has fewer steps.
 
+    It is pure, and so the way to look at the parameters in mid-run as well, where an engine has
+    `peek`: `eval_params, _ = flush(params, opt_state)`, and training goes on from `params` and
+    `opt_state` as if it had not been called.
+
     Args:
         params: The parameters that `opt_state` belongs to.
         opt_state: Any optimizer state with one in-graph `ZenFlowState` in it.

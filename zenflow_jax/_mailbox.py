@@ -80,6 +80,8 @@ class Mailbox:
         self._most = IN_FLIGHT.get(state.delivery, 2 * longest(state.schedule.window) + 2)
         self._letters: deque[Letter] = deque()  # of the steps that the device may be at
         self._last: Mail | None = None
+        # The ticket, and its number, of the state that a flush since the last step has replaced.
+        self._replaced: tuple[jax.Array, int] | None = None
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -94,8 +96,21 @@ class Mailbox:
         """Whether this is the state last given: no step was made with it since."""
         return state.ticket is self._given
 
+    def replaced(self, state: ZenFlowState) -> bool:
+        """Whether this is the state that the last flush was called with, or a step made from it.
+
+        Waits for the step, if there is one and a flush was made since the step before.
+        """
+        if self._replaced is None:
+            return False
+        given, ticket = self._replaced
+        if state.ticket is given:
+            return True
+        return not self.holds(state) and int(read(state.letter.ints).flat[1]) == ticket
+
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
+        self._replaced = None
         while len(self._unread) >= self._most:
             self._take_back()
         ticket = self._ticket
@@ -121,14 +136,15 @@ class Mailbox:
         self._post(Sums(_gradients(state), self._last))
         return dataclasses.replace(state, mail=zeros)
 
-    def flush_sums(self, state: ZenFlowState) -> ZenFlowState:
-        """The same between two exchanges."""
-        new = self.send_sums(state)
-        # Who goes on with the state that still has them would have them twice: another ticket.
-        if new is state:
-            return state
+    def renew(self, state: ZenFlowState) -> ZenFlowState:
+        """The state with another ticket, after a flush.
+
+        Who goes on from the one that was flushed, and from its parameters, has neither the updates
+        that the flush has brought nor the gradients that it has used up.
+        """
+        self._replaced = (self._given, self._ticket)
         self._write_ticket(self._ticket + 500_009, state.ticket)
-        return dataclasses.replace(new, ticket=self._given)
+        return dataclasses.replace(state, ticket=self._given)
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
         """The state for the next step: `leaves`, buffers for its mail, and a ticket."""

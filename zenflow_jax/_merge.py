@@ -26,19 +26,23 @@ def merge(
     before: Sequence[Array],
     now: Sequence[Array],
     specs: Sequence[LeafSpec],
+    *,
+    keep: bool = False,
 ) -> list[Array]:
     """The parameters, with a window's update on the channels that it was about.
 
     Args:
         weights: Parameters.
-        uploads: Masters' casts, in parts; used up.
+        uploads: Masters' casts, in parts; used up unless `keep`.
         before: Channels that were selected during the window.
         now: Channels that are selected since it closed.
         specs: The leaves.
+        keep: Whether the uploads stay, and what comes back is memory of its own.
     """
     merged = list(weights)
     # What is gathered is a new array, which could not take the place of an upload.
-    in_place = [not any(spec.placement.shares) if spec.placement else True for spec in specs]
+    gathered = [spec.placement is not None and any(spec.placement.shares) for spec in specs]
+    in_place = [not (keep or gathers) for gathers in gathered]
     for kind, program in ((True, _merge_in_place), (False, _merge_parts)):
         which = [i for i, found in enumerate(in_place) if found == kind]
         if which:

@@ -56,10 +56,10 @@ class Timeline:
     * "host": "take in" (of one step's mail), "take in sums" (of a window), "hand over", "update",
       and "wait for uploads" at its end. Pieces of an update that follow each other are one span.
     * "upload": "upload", from an update's first upload until the whole of it was on the devices.
-    * "caller": "exchange" and "flush" are the calls, "state" is also `lend` and `master_params`;
-      inside them "wait for device", for a step that the call cannot do without, and "wait for
-      host", for what is left when that is done. If the device has no later step to do meanwhile,
-      that is a stall.
+    * "caller": "exchange" and "flush" are the calls, "state" is also `lend`, `peek` and
+      `master_params`; inside them "wait for device", for a step that the call cannot do without,
+      and "wait for host", for what is left when that is done. If the device has no later step to do
+      meanwhile, that is a stall.
 
     Ends are seen by a thread that has been waiting, so up to some 0.1 ms late; with a copy of mail
     that takes longer than a step, steps seem to end when the copy before theirs does.

@@ -165,6 +165,11 @@ class Worker:
     def failed(self) -> bool:
         return self._failure is not None
 
+    @property
+    def reason(self) -> str:
+        """The failure in words; empty if there is none."""
+        return self._reason
+
     def check(self) -> None:
         """Raises what ended the thread, if anything did."""
         if self._failure is None:

@@ -1,0 +1,229 @@
+"""A look at the parameters in mid-run is the whole truth, and the run does not notice it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import zenflow_jax
+from tests import runs
+from tests.runs import FIRST, SECOND, Settings, Training
+from tests.test_resume import PLAN, SETTINGS, end, go
+
+HERE = functools.partial(Training, threads=1, host_kernel="numpy")
+
+
+def peek(training):
+    return training.engine.peek(training.params, training.state)
+
+
+def casts(training):
+    """The masters, each in the dtype of its parameter."""
+    masters = zenflow_jax.master_params(training.params, training.state, training.engine)
+    return {name: np.asarray(x).astype(training.params[name].dtype) for name, x in masters.items()}
+
+
+@pytest.mark.parametrize(
+    ("leaves", "changes", "options"),
+    [
+        (FIRST, {}, {"donate": True}),
+        (SECOND, {"accumulate": "device"}, {"prefetch_bytes": 0}),
+    ],
+    ids=["first, donated", "second, added up on the device"],
+)
+def test_a_peek_is_the_cast_of_every_master_and_does_not_change_a_bit_of_the_run(
+    leaves, changes, options
+):
+    settings = Settings(**{**vars(SETTINGS), **changes})
+    with HERE(leaves, settings, **options) as training, HERE(leaves, settings) as untouched:
+        ahead = 0
+        for t in range(1, PLAN.steps + 1):
+            go(training, PLAN, t)
+            go(untouched, PLAN, t)
+            expected = casts(untouched)
+            ahead += any(
+                np.any(expected[name] != np.asarray(p)) for name, p in untouched.params.items()
+            )
+            for _ in range(2):
+                found = peek(training)
+                runs.assert_same_bits(jax.tree.map(np.asarray, found), expected)
+            assert {x.sharding for x in found.values()} == {
+                x.sharding for x in training.params.values()
+            }
+            # Nothing that the run goes on with, so that a step may donate that.
+            assert not {x.unsafe_buffer_pointer() for x in found.values() if x.size} & {
+                x.unsafe_buffer_pointer() for x in training.params.values()
+            }
+            runs.assert_same_bits(training.values(), untouched.values())
+        assert ahead > 5  # updates were under way
+        runs.assert_same_bits(end(training), end(untouched))
+        runs.assert_same_bits(peek(training), training.params)
+
+
+def test_what_was_peeked_at_outlives_steps_that_donate():
+    with HERE(FIRST, SETTINGS, donate=True) as training:
+        training.go(7)
+        found = peek(training)
+        values = jax.tree.map(np.array, found)
+        training.go(5)
+        runs.assert_same_bits(jax.tree.map(np.asarray, found), values)
+
+
+@pytest.mark.parametrize("accumulate", ["host", "device"])
+@pytest.mark.parametrize("steps", [6, 8], ids=["in an open window", "where one has closed"])
+def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(accumulate, steps):
+    settings = Settings(**{**vars(SETTINGS), "accumulate": accumulate})
+    with HERE(FIRST, settings) as training, HERE(FIRST, settings) as expected:
+        training.go(steps)
+        expected.go(steps)
+        params, state = training.params, training.state
+        flushed = training.engine.flush(params, state)
+        for call in (training.engine.exchange, training.engine.flush, training.engine.peek):
+            with pytest.raises(RuntimeError, match="lack the updates .* use `eval_params = engine"):
+                call(params, state)
+        training.step()
+        with pytest.raises(RuntimeError, match="lack the updates .* use `eval_params = engine"):
+            training.exchange()
+        # It does no harm.
+        training.t -= 1
+        training.params, training.state = flushed
+        expected.flush()
+        training.go(6)
+        expected.go(6)
+        runs.assert_same_bits(training.values(), expected.values())
+
+
+def test_a_flush_that_has_nothing_to_bring_replaces_nothing():
+    with HERE(FIRST, SETTINGS) as training, HERE(FIRST, SETTINGS) as untouched:
+        training.go(2)  # of the warm-up, which is synchronous
+        untouched.go(2)
+        training.engine.flush(training.params, training.state)
+        training.go(4)
+        untouched.go(4)
+        runs.assert_same_bits(training.values(), untouched.values())
+
+
+def test_a_peek_wants_what_the_last_exchange_returned():
+    with HERE(FIRST, SETTINGS) as training:
+        training.go(3)
+        training.step()
+        with pytest.raises(RuntimeError, match="Call `exchange` first, then `peek`"):
+            peek(training)
+        training.exchange()
+        peek(training)
+        training.engine.close()
+        with pytest.raises(RuntimeError, match="an open engine"):
+            peek(training)
+
+
+def test_in_graph_a_flush_whose_result_is_dropped_is_a_look():
+    options = {"offload": False}
+    with Training(FIRST, SETTINGS, **options) as training, HERE(FIRST, SETTINGS) as untouched:
+        training.go(7)
+        untouched.go(7)
+        seen, _ = runs.flush_in_graph(training.params, training.state)
+        assert any(np.any(seen[name] != x) for name, x in training.values().items())
+        training.go(6)
+        untouched.go(6)
+        runs.assert_close([training.values()], [untouched.values()])
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        for leaf in FIRST:
+            setattr(self, leaf.name, nnx.Param(runs.initial(FIRST)[leaf.name]))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
+
+
+def test_peek_nnx_gives_another_model_and_leaves_the_one_that_trains():
+    with HERE(FIRST, SETTINGS) as expected:
+        model = Model()
+        optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def train_step(model, optimizer, gradients):
+            state = nnx.state(model, nnx.Param)
+            nnx.replace_by_pure_dict(state, gradients)
+            with jax.numpy_dtype_promotion("standard"):
+                optimizer.update(model, state)
+            model.calls[...] += 1
+
+        params = nnx.state(model, nnx.Param)
+        with zenflow_jax.HostEngine(params, optimizer.opt_state, host_kernel="numpy") as engine:
+            for t in range(1, 8):
+                expected.go(1)
+                train_step(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(FIRST, t)))
+                engine.exchange_nnx(model, optimizer)
+            seen = engine.peek_nnx(model, optimizer)
+            ours = nnx.to_pure_dict(nnx.state(seen, nnx.Param))
+            runs.assert_same_bits(ours, peek(expected))
+            assert int(seen.calls[...]) == 7
+            # Neither model's calls and keys are the other's.
+            seen.dropout(jnp.ones(3))
+            seen.calls[...] += 1
+            seen.rows[...] = jnp.zeros_like(seen.rows[...])
+            ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            runs.assert_same_bits(ours, expected.params)
+            assert int(model.calls[...]) == 7
+            assert int(model.dropout.rngs.count[...]) == 0
+            engine.close()
+
+
+def leave_with(error, *before):
+    """What is noted at an exception that goes through the `with` block of an engine."""
+    training = HERE(FIRST, SETTINGS)
+
+    def leave():
+        with training.engine:
+            for call in before:
+                call(training)
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        leave()
+    assert caught.value is error
+    assert error.__cause__ is error.__context__ is None
+    return getattr(error, "__notes__", [])
+
+
+def train(steps):
+    return lambda training: training.go(steps)
+
+
+def fail_elsewhere(training):
+    training.engine._worker.fail("process 1 failed: the memory is gone")
+    training.engine._worker._thread.join(60)
+
+
+def test_an_exception_leaves_the_with_block_as_it_is_with_a_note_of_what_is_lost():
+    (note,) = leave_with(KeyError("the user's"), train(7))
+    assert "closed after step 7 with updates that never reached the parameters" in note
+    assert "from the last checkpoint" in note
+    assert "HostEngine(params, opt_state, engine_state=...)" in note
+    assert leave_with(KeyError("the user's"), train(2)) == []  # all of them have
+    flush_and_close = [Training.flush, lambda training: training.engine.close()]
+    assert leave_with(KeyError("the user's"), train(7), *flush_and_close) == []
+
+
+def test_a_note_says_that_the_engine_has_failed_as_well_unless_that_is_what_is_raised():
+    (note,) = leave_with(KeyError("the user's"), train(7), fail_elsewhere)
+    assert "the engine has failed as well: process 1 failed: the memory is gone" in note
+    error = RuntimeError("process 1 failed: the memory is gone. Deferred channels are not")
+    assert leave_with(error, train(7), fail_elsewhere) == []
+
+
+def test_a_note_says_that_a_call_was_interrupted(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def be_interrupted(training):
+        monkeypatch.setattr(training.engine._crossing, "collect", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.go(5)
+
+    (note,) = leave_with(KeyboardInterrupt(), train(5), be_interrupted)
+    assert "interrupted in a call after step 5" in note
