@@ -858,6 +858,15 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
             )
             for size in (-1, 1e9, True, "1G")
         ),
+        *(
+            (
+                f"max_skipped {number!r}",
+                lambda number=number: engine(max_skipped=number),
+                ValueError,
+                ["`max_skipped`", "whole number from 1", f"got {number!r}", "None for a warning"],
+            )
+            for number in (0, 2.0, True)
+        ),
     ]
 )
 def test_the_engine_is_not_made_of(call, exception, words):

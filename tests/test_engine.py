@@ -723,6 +723,58 @@ def test_stats_count_steps_windows_and_bytes():
         stats.steps = 7
 
 
+def go_through(training, bad):
+    for is_bad in bad:
+        training.step(bad=is_bad)
+        training.exchange()
+    training.settle()
+
+
+def test_three_skipped_steps_in_a_row_are_warned_of_and_then_thirty(caplog):
+    def warned():
+        found = [r.getMessage() for r in caplog.records if r.name == "zenflow_jax"]
+        caplog.clear()
+        return found
+
+    with started(CALM) as training:
+        go_through(training, [True, True, False, True, True])
+        assert warned() == []
+        assert training.engine.stats.skipped_in_a_row == 2
+        go_through(training, [True])
+        (message,) = warned()
+        assert "skipped the last 3 steps, up to step 6" in message
+        assert "Look for NaN or infinity" in message
+        assert "`max_skipped`" in message
+        go_through(training, [True] * 26)
+        assert warned() == []
+        go_through(training, [True])
+        assert "the last 30 steps, up to step 33" in warned()[0]
+        go_through(training, [False])
+        stats = training.engine.stats
+        assert (stats.skipped_steps, stats.skipped_in_a_row) == (32, 0)
+        assert int(training.state.skipped_in_a_row) == 0
+
+
+def test_too_many_skipped_steps_in_a_row_are_an_error_also_across_a_checkpoint():
+    with started(CALM, max_skipped=3) as training:
+        go_through(training, [True, True, False, True, True])
+        saved = training.engine.state()
+        params, state = training.params, training.state
+    assert int(state.skipped_in_a_row) == 2
+    with started(CALM) as again:
+        again.engine.close()
+        again.params, again.state, again.t = params, state, 5
+        again.engine = HostEngine(
+            params, state, host_kernel="numpy", max_skipped=3, engine_state=saved
+        )
+        again.step(bad=True)
+        again.exchange()
+        words = r"3 in a row .*`max_skipped` is 3.*the last of them step 6.*Look for NaN"
+        with pytest.raises(RuntimeError, match=words) as caught:
+            again.flush()
+    assert isinstance(caught.value.__cause__, FloatingPointError)
+
+
 @pytest.mark.parametrize("ours", [["columns"], ["bias", "rows"]], ids=str)
 @pytest.mark.parametrize("wrapper", ["masked", "partition"])
 def test_an_engine_serves_some_of_the_leaves_as_it_does_all(wrapper, ours):

@@ -825,6 +825,20 @@ def test_the_letter_says_that_a_gradient_was_not_finite():
     assert np.asarray(state.letter.ints).ravel().tolist() == [1, int(before.ticket), 0]
 
 
+def test_flush_warns_where_the_last_steps_of_an_in_graph_run_were_all_skipped(caplog):
+    params = {"bias": jnp.zeros(3)}
+    tx = make()
+    state, update = tx.init(params), jax.jit(tx.update)
+    for value, expected in ((jnp.nan, 1), (0.0, 0), (jnp.nan, 1), (jnp.inf, 2), (jnp.nan, 3)):
+        zenflow_jax.flush(params, state)
+        assert caplog.records == []
+        _, state = update({"bias": jnp.full(3, value)}, state, params)
+        assert int(state.skipped_in_a_row) == expected
+    zenflow_jax.flush(params, state)
+    (record,) = caplog.records
+    assert "skipped the last 3 steps, up to step 5" in record.getMessage()
+
+
 # --- the public surface ---------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from zenflow_jax._engine_checks import (
     check_budget,
     check_devices,
     check_fresh,
+    check_max_skipped,
     check_not_flattened,
     check_not_numpy,
     check_pinned,
@@ -131,6 +132,8 @@ class HostEngine:
         prefetch_bytes: Device memory that an update which is ready may take before its boundary,
             on each device. None: all of it, once the leaf's dtype per parameter. What has no room
             is uploaded at the boundary, when the step's own memory is free; the loop waits for it.
+        max_skipped: So many skipped steps in a row, whose gradients were not finite, are an error,
+            raised by the next call. None: any number; three in a row are warned of, by `logging`.
         engine_state: What `state()` returned when `params` and `opt_state` were saved, to go on
             from there with the same bits. It is copied.
         exit_if_stuck: In a run of several processes a failure of one is raised by the others at
@@ -177,10 +180,12 @@ class HostEngine:
         host_kernel: str = "numba",
         threads: int | None = None,
         prefetch_bytes: int | None = None,
+        max_skipped: int | None = None,
         engine_state: Any = None,
         exit_if_stuck: bool = True,
     ):
         check_budget(prefetch_bytes)
+        check_max_skipped(max_skipped)
         params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
         state = find_state(opt_state)
         check_wrappers(opt_state, state)
@@ -238,7 +243,10 @@ class HostEngine:
         self._options = options_of(state)
         skipped = 0 if counts is None else counts.skipped
         prefetched = within(self._parts, prefetch_bytes)
-        self._worker = Worker(half, self._parts, self._watch, prefetched, skipped)
+        in_a_row = int(state.skipped_in_a_row)
+        self._worker = Worker(
+            half, self._parts, self._watch, prefetched, skipped, in_a_row, max_skipped
+        )
         self._mailbox = Mailbox(self._worker, state, number)
         self._progress = Progress(self._schedule, len(self._travels))
         self._open_steps = 0
@@ -313,7 +321,8 @@ class HostEngine:
             RuntimeError: If the engine is closed or has failed; if no step, or more than one, was
                 made since the last exchange (the latter is noticed once the mail is read, by the
                 call after); if the step was made from what a `flush` was called with, in place of
-                what it returned; if the state is another run's; if a former call was interrupted.
+                what it returned; if the state is another run's; if a former call was interrupted;
+                if `max_skipped` steps in a row were skipped.
             ValueError: If the state or the parameters lack leaves of the run, or have them in other
                 shapes, dtypes or places.
             TypeError: If they are no jax arrays.

@@ -28,6 +28,15 @@ def check_budget(prefetch_bytes: Any) -> None:
         )
 
 
+def check_max_skipped(max_skipped: Any) -> None:
+    whole = isinstance(max_skipped, Integral) and not isinstance(max_skipped, bool)
+    if max_skipped is not None and (not whole or max_skipped < 1):
+        raise ValueError(
+            f"`max_skipped` must be a whole number from 1 or None, got {max_skipped!r}. Pass how "
+            "many skipped steps in a row are an error, or None for a warning only."
+        )
+
+
 def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     """Refuses what is around the state if jax could not trace its branches."""
     kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)

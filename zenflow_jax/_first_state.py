@@ -96,6 +96,7 @@ def _build(
     return ZenFlowState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
         leaves=tuple(leaves),
         mail=tuple(
             None if spec.resident else _leaf_zeros(p, spec, delivery, rank)

@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from zenflow_jax._adam import AdamScalars, adamw, add_gradient
 from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
 from zenflow_jax._schedule import Boundary, Schedule, Tally
 from zenflow_jax._shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._skipped import warn_of_skipped
 from zenflow_jax._state import (
     DeferredState,
     LeafState,
@@ -242,7 +244,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """Brings every deferred update into the parameters, closing an open window early.
 
     For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
-    as if nothing had happened: the next window just has fewer steps.
+    as if nothing had happened: the next window just has fewer steps. Called outside of jit, it
+    warns, by `logging`, where the last steps were all skipped.
 
     It is pure, and so the way to look at the parameters in mid-run as well, where an engine has
     `peek`: `eval_params, _ = flush(params, opt_state)`, and training goes on from `params` and
@@ -265,6 +268,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
             "with an engine. Call `engine.flush(params, opt_state)`."
         )
     weights, treedef, places = match_leaves(params, state)
+    if not isinstance(state.skipped_in_a_row, Tracer):
+        warn_of_skipped(int(state.skipped_in_a_row), int(state.step))
     boundary = Boundary(closes=True, selects=False, synchronous=True)
     leaves = []
     for place, leaf in zip(places, state.leaves, strict=True):

@@ -75,6 +75,7 @@ class ZenFlowState:
     Attributes:
         step: int32 (). Steps taken, skipped ones included.
         skipped: int32 (). Steps skipped because a gradient was not finite.
+        skipped_in_a_row: int32 (). How many of them were the last steps, without one that counted.
         leaves: A tuple with one state for each leaf of the parameters, in their order. Not a tree
             like the parameters: wrappers that walk the state (flax nnx) see other trees at init
             than at update, and only the order of leaves is the same in both.
@@ -98,6 +99,7 @@ class ZenFlowState:
 
     step: Any
     skipped: Any
+    skipped_in_a_row: Any
     leaves: Any
     mail: Any
     ticket: Any
@@ -136,7 +138,7 @@ def find_state(opt_state: Any) -> ZenFlowState:
             anywhere in it.
 
     Returns:
-        The state, whose `step`, `skipped` and `leaves` may be read at any time.
+        The state, whose `step`, `skipped`, `skipped_in_a_row` and `leaves` may be read at any time.
 
     Raises:
         ValueError: If there is none, or more than one.

@@ -8,6 +8,7 @@ class WorkerStats:
     """The part of `EngineStats` that the worker counts."""
 
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     host_bytes: int = 0
@@ -26,6 +27,7 @@ class EngineStats:
             boundary ago. None before the first was read, and unless `select_interval` is an
             `AutoSelect`.
         skipped_steps: Steps whose gradient was not finite, as far as their mail has been read.
+        skipped_in_a_row: How many of them were the last steps, without one that counted.
         exchange_s: Seconds that the caller was in `exchange` and `flush`, its waits included.
         wait_s: Seconds that the caller waited for the host after the device was done.
         work_s: Seconds that the worker worked: those of the next three, and what it waited for
@@ -49,6 +51,7 @@ class EngineStats:
     reselections: int = 0
     kept_share: float | None = None
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     exchange_s: float = 0.0
     wait_s: float = 0.0
     work_s: float = 0.0

@@ -251,6 +251,7 @@ def zenflow(
             state,
             step=step,
             skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
             leaves=leaves,
         )
         if offload:

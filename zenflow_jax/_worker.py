@@ -26,6 +26,7 @@ from zenflow_jax._channels import LeafSpec
 from zenflow_jax._host_half import ClosedWindow, HostHalf, HostLeaf, SelectedRows
 from zenflow_jax._parts import Part, host_channels
 from zenflow_jax._placement import copy_to_host, upload, view
+from zenflow_jax._skipped import tell_of_skipped
 from zenflow_jax._state import USED, Letter
 from zenflow_jax._stats import WorkerStats
 from zenflow_jax._timeline import Recorder
@@ -95,6 +96,8 @@ class Worker:
         watch: Tells the other processes of a failure, and this worker of theirs.
         prefetched: Of each part whether its update is uploaded at once, or left to the caller.
         skipped: Steps that were skipped before.
+        skipped_in_a_row: How many of them were the last ones.
+        max_skipped: So many in a row end the thread; None for any number.
     """
 
     def __init__(
@@ -104,9 +107,14 @@ class Worker:
         watch: Watch,
         prefetched: Sequence[bool],
         skipped: int = 0,
+        skipped_in_a_row: int = 0,
+        max_skipped: int | None = None,
     ):
         # Replaced as a whole, so it can be read at any time.
-        self.stats = WorkerStats(skipped_steps=skipped, host_bytes=half.nbytes)
+        self.stats = WorkerStats(
+            skipped_steps=skipped, skipped_in_a_row=skipped_in_a_row, host_bytes=half.nbytes
+        )
+        self._max_skipped = max_skipped
         self.wait_s = 0.0  # the caller's; see `wait`
         self.recorder = Recorder()
         self._half = half
@@ -365,11 +373,15 @@ class Worker:
             self._half.count()
         gradients.clear()
         letter.clear()
+        before = self.stats.skipped_in_a_row
         self._count(
             skipped_steps=0 if finite else 1,
+            skipped_in_a_row=-before if finite else 1,
             bytes_to_host=read,
             host_bytes=self._half.nbytes - self.stats.host_bytes,
         )
+        if not finite:
+            tell_of_skipped(before + 1, step, self._max_skipped)
 
     def _take_in_sums(self, item: Sums) -> None:
         self._where = f"the sums of window {self._window}"
