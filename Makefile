@@ -7,8 +7,9 @@ VENV ?= .venv
 EXTRA ?=
 # Passed on to the script: `make quickstart ARGS="--steps 50"`.
 ARGS ?=
-# Passed on to pytest. Four processes at most: each one compiles for itself.
-TESTARGS ?= -n logical --maxprocesses 4
+# Passed on to pytest. Four processes at most: each one traces for itself. One that has nothing left
+# to do takes tests from another.
+TESTARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 # pip only warns of an extra that does not exist, and would leave the user without it.
 ifneq ($(filter-out cuda12,$(EXTRA)),)
@@ -27,12 +28,14 @@ tools := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs must not meet in one environment
-.PHONY: help quickstart test lint clean same-python
+.PHONY: help quickstart test test-fast lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
 	@echo "                 ARGS=\"--steps 50\" for the script's options)"
 	@echo "make test        run the tests (TESTARGS=\"-k adam\" for pytest's options)"
+	@echo "make test-fast   run those that are not marked slow, for work in between: no processes of"
+	@echo "                 their own, no long compiling, about a minute; \`make test\` has the say"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove the environment"
 	@echo "All take PYTHON=python3.13 to choose the Python and VENV=.venv-3.13 to choose the folder."
@@ -43,6 +46,9 @@ quickstart: $(installed)
 # -rs: a skipped test says why. On a GPU the processes share it, so none may reserve it all.
 test: $(installed) $(tools)
 	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(VENV)/bin/python -m pytest -q -rs $(TESTARGS)
+
+test-fast: $(installed) $(tools)
+	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(VENV)/bin/python -m pytest -q -rs -m "not slow" $(TESTARGS)
 
 lint: $(installed) $(tools)
 	@$(VENV)/bin/ruff check --quiet

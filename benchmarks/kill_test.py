@@ -113,7 +113,10 @@ def start(config: Path, run: str, *options: str) -> subprocess.Popen:
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "JAX_COMPILATION_CACHE_DIR": str(config.parent / "compiled"),
+        # If somebody keeps compiled programs already, then with those.
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get(
+            "JAX_COMPILATION_CACHE_DIR", str(config.parent / "compiled")
+        ),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(

@@ -1,10 +1,18 @@
 """Settings that every test runs under, and the rule for tests that need an accelerator.
 
-Nothing here chooses a platform, sets XLA flags or keeps compiled programs: what a test sees is what
-a user's process sees. A test that needs another set-up starts a process of its own.
+Nothing here chooses a platform or sets XLA flags: what a test computes is what a user's process
+computes. A test that needs another set-up starts a process of its own.
+
+Compiling is most of the work of these tests, and many compile the same programs: workers of
+pytest-xdist, and the processes that tests start. So jax's compilation cache, in a folder that lives
+as long as the tests run, is shared by all of them. What it gives is the machine code that the
+compiler gave, and jax goes through tracing, lowering and its counts of compilations as without it.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import jax
 import pytest
@@ -13,6 +21,18 @@ from hypothesis import settings
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that started this one set it
+    folder = tempfile.mkdtemp(prefix="zenflow_jax-compiled-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, value in {
+        "jax_compilation_cache_dir": folder,
+        # Small programs, too: there are thousands, and each costs more to compile than to read.
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 # An implicit promotion is how float32 arithmetic would turn into bfloat16 unseen, and an implicit
 # rank promotion is how a vector of channels would be laid along the wrong axis.
@@ -28,3 +48,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Asked only when a marked test is about to run: asking starts jax's backends.
     if item.get_closest_marker("gpu") and all(d.platform == "cpu" for d in jax.devices()):
         pytest.skip(f"needs an accelerator; jax.devices() has only {jax.devices()}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests begin first, so that at the end no worker waits for another one's."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

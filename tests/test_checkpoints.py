@@ -66,12 +66,14 @@ def changed_at(folder: Path) -> dict[Path, float]:
     return {p: p.stat().st_mtime for p in folder.rglob("*") if p.name != LOCK}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(runs):
     _, result = runs
     assert result.kills == 3
     assert result.differences == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [{"optimizer": "adamw"}, {"accumulate": "device"}, {"send_mail": "exchange"}], ids=str
 )
@@ -79,6 +81,7 @@ def test_other_ways_to_train_go_on_as_well(tmp_path, words):
     assert kill_test.kill_test(tmp_path, kills=1, seed=3, **words).differences == []
 
 
+@pytest.mark.slow
 def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     folder, _ = runs
     trace = folder / "trace.json"
@@ -101,6 +104,7 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     assert kill_test.differences(folder / "whole", stopped) == []
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_said_and_the_run_goes_on_from_the_one_before(runs):
     folder, _ = runs
     damaged = folder / "damaged"
@@ -116,6 +120,7 @@ def test_a_damaged_checkpoint_is_said_and_the_run_goes_on_from_the_one_before(ru
     assert kill_test.differences(folder / "whole", damaged) == []
 
 
+@pytest.mark.slow
 def test_the_model_is_the_masters_by_key_path(runs):
     folder, _ = runs
     model = load_file(folder / "whole" / "model.safetensors")
@@ -128,6 +133,7 @@ def test_the_model_is_the_masters_by_key_path(runs):
     assert np.any(kernel != np.asarray(kernel, jnp.bfloat16).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -150,6 +156,7 @@ def test_a_folder_of_another_run_is_refused_with_a_remedy(runs, capsys, options,
     assert changed_at(folder / "whole") == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_run_that_has_ended_is_left_as_it_is(runs, capsys):
     folder, _ = runs

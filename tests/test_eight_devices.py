@@ -11,6 +11,7 @@ from tests.processes import environment
 FOLDER = Path(__file__).parent / "eight_devices"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
 def test_on_eight_devices(name):
     run = subprocess.run(

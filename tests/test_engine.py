@@ -621,6 +621,7 @@ def leave_open(steps):
         assert not training.engine._crossing.pending.done()
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_an_engine_left_open_idle_or_at_work():
     left = [processes.start_process("test_engine", "leave_open", n) for n in (0, 3)]
     for process in left:

@@ -77,6 +77,7 @@ def output(process) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "model"), [(language, "llama2"), (alpaca, "llama2"), (glue, "bert")]
 )
@@ -165,6 +166,7 @@ def deepspeed_config(folder: Path, **changed) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
     folder = write_model(tmp_path / "given", "bert")

@@ -33,6 +33,7 @@ def test_the_readme_has_an_example():
     assert any("zenflow_jax.HostEngine(" in block for block in BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["README.md", "docs/checkpoints.md", "docs/deepspeed.md"])
 def test_the_examples_run_in_order_as_one_program(tmp_path, name):
     text = (ROOT / name).read_text(encoding="utf-8")

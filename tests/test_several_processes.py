@@ -178,22 +178,26 @@ def together(function: str, count: int, devices: int, *args: Any) -> list[tuple[
                 process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
 def test_several_processes_equal_the_reference(count, devices):
     for code, output in together("train", count, devices):
         assert code == 0, output[-5000:]
 
 
+@pytest.mark.slow
 def test_each_process_does_its_part_of_the_work():
     for code, output in together("share", 2, 1):
         assert code == 0, output[-5000:]
 
 
+@pytest.mark.slow
 def test_all_processes_close_the_same_windows_however_slow_one_is():
     for code, output in together("adapt", 2, 1):
         assert code == 0, output[-5000:]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_number_of_processes(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     for count, devices, before, until, after in [
@@ -205,6 +209,7 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(tmp_path):
             assert code == 0, output[-5000:]
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_ends_all_processes_with_its_message():
     for code, output in together("fail", 2, 1):
         assert code not in (0, None)

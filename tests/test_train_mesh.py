@@ -329,6 +329,7 @@ def on_one_device(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "zenflow"])
 def test_eight_devices_train_as_one_does(tmp_path, on_one_device, optimizer):
     mesh = {"mesh": "data=2,fsdp=2,tensor=2", "micro_batches": 2 if optimizer == "zenflow" else 1}
@@ -340,6 +341,7 @@ def test_eight_devices_train_as_one_does(tmp_path, on_one_device, optimizer):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, on_one_device):
     config = config_file(tmp_path, optimizer="zenflow", mesh="data=2")
     with reserved_port() as port:
@@ -358,6 +360,7 @@ def test_two_processes_train_as_one_does_and_the_first_alone_reports(tmp_path, o
     assert not re.search("loss|tokens|metrics", second)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_saves_the_run_and_both_go_on(tmp_path):
     config = config_file(tmp_path, mesh="data=2", steps=5000, run="two", progress=False)
 

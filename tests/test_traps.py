@@ -128,6 +128,7 @@ def donate_beside_another_optimizer():
         runs.assert_same_bits(train(params, tx, step), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "donate",
     [

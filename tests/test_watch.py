@@ -236,6 +236,7 @@ def assert_end(processes: list[subprocess.Popen], code: int) -> list[str]:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -264,6 +265,7 @@ def test_a_failure_ends_all_processes_that_cannot_raise_it_together(case):
                 assert 0 < output.find("will be ended with code 1") < output.index(words)
 
 
+@pytest.mark.slow
 def test_a_failure_is_raised_by_a_process_that_waits_for_its_engine():
     case = "fail_while_the_other_waits_for_its_engine"
     with both(case, 0) as first, both(case, 1) as second:
@@ -278,12 +280,14 @@ def test_a_failure_is_raised_by_a_process_that_waits_for_its_engine():
                 assert "ends itself" not in output
 
 
+@pytest.mark.slow
 def test_a_program_goes_on_where_no_process_waits_for_another():
     with both("go_on") as processes:
         for output in assert_end(processes, code=0):
             assert output.endswith("the last line\n"), output  # nothing of ours or JAX's follows
 
 
+@pytest.mark.slow
 def test_processes_that_end_at_very_different_times_end_well():
     with both("leave_at_very_different_times") as processes:
         for output in assert_end(processes, code=0):
