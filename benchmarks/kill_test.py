@@ -170,7 +170,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
 def steps_of(checkpoints: Path) -> set[int]:

@@ -4,10 +4,12 @@ Runs are processes of their own, with compiled programs that they share; faults 
 are shown on a few small arrays.
 """
 
+import contextlib
 import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -117,6 +119,7 @@ def test_a_damaged_checkpoint_is_said_and_the_run_goes_on_from_the_one_before(ru
     assert code == 0, text
     assert f"checkpoint {newest} is damaged: " in text
     assert f"going on from checkpoint {older}" in text
+    assert f"checkpoints/{newest} to damaged-{newest}" in text
     assert kill_test.differences(folder / "whole", damaged) == []
 
 
@@ -266,13 +269,43 @@ def test_a_checkpoint_is_the_state_of_its_step_whatever_is_donated_while_it_is_w
 
 
 def test_the_newest_are_kept_and_the_best(tmp_path):
-    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0, 5: 4.0}
+    # Of the second and fourth nothing is known.
+    losses = {1: np.nan, 2: None, 3: 1.0, 4: None, 5: 2.0, 6: 2.0, 7: 4.0}
+    values = {}
     with Job(tmp_path, keep=2, keep_best=True) as job:
         for step, loss in losses.items():
+            job.step()
+            values[step] = job.values()
             job.save(step, loss=loss)
         job.checkpoints.finish()
-        assert job.checkpoints.best() == 2
-    assert kill_test.steps_of(tmp_path / "checkpoints") == {2, 4, 5}
+        assert kill_test.steps_of(tmp_path / "checkpoints") == {3, 6, 7}
+        assert job.checkpoints.best(or_step=7) == 3
+    with Job(tmp_path, keep=2, keep_best=True) as job:
+        job.restored(7)
+        assert job.checkpoints.best(or_step=7) == 3
+        weights = job.checkpoints.weights(3, job.params)
+        jax.tree.map(np.testing.assert_array_equal, weights, values[3][0])
+        job.checkpoints.rate(7, 0.5)
+        assert job.checkpoints.best(or_step=9) == 7
+        job.params = weights
+        job.save(8)
+        job.checkpoints.finish()
+    assert kill_test.steps_of(tmp_path / "checkpoints") == {7, 8}
+
+
+def test_the_best_checkpoint_is_not_taken_if_it_is_damaged(tmp_path):
+    saved_run(tmp_path, 10)
+    flip_a_bit(largest_file(tmp_path / "checkpoints" / "10" / "state"))
+    with Job(tmp_path) as job, pytest.raises(CheckpointError, match="10 .*damaged.*no-keep-best"):
+        job.checkpoints.weights(10, job.params)
+
+
+def read_checksums(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "checksums.json").read_text(encoding="utf-8"))
+
+
+def write_checksums(checkpoint: Path, listed) -> None:
+    (checkpoint / "checksums.json").write_text(json.dumps(listed), encoding="utf-8")
 
 
 def without_end(path: Path) -> None:
@@ -287,6 +320,19 @@ DAMAGES = {
     "a bit of the step": (lambda c: flip_a_bit(c / "run" / "metadata"), "another checksum"),
     "a bit of the checksums": (lambda c: flip_a_bit(c / "checksums.json"), ""),
     "no checksums": (lambda c: (c / "checksums.json").unlink(), "checksums.json is missing"),
+    "a list of checksums": (lambda c: write_checksums(c, [1, 2]), "is no list of files with"),
+    "checksums of no file": (
+        lambda c: write_checksums(c, {}),
+        "checksums.json has no file of run/",
+    ),
+    "checksums of another kind": (
+        lambda c: write_checksums(c, dict.fromkeys(read_checksums(c), 3)),
+        "is no list of files with",
+    ),
+    "checksums of some files": (
+        lambda c: write_checksums(c, dict(list(read_checksums(c).items())[:-1])),
+        "is not in checksums.json",
+    ),
     "nothing": (lambda c: [shutil.rmtree(c), c.mkdir()], "checksums.json is missing"),
 }
 
@@ -302,9 +348,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, dam
         assert line.startswith("checkpoint 20 is damaged: ")
         assert expected in line
         assert_same(job.restored(10), values[0])
+        # A start that ends here, for any reason, has left all as it was.
+        assert kill_test.names_in(tmp_path / "checkpoints") == ["10", "20"]
+        job.checkpoints.set_aside()
         job.save(20)
         job.checkpoints.finish()
         assert job.checkpoints.newest() == 20
+    assert kill_test.names_in(tmp_path / "checkpoints") == ["10", "20", "damaged-20"]
+
+
+def test_checkpoints_that_were_damaged_before_keep_their_names(tmp_path):
+    saved_run(tmp_path, 10, 20)
+    for _ in range(2):
+        (tmp_path / "checkpoints" / "20" / "checksums.json").unlink()
+        with Job(tmp_path) as job:
+            job.restored(job.checkpoints.newest())
+            job.checkpoints.set_aside()
+            job.save(20)
+    shutil.rmtree(tmp_path / "checkpoints" / "20")
+    assert kill_test.names_in(tmp_path / "checkpoints") == ["10", "damaged-20", "damaged-20-2"]
 
 
 def test_what_orbax_left_half_written_is_no_checkpoint_and_is_cleared_away(tmp_path):
@@ -343,16 +405,21 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path, options, e
         job.restored(job.checkpoints.newest())
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder with room for 2 MB."""
-    folder = tmp_path / "disk"
+@contextlib.contextmanager
+def small_file_system(folder, room):
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system, which this user does not have")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with room for 2 MB."""
+    with small_file_system(tmp_path / "disk", "2m") as folder:
+        yield folder
 
 
 # Of the writes that were under way with the one that fails, orbax's event loop does not hear again.
@@ -373,6 +440,20 @@ def test_a_full_disk_is_said_the_older_stay_and_the_next_save_tries_again(small_
     with Job(small_disk) as job:
         assert job.checkpoints.newest() == 30
         assert_same(job.restored(10), values[0])
+
+
+@pytest.mark.parametrize(("room", "options"), [("40k", ["--log-every", "1"]), ("2m", [])])
+def test_a_run_whose_disk_is_full_ends_with_one_message(runs, tmp_path, room, options):
+    folder, _ = runs
+    with small_file_system(tmp_path / "disk", room) as disk:
+        # What is written to it is the metrics, for which TensorBoard's own thread would be waited
+        # for without end; or checkpoints, of which orbax leaves a trace for each array.
+        where = ["--output-dir", str(disk), "--keep", "99", *options]
+        code, text = output(kill_test.start(folder / "job.toml", "full", *where))
+    assert code == 2, text
+    assert "Traceback" not in text
+    last = text.splitlines()[-1]
+    assert re.match(rf"error: expected to write .*{disk}.*Make room", last), text
 
 
 def test_a_model_for_which_there_is_no_room_is_an_error_and_leaves_no_half(small_disk):

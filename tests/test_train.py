@@ -13,15 +13,24 @@ import optax
 import pytest
 from flax import nnx
 from rich.console import Console
+from safetensors.numpy import load_file
 
+from benchmarks import kill_test
 from train import finetune
 from train.command_line import load_settings, read_command_line, to_toml
 from train.data import Batches
 from train.meter import Meter
-from train.optimizers import decayed, make_optimizer, weight_dtype
+from train.optimizers import (
+    decayed,
+    learning_rate,
+    make_optimizer,
+    skipped_steps,
+    weight_dtype,
+)
 from train.report import new_run_folder, write_timeline
 from train.schedule import ScheduleRecord, selection_rule, window_rule
 from train.settings import Settings, SettingsError, Start
+from train.skipping import NotFiniteError, SkippedSteps
 from train.step import of_tokens
 from train.tasks import standard_library
 from train.tasks.standard_library import Windows
@@ -78,7 +87,7 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
-    left_out |= {"accumulate", "send_mail", "transfer_dtype", "prefetch_bytes"}
+    left_out |= {"accumulate", "send_mail", "transfer_dtype", "prefetch_bytes", "max_skipped"}
     left_out |= {
         "model",
         "data",
@@ -403,11 +412,15 @@ def test_weight_decay_spares_the_norms():
 # --- meter ----------------------------------------------------------------------------------
 
 
+def metered(meter, loss, skipped=0):
+    """A step of ten tokens."""
+    return meter.step(jnp.float32(loss), skipped=jnp.int32(skipped), tokens=10)
+
+
 def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
-    meter = Meter(log_every=2, tokens_per_step=10, waited_s=lambda: 0.0)
-    meter.start(steps_done=0)
-    losses = [jnp.float32(i) for i in range(1, 8)]
-    rows = [meter.step(loss) for loss in losses]
+    meter = Meter(log_every=2, waited_s=lambda: 0.0)
+    meter.start(tokens_done=0)
+    rows = [metered(meter, i) for i in range(1, 8)]
     assert [row and (row.step, row.loss) for row in rows] == [
         None, None, None, (2, 1.5), None, (4, 3.5), None,
     ]  # fmt: skip
@@ -419,24 +432,87 @@ def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
     seconds = iter(range(10))
     monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
     waited = iter([0.0, 0.25, 0.25])
-    meter = Meter(log_every=2, tokens_per_step=10, waited_s=lambda: next(waited))
-    meter.start(steps_done=1)  # at second 0
-    assert [meter.step(jnp.float32(i)) for i in range(3)] == [None] * 3
+    meter = Meter(log_every=2, waited_s=lambda: next(waited))
+    meter.start(tokens_done=10)  # at second 0
+    assert [metered(meter, i) for i in range(3)] == [None] * 3
     # At second 1 the first four losses exist: three steps of ten tokens after the start.
-    assert meter.step(jnp.float32(3)) == (2, 0.5, 30.0, 0.25)
+    assert metered(meter, 3) == (2, 0.5, 30.0, 0.25, 0)
     assert meter.since_start() == (2, 15.0, 0.125)
 
 
 def test_the_time_of_a_validation_is_in_no_rate(monkeypatch):
     seconds = iter([0, 1, 5, 6])
     monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
-    meter = Meter(log_every=1, tokens_per_step=10, waited_s=lambda: 0.0)
-    meter.start(steps_done=0)
-    meter.step(jnp.float32(0))
+    meter = Meter(log_every=1, waited_s=lambda: 0.0)
+    meter.start(tokens_done=0)
+    metered(meter, 0)
     with meter.paused():  # from second 1 to 5
         pass
     (row,) = meter.drain()  # at second 6
-    assert row == (1, 0.0, 5.0, 0.0)
+    assert row == (1, 0.0, 5.0, 0.0, 0)
+
+
+def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
+    figures = [(1, 0), (jnp.nan, 1), (3, 1), (jnp.inf, 2), (9, 3), (jnp.nan, 4), (7, 4)]
+    meter = Meter(log_every=2, waited_s=lambda: 0.0)
+    meter.start(tokens_done=0)
+    rows = [metered(meter, *figures[0])]
+    # A run that is stopped and goes on, in mid-interval, gives the same rows.
+    for i, taken in enumerate(figures[1:], start=1):
+        meter = Meter(log_every=2, waited_s=lambda: 0.0, steps_done=i, state=meter.state())
+        meter.start(tokens_done=0)
+        rows.append(metered(meter, *taken))
+    rows = [row for row in [*rows, *meter.drain()] if row]
+    assert [(row.step, row.skipped) for row in rows] == [(2, 1), (4, 1), (6, 2), (7, 0)]
+    np.testing.assert_equal([row.loss for row in rows], [1, 3, np.nan, 7])
+
+
+# --- steps that are skipped -----------------------------------------------------------------
+
+
+def test_steps_that_are_skipped_change_nothing_in_adamw_and_are_counted():
+    tx = make_optimizer(Settings(optimizer="adamw", max_grad_norm=1.0, steps=9))
+    params = {"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3)}
+    update = jax.jit(tx.update)
+    good = jax.tree.map(jnp.sin, params)
+    _, state = update(good, tx.init(params), params)
+    for bad in (jnp.nan, jnp.inf, jnp.float32(3e38)):  # finite, but its square is not
+        updates, after = update(good | {"scale": params["scale"] * bad}, state, params)
+        assert all(not np.any(x) for x in jax.tree.leaves(updates))
+        assert int(skipped_steps(after)) == int(skipped_steps(state)) + 1
+        jax.tree.map(np.testing.assert_array_equal, after.inner, state.inner)
+        state = after
+    clipped = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate(Settings(steps=9)), weight_decay=0.01, mask=decayed),
+    )
+    theirs = clipped.init(params)
+    for _ in range(2):
+        expected, theirs = jax.jit(clipped.update)(good, theirs, params)
+    ours, _ = update(good, state, params)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+def counted(watch, totals):
+    for total in totals:
+        watch.step(jnp.int32(total))
+    watch.finish()
+
+
+def test_a_run_stops_after_so_many_skipped_steps_in_a_row():
+    words = {"most": 3, "first": 1, "skipped": 0, "remedy": "Look there."}
+    with pytest.raises(NotFiniteError, match="none in steps 4 to 6, .*all skipped.*Look there"):
+        counted(SkippedSteps(**words), [0, 1, 1, 2, 3, 4, 5, 6])
+    watch = SkippedSteps(**words)
+    counted(watch, [1, 2, 2, 3, 4, 4])
+    assert watch.total == 4
+
+
+def test_a_run_of_skipped_steps_alone_is_an_error_however_short():
+    words = {"most": 10, "skipped": 5, "remedy": "Look there."}
+    with pytest.raises(NotFiniteError, match="none in steps 8 to 9"):
+        counted(SkippedSteps(first=8, **words), [6, 7])
+    counted(SkippedSteps(first=8, **words), [])  # of no step, nothing is known
 
 
 # --- schedule -------------------------------------------------------------------------------
@@ -592,6 +668,38 @@ def test_adamw_has_no_timeline(tmp_path, capsys):
     message = capsys.readouterr().err
     assert re.search("`--timeline`: expected an optimizer with .*got adamw.*Leave it", message)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_path, capsys):
+    command = tiny_command(tmp_path, learning_rate=1e30, max_skipped=5, log_every=2)
+    assert finetune.main(command) == 2
+    shown = capsys.readouterr()
+    assert re.search(
+        r"error: expected gradients .* got none in steps \d+ to \d+.*1e\+30", shown.err
+    )
+    assert "2 skipped" in shown.out
+    folder = tmp_path / "runs" / "001-zenflow"
+    # The first step has made weights of which nothing can be computed.
+    assert [row["skipped"] for row in metrics(folder)][:2] == ["1", "2"]
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, capsys, monkeypatch):
+    losses = {0: 5.0, 3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0, 13: 2.0}
+    figures = ({"loss": loss} for loss in losses.values())
+    monkeypatch.setattr(finetune, "make_validate", lambda *_: lambda _: next(figures))
+    command = tiny_command(tmp_path, optimizer="adamw", save_every=3, keep_best=True, keep=1)
+    assert finetune.main(command) == 0
+    folder = tmp_path / "runs" / "001-adamw"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    with open(folder / "validation.csv", newline="", encoding="utf-8") as file:
+        found = {int(row["step"]): float(row["value"]) for row in csv.DictReader(file)}
+    assert found == losses
+    assert summary["best_step"] == 6
+    assert "model.safetensors is that of step 6, which did best" in capsys.readouterr().out
+    arrays = kill_test.final_arrays(folder / "checkpoints" / "6")
+    for name, x in load_file(folder / "model.safetensors").items():
+        np.testing.assert_array_equal(x, arrays[f"params.{name}"])
 
 
 def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):

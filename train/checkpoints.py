@@ -3,6 +3,7 @@
     checkpoints/300/state   parameters, optimizer state and the engine's, by orbax; mail is left out
     checkpoints/300/run     step, settings, names of the arrays, open figures of the metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
+    checkpoints/damaged-400   one that was found damaged; nothing here reads it again
 
 The position in the data is the step: a batch is a function of the seed and its number alone
 (`data.py`), so there is no iterator whose state could be saved. Nothing here is ever unpickled.
@@ -18,10 +19,12 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,15 +36,18 @@ from safetensors.numpy import save_file
 
 import zenflow_jax
 from train import processes
+from train.checksums import CHECKSUMS, checksums, damage
 from train.settings import Settings, SettingsError
 
-CHECKSUMS = "checksums.json"
+# In front of the name of a checkpoint that was found damaged: behind it, `_seal` would take the
+# folder for the one that is being written.
+DAMAGED = "damaged-"
 
 # What a resumed run may have otherwise than the saved one; the library says the same of its own.
 MAY_CHANGE = frozenset(
     "model data deepspeed steps epochs learning_rate warmup_steps warmup_share weight_decay "
     "max_grad_norm host_kernel threads prefetch_bytes send_mail mesh remat evaluate_every "
-    "eval_batches save_every keep keep_best output_dir run progress".split()
+    "eval_batches save_every keep keep_best output_dir run progress max_skipped".split()
 )
 
 
@@ -88,22 +94,28 @@ class Checkpoints:
         self._say = say
         self._writing: int | None = None  # the step of a save that was not heard of since
         self._failed: str | None = None  # what was wrong with the last save
-        # orbax reports a failure here, with a traceback for each of its threads, and raises it too.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._damaged: list[int] = []  # steps, newer than the newest whole one
+        self._figures: dict[int, float] = {}  # of the validation after a step
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
+        # orbax logs a failure, with a traceback for each of its threads, and raises it too.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        self._unraisable = sys.unraisablehook
+        sys.unraisablehook = partial(_pass_over_late_writes, self._unraisable)
         return self
 
     def __exit__(self, *exception) -> None:
-        if self._manager is not None:
-            self._wait()
+        self._wait()
+        if self._manager is not None:  # not so after a save that has failed
             self._manager.close()
+        sys.unraisablehook = self._unraisable
 
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint, None if there are none at all.
 
-        Damaged ones that are newer are named and removed: the run will write them again.
+        Damaged ones that are newer are named. They stay as they are until `set_aside`.
 
         Raises:
             SettingsError: If there are some and none is whole, or they cannot be read.
@@ -111,6 +123,26 @@ class Checkpoints:
         step = self._newest_whole() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
         return int(text) if text else None
+
+    def set_aside(self) -> None:
+        """Renames the damaged checkpoints that `newest` has passed over.
+
+        The run will write others in their place. Call it when the start is known to be a valid one:
+        until then it could be of another run, and a renamed checkpoint is one that it lacks.
+        """
+        if processes.is_first():
+            for step in self._damaged:
+                old = self._folder / str(step)
+                new = old.with_name(f"{DAMAGED}{step}")
+                again = 1
+                while new.exists():
+                    again += 1
+                    new = old.with_name(f"{DAMAGED}{step}-{again}")
+                old.rename(new)
+                self._say(f"renamed the damaged checkpoint {old} to {new.name}; delete it at will")
+        processes.from_first("")  # renamed, before another process looks
+        if self._manager is not None:
+            self._manager.reload()
 
     def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
         """The checkpoint of `step`.
@@ -126,17 +158,13 @@ class Checkpoints:
         manager = self._opened()
         run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         self._check(step, run)
+        self._figures = dict(run["figures"])
         with_engine = run["settings"]["optimizer"] != "adamw"
         engine_state = zenflow_jax.abstract_engine_state(opt_state) if with_engine else None
         fresh = {"params": params, "opt_state": opt_state, "engine_state": engine_state}
         saved, others = _split(fresh)
         _check_arrays(self._folder / str(step), run["arrays"], _described(saved))
-        templates = {
-            name: x
-            if isinstance(x, np.ndarray)
-            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            for name, x in saved.items()
-        }
+        templates = _templates(saved)
         # Before the others come, so that the device need not hold both.
         for x in saved.values():
             if isinstance(x, jax.Array):
@@ -169,9 +197,10 @@ class Checkpoints:
             engine_state: `engine.state()`, or None. Or what `engine.lend()` lends, if `wait` is
                 called before that ends.
             progress: Anything that JSON can hold.
-            figure: Of the validation, what says which checkpoint is best; needed where that is
-                kept.
+            figure: Of the validation, if there was one: what says which checkpoint is best.
         """
+        if figure is not None:
+            self.rate(step, figure)
         self._wait()
         self._failed = None
         saved, _ = _split({"params": params, "opt_state": opt_state, "engine_state": engine_state})
@@ -179,6 +208,7 @@ class Checkpoints:
             **self._description,
             "step": step,
             "arrays": _described(saved),
+            "figures": list(self._figures.items()),
             "progress": progress,
         }
         args = ocp.args.Composite(
@@ -186,11 +216,10 @@ class Checkpoints:
             state=ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
             run=ocp.args.JsonSave(run),
         )
-        metrics = None if figure is None else {"figure": figure}
         self._writing = step
         with self._failures():
             # Forced, as orbax would pass over a step that is older than its newest.
-            self._opened().save(step, args=args, metrics=metrics, force=True)
+            self._opened().save(step, args=args, force=True)
 
     def poll(self) -> None:
         """Says so if the save that was under way has failed. Does not wait."""
@@ -211,15 +240,62 @@ class Checkpoints:
         if self._failed is not None:
             raise CheckpointError(self._failed)
 
-    def best(self) -> int | None:
-        """The step of the checkpoint that did best, of those that are there."""
-        return self._opened().best_step() if self._keep_best else None
+    def rate(self, step: int, figure: float) -> None:
+        """Says how well the weights after a step do; what was said of it before is forgotten."""
+        self._figures[step] = figure
+
+    def best(self, *, or_step: int) -> int:
+        """Which of the checkpoints that are there did best, or the weights after `or_step`.
+
+        These need no checkpoint. Without `keep_best` it is always they.
+        """
+        if not self._keep_best:
+            return or_step
+        return self._best_of([*self._opened().all_steps(), or_step]) or or_step
+
+    def weights(self, step: int, like: Any) -> Any:
+        """The parameters of a checkpoint, where those of `like` are.
+
+        Args:
+            step: Of one that is there.
+            like: The parameters of the run, of any step; they are used up.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged.
+        """
+        if problem := processes.from_first(damage(self._folder / str(step)) or ""):
+            raise CheckpointError(
+                f"expected a whole checkpoint {step} in {self._folder}, which did best in the "
+                f"validation, got one that is damaged: {problem}. Put a copy in its place, or take "
+                "--no-keep-best for the weights of the last step, and start the run again."
+            )
+        return self._weights(step, like)
+
+    def _weights(self, step: int, like: Any) -> Any:
+        saved, others = _split({"params": like, "opt_state": ()})
+        templates = _templates(saved)
+        for x in saved.values():
+            x.delete()
+        args = ocp.args.PyTreeRestore(
+            item=templates,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(templates),
+            partial_restore=True,
+        )
+        arrays = self._opened().restore(step, args=ocp.args.Composite(state=args))["state"]
+        return _join({"params": like}, arrays, others)["params"]
+
+    def _best_of(self, steps: Iterable[int]) -> int | None:
+        sign = 1 if self._larger_is_better else -1
+        rated = [(sign * self._figures[s], s) for s in steps if s in self._figures]
+        # What is not a number is neither better nor worse. Of equals the later one.
+        return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
 
     def _opened(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            latest = ocp.checkpoint_managers.LatestN(self._keep)
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=latest,
+                preservation_policy=_NewestAndBest(
+                    self._keep, self._best_of if self._keep_best else None
+                ),
                 cleanup_tmp_directories=True,  # of a run that was killed while it wrote
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
@@ -228,19 +304,6 @@ class Checkpoints:
                     create_directories_asynchronously=False,
                 ),
             )
-            if self._keep_best:
-                sign = 1 if self._larger_is_better else -1
-                best = ocp.checkpoint_managers.BestN(
-                    get_metric_fn=lambda m: sign * m["figure"], n=1
-                )
-                options = dataclasses.replace(
-                    options,
-                    best_fn=lambda m: sign * m["figure"],
-                    best_mode="max",
-                    preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
-                        [latest, best]
-                    ),
-                )
             # What is not compressed is written from where it is; compressed, all of it is in memory
             # once more (benchmarks/LOG.md; both on orbax 0.12.8).
             handlers = {
@@ -256,7 +319,7 @@ class Checkpoints:
         # Called by orbax's thread on process 0, when all processes have written all their files and
         # before the folder gets its name (checked on orbax 0.12.8; there is no other such hook).
         (folder,) = self._folder.glob(f"{self._writing}.*")
-        text = json.dumps(_checksums(folder), indent=1)
+        text = json.dumps(checksums(folder), indent=1)
         (folder / CHECKSUMS).write_text(text, encoding="utf-8")
 
     def _wait(self) -> None:
@@ -292,14 +355,14 @@ class Checkpoints:
             found = [int(p.name) for p in self._folder.iterdir() if p.name.isdecimal()]
             damaged: list[tuple[int, str]] = []
             for step in sorted(found, reverse=True):
-                problem = _damage(self._folder / str(step))
+                problem = damage(self._folder / str(step))
                 if problem is None:
                     for newer, what in damaged:
                         self._say(
-                            f"checkpoint {newer} is damaged: {what}. It is removed; going on from "
-                            f"checkpoint {step}."
+                            f"checkpoint {newer} is damaged: {what}. The newest whole one is that "
+                            f"of step {step}."
                         )
-                        shutil.rmtree(self._folder / str(newer))
+                    self._damaged = [newer for newer, _ in damaged]
                     return step
                 damaged.append((step, problem))
         except FileNotFoundError:  # of the folder itself: no checkpoint was begun
@@ -338,6 +401,25 @@ class Checkpoints:
             )
 
 
+@dataclasses.dataclass
+class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
+    """Which checkpoints are kept.
+
+    Not orbax's `BestN`: it knows a figure only if that was there when the checkpoint was saved, and
+    keeps all that have none.
+    """
+
+    newest: int
+    best: Callable[[Iterable[int]], int | None] | None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = {*sorted(steps)[-self.newest :]}
+        if self.best is not None:
+            kept.add(self.best(steps))
+        return [step in kept for step in steps]
+
+
 def description(settings: Settings, data: int) -> dict[str, Any]:
     """What a run must have in common with the one it goes on from: JSON.
 
@@ -364,7 +446,7 @@ def write_model(path: Path, masters: Any) -> None:
     for name, x in jax.tree_util.tree_leaves_with_path(masters):
         value = processes.whole(x)
         if processes.is_first():
-            arrays[_name(name)] = np.ascontiguousarray(value)
+            arrays[_name(name)] = np.ascontiguousarray(value, np.float32)
     if not processes.is_first():
         return
     part = path.with_name(path.name + ".part")
@@ -423,6 +505,16 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def _templates(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Where each array of a checkpoint is to go."""
+    return {
+        name: x
+        if isinstance(x, np.ndarray)
+        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in arrays.items()
+    }
+
+
 def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
 
@@ -437,36 +529,13 @@ def _check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str
             )
 
 
-def _checksums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Of each file in the folders of the items its size and CRC-32."""
-    files = [p for p in folder.glob("*/**/*") if p.is_file()]
-    return {p.relative_to(folder).as_posix(): _checksum(p) for p in sorted(files)}
+def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
+    """For `sys.unraisablehook`: what orbax leaves behind after a write that has failed is no news.
 
-
-def _checksum(path: Path) -> tuple[int, int]:
-    size = checksum = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
-    return size, checksum
-
-
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if nothing is."""
-    try:
-        listed = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"{CHECKSUMS} is missing"
-    except ValueError:  # no UTF-8, or no JSON
-        return f"{CHECKSUMS} cannot be read"
-    for name, (size, checksum) in listed.items():
-        try:
-            found = _checksum(folder / name)
-        except FileNotFoundError:
-            return f"{name} is missing"
-        if found[0] != size:
-            return f"{name} has {found[0]} bytes in place of {size}"
-        if found[1] != checksum:
-            return f"{name} has another checksum"
-    return None
+    The other writes of that save are then still under way in tensorstore. As each ends it wakes an
+    event loop that orbax has closed, and Python would show a traceback for each, in front of the
+    message that says what is wrong (orbax 0.12.8).
+    """
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        report(unraisable)

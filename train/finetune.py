@@ -11,9 +11,9 @@ Read from top to bottom: `train`, which is the whole job, and the command. The s
 `settings.py`, what is learned in `tasks/`, the batches in `data.py`, the model in `models.py`, the
 optimizers in `optimizers.py`, one step and one validation in `step.py`, what is measured in
 `meter.py`, zenflow's windows and selections in `schedule.py`, what is shown and written in
-`report.py`, what a run goes on from in `checkpoints.py`, what stops it in `stopping.py`. Several
-devices: what lies where in `sharding.py`, several processes in `processes.py`, the commands in
-docs/multi_host.md.
+`run_log.py` and `report.py`, what a run goes on from in `checkpoints.py`, what stops it in
+`stopping.py`. Several devices: what lies where in `sharding.py`, several processes in
+`processes.py`, the commands in docs/multi_host.md.
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ from train.checkpoints import CheckpointError, Checkpoints, description
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
 from train.meter import Meter, Row
-from train.optimizers import make_optimizer, with_deepspeed
+from train.optimizers import make_optimizer, skipped_steps, with_deepspeed
 from train.pretrained import ModelError, read_folder
 from train.report import (
-    NoLog,
-    RunLog,
     Summary,
     new_run_folder,
-    read_rows,
     read_summary,
     summary_table,
     write_picture,
@@ -53,15 +50,27 @@ from train.report import (
     write_timeline,
 )
 from train.run_lock import LOCK, run_lock
+from train.run_log import NoLog, RunLog, read_rows
 from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, committed, make_mesh
+from train.skipping import NotFiniteError, SkippedSteps, check_finite
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.stopping import Stopped, StopRequest
 from train.tasks.chosen import make_task
 from train.tokenizer import TokenizerError
 
 PROGRAM = "python -m train.finetune"
+
+# Those whose message is all that is to be shown.
+FAILURES = (
+    SettingsError,
+    DataError,
+    ModelError,
+    TokenizerError,
+    CheckpointError,
+    NotFiniteError,
+)
 
 # Errors of the file system that say all that there is to say.
 NO_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -85,7 +94,10 @@ def train(
             its checkpoints are those of another run or all damaged.
         DataError: If there is too little data, or it cannot be understood.
         ModelError, TokenizerError: If the folder of the model cannot be read.
-        CheckpointError: If the last checkpoint or the model could not be written.
+        CheckpointError: If the last checkpoint or the model could not be written, or the best one
+            cannot be read.
+        NotFiniteError: If the loss is not finite before the first step, or too many steps have been
+            skipped in a row.
         Stopped: If a signal has asked for it.
     """
     begin = time.perf_counter()
@@ -145,6 +157,7 @@ def train(
     if model.drawn:
         say(f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}")
     rows: list[tuple[Row, ScheduleRow]] = []
+    tokens_per_step = settings.batch_size * settings.sequence_length
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, say))
         stop = stack.enter_context(StopRequest())
@@ -160,14 +173,14 @@ def train(
         )
         # The steps that are done already; with them the last start's validations, and its losses
         # and counts that are in no row of the metrics yet.
-        done, losses, schedule, engine_state = 0, [], None, None
+        done, metered, schedule, engine_state = 0, None, None, None
         validations: list[tuple[int, dict[str, float]]] = []
         found = checkpoints.newest()
         if found is not None:
             params, opt_state, engine_state, progress = checkpoints.restore(
                 found, params, opt_state
             )
-            done, losses, schedule = found, progress["losses"], progress["schedule"]
+            done, metered, schedule = found, progress["meter"], progress["schedule"]
             validations = [(step, figures) for step, figures in progress["validations"]]
             summary = read_summary(folder)
             if done == settings.steps and summary and summary.steps == done:
@@ -183,7 +196,7 @@ def train(
                     f"`steps`: expected at least {done}, which the run in {folder} has done, got "
                     f"{settings.steps}. Pass a larger --steps, or name another --run."
                 )
-            rows += read_rows(folder, until=done - len(losses))
+            rows += read_rows(folder, until=done - len(metered["losses"]), say=say)
 
         engine = None
         if settings.optimizer != "adamw":
@@ -205,6 +218,7 @@ def train(
                 # However the run ends.
                 stack.callback(lambda: write_timeline(timeline, engine.timeline, console))
             engine_state = None  # the engine has its own copy
+        checkpoints.set_aside()  # this start is a valid one
         log = NoLog()
         if processes.is_first():
             write_settings(folder, settings)
@@ -219,10 +233,17 @@ def train(
         stack.enter_context(log)
         meter = Meter(
             log_every=settings.log_every,
-            tokens_per_step=settings.batch_size * settings.sequence_length,
             waited_s=lambda: engine.stats.wait_s if engine else 0.0,
             steps_done=done,
-            losses=losses,
+            state=metered,
+        )
+        skips = SkippedSteps(
+            most=settings.max_skipped,
+            first=done + 1,
+            skipped=int(jax.device_get(skipped_steps(opt_state))),
+            remedy=f"{causes_of_infinity(settings)} With --run {folder.name}, and a lower "
+            "--learning-rate, a start goes on from the last checkpoint, if there is one; another "
+            "--run begins anew.",
         )
         record = ScheduleRecord(
             log_every=settings.log_every,
@@ -244,28 +265,36 @@ def train(
                 log.validation(*validations[-1])
             return validations[-1][1]
 
-        if not done:
-            validated(0)
+        def is_validated(step: int) -> bool:
+            """Whether that is due there. After the last step it is always, and then all windows
+            have been closed."""
+            is_saved = settings.keep_best and is_due(settings.save_every, step)
+            return step < settings.steps and (is_saved or is_due(settings.evaluate_every, step))
 
-        def save(step: int, *, last: bool = False, in_haste: bool = False) -> None:
-            best = None
-            if settings.keep_best and not in_haste:
-                best = validated(step)[task.best]
+        if not done:
+            check_finite(validated(0), causes_of_infinity(settings))
+        elif is_validated(done):
+            # The last start was stopped before it came to it, or that step was its last one.
+            checkpoints.rate(done, validated(done)[task.best])
+
+        def save(step: int, *, last: bool = False) -> None:
             for row in meter.catch_up():
                 report(row)
             now = {
                 "validations": validations,
-                "losses": meter.losses(),
+                "meter": meter.state(),
                 "schedule": record.state(),
             }
+            at, figures = validations[-1] if validations else (0, {})
+            figure = figures[task.best] if at == step else None
             if engine and last:
                 # Nothing goes on beside it, so it needs no copy.
                 with engine.lend() as state:
-                    checkpoints.save(step, params, opt_state, state, now, figure=best)
+                    checkpoints.save(step, params, opt_state, state, now, figure=figure)
                     checkpoints.wait()
             else:
                 state = engine.state() if engine else None
-                checkpoints.save(step, params, opt_state, state, now, figure=best)
+                checkpoints.save(step, params, opt_state, state, now, figure=figure)
 
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
@@ -275,22 +304,23 @@ def train(
         # save before is written. The rest is dispatched only.
         saved = done
         for step in range(done + 1, settings.steps + 1):
-            params, opt_state, loss = train_step(params, opt_state, batches[step - 1])
+            params, opt_state, loss, skipped = train_step(params, opt_state, batches[step - 1])
             if engine:
                 params, opt_state = engine.exchange(params, opt_state)
             record.step(step)
             if step == done + 1:
                 jax.block_until_ready(params)
-                meter.start(steps_done=step)
-            if row := meter.step(loss):
+                meter.start(tokens_done=tokens_per_step)
+            if row := meter.step(loss, skipped=skipped, tokens=tokens_per_step):
                 report(row)
+            skips.step(skipped)
             checkpoints.poll()
             if asked := stop.after(step):
                 # Who asks may not wait long.
-                save(step, last=True, in_haste=True)
+                save(step, last=True)
                 checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, folder), signal_number=asked)
-            if is_due(settings.evaluate_every, step) and step < settings.steps:
+            if is_validated(step):
                 validated(step)
             if is_due(settings.save_every, step):
                 save(saved := step)
@@ -299,21 +329,25 @@ def train(
             # if it had had them from the start.
             save(settings.steps, last=True)
         if done == settings.steps:
-            meter.start(steps_done=done)
+            meter.start(tokens_done=0)
         for row in meter.drain():
             report(row)
+        skips.finish()
         if engine:
             params, opt_state = engine.flush(params, opt_state)
         jax.block_until_ready(params)  # the last update belongs to the measured time
         totals = meter.since_start()
 
-        # Again, if there is one of this step: the last windows were closed since.
-        validations = [v for v in validations if v[0] < settings.steps]
         figures_after = validated(settings.steps)
-        masters = zenflow_jax.master_params(params, opt_state, engine) if engine else params
+        checkpoints.rate(settings.steps, figures_after[task.best])
+        best = checkpoints.best(or_step=settings.steps)
+        if best < settings.steps:
+            # As they were validated: without the updates that were on their way then.
+            masters = checkpoints.weights(best, params)
+        else:
+            masters = zenflow_jax.master_params(params, opt_state, engine) if engine else params
         saved_model = models.write(folder, model, masters, labels=task.labels)
         checkpoints.finish()
-        best = checkpoints.best()
 
     stats = engine.stats if engine else None
     moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
@@ -326,6 +360,8 @@ def train(
         parameters=parameters,
         target=task.target,
         steps=settings.steps,
+        skipped=skips.total,
+        best_step=best,
         resumed_at=done,
         tokens_per_s=totals.tokens_per_s,
         bytes_per_parameter_and_step=processes.sum_over(moved / (parameters * steps_here)),
@@ -344,8 +380,8 @@ def train(
         write_picture(folder, rows, validations, summary)
         write_summary(folder, summary)
         console.print(summary_table(summary))
-        if best is not None:
-            say(f"checkpoint that did best in the validation: {folder / 'checkpoints'}/{best}")
+        if settings.keep_best:
+            say(f"{saved_model} is that of step {best}, which did best in the validation")
         say(f"metrics, loss curve, settings and {saved_model}: {folder}")
     processes.leave()
     return summary
@@ -403,6 +439,16 @@ def write_settings(folder: Path, settings: Settings) -> None:
     part.replace(folder / "settings.toml")
 
 
+def causes_of_infinity(settings: Settings) -> str:
+    """What may have made losses and gradients infinite or no numbers."""
+    weights = "" if settings.model is None else f"a weight in {settings.model}, "
+    computed = "" if settings.dtype == "float32" else f", or {settings.dtype} (--dtype float32)"
+    return (
+        f"See to what may be the cause: {weights}the data, a learning rate that is too large (here "
+        f"{settings.learning_rate:g}){computed}."
+    )
+
+
 def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
     """What is shown when a signal has stopped the run."""
     command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} --run {folder.name}"
@@ -429,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{stopped}\n")
         processes.leave()
         return 128 + stopped.signal_number
-    except (SettingsError, DataError, ModelError, TokenizerError, CheckpointError) as error:
+    except FAILURES as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:

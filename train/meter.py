@@ -2,28 +2,29 @@
 
 The loop hands over the loss of every step as a device scalar that may not exist yet. The meter
 reads a loss only when its step is a whole interval old, so the device always has work queued. How
-fast the steps go is counted in steps whose loss exists, not in steps that were dispatched.
+fast the steps go is counted in tokens of steps whose loss exists, not of those dispatched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 
 class Row(NamedTuple):
     """What is known of one interval of steps. Rates are over it and the interval before."""
 
     step: int  # the last step of the interval, counted from 1
-    loss: float  # mean over the interval, nats per token or label
-    tokens_per_s: float
+    loss: float  # mean over its steps that were not skipped, nats per token or label; NaN of none
+    tokens_per_s: float  # without padding
     wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
+    skipped: int  # steps of the interval whose gradient was not finite
 
 
 class Totals(NamedTuple):
@@ -35,11 +36,19 @@ class Totals(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A moment, and how many steps were done by then."""
+    """A moment, and how many tokens had been trained on by then."""
 
-    steps_done: int
+    tokens_done: int
     time_s: float
     waited_s: float
+
+
+class Taken(NamedTuple):
+    """A step that is in no row yet."""
+
+    loss: jax.Array | float
+    skipped: jax.Array | int  # how many steps had been skipped after it
+    tokens: int
 
 
 class Meter:
@@ -50,42 +59,47 @@ class Meter:
 
     Args:
         log_every: Steps in an interval.
-        tokens_per_step: What the rate counts.
         waited_s: Gives the seconds, since any fixed moment, that the loop waited for the host.
         steps_done: Steps before the first that `step` takes, of a run that goes on.
-        losses: Those of them that are in no row yet: what `losses` gave.
+        state: What `state` gave after these.
     """
 
     def __init__(
         self,
         *,
         log_every: int,
-        tokens_per_step: int,
         waited_s: Callable[[], float],
         steps_done: int = 0,
-        losses: Sequence[float] = (),
+        state: Mapping[str, Any] | None = None,
     ):
         self._log_every = log_every
-        self._tokens_per_step = tokens_per_step
         self._waited_s = waited_s
-        self._unread: deque[jax.Array] = deque(jnp.float32(loss) for loss in losses)
-        self._steps_read = steps_done - len(losses)
+        unread = [] if state is None else list(zip(state["losses"], state["skipped"], strict=True))
+        self._unread: deque[Taken] = deque(Taken(*pair, tokens=0) for pair in unread)
+        self._steps_read = steps_done - len(unread)
+        self._tokens_read = 0
+        self._skipped = 0 if state is None else state["skipped_before"]  # by the last row
         self._paused_s = 0.0
 
-    def start(self, *, steps_done: int) -> None:
-        """Starts the clock; the first `steps_done` steps are in no rate."""
-        self._started = Mark(steps_done, self._now(), self._waited_s())
+    def start(self, *, tokens_done: int) -> None:
+        """Starts the clock; the first `tokens_done` tokens are in no rate."""
+        self._started = Mark(tokens_done, self._now(), self._waited_s())
         # Two intervals, because the last one of a run is sometimes done when it is first looked
         # at, and steps that took no time have no rate.
         self._last_two = deque([self._started], maxlen=2)
 
-    def step(self, loss: jax.Array) -> Row | None:
-        """Takes the loss of a step; once per interval, gives the row of the interval before.
+    def step(self, loss: jax.Array, *, skipped: jax.Array, tokens: int) -> Row | None:
+        """Takes a step; once per interval, gives the row of the interval before.
 
         Blocks, when it gives a row, until the device has done all but the last `log_every` steps.
         Does not block otherwise.
+
+        Args:
+            loss: Of its batch, a scalar.
+            skipped: How many steps of the run had been skipped after it, a scalar.
+            tokens: In its batch, without padding.
         """
-        self._unread.append(loss)
+        self._unread.append(Taken(loss, skipped, tokens))
         return self._next_row() if len(self._unread) == 2 * self._log_every else None
 
     @contextlib.contextmanager
@@ -108,9 +122,14 @@ class Meter:
             rows.append(self._next_row())
         return rows
 
-    def losses(self) -> list[float]:
-        """Of the steps that are in no row yet. Blocks until they are done."""
-        return [float(loss) for loss in jax.device_get(list(self._unread))]
+    def state(self) -> dict[str, Any]:
+        """The steps that are in no row yet, as JSON has it. Blocks until they are done."""
+        taken = jax.device_get(list(self._unread))
+        return {
+            "losses": [float(one.loss) for one in taken],
+            "skipped": [int(one.skipped) for one in taken],
+            "skipped_before": self._skipped,
+        }
 
     def since_start(self) -> Totals:
         """The rates from `start` until now."""
@@ -118,17 +137,23 @@ class Meter:
 
     def _next_row(self) -> Row:
         count = min(self._log_every, len(self._unread))
-        losses = jax.device_get([self._unread.popleft() for _ in range(count)])  # blocks
+        taken = jax.device_get([self._unread.popleft() for _ in range(count)])  # blocks
         self._steps_read += count
+        self._tokens_read += sum(one.tokens for one in taken)
         now = self._mark()
         rates = self._totals(self._last_two[0], now)
         self._last_two.append(now)
-        loss = float(sum(losses)) / count
-        return Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share)
+        before = [self._skipped, *(int(one.skipped) for one in taken)]
+        losses = [x.loss for x, b in zip(taken, before, strict=False) if int(x.skipped) == b]
+        skipped, self._skipped = before[-1] - before[0], before[-1]
+        loss = float(sum(losses)) / len(losses) if losses else math.nan
+        return Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
 
     def _mark(self) -> Mark:
-        done = self._steps_read + sum(loss.is_ready() for loss in self._unread)
-        return Mark(done, self._now(), self._waited_s())
+        # Those that are not read by now are arrays, but for those that a resumed run begins with,
+        # of no tokens.
+        done = sum(x.tokens for x in self._unread if x.tokens and x.loss.is_ready())
+        return Mark(self._tokens_read + done, self._now(), self._waited_s())
 
     def _now(self) -> float:
         return time.perf_counter() - self._paused_s
@@ -137,6 +162,6 @@ class Meter:
         seconds = after.time_s - before.time_s
         return Totals(
             seconds=seconds,
-            tokens_per_s=self._tokens_per_step * (after.steps_done - before.steps_done) / seconds,
+            tokens_per_s=(after.tokens_done - before.tokens_done) / seconds,
             wait_share=(after.waited_s - before.waited_s) / seconds,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def make_optimizer(
     if settings.optimizer == "adamw":
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
-        return optax.chain(clip, optax.adamw(rate, **arguments))
+        return skip_if_not_finite(optax.chain(clip, optax.adamw(rate, **arguments)))
     arguments = arguments | {
         "max_grad_norm": norm,
         "resident": _is_no_matrix,
@@ -88,6 +88,42 @@ def make_optimizer(
         return zenflow_jax.zenflow(rate, **arguments)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+class SkipState(NamedTuple):
+    """State of `skip_if_not_finite`."""
+
+    skipped: jax.Array  # int32: steps that were skipped
+    inner: Any
+
+
+def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner`, without the steps whose gradient's norm is not finite: these change nothing.
+
+    What zenflow does by itself, for the others. A skipped step does not count for the schedule of
+    `inner`. `optax.apply_if_finite` is the same by a `cond`, for which a GPU waits and which keeps
+    the state twice.
+    """
+
+    def init(params):
+        return SkipState(jnp.int32(0), inner.init(params))
+
+    def update(updates, state, params=None):
+        finite = jnp.isfinite(optax.tree.norm(updates))
+        new, after = inner.update(updates, state.inner, params)
+        skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+        kept = jax.tree.map(lambda x, old: jnp.where(finite, x, old), after, state.inner)
+        new = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), new)
+        return new, SkipState(skipped, kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def skipped_steps(opt_state: Any) -> jax.Array:
+    """How many steps have been skipped, int32, by the state of one of `make_optimizer`'s."""
+    if isinstance(opt_state, SkipState):
+        return opt_state.skipped
+    return zenflow_jax.find_state(opt_state).skipped
 
 
 def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:

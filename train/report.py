@@ -1,10 +1,7 @@
-"""What a run shows while it goes on and what it leaves behind.
+"""What a run leaves behind, and what it shows at its end.
 
-    metrics.csv           one row for every `log_every` steps, written as they come; what is not
-                          known, as with adamw of windows, is blank
-    events.out.tfevents.* the same for TensorBoard, and the validation loss
+    metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
     settings.toml         the settings in full; the command takes it as a config file
-    validation.csv        the figures of every validation
     loss.png              the loss curve; below it, for zenflow, the length of its windows
     summary.json          the figures of the summary table
     checkpoints/          what the run can go on from (`checkpoints.py`)
@@ -12,28 +9,22 @@
                           model/, such a folder
 
 All of it lies in a folder that the run has to itself (`new_run_folder`), but for the file that
-`--timeline` names. A run that goes on from a checkpoint drops the rows that came after it, and
-writes them again.
+`--timeline` names.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
 
-import tensorboardX
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import zenflow_jax
@@ -53,6 +44,8 @@ class Summary:
     parameters: int
     target: str  # what a loss is a mean over: token, byte, label
     steps: int
+    skipped: int  # of them those whose gradient was not finite
+    best_step: int  # whose weights the model has: of the last step, or with keep_best of the best
     resumed_at: int  # 0 in one piece; otherwise rates and seconds are of the steps after this one
     tokens_per_s: float  # after the first step, which compiles
     bytes_per_parameter_and_step: float  # to the host and back, all processes together
@@ -88,147 +81,6 @@ def new_run_folder(parent: Path, label: str) -> Path:
             return folder
 
 
-class RunLog:
-    """Metrics of a run, to the screen, the CSV file and TensorBoard. Use with `with`.
-
-    Args:
-        folder: Where the files go.
-        steps: Length of the run.
-        console: Where to show it: a progress bar on a terminal, a line per row elsewhere.
-        progress: Whether a terminal gets the bar; without it, lines as well.
-        rows: Those that the run has already, if it goes on: what `read_rows` gave.
-        validations: Likewise, the steps and figures of validations.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        steps: int,
-        console: Console,
-        progress: bool,
-        rows: Sequence[tuple[Row, ScheduleRow]] = (),
-        validations: Sequence[tuple[int, Mapping[str, float]]] = (),
-    ):
-        self._console = console
-        self._as_lines = not (progress and console.is_terminal)
-        self._csv_file = _begin(
-            folder / "metrics.csv",
-            [Row._fields + ScheduleRow._fields, *(row + schedule for row, schedule in rows)],
-        )
-        self._csv = csv.writer(self._csv_file)
-        lines = [_VALIDATION, *(line for v in validations for line in _lines(*v))]
-        self._validation_file = _begin(folder / "validation.csv", lines)
-        # TensorBoard is told to forget what follows the last of the rows.
-        purge = {"purge_step": rows[-1][0].step + 1} if rows else {}
-        self._board = tensorboardX.SummaryWriter(str(folder), **purge)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=console,
-            disable=self._as_lines,
-        )
-        done = rows[-1][0].step if rows else 0
-        self._task = self._bar.add_task("train", total=steps, completed=done, figures="compiling")
-        self._steps = steps
-
-    def __enter__(self) -> RunLog:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._bar.stop()
-        self._board.close()
-        self._csv_file.close()
-        self._validation_file.close()
-
-    def add(self, row: Row, schedule: ScheduleRow) -> None:
-        """Shows and writes the figures of one interval."""
-        self._csv.writerow(row + schedule)
-        self._csv_file.flush()  # so that a run can be followed, and one that dies leaves a record
-        for group, figures in (("train", row), ("schedule", schedule)):
-            for name, value in figures._asdict().items():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(f"{group}/{name}", value, row.step)
-        figures = (
-            f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tokens/s  "
-            f"waited for host {row.wait_share:.1%}"
-        )
-        self._bar.update(self._task, completed=row.step, figures=figures)
-        if self._as_lines:
-            self._line(f"step {row.step:>{len(str(self._steps))}}/{self._steps}  {figures}")
-
-    def validation(self, step: int, figures: Mapping[str, float]) -> None:
-        """Shows and writes the figures of the parameters after `step` steps."""
-        csv.writer(self._validation_file).writerows(_lines(step, figures))
-        self._validation_file.flush()
-        for name, value in figures.items():
-            self._board.add_scalar(f"validation/{name}", value, step)
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        self._line(f"validation after {step} steps: {shown}")
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-
-def read_rows(folder: Path, *, until: int) -> list[tuple[Row, ScheduleRow]]:
-    """The rows of `metrics.csv` up to that step."""
-    try:
-        with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
-            lines = list(csv.reader(file))[1:]
-    except FileNotFoundError:
-        return []
-    rows, width = [], len(Row._fields)
-    for line in lines:
-        # A run that was killed can have left a part of its last line.
-        if len(line) < width + len(ScheduleRow._fields) or int(line[0]) > until:
-            break
-        length, kept, selections = line[width:]
-        schedule = ScheduleRow(
-            window_length=float(length) if length else None,
-            kept_share=float(kept) if kept else None,
-            reselections=int(selections) if selections else None,
-        )
-        rows.append((Row(int(line[0]), *map(float, line[1:width])), schedule))
-    return rows
-
-
-_VALIDATION = ("step", "figure", "value")
-
-
-def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, float]]:
-    return [(step, name, value) for name, value in figures.items()]
-
-
-def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
-    """A CSV file with these lines in it, open for the next ones."""
-    # Whole before it has its name: a run that is killed in between still has the old one.
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(lines)
-    os.replace(part, path)
-    return open(path, "a", newline="", encoding="utf-8")
-
-
-class NoLog:
-    """In place of a `RunLog` where another process of the run reports."""
-
-    def __enter__(self) -> NoLog:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
-
-    def add(self, row: Row, schedule: ScheduleRow) -> None:
-        pass
-
-    def validation(self, step: int, figures: Mapping[str, float]) -> None:
-        pass
-
-
 def write_summary(folder: Path, summary: Summary) -> None:
     """Writes `summary.json`, which is last of a run's files and so says that all are there."""
     part = folder / "summary.json.part"
@@ -237,10 +89,10 @@ def write_summary(folder: Path, summary: Summary) -> None:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """What `write_summary` wrote; None if it did not."""
+    """What `write_summary` wrote; None if it did not, or if that is damaged."""
     try:
         return Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):  # no UTF-8 or JSON; other keys
         return None
 
 
@@ -394,6 +246,7 @@ def _figures(summary: Summary) -> dict[str, str]:
     return {
         "parameters": f"{summary.parameters:,}",
         "steps": f"{summary.steps:,}",
+        "steps skipped, gradient not finite": f"{summary.skipped:,}",
         **({"of them before this start": f"{summary.resumed_at:,}"} if summary.resumed_at else {}),
         "tokens/s": f"{summary.tokens_per_s:,.0f}",
         "bytes moved per parameter and step": f"{summary.bytes_per_parameter_and_step:.2f}",

@@ -100,6 +100,8 @@ class Settings:
     """Decay of the matrices; biases and the scales of the norms do not decay."""
     max_grad_norm: float | None = None
     """Clip the global gradient norm to this. Left out: no clipping."""
+    max_skipped: int = 10
+    """Steps in a row whose gradient is not finite, which are skipped, after which the run stops."""
 
     # zenflow; without meaning for the other two, but for `host_kernel` and `threads` of offload.
     topk_ratio: float = 0.1
@@ -327,7 +329,7 @@ class Command:
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length batch_size micro_batches width layers heads ffn steps epochs "
     "learning_rate auto_window_max_interval auto_select_max_windows max_grad_norm threads "
-    "log_every eval_batches keep"
+    "log_every eval_batches keep max_skipped"
 ).split()
 
 _AT_LEAST_ZERO = "seed warmup_steps weight_decay save_every evaluate_every".split()

@@ -18,6 +18,7 @@ from flax import nnx
 
 from train import processes
 from train.data import ROWS, Batch
+from train.optimizers import skipped_steps
 from train.tasks import Task
 
 
@@ -71,9 +72,12 @@ def make_train_step(
 ) -> Callable:
     """The jitted step; nothing in it knows which optimizer it is, or how many devices there are.
 
+    From parameters, optimizer state and a batch it makes the new parameters and state, the loss,
+    and how many steps of the run have been skipped because their gradient was not finite (int32).
+
     Args:
         graphdef: The model's definition.
-        tx: The optimizer.
+        tx: One of `make_optimizer`'s.
         per_example: `of_tokens` or `of_labels`.
         micro_batches: Parts of a batch that are gone through one after the other. Their gradients,
             each in the dtype of its parameter, are summed in float32, which takes 4 bytes a
@@ -113,10 +117,10 @@ def make_train_step(
     def train_step(params, opt_state, batch):
         loss, grads = gradient(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return optax.apply_updates(params, updates), opt_state, loss, skipped_steps(opt_state)
 
     # Donated: the new parameters and state take the memory of the old ones.
-    out_shardings = placement and (*placement, None)
+    out_shardings = placement and (*placement, None, None)
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out_shardings)
 
 

@@ -1,0 +1,67 @@
+"""Whether a checkpoint is whole: the sizes and checksums of its files, beside them in JSON."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+CHECKSUMS = "checksums.json"
+
+# What every checkpoint is made of, each in a folder of its own.
+ITEMS = ("run", "state")
+
+
+def checksums(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of each file in the folders of the items its size and CRC-32."""
+    return {p.relative_to(folder).as_posix(): _checksum(p) for p in _files(folder)}
+
+
+def _files(folder: Path) -> list[Path]:
+    # Those beside the items, orbax writes when all is sealed, and does not need to read them.
+    return sorted(p for p in folder.glob("*/**/*") if p.is_file())
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return size, checksum
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if nothing is."""
+    try:
+        listed = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except ValueError:  # no UTF-8, or no JSON
+        return f"{CHECKSUMS} cannot be read"
+    if not _is_listing(listed):
+        return f"{CHECKSUMS} is no list of files with their sizes and checksums"
+    there = {path.relative_to(folder).as_posix() for path in _files(folder)}
+    for item in ITEMS:
+        if not any(name.startswith(f"{item}/") for name in listed):
+            return f"{CHECKSUMS} has no file of {item}/"
+    if missing := sorted(listed.keys() - there):
+        return f"{missing[0]} is missing"
+    if unknown := sorted(there - listed.keys()):
+        return f"{unknown[0]} is not in {CHECKSUMS}"
+    for name, (size, checksum) in listed.items():
+        found = _checksum(folder / name)
+        if found[0] != size:
+            return f"{name} has {found[0]} bytes in place of {size}"
+        if found[1] != checksum:
+            return f"{name} has another checksum"
+    return None
+
+
+def _is_listing(value: Any) -> bool:
+    """Whether that is what `checksums` gives, as JSON has it."""
+    return isinstance(value, dict) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
+        for pair in value.values()
+    )
