@@ -9,10 +9,12 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests import runs
-from tests.runs import FIRST, SECOND, THIRD, Plan, Settings, Training
+from tests.runs import FIRST, ONE, SECOND, THIRD, Plan, Settings, Training
 from zenflow_jax import (
     AutoSelect,
     AutoWindow,
@@ -113,6 +115,78 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, ke
                 for name in ("steps", "windows", "window_lengths", "reselections", "kept_share"):
                     assert getattr(new, name) == getattr(stats, name), (t, name)
                 assert new.skipped_steps == stats.skipped_steps
+
+
+def through_flax(training, target):
+    """What flax reads of what it has written."""
+    tree = (training.params, training.state, training.engine.state())
+    params, state, engine_state = serialization.from_bytes(target, serialization.to_bytes(tree))
+    for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(target[1]), strict=True):
+        assert x.sharding == like.sharding
+    return runs.place(params, None), state, engine_state
+
+
+def through_numpy(training, target):
+    """What is put back as the error says that refuses NumPy arrays."""
+    tree = (training.params, training.state, training.engine.state())
+    params, state, engine_state = jax.device_get(tree)
+    with pytest.raises(TypeError, match="NumPy's ndarray"):
+        HostEngine(runs.place(params, None), state, engine_state=engine_state)
+    state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, target[1])
+    return runs.place(params, None), state, engine_state
+
+
+@pytest.mark.parametrize("through", [through_flax, through_numpy])
+def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
+    options = {"donate": True, "host_kernel": "numpy"}
+    with Training(FIRST, SETTINGS, threads=1, **options) as whole:
+        go(whole, PLAN, 9)
+        weights = runs.initial(FIRST)
+        state = whole.tx.init(weights)
+        target = (weights, state, zenflow_jax.abstract_engine_state(state))
+        tree = through(whole, target)
+        go(whole, PLAN, 14)
+        expected = end(whole)
+        with resumed(whole, tree, host_kernel="numpy") as again:
+            again.t = 9
+            go(again, PLAN, 14)
+            runs.assert_same_bits(end(again), expected)
+
+
+def test_flax_keeps_a_train_state_in_graph():
+    tx, program = runs.programs(ONE, SETTINGS, False, False, True, None)
+    params = runs.initial(ONE)
+    state = tx.init(params)
+    for t in range(1, 4):
+        params, state = program(params, state, runs.gradients(ONE, t))
+    train_state = TrainState(step=3, apply_fn=None, params=params, tx=tx, opt_state=state)
+    fresh = TrainState.create(apply_fn=None, params=runs.initial(ONE, seed=1), tx=tx)
+    found = serialization.from_bytes(fresh, serialization.to_bytes(train_state))
+    runs.assert_same_bits(found.opt_state, state)
+    # Into shapes alone, as into any tree of flax's.
+    abstract = jax.eval_shape(tx.init, params)
+    found = serialization.from_state_dict(abstract, serialization.to_state_dict(state))
+    runs.assert_same_bits(found, state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"topk_ratio": 0.5}, r"expected int32 \(5,\) at .*channels, got int32 \(3,\)"),
+        ({"topk_ratio": 1.0}, "expected nothing at ./leaves/0/channels, got an array"),
+        ({"accumulate": "device"}, "expected bfloat16 .* at .*total, got float32"),
+    ],
+    ids=str,
+)
+def test_what_flax_has_written_of_other_options_is_refused(changes, words):
+    tx = runs.transformation(ONE, SETTINGS, offload=False)
+    other = runs.transformation(ONE, dataclasses.replace(SETTINGS, **changes), offload=False)
+    params = runs.initial(ONE)
+    found = serialization.to_state_dict(tx.init(params))
+    with pytest.raises(ValueError, match=words + ".* Pass as the target"):
+        serialization.from_state_dict(other.init(params), found)
+    with pytest.raises(ValueError, match="expected step, .*got nothing. Pass as the target"):
+        serialization.from_state_dict(tx.init(params), {"nothing": 1})
 
 
 def continued(training, **changes):

@@ -7,6 +7,7 @@ from zenflow_jax._checks import STATIC_ARGS
 from zenflow_jax._deepspeed import DeepSpeedOptions, from_deepspeed
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._engine_state import abstract_engine_state
+from zenflow_jax._flax_state import register_states as _register_states
 from zenflow_jax._ingraph import flush
 from zenflow_jax._master import master_params
 from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
@@ -38,3 +39,5 @@ __all__ = [
     "save_trace",
     "zenflow",
 ]
+
+_register_states()
