@@ -42,6 +42,11 @@ class LeafSpec:
     transfer_dtype: np.dtype | None = None  # of its mail; None for the leaf's own
 
     @property
+    def anonymous(self) -> "LeafSpec":
+        """Equal for leaves that are alike, so that what is compiled for one serves the others."""
+        return dataclasses.replace(self, name="", decay=False)
+
+    @property
     def mail_dtype(self) -> np.dtype:
         return self.transfer_dtype or self.dtype
 

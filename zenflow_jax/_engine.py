@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 
 from zenflow_jax._aligned import copied
+from zenflow_jax._changes import checksums, differing
 from zenflow_jax._checks import check_placement
 from zenflow_jax._crossing import Crossing
 from zenflow_jax._engine_checks import (
@@ -236,6 +237,9 @@ class HostEngine:
             {d.process_index for s in shardings for d in s.device_set},
             exit_if_stuck=exit_if_stuck,
         )
+        # Of what the masters were taken from. What was saved before the first step may be older
+        # than the parameters beside it.
+        self._made_with = checksums(mine, travelling) if engine_state is None else None
         self._half = half
         self._arrays = [
             arrays_of(spec, x, state.delivery) for spec, x in zip(specs, mail, strict=True)
@@ -337,9 +341,12 @@ class HostEngine:
         # Refuses what does not fit before anything is done.
         taken = self._take(params)
         boundary = self._progress.boundary()
-        if boundary.closes:
+        first = self._progress.step == 0
+        if boundary.closes or first:
             self._check_params(taken)
         self._state_places.check(state, mail_only=not boundary.closes)
+        if first:
+            self._follow(state, taken.weights)
         with self._all_or_nothing():
             step = self._progress.step + 1
             self._open_steps += 1
@@ -519,6 +526,23 @@ class HostEngine:
             "counts": counts_to_tree(counts, self._schedule),
             "options": self._options,
         }
+
+    def _follow(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
+        """Until a step is made the parameters are right: loaded after the engine, they still are.
+
+        No step moves a deferred channel before its first window closes, so what the first one left
+        of the parameters is what they were before it.
+        """
+        self._check_open()
+        if self._progress.step:
+            return
+        mine = [weights[i] for i in self._travels]
+        now = checksums(mine, [state.leaves[i] for i in self._travels])
+        loaded = range(len(mine)) if self._made_with is None else differing(now, self._made_with)
+        for part, leaf in zip(self._parts, self._half.leaves, strict=True):
+            if part.leaf in loaded:
+                leaf.take_master(host_part(mine[part.leaf], part))
+        self._made_with = now
 
     @_recorded("state")
     def _masters(self, opt_state: Any) -> Iterator[jax.Array]:

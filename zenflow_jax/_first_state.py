@@ -64,7 +64,7 @@ def first_state(
         return state
     rank = mail_rank(specs)
     each = tuple(
-        None if spec.resident else _mail_zeros(p, _anonymous(spec), delivery, rank)
+        None if spec.resident else _mail_zeros(p, spec.anonymous, delivery, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
     # The parameters are there for their devices alone.
@@ -198,11 +198,6 @@ def _letter(
     i = placed[0]
     made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], SAME)(weights[i])
     return Letter(*(to_host(x, rank) if leaves else x for x in made))
-
-
-def _anonymous(spec: LeafSpec) -> LeafSpec:
-    """Equal for leaves whose mail is alike, so that it is compiled for once."""
-    return dataclasses.replace(spec, name="", decay=False)
 
 
 @partial(jax.jit, static_argnames="specs")

@@ -45,6 +45,10 @@ class HostLeaf:
         """What the device gets of it after an update, in the leaf's shape. Not a copy."""
         return (self.master if self.out is None else self.out).reshape(self.spec.shape)
 
+    def take_master(self, weight: np.ndarray) -> None:
+        """Has the masters be these parameters."""
+        np.copyto(self.master, weight.reshape(self.master.shape), casting="unsafe")
+
 
 @dataclasses.dataclass(frozen=True)
 class ClosedWindow:

@@ -157,6 +157,10 @@ def _close(
 ) -> tuple[LeafState, jax.Array]:
     spec, before = here.part, leaf.deferred
     assert before is not None
+    # As of selected channels: what has taken no step yet is what its parameter is.
+    fresh = along(before.steps == 0, spec)
+    master = jnp.where(fresh, here.own(p).astype(jnp.float32), before.master)
+    before = dataclasses.replace(before, master=master)
     active = ~contains(here.index(leaf.channels), spec.n) & (open_steps > 0)
     half = _update(before, active, scalars, open_steps, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)

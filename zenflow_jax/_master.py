@@ -1,6 +1,6 @@
 """The float32 weights of a run: what device, host and parameters each know, put together."""
 
-from functools import partial
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from zenflow_jax._channels import LeafSpec, along, positions, spread
+from zenflow_jax._channels import along, positions, spread
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._shards import Here, Layout, on_each_device
-from zenflow_jax._state import find_state, match_leaves
+from zenflow_jax._state import LeafState, find_state, leaf_layout, match_leaves
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:
@@ -43,38 +43,54 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
             "engine that trained, as the third argument, or leave it out."
         )
     weights, treedef, places = match_leaves(params, state)
-    hosts = iter(()) if engine is None else engine._masters(state)
+    mine = [weights[i] for i in places]
+    hosts = iter(())
+    if engine is not None:
+        engine._follow(state, mine)
+        hosts = engine._masters(state)
     for place, leaf in zip(places, state.leaves, strict=True):
+        host = steps = None
         if leaf.deferred is not None:
-            host = leaf.deferred.master
-        else:
-            host = None if leaf.spec.resident else next(hosts)
-        weights[place] = _master(weights[place], leaf.master, leaf.channels, host, spec=leaf.spec)
+            host, steps = leaf.deferred.master, leaf.deferred.steps
+        elif not leaf.spec.resident:
+            host = next(hosts)
+        bare = dataclasses.replace(leaf, deferred=None, spec=leaf.spec.anonymous)
+        weights[place] = _master(weights[place], bare, host, steps)
     return jax.tree.unflatten(treedef, weights)
 
 
-@partial(jax.jit, static_argnames="spec")
-def _master(
-    weight: Array,
-    selected: Array | None,
-    channels: Array | None,
-    host: Array | None,
-    *,
-    spec: LeafSpec,
-) -> Array:
-    """One leaf: `host` on deferred channels; on the others `selected`, or the parameter itself."""
-    layout = Layout(spec)
-    if channels is None:
-        return (weight if selected is None else selected).astype(jnp.float32)
+@jax.jit
+def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | None) -> Array:
+    """One leaf: `host` on deferred channels; on the others their master, or the parameter itself.
 
-    def one(
-        here: Here, weight: Array, selected: Array | None, channels: Array, host: Array
-    ) -> Array:
-        place = positions(here.index(channels), here.block.n)
-        mine = weight if selected is None else spread(here.gather(selected), place, here.block)
-        return jnp.where(along(place >= 0, here.block), mine, here.gather(host))
+    What has taken no step is what its parameter is, as in the step. `steps` are those of deferred
+    channels; None where `host` follows the parameters by itself.
+    """
+    spec, layout = leaf.spec, Layout(leaf.spec)
+    if leaf.channels is None:
+        wide = weight.astype(jnp.float32)
+        return wide if leaf.master is None else jnp.where(leaf.steps == 0, wide, leaf.master)
 
-    takes = [layout.block, selected if selected is None else layout.part, layout.channels]
-    return on_each_device(one, spec, [*takes, layout.part], layout.block)(
-        weight, selected, channels, host
-    )
+    def one(here: Here, weight: Array, leaf: LeafState, host: Array, steps: Array | None) -> Array:
+        place = positions(here.index(leaf.channels), here.block.n)
+        wide = mine = weight.astype(jnp.float32)
+        if leaf.master is not None:
+            mine = spread(here.gather(leaf.master), place, here.block)
+            fresh = _of_all(leaf.steps == 0, place)
+            mine = jnp.where(along(fresh, here.block), wide, mine)
+        host = here.gather(host)
+        if steps is not None:
+            host = jnp.where(along(steps == 0, here.block), wide, host)
+        return jnp.where(along(place >= 0, here.block), mine, host)
+
+    takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]
+    takes.append(None if steps is None else layout.channels)
+    return on_each_device(one, spec, takes, layout.block)(weight, leaf, host, steps)
+
+
+def _of_all(of_selected: Array, place: Array) -> Array:
+    """Bool (*stack, n): what each selected channel has; False for the others."""
+    if of_selected.shape[-1] == 0:
+        return jnp.zeros(place.shape, bool)
+    found = jnp.take_along_axis(of_selected, jnp.maximum(place, 0), axis=-1)
+    return found & (place >= 0)

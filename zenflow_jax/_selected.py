@@ -125,7 +125,12 @@ def _step(
     spec = here.part
     index = None if leaf.channels is None else here.index(leaf.channels)
     old = p if index is None else take(p, index, here.block)
-    master = here.own(old) if leaf.master is None else leaf.master
+    master = here.own(old)
+    if leaf.master is not None:
+        # What has taken no step yet is what its parameter is, though weights were loaded after
+        # `init`: to `optax.adamw`, which keeps no masters, the order makes no difference either.
+        fresh = leaf.steps == 0 if spec.resident else along(leaf.steps == 0, spec)
+        master = jnp.where(fresh, master.astype(jnp.float32), leaf.master)
     steps = leaf.steps + 1
     change, mu, nu = adamw(
         master,
@@ -147,7 +152,7 @@ def _step(
         nu=if_counted(nu, leaf.nu),
     )
     if leaf.master is not None:
-        leaf = dataclasses.replace(leaf, master=if_counted(master + change, leaf.master))
+        leaf = dataclasses.replace(leaf, master=if_counted(master + change, master))
         # In float32 the difference of two low-precision numbers is exact but for a factor of
         # 2**16 between them, so that adding it gives the cast of the master.
         new = here.gather(leaf.master.astype(spec.dtype))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -123,6 +124,12 @@ class Here:
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
         """The sum over all devices, those that hold the same included."""
         return x if self._place is None else jax.lax.psum(x, self._place.mesh.axis_names)
+
+    def number_of_device(self) -> jax.Array:
+        """Of this device on its mesh, uint32."""
+        if self._place is None:
+            return jnp.zeros((), jnp.uint32)
+        return jax.lax.axis_index(self._place.mesh.axis_names).astype(jnp.uint32)
 
     def to_mail(self, part: jax.Array, rank: int) -> jax.Array:
         return part.reshape(mail_shape(part.shape, rank))

@@ -284,6 +284,28 @@ def test_parameters_that_are_not_where_their_state_takes_them_to_be_are_refused(
         zenflow_jax.HostEngine(alone, tx.init(spread))
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_weights_loaded_after_the_engine_was_made_are_those_that_train(kind):
+    mesh = meshes.make_mesh("three", kind)
+    shardings = meshes.shardings(mesh, "both")
+    loaded = runs.initial_values(LEAVES, 1)
+
+    def training():
+        return Training(LEAVES, STALE, shardings=shardings, threads=1, host_kernel="numpy")
+
+    with jax.set_mesh(mesh), training() as late, training() as early:
+        for run in (late, early):
+            run.params = runs.place(loaded, shardings)
+        early.state = early.tx.init(early.params)
+        early.engine.close()
+        early.engine = zenflow_jax.HostEngine(early.params, early.state, host_kernel="numpy")
+        for run in (late, early):
+            run.go(6)
+            run.flush()
+        runs.assert_same_bits(late.values(), early.values())
+        runs.assert_same_bits(late.moments(), early.moments())
+
+
 @pytest.mark.parametrize(
     ("again", "name"),
     [

@@ -1,0 +1,60 @@
+"""Whether something else than zenflow has changed the parameters.
+
+The host has the masters of deferred channels, so what else happens to those parameters is undone by
+the next update. Before the first step the parameters are right and the masters follow them.
+
+Tiny numbers and both zeros count as equal: adding a zero may make one of the other.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from zenflow_jax._channels import LeafSpec, along, contains
+from zenflow_jax._shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._state import LeafState
+
+
+def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Array]:
+    """Of each leaf that travels a number that tells what its deferred channels are, uint32.
+
+    Every bit of them takes part. The same on all devices, and for the same values in any run.
+    """
+    # A leaf at a time: leaves that are alike share a program.
+    return [
+        _checksum(weight, leaf.channels, spec=leaf.spec.anonymous)
+        for weight, leaf in zip(weights, leaves, strict=True)
+    ]
+
+
+def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
+    """The places at which checksums differ; waits for them."""
+    pairs = zip(jax.device_get(list(ours)), jax.device_get(list(theirs)), strict=True)
+    return [i for i, (x, y) in enumerate(pairs) if x != y]
+
+
+@partial(jax.jit, static_argnames="spec")
+def _checksum(weight: Array, channels: Array, *, spec: LeafSpec) -> Array:
+    layout = Layout(spec)
+    return on_each_device(_sum_bits, spec, [layout.block, layout.channels], SAME)(weight, channels)
+
+
+def _sum_bits(here: Here, weight: Array, channels: Array) -> Array:
+    spec = here.block
+    small = jnp.abs(weight) < jnp.finfo(weight.dtype).tiny
+    kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
+    bits = jnp.where(small, jnp.uint32(0), bits)
+    # Odd, so that no bit is lost, and another for each place, so that no exchange goes unseen.
+    factor, stride = jnp.ones((), jnp.uint32), 2
+    for axis in reversed(range(weight.ndim)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
+        factor = factor + index * np.uint32(stride % 2**32)
+        stride *= weight.shape[axis]
+    deferred = along(~contains(here.index(channels), spec.n), spec)
+    total = jnp.sum(jnp.where(deferred, bits * factor, jnp.uint32(0)))
+    return here.sum_everywhere(total * (2 * here.number_of_device() + 1))
