@@ -724,6 +724,33 @@ def test_stats_count_steps_windows_and_bytes():
         stats.steps = 7
 
 
+def test_a_state_that_was_numpy_arrays_between_two_steps_loses_nothing():
+    with started(BUSY, runs.ONE) as expected, started(BUSY, runs.ONE) as training:
+        for t in range(6):
+            if t in (0, 4):
+                training.state = jax.device_get(training.state)
+            training.go(1)
+            expected.go(1)
+            runs.assert_same_bits(training.values(), expected.values())
+        training.flush()
+        expected.flush()
+        runs.assert_same_bits(training.values(), expected.values())
+
+
+def test_mail_that_some_saver_left_on_the_device_is_in_host_memory_after_a_step():
+    with started(BUSY, runs.ONE) as whole:
+        expected = [values for _, values in whole.follow(Plan(4))]
+    with started(BUSY, runs.ONE) as training:
+        training.engine.close()
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+        training.state = jax.device_put(training.state, here)
+        training.engine = HostEngine(training.params, training.state, host_kernel="numpy")
+        for (_, values), before in zip(training.follow(Plan(4)), expected, strict=True):
+            runs.assert_same_bits(values, before)
+            mail = jax.tree.leaves((training.state.mail, training.state.letter))
+            assert {x.sharding.memory_kind for x in mail} == {"pinned_host"}
+
+
 def go_through(training, bad):
     for is_bad in bad:
         training.step(bad=is_bad)

@@ -63,6 +63,7 @@ from zenflow_jax._parts import (
     selected_bytes,
     within,
 )
+from zenflow_jax._placement import read
 from zenflow_jax._progress import Progress
 from zenflow_jax._state import (
     LeafState,
@@ -247,7 +248,7 @@ class HostEngine:
         self._options = options_of(state)
         skipped = 0 if counts is None else counts.skipped
         prefetched = within(self._parts, prefetch_bytes)
-        in_a_row = int(state.skipped_in_a_row)
+        in_a_row = int(read(state.skipped_in_a_row))
         self._worker = Worker(
             half, self._parts, self._watch, prefetched, skipped, in_a_row, max_skipped
         )

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._host_half import KEPT
-from zenflow_jax._placement import put_everywhere, read, zeros_like
+from zenflow_jax._placement import in_host_memory, put_everywhere, read, zeros_like
 from zenflow_jax._schedule import longest
 from zenflow_jax._state import LeafState, Letter, ZenFlowState
 from zenflow_jax._worker import Mail, Sums, Worker
@@ -72,6 +72,9 @@ class Mailbox:
         self._run = self._ticket + 1_000_003 * number
         self._delivery = state.delivery
         self._blank = _Buffers(state.mail, state.letter)
+        if self._delivery == "step":
+            # A state that was read from somewhere may have them on the device.
+            self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._delivery == "window":
             self._make_zeros = _zeros_maker(state.mail)
             self._blank.mail = ()  # the state's alone, or they would not be freed

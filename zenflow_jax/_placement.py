@@ -114,7 +114,17 @@ def upload(tree: Any, device: Any) -> Any:
 
 def zeros_like(x: jax.Array) -> jax.Array:
     """Zeros placed as `x` is, in its memory; `x` may have been donated."""
-    return put_everywhere(np.zeros(x.sharding.shard_shape(x.shape), x.dtype), x)
+    return _zeros(x, x.sharding)
+
+
+def in_host_memory(blank: jax.Array) -> jax.Array:
+    """A blank array in host memory: itself if it is there, else zeros in place of it."""
+    sharding = blank.sharding
+    return blank if sharding.memory_kind == HOST else _zeros(blank, sharding.with_memory_kind(HOST))
+
+
+def _zeros(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    return _put_everywhere(np.zeros(sharding.shard_shape(x.shape), x.dtype), x.shape, sharding)
 
 
 def put_everywhere(piece: np.ndarray | np.generic, like: jax.Array) -> jax.Array:
@@ -122,7 +132,12 @@ def put_everywhere(piece: np.ndarray | np.generic, like: jax.Array) -> jax.Array
 
     Nothing is asked of other processes; `jax.device_put` would make sure that they do the same.
     """
-    sharding = like.sharding
+    return _put_everywhere(piece, like.shape, like.sharding)
+
+
+def _put_everywhere(
+    piece: np.ndarray | np.generic, shape: Sequence[int], sharding: jax.sharding.Sharding
+) -> jax.Array:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return jax.device_put(piece, sharding)
     kind = sharding.memory_kind
@@ -130,4 +145,4 @@ def put_everywhere(piece: np.ndarray | np.generic, like: jax.Array) -> jax.Array
         jax.device_put(piece, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
         for device in sharding.addressable_devices
     ]
-    return jax.make_array_from_single_device_arrays(like.shape, sharding, pieces)
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
