@@ -27,6 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -37,6 +38,7 @@ from train import models, processes
 from train.checkpoints import CheckpointError, Checkpoints, description
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
+from train.memory import check_batch, is_lack_of_memory, lack_of_memory
 from train.meter import Meter, Row
 from train.optimizers import make_optimizer, skipped_steps, with_deepspeed
 from train.pretrained import ModelError, read_folder
@@ -56,7 +58,7 @@ from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, committed, make_mesh
 from train.skipping import NotFiniteError, SkippedSteps, check_finite
 from train.step import PER_EXAMPLE, make_train_step, make_validate
-from train.stopping import Stopped, StopRequest
+from train.stopping import Interrupted, Stopped, StopRequest
 from train.tasks.chosen import make_task
 from train.tokenizer import TokenizerError
 
@@ -77,7 +79,12 @@ NO_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS
 
 
 def train(
-    settings: Settings, console: Console, *, fresh: bool = False, timeline: Path | None = None
+    settings: Settings,
+    console: Console,
+    stop: StopRequest,
+    *,
+    fresh: bool = False,
+    timeline: Path | None = None,
 ) -> Summary:
     """Trains once, or the rest of a run; leaves all that it has to show in the run's folder.
 
@@ -85,6 +92,7 @@ def train(
         settings: Of the run. With `run`, the folder of an earlier start, training goes on from the
             newest whole checkpoint in there.
         console: Where to show it.
+        stop: Hears the signals that ask for the end.
         fresh: Refuse to go on with anything.
         timeline: Where to write what the last steps were made of; the ending says how.
 
@@ -112,6 +120,12 @@ def train(
     origin = None if settings.model is None else read_folder(Path(settings.model))
     task = make_task(settings, origin)
     where = {"seed": settings.seed, "mesh": mesh}
+    check_batch(
+        settings,
+        examples=len(task.train),
+        vocabulary=0 if task.labels else models.vocabulary(origin),
+        parts=batch_parts(mesh),
+    )
     batches = Batches(task.train, batch_size=settings.batch_size, **where)
     # In micro-batches as well: what the device has room for.
     parts, most = settings.micro_batches, settings.eval_batches
@@ -143,7 +157,7 @@ def train(
         micro_batches=settings.micro_batches,
         placement=placement,
     )
-    validate = make_validate(model.graphdef, per_example, task, samples)
+    validate = make_validate(model.graphdef, per_example, task, samples, stop.check)
 
     folder = make_run_folder(settings, fresh=fresh)
 
@@ -160,7 +174,6 @@ def train(
     tokens_per_step = settings.batch_size * settings.sequence_length
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, say))
-        stop = stack.enter_context(StopRequest())
         checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
@@ -311,23 +324,31 @@ def train(
             if step == done + 1:
                 jax.block_until_ready(params)
                 meter.start(tokens_done=tokens_per_step)
+                stop.begin()
             if row := meter.step(loss, skipped=skipped, tokens=tokens_per_step):
                 report(row)
             skips.step(skipped)
             checkpoints.poll()
-            if asked := stop.after(step):
+            asked = stop.after(step)
+            try:
+                if not asked and is_validated(step):
+                    validated(step)
+            except Interrupted:
+                asked = stop.after(step)
+            if asked:
                 # Who asks may not wait long.
                 save(step, last=True)
                 checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, folder), signal_number=asked)
-            if is_validated(step):
-                validated(step)
             if is_due(settings.save_every, step):
                 save(saved := step)
         if saved < settings.steps:
             # Before the last window is closed early, so that the run can go on with more steps as
             # if it had had them from the start.
             save(settings.steps, last=True)
+        checkpoints.wait()
+        if asked := stop.end(f"all {settings.steps} steps are done and saved"):
+            raise Stopped(how_to_go_on(asked, settings.steps, folder), signal_number=asked)
         if done == settings.steps:
             meter.start(tokens_done=0)
         for row in meter.drain():
@@ -469,7 +490,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console = Console(quiet=not processes.is_first())
         start = command.start
         timeline = Path(start.timeline) if start.timeline else None
-        train(command.settings, console, fresh=start.fresh, timeline=timeline)
+        with StopRequest(partial(console.print, highlight=False, soft_wrap=True)) as stop:
+            train(command.settings, console, stop, fresh=start.fresh, timeline=timeline)
     except Stopped as stopped:
         if processes.is_first():
             sys.stderr.write(f"{stopped}\n")
@@ -477,6 +499,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + stopped.signal_number
     except FAILURES as error:
         sys.stderr.write(f"error: {error}\n")
+        return 2
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        sys.stderr.write(f"error: {lack_of_memory(error, command.settings)}\n")
         return 2
     except OSError as error:
         if error.errno not in NO_WRITING:

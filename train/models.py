@@ -16,6 +16,7 @@ from train import pretrained
 from train.checkpoints import write_model
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
+from train.memory import check_model
 from train.optimizers import weight_dtype
 from train.settings import Settings
 from train.sharding import batch_sharding, committed, weight_shardings
@@ -48,7 +49,8 @@ def make(
         origin: The folder of `settings.model`.
 
     Raises:
-        SettingsError: If the model or the batch does not divide by the mesh.
+        SettingsError: If the model or the batch does not divide by the mesh, or the model has no
+            room.
         ModelError: If the weights cannot be read.
     """
     build = builder(settings, mesh, origin, labels=len(task.labels))
@@ -57,6 +59,8 @@ def make(
         graphdef, params = nnx.split(build())
         return graphdef, nnx.as_pure(params)
 
+    shapes = jax.eval_shape(lambda: split()[1])
+    check_model(settings, shapes, devices=1 if mesh is None else mesh.size)
     if mesh is None and origin is None:
         graphdef, params = split()
         return Model(graphdef, committed(params), None)
@@ -78,6 +82,11 @@ def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
     names = [str(named.get(str(i), f"LABEL_{i}")).lower() for i in range(len(labels))]
     unnamed = [f"label_{i}" for i in range(len(labels))]
     return names in (unnamed, [label.lower() for label in labels])
+
+
+def vocabulary(origin: pretrained.Pretrained | None) -> int:
+    """How many tokens a model of that folder, or the own one, tells apart."""
+    return standard_library.VOCABULARY if origin is None else origin.config.vocabulary
 
 
 def builder(

@@ -7,7 +7,8 @@ and batches of a validation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,9 @@ from train import processes
 from train.data import ROWS, Batch
 from train.optimizers import skipped_steps
 from train.tasks import Task
+
+# Batches of a validation that are dispatched before the first of them is read.
+AHEAD = 8
 
 
 class PerExample(NamedTuple):
@@ -134,6 +138,7 @@ def make_validate(
     per_example: Callable[[nnx.Module, Batch], PerExample],
     task: Task,
     samples: Mapping[str, Iterable[Batch]],
+    check: Callable[[], None] = lambda: None,
 ) -> Callable[[Any], dict[str, float]]:
     """A function from parameters to the figures of a validation.
 
@@ -144,6 +149,7 @@ def make_validate(
         graphdef, per_example: As for `make_train_step`.
         task: What is validated.
         samples: The batches of each of its sets of validation data.
+        check: Called between batches; what it raises ends the validation.
     """
 
     @jax.jit
@@ -155,8 +161,8 @@ def make_validate(
     def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
         loss = targets = 0.0
         predictions, labels = [], []
-        # All are dispatched before the first is read.
-        for batch, (losses, counts, predicted) in [(b, judge(params, b)) for b in sample]:
+        for batch, (losses, counts, predicted) in _ahead(lambda b: judge(params, b), sample):
+            check()
             loss += float(losses)
             targets += float(counts)
             if task.score is not None:
@@ -168,7 +174,7 @@ def make_validate(
             figures |= task.score(np.concatenate(predictions), np.concatenate(labels))
         return figures
 
-    def validate(params) -> dict[str, float]:
+    def validate(params: Any) -> dict[str, float]:
         return {
             name if len(samples) == 1 else f"{where}/{name}": value
             for where, sample in samples.items()
@@ -176,3 +182,15 @@ def make_validate(
         }
 
     return validate
+
+
+def _ahead(
+    dispatch: Callable[[Batch], Any], batches: Iterable[Batch]
+) -> Iterator[tuple[Batch, Any]]:
+    """Batches and what is computed of them; the device is some batches ahead of who reads that."""
+    waiting: deque[tuple[Batch, Any]] = deque()
+    for batch in batches:
+        waiting.append((batch, dispatch(batch)))
+        if len(waiting) > AHEAD:
+            yield waiting.popleft()
+    yield from waiting

@@ -1,13 +1,21 @@
 """Signals that ask a run to stop: it saves at the end of its step, and says how to go on.
 
-A second signal ends the process at once. In a run of several processes one of them may be asked, or
-all, each during another step; jax then finds a step at which all of them can stop.
+The answer comes at once, whatever the main thread is at: Python runs a signal's handler on that
+thread, and not before it is out of the compiler or of a wait for the device. So a thread of its own
+hears of signals, through the pipe that `signal.set_wakeup_fd` writes to.
+
+While there is nothing to save, before the first step and after the last one, a signal ends the
+process at once, and so does a second one at any time: what is half written then has no name yet,
+so the last whole checkpoint stays. In a run of several processes one of them may be asked, or all,
+each during another step; jax then finds a step at which all of them can stop.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable
 from types import FrameType
 
 import jax
@@ -22,43 +30,107 @@ class Stopped(Exception):
         self.signal_number = signal_number
 
 
+class Interrupted(Exception):
+    """A validation was not finished, as a signal has asked the run to stop."""
+
+
 class StopRequest:
-    """Takes down SIGTERM and SIGINT. Use with `with`, on the main thread."""
+    """Takes down SIGTERM and SIGINT. Use with `with`, on the main thread.
+
+    Args:
+        say: Shows a line to the user; from a thread.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self):
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
         self._number: int | None = None
+        self._nothing_to_save: str | None = "no step of this start was done"
+        self._lock = threading.Lock()  # of the two above
         self._before = {}
 
     def __enter__(self) -> StopRequest:
-        if jax.process_count() == 1:
-            for number in self.SIGNALS:
-                self._before[number] = signal.signal(number, self._take)
-        else:
-            # SIGTERM belongs to jax's own service, which tells the other processes; it does not
-            # know SIGINT.
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)
+        self._alone = jax.process_count() == 1
+        self._pipe, end = os.pipe()
+        os.set_blocking(end, False)
+        self._end = end
+        self._wakeup_before = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        # SIGTERM in several processes belongs to jax's own service, which tells the others; it does
+        # not know SIGINT.
+        self._signals = self.SIGNALS if self._alone else (signal.SIGINT,)
+        for number in self._signals:
+            self._before[number] = signal.signal(number, _do_nothing)
+        threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
         return self
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._end)  # which ends the thread
+
+    def begin(self) -> None:
+        """From now on there is something to save."""
+        with self._lock:
+            self._nothing_to_save = None
+
+    def end(self, why: str) -> int | None:
+        """From now on there is nothing to save any more.
+
+        Args:
+            why: To be shown with the signal that ends the process.
+
+        Returns:
+            The number of the signal that has asked the run to stop before, if one has.
+        """
+        with self._lock:
+            self._nothing_to_save = why
+            return self._number
 
     def after(self, step: int) -> int | None:
         """The number of the signal for which the run is to stop after `step`, if it is.
 
         Every process must ask after every step; all get the same answer.
         """
-        if jax.process_count() == 1:
+        if self._alone:
             return self._number
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
-        for each in self.SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+    def check(self) -> None:
+        """To be called where much time may go by between two steps.
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        Raises:
+            Interrupted: If the run is to stop. Not in several processes, which agree at a step.
+        """
+        if self._alone and self._number is not None and self._nothing_to_save is None:
+            raise Interrupted
+
+    def _listen(self) -> None:
+        while heard := os.read(self._pipe, 1):
+            if heard[0] in self._signals:
+                self._take(heard[0])
+        os.close(self._pipe)
+
+    def _take(self, number: int) -> None:
+        with self._lock:
+            first, self._number = self._number is None, self._number or number
+            why = self._nothing_to_save
+        name = signal.Signals(number).name
+        if not first:
+            _leave(number, f"aborted by {name}; the last whole checkpoint is as it was")
+        if why is not None:
+            _leave(number, f"stopped by {name}: {why}")
+        self._say(f"{name}: stopping after this step, saving; again to abort")
+        if not self._alone:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Without a handler in Python the pipe would not be written to."""
+
+
+def _leave(number: int, line: str) -> None:
+    # Past `sys.stderr` and the interpreter's end: the main thread may be stuck with either's locks.
+    os.write(2, f"{line}\n".encode())
+    os._exit(128 + number)

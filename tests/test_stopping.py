@@ -1,0 +1,153 @@
+"""What ends a run of the script early: signals, at any time; memory that does not suffice."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import kill_test
+from train.memory import check_batch, check_model, is_lack_of_memory, lack_of_memory
+from train.settings import Settings, SettingsError
+from train.stopping import Interrupted, StopRequest
+
+# --- signals --------------------------------------------------------------------------------
+
+# The main thread is where no handler of Python's can run, and signals do not wake it: it waits for
+# a lock of the C library that it has taken itself.
+STUCK = """
+import ctypes, sys
+from train.stopping import StopRequest
+with StopRequest(lambda line: print(line, flush=True)) as stop:
+    if "step" in sys.argv:
+        stop.begin()
+    if "end" in sys.argv:
+        stop.end("all is saved")
+    print("here", flush=True)
+    lock = ctypes.create_string_buffer(256)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [("start", "no step of this start was done"), ("end", "all is saved")],
+)
+def test_a_signal_ends_at_once_what_has_nothing_to_save(number, phase, expected):
+    with stuck(phase) as process:
+        process.send_signal(number)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert text == f"stopped by {number.name}: {expected}\n"
+
+
+def test_a_signal_is_answered_at_once_and_the_next_one_aborts():
+    with stuck("step") as process:
+        process.send_signal(signal.SIGINT)
+        said = "SIGINT: stopping after this step, saving; again to abort\n"
+        assert process.stdout.readline() == said
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert text == "aborted by SIGINT; the last whole checkpoint is as it was\n"
+
+
+def stuck(phase):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, phase],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=kill_test.ROOT,
+    )
+    assert process.stdout.readline() == "here\n"
+    return process
+
+
+def test_a_signal_interrupts_what_is_between_two_steps_and_handlers_come_back():
+    heard = threading.Event()
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(lambda _: heard.set()) as stop:
+        stop.begin()
+        stop.check()
+        assert stop.after(1) is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.wait(60)
+        assert stop.after(1) == signal.SIGTERM
+        with pytest.raises(Interrupted):
+            stop.check()
+        assert stop.end("all is saved") == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+def sizes(**changed):
+    return Settings(**({"batch_size": 10**8, "sequence_length": 512} | changed))
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(SettingsError, match="`batch_size`: expected at most 70, .*got 71: .*Pass"):
+        check_batch(sizes(batch_size=71), examples=70, vocabulary=0, parts=1)
+    check_batch(sizes(batch_size=70), examples=70, vocabulary=256, parts=1)
+
+
+def test_a_batch_whose_logits_have_no_room_is_refused():
+    # 4 bytes x 32,000 x 512 x 10**8 sequences.
+    words = {"examples": 10**9, "vocabulary": 32_000, "parts": 1}
+    with pytest.raises(SettingsError, match=r"logits alone take 6,103,515.6 GiB .*--micro-batches"):
+        check_batch(sizes(), **words)
+    with pytest.raises(SettingsError, match="in 2 micro-batches, .*3,051,757.8 GiB"):
+        check_batch(sizes(micro_batches=2), **words)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [("adamw", r"takes 29,802.3 GiB .*--optimizer zenflow"), ("zenflow", "a smaller one")],
+)
+def test_a_model_that_has_no_room_is_refused_before_it_is_made(optimizer, expected):
+    weights = {"w": jax.ShapeDtypeStruct((2 * 10**6, 10**6), jnp.float32)}
+    with pytest.raises(SettingsError, match=f"2,000,000,000,000 parameters .*{expected}"):
+        check_model(Settings(optimizer=optimizer), weights, devices=1)
+    check_model(Settings(), {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32)}, devices=1)
+
+
+@pytest.mark.parametrize(
+    ("provoke", "expected"),
+    [
+        (
+            lambda: np.ones((10**7, 10**7)),
+            r"the host for .* 8 x 128 tokens .* none for \S+ TiB .*--batch-size below 8",
+        ),
+        (
+            lambda: jax.jit(lambda: jnp.zeros((10**7, 10**7)))(),
+            r"on the device for .* none for 400000000000\d+ bytes.*more --micro-batches than 1",
+        ),
+    ],
+    ids=["host", "device"],
+)
+def test_lack_of_memory_is_one_message_with_what_was_asked_for(provoke, expected):
+    with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
+        provoke()
+    assert is_lack_of_memory(raised.value)
+    assert re.search(expected, lack_of_memory(raised.value, Settings()))
+    assert not is_lack_of_memory(RuntimeError("RESOURCE_EXHAUSTED"))
+
+
+def test_the_command_ends_with_that_message(tmp_path):
+    config = tmp_path / "job.toml"
+    config.write_text(f"batch_size = 100000000\noutput_dir = {json.dumps(str(tmp_path))}\n")
+    process = kill_test.start(config, "large")
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: `batch_size`: expected at most .*got 100000000: .*\n", text)
