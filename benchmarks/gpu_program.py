@@ -32,16 +32,15 @@ import zenflow_jax
 from benchmarks.collectives import Collective, collectives
 from zenflow_jax import _merge
 
-# What XLA asks about an H200 (CUDA compute capability 9.0, 132 multiprocessors, 141 GB at 4.8
-# TB/s), in the text form of its GpuTargetConfig.
-H200 = """
+# What XLA asks about a GPU of the Hopper family, in the text form of its GpuTargetConfig.
+_HOPPER = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
   core_count: 132
   clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560
+  device_memory_size: %d
+  memory_bandwidth: %d
+  l2_cache_size: %d
   threads_per_block_limit: 1024
   threads_per_warp: 32
   threads_per_core_limit: 2048
@@ -57,8 +56,13 @@ gpu_device_info {
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H200"
+device_description_str: "%s"
 """
+# 81,559 and 143,771 MiB, as their driver says; 3.35 and 4.8 TB/s; 50 and 60 MiB.
+GPUS = {
+    "h100": _HOPPER % (85520809984, 3350000000000, 52428800, "NVIDIA H100 80GB HBM3"),
+    "h200": _HOPPER % (150754820096, 4800000000000, 62914560, "NVIDIA H200"),
+}
 
 
 class Shape(NamedTuple):
@@ -230,11 +234,11 @@ class Report(NamedTuple):
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 
 
-def described_mesh(**sizes: int) -> Mesh:
-    """H200s that need not be there, in one node."""
+def described_mesh(gpu: str = "h200", **sizes: int) -> Mesh:
+    """GPUs that need not be there, in one node."""
     count = math.prod(sizes.values())
     topology = topologies.get_topology_desc(
-        "h200", "cuda", target_config=H200, topology=f"1x1x{count}"
+        gpu, "cuda", target_config=GPUS[gpu], topology=f"1x1x{count}"
     )
     return Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))
 

@@ -68,6 +68,36 @@ STAGES = (
         seconds=100,
         least=30,
     ),
+    StagePlan(
+        "step_time",
+        "what does a training step cost, beside everything else one could do?",
+        "benchmarks.gpu_stages.step_times:run",
+        seconds=225,
+        least=60,
+        pictures=("step_time.png",),
+    ),
+    StagePlan(
+        "timeline",
+        "where does the time of a step go?",
+        "benchmarks.gpu_stages.timelines:run",
+        seconds=45,
+        least=20,
+        pictures=("timeline.png", "timeline_worst.png", "trace.json", "trace_worst.json"),
+    ),
+    StagePlan(
+        "headline",
+        "how large a model trains here that would not with AdamW?",
+        "benchmarks.gpu_stages.headline:run",
+        seconds=110,
+        least=50,
+    ),
+    StagePlan(
+        "rivals",
+        "what do others need for the same model?",
+        "benchmarks.gpu_stages.rivals:run",
+        seconds=180,
+        least=20,
+    ),
 )
 
 
@@ -88,7 +118,8 @@ def run(
         seconds: For all of them together.
         rehearse: Whether on a CPU, with tiny sizes.
         command: What the report says it was made with.
-        cache: Folder for compiled programs; None for one that is gone at the end.
+        cache: Folder for compiled programs; None for what JAX_COMPILATION_CACHE_DIR says, or one
+            that is gone at the end.
 
     Returns:
         How each stage went.
@@ -104,7 +135,8 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "notes"
         work.mkdir()
-        environment = _environment(cache or Path(scratch) / "cache", rehearse)
+        compiled = cache or os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(scratch) / "cache"
+        environment = _environment(Path(compiled), rehearse)
         about["pinned memory limit"] = f"{environment[_PINNED]} GiB"
         log = out / "log.txt"
         log.write_text("", encoding="utf-8")

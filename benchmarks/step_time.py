@@ -135,28 +135,44 @@ def compare(
     resident: str,
     threads: int | None,
     save: Callable[[Comparison], None],
+    until: float | None = None,
 ) -> Comparison:
-    """Measures all peers at one batch size; `save` gets what there is after each round."""
+    """Measures all peers at one batch size.
+
+    `save` gets what there is after the first turns and after each round. `until` is a moment of
+    `time.monotonic`: then no turn is begun any more. Half of the time until it is for first turns;
+    peers that have not had theirs are left out, the first two excepted.
+    """
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocabulary, size=(BATCHES, batch, length + 1), dtype=np.int32)
     found = Comparison(model.parameters, batch, length, [Result(peer.name) for peer in peers])
     both = [
         (Runner(p, model, tokens, threads), r) for p, r in zip(peers, found.results, strict=True)
     ]
+    half = None if until is None else (time.monotonic() + until) / 2
     for runner, result in both:
+        if half is not None and time.monotonic() > half and result not in found.results[:2]:
+            result.left_out = True
+            print(f"{runner.peer.name}: left out, as time is short", flush=True)
+            continue
         start = time.perf_counter()
         first_turn(runner, result)
         note = "" if result.fits else ", does not fit"
         print(
             f"{runner.peer.name}: first turn {time.perf_counter() - start:.1f} s{note}", flush=True
         )
-    both = [(runner, result) for runner, result in both if result.fits]
+    save(found)
+    both = [(runner, result) for runner, result in both if result.fits and not result.left_out]
+    longest = 0.0
     try:
         if resident == "all":
             for runner, _ in both:
                 warm_up(runner)
         shuffle = random.Random(0).shuffle
         for i in range(rounds):
+            if until is not None and time.monotonic() + longest > until:
+                print(f"time is over after {i} rounds", flush=True)
+                break
             start = time.perf_counter()
             shuffle(both)
             for runner, result in both:
@@ -165,6 +181,7 @@ def compare(
                 turn(runner, result, steps=steps, stretches=stretches)
                 if resident == "one":
                     runner.take_down()
+            longest = max(longest, time.perf_counter() - start)
             print(f"round {i + 1}: {time.perf_counter() - start:.1f} s", flush=True)
             save(found)
     finally:

@@ -11,6 +11,7 @@ program: uploads that wait for their turn (2 bytes), and gradients or sums that 
 """
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,24 +23,46 @@ from benchmarks.step_time_model import MODELS, Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer, is_parked, make_step
 
 
-def compile_step(peer: Peer, model: Model, batch: int, length: int) -> Report:
-    mesh = described_mesh(data=1)
+def compile_step(peer: Peer, model: Model, batch: int, length: int, gpu: str = "h200") -> Report:
+    mesh = described_mesh(gpu, data=1)
     device = NamedSharding(mesh, PartitionSpec())
     host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
 
     def put(x: Any, sharding: NamedSharding = device) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    traced, params = trace_step(peer, model, batch, length, put, lambda x: put(x, host))
+    return report(traced.lower().compile(), params)
+
+
+def trace_step(
+    peer: Peer,
+    model: Model,
+    batch: int,
+    length: int,
+    put: Callable[[Any], jax.ShapeDtypeStruct],
+    park: Callable[[Any], jax.ShapeDtypeStruct],
+) -> tuple[Any, Any]:
+    """The step of a peer, traced with shapes, and those of the parameters.
+
+    Args:
+        peer: Whose step.
+        model: What it trains.
+        batch: Sequences in a step.
+        length: Tokens of each.
+        put: Places a shape on the device.
+        park: Places one in host memory.
+    """
     optimizer = peer.make()
     params = jax.tree.map(put, model.shapes)
     # The mail in `zenflow`'s state is not read by the step, so its place does not matter.
     state = jax.tree.map(put, optimizer.abstract(params))
     if peer.name == "parked":
-        state = jax.tree.map(lambda x: put(x, host) if is_parked(x) else x, state)
+        state = jax.tree.map(lambda x: park(x) if is_parked(x) else x, state)
     placement = None if peer.offloads else jax.tree.map(lambda x: x.sharding, (params, state))
     tokens = put(jax.ShapeDtypeStruct((peer.micro_batches, batch, length + 1), jnp.int32))
     step = make_step(model.graphdef, optimizer, peer.micro_batches, placement)
-    return report(step.lower(params, state, tokens).compile(), params)
+    return step.trace(params, state, tokens), params
 
 
 def main() -> None:

@@ -19,8 +19,9 @@ class Preset(NamedTuple):
     length: int
 
 
-def _preset(batch: int, length: int, **sizes: int) -> Preset:
-    config = DecoderConfig(
+def llama(length: int, **sizes: int) -> DecoderConfig:
+    """A decoder with these sizes, of 32,000 tokens unless they say otherwise."""
+    return DecoderConfig(
         **({"vocabulary": 32000} | sizes),
         head_width=sizes["width"] // sizes["heads"],
         positions=length,
@@ -31,7 +32,10 @@ def _preset(batch: int, length: int, **sizes: int) -> Preset:
         tied=False,
         window=None,
     )
-    return Preset(config, batch, length)
+
+
+def _preset(batch: int, length: int, **sizes: int) -> Preset:
+    return Preset(llama(length, **sizes), batch, length)
 
 
 #: 0.16 M, 134 M, 1.10 B and 3.02 B parameters. The third has the sizes of TinyLlama, the last those

@@ -229,12 +229,20 @@ class Runner:
         model: What is trained.
         tokens: int32 `(n, b, t + 1)`, a batch for each of `n` steps, and then again from the first.
         threads: As of `HostEngine`.
+        prefetch_bytes: Likewise.
     """
 
-    def __init__(self, peer: Peer, model: Model, tokens: np.ndarray, threads: int | None = None):
+    def __init__(
+        self,
+        peer: Peer,
+        model: Model,
+        tokens: np.ndarray,
+        threads: int | None = None,
+        prefetch_bytes: int | None = None,
+    ):
         self.peer = peer
         self._model = model
-        self._threads = threads
+        self._engine_options = {"threads": threads, "prefetch_bytes": prefetch_bytes}
         self._optimizer = peer.make()
         self._step: Any = None
         self._batches: Sequence[jax.Array] = [
@@ -260,7 +268,7 @@ class Runner:
         self.params = self._model.draw()
         self.state = self._optimizer.init(self.params)
         if self.peer.offloads:
-            self.engine = zenflow_jax.HostEngine(self.params, self.state, threads=self._threads)
+            self.engine = zenflow_jax.HostEngine(self.params, self.state, **self._engine_options)
         if self._step is None:
             # `zenflow` sees to its own arrays in host memory.
             here = jax.tree.map(lambda x: x.sharding, (self.params, self.state))

@@ -26,6 +26,7 @@ class Result:
 
     peer: str
     fits: bool = True  # on the device
+    left_out: bool = False  # there was no time for it
     device_peak_bytes: int | None = None  # None where the backend does not say
     device_peak_is_bound: bool = False  # another peer took as much before: no more than this
     host_bytes: int = 0  # arrays of the engine, or parked ones: the most that were seen
@@ -95,6 +96,8 @@ def table(comparison: Comparison) -> str:
     for r in comparison.results:
         if not r.fits:
             rows.append(f"| {r.peer} | does not fit |" + " - |" * 11)
+        if r.left_out:
+            rows.append(f"| {r.peer} | left out, no time |" + " - |" * 11)
         if r.peer not in found:
             continue
         f = found[r.peer]

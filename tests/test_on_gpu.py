@@ -10,19 +10,26 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import on_gpu
-from benchmarks.gpu_stages import machine
+from benchmarks.gpu_stages import machine, plan, programs, rivals, timelines
 from benchmarks.gpu_stages.notes import Notes
+from benchmarks.gpu_stages.plan import Machine
 from benchmarks.on_gpu import STAGES, StagePlan
+from benchmarks.step_time_model import llama, make_model
+from benchmarks.step_time_peers import PEERS
+from zenflow_jax import _mailbox
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """Stages share what is compiled, as they do in one command."""
+    """Stages share what is compiled, as they do in one command, and count it: nobody else's."""
     return tmp_path_factory.mktemp("compiled")
 
 
@@ -53,6 +60,7 @@ def rehearse(name, out, cache):
     return text, data
 
 
+@pytest.mark.slow
 def test_the_stage_of_facts_measures_every_part_of_the_machine(tmp_path, cache):
     text, data = rehearse("facts", tmp_path, cache)
     assert "| NumPy, pageable |" in text
@@ -63,12 +71,186 @@ def test_the_stage_of_facts_measures_every_part_of_the_machine(tmp_path, cache):
     assert set(data["host_gb_s"]) == {"1", str(machine.cores())}
 
 
+@pytest.mark.slow
 def test_the_stage_of_correctness_asks_everything_and_all_of_it_is_so(tmp_path, cache):
     _, data = rehearse("correct", tmp_path, cache)
     assert all(row["verdict"] == "pass" for row in data["rows"])
     asked = " ".join(row["what"] for row in data["rows"])
     for what in ("optax.adamw", "S = 4", "donated: nnx.jit", "resume", "hand-over", "NaN"):
         assert what in asked
+
+
+@pytest.mark.slow
+def test_the_stage_of_step_times_compares_every_part_and_compiles_all_of_it_ahead(tmp_path, cache):
+    text, data = rehearse("step_time", tmp_path, cache)
+    parts = plan.step_time(Machine(0, 0), rehearse=True)
+    assert set(data["parts"]) == {part.title for part in parts}
+    for part in parts:
+        assert set(data["parts"][part.title]) == set(part.peers)
+        assert f"### {part.title}" in text
+    # What was compiled ahead is what the first turns then run.
+    assert data["compiled"] > 0
+    assert data["compiled_late"] == 0
+    assert (tmp_path / "step_time.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_stage_of_timelines_draws_the_default_and_says_why_there_is_no_worst(tmp_path, cache):
+    text, data = rehearse("timeline", tmp_path, cache)
+    assert data["timeline"]["peer"] == "zenflow-s4-r0.05"
+    assert (tmp_path / "timeline.png").stat().st_size > 0
+    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    steps = [e for e in trace["traceEvents"] if e["name"].startswith("step ")]
+    assert len(steps) >= 12
+    assert "Not run: `step_time` has found no peer behind `adamw`." in text
+
+
+def test_the_worst_pair_is_the_engine_s_peer_with_the_largest_idle_share():
+    parts = plan.step_time(Machine(0, 0), rehearse=True)
+    first, second = (part.title for part in parts[:2])
+    figures = {
+        first: {"adamw": {"idle": 0.0}, "parked": {"idle": 0.9}, "offload": {"idle": 0.5}},
+        second: {"zenflow-s4-r0.05-exchange": {"idle": 0.6}, "offload": {"idle": None}},
+        "of another plan": {"offload": {"idle": 0.8}},
+    }
+    worst = timelines._find_worst(figures, parts)
+    assert (worst.part.title, worst.peer, worst.idle) == (second, "zenflow-s4-r0.05-exchange", 0.6)
+    assert timelines._find_worst({}, parts) is None
+
+
+@pytest.mark.slow
+def test_the_stage_of_the_headline_trains_eight_steps_on_real_text(tmp_path, cache):
+    text, data = rehearse("headline", tmp_path, cache)
+    assert len(data["losses"]) == len(data["step_s"]) == 8
+    assert 0 < min(data["losses"]) <= max(data["losses"]) < 2 * np.log(256)
+    assert data["host_peak_bytes"] > 0
+    assert data["adamw_fits"]  # a CPU refuses nothing
+    assert "25,696 parameters, trained" in text
+
+
+@pytest.mark.slow
+def test_the_stage_of_rivals_says_of_each_whether_it_ran_and_if_not_why(
+    tmp_path, cache, monkeypatch
+):
+    text, data = rehearse("rivals", tmp_path, cache)
+    assert list(data["rivals"]) == [rival.name for rival in rivals.RIVALS]
+    for rival in rivals.RIVALS:
+        said = data["rivals"][rival.name]["said"]
+        absent = machine.missing(rival.needs)
+        assert said == f"not run: {', '.join(absent)} not installed" if absent else said == "ran"
+        assert f"| {rival.name} |" in text
+
+
+# --- what is planned ------------------------------------------------------------------------
+
+GIB = 2**30
+H100 = programs.described("h100", 125)
+H200 = programs.described("h200", 125)
+
+
+def test_shapes_have_the_parameters_that_are_counted():
+    for shape in plan.SHAPES[:2]:
+        config = llama(1024, layers=2, **shape.sizes)
+        assert (
+            plan.parameters(config) == make_model(config, scan_layers=True, remat=True).parameters
+        )
+
+
+def test_the_headline_is_the_largest_shape_that_fits_into_both_memories():
+    best = plan.headline(H100)
+    device = plan.device_need(best.peer, scan=True, prefetch=False)
+    host = plan.host_need(best.peer)
+    layer = plan.parameters(best.config) - plan.parameters(
+        best.config._replace(layers=best.config.layers - 1)
+    )
+    assert best.parameters * device <= H100.device_bytes
+    assert best.parameters * host <= H100.host_bytes - plan.HOST_RESERVE
+    larger = best.parameters + layer
+    assert (
+        larger * device > H100.device_bytes
+        or larger * host > H100.host_bytes - plan.HOST_RESERVE
+        or best.config.layers == 32
+    )
+    # More than AdamW trains there, and more than its state alone would leave room for.
+    assert best.beats_adamw
+    assert best.parameters * plan.ADAMW_STATE_BYTES > H100.device_bytes
+
+
+def test_where_host_memory_is_too_little_to_beat_adamw_the_headline_says_so():
+    assert not plan.headline(H200).beats_adamw
+    assert plan.headline(H200._replace(host_bytes=256 * GIB)).beats_adamw
+    assert plan.headline(Machine(GIB, GIB)) is None
+
+
+def test_one_comparison_is_of_a_model_whose_adamw_state_does_not_fit_if_any_peer_has_room():
+    _, config = plan.beyond_adamw(H100)
+    assert plan.parameters(config) * plan.ADAMW_STATE_BYTES > H100.device_bytes
+    (part,) = [part for part in plan.step_time(H100) if part.config == config]
+    assert part.peers == ("adamw", "zenflow-s4-r0.05-device")
+    # An H200 has more memory than a host of this size can keep up with.
+    assert plan.beyond_adamw(H200) is None
+    assert plan.beyond_adamw(H200._replace(host_bytes=512 * GIB)) is not None
+
+
+@pytest.mark.parametrize("machine", [H100, H200, H200._replace(host_bytes=1024 * GIB)])
+def test_peers_that_are_in_memory_together_have_room_there(machine):
+    for part in plan.step_time(machine):
+        n = plan.parameters(part.config)
+        device = sum(plan.device_need(p, scan=part.scan, prefetch=True) for p in part.peers)
+        host = sum(plan.host_need(p) for p in part.peers)
+        room = machine.host_bytes - plan.HOST_RESERVE
+        assert part.together == (n * device <= machine.device_bytes and n * host <= room)
+    titles = [part.title for part in plan.step_time(machine)]
+    assert len(set(titles)) == len(titles)
+
+
+def test_what_a_peer_needs_in_host_memory_is_what_the_engine_keeps():
+    """`plan.py` counts the mails that `_mailbox.buffers` allows."""
+    for name, mails in plan._MAILS.items():
+        params = jax.device_put({"w": jnp.ones((8, 4), jnp.bfloat16)}, jax.devices()[0])
+        state = PEERS[name].make().init(params)
+        assert _mailbox.buffers(state) == mails, name
+
+
+def _small(program):
+    return program._replace(config=program.config._replace(layers=1))
+
+
+def _once(machines):
+    """Each program of the stages once, of one layer: all others are the same again."""
+    found = {(p.peer, p.scan): _small(p) for m in machines for p in programs.programs(m)}
+    return list(found.values())
+
+
+@pytest.mark.parametrize("program", _once([H100, H200]), ids=lambda p: f"{p.peer}-{p.scan}")
+def test_every_step_of_the_stages_lowers_for_cuda(program):
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        text = programs.lower_for_cuda(program)
+    leaves = "annotate_device_placement" in text
+    # Gradients that leave in the step, and state that is parked, go to host memory.
+    sends = program.peer in ("zenflow-s4-r0.05", "offload", "offload-x4", "parked")
+    assert leaves == sends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_every_step_of_the_stages_compiles_where_cuda_s_compiler_is(gpu):
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if len(machine.missing(plugins)) == len(plugins):
+        pytest.skip(f"needs jax's plugin for CUDA, got none of {', '.join(plugins)}")
+    command = [sys.executable, "-m", "benchmarks.gpu_stages.programs", "--gpu", gpu]
+    environment = {"JAX_PLATFORMS": "cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    done = subprocess.run(
+        [*command, "--layers", "1"],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + len(programs.programs(H100 if gpu == "h100" else H200))
 
 
 # --- the command ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+import time
 from typing import ClassVar
 
 import jax
@@ -207,7 +208,7 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     assert ours["host_ms"] > 0
     assert parked["to_host"] == parked["to_device"] == 12
     assert parked["idle"] is None
-    assert len(saved) == 2
+    assert len(saved) == 3  # after the first turns, and after each round
     assert json.loads(json.dumps(saved[-1]))["comparisons"][0]["tokens"] == LENGTH
     draw([found, dataclasses.replace(found, batch=2)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
@@ -265,6 +266,37 @@ def test_a_peer_that_does_not_fit_is_left_out_of_the_rounds(model, monkeypatch):
     found = step_time.compare(model, [PEERS["adamw"]], **sizes, **options, save=lambda c: None)
     assert "| adamw | does not fit |" in table(found)
     assert figures(found) == {}
+
+
+@pytest.mark.parametrize(("left", "expected"), [(-1.0, ["adamw", "parked"]), (1e6, None)])
+def test_no_turn_is_begun_when_time_is_over_but_the_first_two_peers_have_theirs(
+    model, monkeypatch, left, expected
+):
+    monkeypatch.setattr(step_time, "Runner", FakeRunner)
+    monkeypatch.setattr(FakeRunner, "calls", [])
+    names = ["adamw", "parked", "offload", "zenflow-s2-r0.05"]
+    found = step_time.compare(
+        model,
+        [PEERS[name] for name in names],
+        batch=1,
+        length=LENGTH,
+        vocabulary=VOCABULARY,
+        rounds=2,
+        steps=2,
+        stretches=1,
+        resident="one",
+        threads=None,
+        save=lambda c: None,
+        until=time.monotonic() + left,
+    )
+    # A first turn and two rounds, or a first turn alone.
+    ups = [name for name, call, *_ in FakeRunner.calls if call == "set_up"]
+    assert sorted(ups) == sorted(3 * names if expected is None else expected)
+    left_out = [r.peer for r in found.results if r.left_out]
+    assert left_out == ([] if expected is None else names[2:])
+    assert [f"| {name} | left out, no time |" in table(found) for name in left_out] == (
+        [True] * len(left_out)
+    )
 
 
 @pytest.mark.parametrize(

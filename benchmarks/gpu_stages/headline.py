@@ -1,0 +1,161 @@
+"""How large a model trains here that would not with AdamW?
+
+`plan.py` picks the largest Llama shape from device and host memory; it is trained on real text for
+8 steps, from random weights. Then `adamw` is tried on the same shape: that it does not fit is to be
+seen, not only counted.
+"""
+
+import time
+
+import jax
+
+from benchmarks.gpu_stages import machine, plan
+from benchmarks.gpu_stages.device import (
+    host_peak_bytes,
+    out_of_memory,
+    peak_bytes,
+    require_gpu,
+    usable_bytes,
+)
+from benchmarks.gpu_stages.notes import Stage, table
+from benchmarks.gpu_stages.plan import Headline, Machine
+from benchmarks.gpu_stages.text import batches
+from benchmarks.step_time_model import Model, make_model
+from benchmarks.step_time_peers import PEERS, Runner
+
+_STEPS = 8
+#: To see that AdamW has no room.
+_FOR_ADAMW_S = 15.0
+
+
+def run(stage: Stage) -> None:
+    device = require_gpu(stage)
+    here = Machine(usable_bytes(device) or 0, machine.host_bytes())
+    chosen = plan.headline(here, rehearse=stage.rehearse)
+    if chosen is None:
+        raise RuntimeError(
+            f"expected room for the smallest shape of plan.py, got {here}. Use a machine with more "
+            "host memory."
+        )
+    _say(stage, chosen, here)
+    model = make_model(chosen.config, scan_layers=True, remat=True)
+    assert model.parameters == chosen.parameters
+    _train(stage, device, chosen, model)
+    _try_adamw(stage, chosen, model)
+
+
+def _say(stage: Stage, chosen: Headline, here: Machine) -> None:
+    n = chosen.parameters
+    rows = [
+        ("the shape", f"{chosen.shape}, {_size(n)}"),
+        ("jax may use of the device", f"{here.device_bytes / 1e9:.1f} GB"),
+        ("host memory", f"{here.host_bytes / 1e9:.1f} GB, {plan.HOST_RESERVE / 1e9:.0f} reserved"),
+        ("by", f"`{chosen.peer}`, `prefetch_bytes=0`, layers scanned and rematerialized"),
+        (
+            "it should need, on paper",
+            f"{n * plan.device_need(chosen.peer, scan=True, prefetch=False) / 1e9:.1f} GB on the "
+            f"device, at most {n * plan.host_need(chosen.peer) / 1e9:.1f} GB on the host",
+        ),
+        ("AdamW's largest, on paper", _size(chosen.adamw)),
+    ]
+    text = table(["", ""], rows)
+    if not chosen.beats_adamw:
+        text += (
+            "\n\n**On this machine AdamW trains as large a model: host memory, not the device's, is"
+            " what bounds zenflow here.**"
+        )
+    stage.notes.put("What was picked, and why", text)
+    stage.notes.keep(chosen=chosen._asdict() | {"config": chosen.config._asdict()})
+
+
+def _train(stage: Stage, device: jax.Device, chosen: Headline, model: Model) -> None:
+    tokens = batches(_STEPS, chosen.batch, chosen.length)
+    runner = Runner(PEERS[chosen.peer], model, tokens, prefetch_bytes=0)
+    losses: list[float] = []
+    times: list[float] = []
+    start = time.perf_counter()
+    ready = 0.0
+    try:
+        runner.set_up()
+        runner.wait()
+        ready = time.perf_counter() - start
+        for _ in range(_STEPS):
+            began = time.perf_counter()
+            runner.advance(1)
+            runner.wait()
+            losses.append(float(runner.loss))
+            times.append(time.perf_counter() - began)
+            _put(stage, device, chosen, runner, ready, losses, times)
+        runner.settle()
+        _put(stage, device, chosen, runner, ready, losses, times)
+    finally:
+        runner.take_down()
+
+
+def _put(
+    stage: Stage,
+    device: jax.Device,
+    chosen: Headline,
+    runner: Runner,
+    ready: float,
+    losses: list[float],
+    times: list[float],
+) -> None:
+    n, peak, host = chosen.parameters, peak_bytes(device), host_peak_bytes()
+    engine = runner.engine
+    assert engine is not None
+    stats = engine.stats
+    later = sorted(times[1:]) or times
+    rows = [
+        ("steps", f"{len(times)} of {_STEPS}, {chosen.batch} x {chosen.length} tokens each"),
+        ("set up", f"{ready:.1f} s"),
+        ("step, waited for, s", ", ".join(f"{s:.2f}" for s in times) + " (the first compiles)"),
+        (
+            "tokens/s, by the median",
+            f"{chosen.batch * chosen.length / later[len(later) // 2]:,.0f}",
+        ),
+        ("loss", ", ".join(f"{loss:.3f}" for loss in losses)),
+        (
+            "device peak, as the allocator saw it",
+            "not said on a CPU"
+            if peak is None
+            else f"{peak / 1e9:.2f} GB, {peak / n:.2f} a parameter",
+        ),
+        ("host peak (VmHWM, pinned included)", f"{host / 1e9:.2f} GB, {host / n:.2f} a parameter"),
+        ("of it arrays of the engine, without mail", f"{stats.host_bytes / 1e9:.2f} GB"),
+        ("windows, selections", f"{stats.windows}, {stats.reselections}"),
+        (
+            "the loop waited for the host",
+            f"{stats.wait_s:.2f} s, which worked {stats.work_s:.2f} s",
+        ),
+    ]
+    stage.notes.put(f"{_size(n)}, trained", table(["", ""], rows))
+    stage.notes.keep(
+        losses=losses, step_s=times, set_up_s=ready, device_peak_bytes=peak, host_peak_bytes=host
+    )
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e9:.2f} B parameters" if n >= 1e8 else f"{n:,} parameters"
+
+
+def _try_adamw(stage: Stage, chosen: Headline, model: Model) -> None:
+    """Sets `optax.adamw` up for the same model and makes a step, if it can be."""
+    title = "`optax.adamw` on the same shape"
+    if stage.left < _FOR_ADAMW_S and not stage.rehearse:
+        stage.notes.put(title, f"Not tried: {max(stage.left, 0):.0f} s were left.")
+        return
+    runner = Runner(PEERS["adamw"], model, batches(1, chosen.batch, chosen.length))
+    try:
+        runner.set_up()
+        runner.advance(1)
+        runner.wait()
+        said = "**Fits.**"
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        said = f"Does not fit: {str(error).splitlines()[0][:200]}"
+    finally:
+        runner.take_down()
+    stage.notes.put(title, said)
+    stage.notes.keep(adamw_fits=said == "**Fits.**")

@@ -1,0 +1,304 @@
+"""Which models and peers the stages `step_time` and `headline` train, on which machine.
+
+Decided from two sizes alone, device and host memory, so that `programs.py` can compile every step
+of it beforehand. What a peer of `step_time_peers.py` needs is so many bytes per parameter; the
+constants are from `benchmarks/LOG.md`.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks.step_time_model import MODELS, Preset, llama
+from train.decoder import DecoderConfig
+
+#: Bytes per parameter at the peak of a step, layers written out and scanned: `benchmarks/LOG.md`,
+#: "How much device memory does each way of training take?" and "What do gradients need that stay on
+#: the device", 1.1 B parameters, 4 x 1024 tokens, compiled for an H200.
+STEP_BYTES = {
+    "adamw": (16.36, 17.53),
+    "parked": (10.25, 8.00),
+    "offload": (4.94, 6.40),
+    "offload-x4": (7.95, 10.65),
+    "zenflow-s4-r0.05": (5.71, 6.29),
+    "zenflow-s4-r0.05-exchange": (6.14, 6.73),
+    "zenflow-s4-r0.05-device": (8.13, 8.73),
+}
+#: A gradient or a sum that is being copied while the next step runs (the same entries).
+_COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0, "zenflow-s4-r0.05-device": 2.0}
+#: Of one mail of a bf16 model, and of an update on its way back.
+_MAIL_BYTES = 2.0
+#: Mails that may exist at a time: `zenflow_jax/_mailbox.py`, `buffers`, for windows of 4 and more;
+#: shorter ones need fewer.
+_MAILS = {
+    "offload": 6,
+    "offload-x4": 6,
+    "zenflow-s4-r0.05": 9,
+    "zenflow-s4-r0.05-exchange": 6,
+    "zenflow-s4-r0.05-device": 2,
+}
+#: Where more than five mails are kept they are added up, in float32 ("Is it cheaper to add up mail
+#: as it comes, or in the update?").
+_SUM_BYTES = 4.0
+#: Master and moments, and what is uploaded of them; the hand-over of a twentieth of the channels.
+_STATE_BYTES, _HAND_OVER_BYTES = 12.0 + 2.0, 0.6
+#: Pinned memory that uploads of pageable memory go through, a leaf or two at a time. Assumed.
+_STAGING_BYTES = 1.0
+#: Of the host's memory, for the system, Python, XLA and what it compiles. Assumed.
+HOST_RESERVE = 8e9
+#: AdamW's weights, masters and moments: what has to be on the device even between two steps.
+ADAMW_STATE_BYTES = 2.0 + 12.0
+
+
+class Machine(NamedTuple):
+    device_bytes: int  # that jax's allocator may give
+    host_bytes: int
+
+
+class Part(NamedTuple):
+    """Peers that are compared at one size; `until` is when, as a share of the stage's time."""
+
+    title: str
+    config: DecoderConfig
+    scan: bool
+    batch: int
+    length: int
+    peers: tuple[str, ...]  # the ones that matter most first
+    until: float
+    together: bool  # whether all of them have room beside each other
+
+
+class Headline(NamedTuple):
+    """The largest model that a machine trains, and by which peer."""
+
+    shape: str
+    config: DecoderConfig
+    peer: str
+    batch: int
+    length: int
+    parameters: int
+    adamw: int  # parameters of the largest one that AdamW trains
+
+    @property
+    def beats_adamw(self) -> bool:
+        return self.parameters > self.adamw
+
+
+class Shape(NamedTuple):
+    """Sizes of a model of the Llama family, of which some layers may be left out."""
+
+    name: str
+    sizes: dict[str, int]
+    layers: int
+
+
+SHAPES = (
+    Shape("TinyLlama", {"width": 2048, "heads": 32, "kv_heads": 4, "ffn": 5632}, 22),
+    Shape("Llama 3.2 3B", {"width": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192}, 28),
+    Shape("Llama 2 7B", {"width": 4096, "heads": 32, "kv_heads": 32, "ffn": 11008}, 32),
+    Shape("Llama 2 13B", {"width": 5120, "heads": 40, "kv_heads": 40, "ffn": 13824}, 40),
+    Shape("Code Llama 34B", {"width": 8192, "heads": 64, "kv_heads": 8, "ffn": 22016}, 48),
+    Shape("Llama 2 70B", {"width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}, 80),
+)
+_TINY = (Shape("tiny", {"width": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocabulary": 256}, 1),)
+#: What a rehearsal takes its CPU for, so that the choices fall on `_TINY` as they should elsewhere.
+_REHEARSED = Machine(device_bytes=int(3.4e5), host_bytes=int(HOST_RESERVE + 6e5))
+
+
+def parameters(config: DecoderConfig) -> int:
+    """Of a decoder without biases whose head is not its embedding."""
+    c = config
+    attention = c.width * c.head_width * (2 * c.heads + 2 * c.kv_heads)
+    layer = attention + 3 * c.width * c.ffn + 2 * c.width
+    return 2 * c.vocabulary * c.width + c.layers * layer + c.width
+
+
+def program(peer: str) -> str:
+    """The peer whose program it shares: windows of other lengths are the same to the device."""
+    return re.sub(r"^zenflow-s\d+-r[\d.]+?(?=-|$)", "zenflow-s4-r0.05", peer)
+
+
+def device_need(peer: str, *, scan: bool, prefetch: bool) -> float:
+    """Device memory at the peak, bytes per parameter, what an engine holds there included."""
+    peer = program(peer)
+    uploads = _MAIL_BYTES if prefetch and peer in _MAILS else 0.0
+    return STEP_BYTES[peer][scan] + _COPYING_BYTES.get(peer, 0.0) + uploads
+
+
+def host_need(peer: str) -> float:
+    """Host memory at the peak, bytes per parameter."""
+    peer = program(peer)
+    if peer not in _MAILS:
+        return 12.0 if peer == "parked" else 0.0
+    mails = _MAILS[peer]
+    sums = _SUM_BYTES if mails > 2 else 0.0
+    return _STATE_BYTES + _MAIL_BYTES * mails + sums + _HAND_OVER_BYTES + _STAGING_BYTES
+
+
+def most(peer: str, machine: Machine, *, scan: bool, prefetch: bool) -> float:
+    """Parameters of the largest model that fits."""
+    device = machine.device_bytes / device_need(peer, scan=scan, prefetch=prefetch)
+    host = host_need(peer)
+    return min(device, (machine.host_bytes - HOST_RESERVE) / host) if host else device
+
+
+def _half(shape: Shape) -> int:
+    return (shape.layers + 1) // 2
+
+
+def _shapes_upto(
+    limit: float, length: int, shapes: Sequence[Shape]
+) -> Iterator[tuple[str, DecoderConfig]]:
+    """Of each shape the one with most layers, half of them or more, that is no larger."""
+    for shape in shapes:
+        for layers in range(shape.layers, _half(shape) - 1, -1):
+            config = llama(length, layers=layers, **shape.sizes)
+            if parameters(config) <= limit:
+                whole = layers == shape.layers
+                yield shape.name if whole else f"{shape.name} with {layers} layers", config
+                break
+
+
+def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
+    """The largest model for this machine; None if not even the smallest fits.
+
+    Layers are scanned, as what is written out would be compiled for longer than the stage has.
+    """
+    machine = _REHEARSED if rehearse else machine
+    length, batch = (32, 1) if rehearse else (1024, 4)
+    peers = ("zenflow-s4-r0.05", "zenflow-s4-r0.05-exchange", "zenflow-s4-r0.05-device")
+    limits = {p: most(p, machine, scan=True, prefetch=False) for p in peers}
+    peer = max(peers, key=limits.__getitem__)  # the first of equals
+    found = list(_shapes_upto(limits[peer], length, _TINY if rehearse else SHAPES))
+    if not found:
+        return None
+    shape, config = max(found, key=lambda x: parameters(x[1]))
+    # Written out it needs less.
+    adamw = int(most("adamw", machine, scan=False, prefetch=False))
+    return Headline(shape, config, peer, batch, length, parameters(config), adamw)
+
+
+def beyond_adamw(machine: Machine, *, rehearse: bool = False) -> tuple[str, DecoderConfig] | None:
+    """The smallest model of which AdamW's state alone does not fit on the device.
+
+    Returns:
+        Its name and sizes, or None if no peer has room for it either.
+    """
+    machine = _REHEARSED if rehearse else machine
+    length = 32 if rehearse else 1024
+    least = machine.device_bytes / ADAMW_STATE_BYTES
+    rooms = (most(p, machine, scan=True, prefetch=True) for p in _MAILS)
+    found = [
+        (shape.name, config)
+        for shape in (_TINY if rehearse else SHAPES)
+        for layers in range(_half(shape), shape.layers + 1)
+        if parameters(config := llama(length, layers=layers, **shape.sizes)) > least
+    ]
+    if not found:
+        return None
+    name, config = min(found, key=lambda x: parameters(x[1]))
+    if parameters(config) > max(rooms):
+        return None
+    return f"{name} with {config.layers} layers", config
+
+
+#: In the order of their worth; the first seven are programs of their own.
+_WRITTEN = (
+    "adamw",
+    "zenflow-s4-r0.05",
+    "offload",
+    "parked",
+    "zenflow-s4-r0.05-device",
+    "zenflow-s4-r0.05-exchange",
+    "offload-x4",
+    "zenflow-s16-r0.05",
+    "zenflow-s2-r0.05",
+    "zenflow-s8-r0.05",
+    "zenflow-s4-r0.1",
+    "zenflow-s16-r0.05-device",
+    "zenflow-s1-r0.05",
+)
+#: Where layers are scanned, gradients that leave in the step have nothing to hide behind.
+_SCANNED = (
+    "adamw",
+    "zenflow-s4-r0.05-exchange",
+    "zenflow-s4-r0.05-device",
+    "offload",
+    "zenflow-s4-r0.05",
+    "parked",
+    "offload-x4",
+)
+
+
+def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
+    """What the stage `step_time` compares, in the order of its worth."""
+    here = _REHEARSED if rehearse else machine
+    preset = MODELS["1b"]
+    few, many = 4, 16
+    if rehearse:
+        tiny = _TINY[0]
+        preset = Preset(llama(32, layers=tiny.layers, **tiny.sizes), 1, 32)
+        few = many = 1  # so that parts share programs
+
+    def part(
+        peers: Sequence[str],
+        until: float,
+        *,
+        scan: bool,
+        batch: int,
+        config: DecoderConfig = preset.config,
+        name: str = "",
+    ) -> Part:
+        title = _title(name, config, scan=scan, tokens=batch * preset.length)
+        together = beside_each_other(peers, parameters(config), here, scan=scan)
+        return Part(title, config, scan, batch, preset.length, tuple(peers), until, together)
+
+    # As many as have room together: so each is set up once, and a round is its steps.
+    # Of a rehearsal as few as show that it works: what peers compute is held by tests of their own.
+    first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, here, scan=False)
+    second = _SCANNED[:2] if rehearse else _leading(_SCANNED, preset.config, here, scan=True)
+    parts = [
+        part(first, 0.45, scan=False, batch=few),
+        part(second, 0.7, scan=True, batch=many),
+    ]
+    beyond = beyond_adamw(machine, rehearse=rehearse)
+    if beyond is not None:
+        name, config = beyond
+        n = parameters(config)
+        rooms = {p: most(p, here, scan=True, prefetch=True) for p in _SCANNED if p in _MAILS}
+        peers = ["adamw", *(p for p, room in rooms.items() if room >= n)]
+        parts.append(part(peers, 0.95, scan=True, batch=few, config=config, name=name))
+    if rehearse:
+        return parts
+    parts.append(part(first[:4], 1.0, scan=False, batch=many))
+    parts.append(part(second[:4], 1.0, scan=True, batch=few))
+    rest = [peer for peer in _WRITTEN if peer not in first]
+    if rest:
+        again = part([*_WRITTEN[:2], *rest], 1.0, scan=False, batch=few)
+        parts.append(again._replace(title=f"{again.title}, other peers"))
+    return parts
+
+
+def beside_each_other(peers: Sequence[str], n: int, machine: Machine, *, scan: bool) -> bool:
+    """Whether peers with `n` parameters each have room in both memories at a time."""
+    device = sum(device_need(peer, scan=scan, prefetch=True) for peer in peers)
+    host = sum(host_need(peer) for peer in peers)
+    return n * device <= machine.device_bytes and n * host <= machine.host_bytes - HOST_RESERVE
+
+
+def _leading(
+    peers: Sequence[str], config: DecoderConfig, machine: Machine, *, scan: bool
+) -> Sequence[str]:
+    """The first peers, as many as have room beside each other; four at least."""
+    n = parameters(config)
+    count = 4
+    while count < len(peers) and beside_each_other(peers[: count + 1], n, machine, scan=scan):
+        count += 1
+    return peers[:count]
+
+
+def _title(name: str, config: DecoderConfig, *, scan: bool, tokens: int) -> str:
+    how = "scanned" if scan else "written out"
+    n = parameters(config)
+    size = f"{n / 1e6:,.0f} M parameters" if n >= 1e6 else f"{n:,} parameters"
+    return f"{name + ', ' if name else ''}{size}, layers {how}, {tokens:,} tokens a step"

@@ -1,0 +1,128 @@
+"""Do the steps of the stages fit on a GPU, and does its compiler take them?
+
+    export JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+    python -m benchmarks.gpu_stages.programs --gpu h100 --host-gib 125
+
+Compiles every step that `step_time`, `timeline` and `headline` would run on such a machine, which
+need not be there (`gpu_program.py` says how), and prints the device memory that each one takes
+beside what jax's allocator may give. What an engine holds between steps is added, as `plan.py` has
+it. Answers: `benchmarks/LOG.md`.
+"""
+
+import argparse
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks.gpu_program import GPUS
+from benchmarks.gpu_stages import plan
+from benchmarks.gpu_stages.plan import Machine
+from benchmarks.step_time_memory import compile_step, trace_step
+from benchmarks.step_time_model import make_model
+from benchmarks.step_time_peers import PEERS
+from train.decoder import DecoderConfig
+
+#: What a driver says of these GPUs' memory, and the share that `on_gpu.py` lets jax have. CUDA
+#: takes some of it before: 0.7 GB seen elsewhere.
+_MEMORY = {"h100": 85520809984, "h200": 150754820096}
+_SHARE, _TAKEN = 0.92, 7e8
+
+
+class Program(NamedTuple):
+    """A step that a stage runs."""
+
+    peer: str
+    config: DecoderConfig
+    scan: bool
+    batch: int
+    length: int
+    held: float  # by the engine between steps, bytes per parameter
+    expected: bool = True  # to fit
+
+
+def described(gpu: str, host_gib: float) -> Machine:
+    """What jax may have of a machine."""
+    return Machine(int(_SHARE * (_MEMORY[gpu] - _TAKEN)), int(host_gib * 2**30))
+
+
+def programs(machine: Machine) -> list[Program]:
+    """Every step of the stages, once; windows of other lengths are the same program."""
+    found: dict[Any, Program] = {}
+
+    def add(peer: str, prefetch: bool, *rest: Any, expected: bool = True) -> None:
+        peer = plan.program(peer)
+        held = plan.device_need(peer, scan=False, prefetch=prefetch) - plan.STEP_BYTES[peer][0]
+        new = Program(peer, *rest, held=held, expected=expected)
+        found.setdefault(new[:5], new)
+
+    beyond = plan.beyond_adamw(machine)
+    for part in plan.step_time(machine):
+        for peer in part.peers:
+            fits = peer != "adamw" or beyond is None or part.config != beyond[1]
+            add(peer, True, part.config, part.scan, part.batch, part.length, expected=fits)
+    best = plan.headline(machine)
+    if best is not None:
+        add(best.peer, False, best.config, True, best.batch, best.length)
+        fits = not best.beats_adamw
+        add("adamw", False, best.config, True, best.batch, best.length, expected=fits)
+    return list(found.values())
+
+
+def lower_for_cuda(program: Program) -> str:
+    """The program as it is given to XLA for a GPU; needs neither one nor its compiler."""
+    device = jax.devices()[0]
+    here = jax.sharding.SingleDeviceSharding(device)
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    model = make_model(program.config, scan_layers=program.scan, remat=True)
+    traced, _ = trace_step(
+        PEERS[program.peer],
+        model,
+        program.batch,
+        program.length,
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host),
+    )
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("--host-gib", type=float, default=125.0)
+    parser.add_argument("--layers", type=int, help="of every model, to see only that it compiles")
+    parser.add_argument("--only", nargs="+", choices=("written", "scanned"), default=[])
+    args = parser.parse_args()
+    machine = described(args.gpu, args.host_gib)
+    room = machine.device_bytes / 1e9
+    print(f"{args.gpu}, jax may use {room:.1f} GB, host {args.host_gib} GiB, jax {jax.__version__}")
+    print(
+        "| peer | parameters, M | layers | tokens | step's peak, GB | a parameter | held | fits |"
+    )
+    print("|" + "---|" * 8)
+    for program in programs(machine):
+        how = "scanned" if program.scan else "written"
+        if args.only and how not in args.only:
+            continue
+        config = program.config
+        if args.layers is not None:
+            config = config._replace(layers=args.layers)
+        start = time.monotonic()
+        model = make_model(config, scan_layers=program.scan, remat=True)
+        n, tokens = model.parameters, program.batch * program.length
+        found = compile_step(PEERS[program.peer], model, program.batch, program.length, args.gpu)
+        peak, held = found.peak_bytes / 1e9, program.held * n / 1e9
+        fits = peak + held <= room
+        note = "" if fits == program.expected else ", **not as planned**"
+        print(
+            f"| {program.peer} | {n / 1e6:,.0f} | {how} | {tokens:,} | {peak:.2f} "
+            f"| {found.peak_bytes / n:.2f} | {held:.2f} | {'yes' if fits else 'no'}{note} |",
+            flush=True,
+        )
+        del found
+        print(f"{time.monotonic() - start:.0f} s", flush=True, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What does a training step cost, beside everything else that one could do?
+
+`benchmarks/step_time.py` with the peers and sizes of `plan.py`, in the order of their worth and for
+as long as there is time. The report has a table after every round.
+"""
+
+import json
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import step_time
+from benchmarks.gpu_stages import machine, plan
+from benchmarks.gpu_stages.device import out_of_memory, require_gpu, usable_bytes
+from benchmarks.gpu_stages.notes import Stage
+from benchmarks.gpu_stages.plan import Machine, Part
+from benchmarks.step_time_memory import trace_step
+from benchmarks.step_time_model import Model, make_model
+from benchmarks.step_time_peers import PEERS, Peer
+from benchmarks.step_time_report import Comparison, draw, figures, table, to_json
+
+#: A part is not begun with less time than this: nothing would come of it.
+_LEAST_S = 20.0
+#: Rounds that are enough; time ends most parts before.
+_ROUNDS = 7
+_STEPS = 16  # in a stretch: whole windows of all peers
+
+
+def run(stage: Stage) -> None:
+    device = require_gpu(stage)
+    here = Machine(usable_bytes(device) or 0, machine.host_bytes())
+    began, whole = time.monotonic(), stage.left
+    done: dict[str, Comparison] = {}
+    failed = []
+    for part in plan.step_time(here, rehearse=stage.rehearse):
+        until = min(began + part.until * whole, stage.until - 2)
+        short = until - time.monotonic()
+        if short < _LEAST_S and not stage.rehearse:
+            stage.notes.put(part.title, f"Not run: {max(short, 0):.0f} s were left for it.")
+            continue
+        try:
+            _compare(stage, part, until, done)
+        except Exception as error:  # noqa: BLE001 - the next part may have better luck
+            traceback.print_exc()
+            what = "the device's memory is full" if out_of_memory(error) else repr(error)[:500]
+            stage.notes.put(f"{part.title}: failed", what)
+            failed.append(part.title)
+    # One line for each peer: of one model in one form.
+    written = [c for t, c in done.items() if t.endswith("a step") and "written out" in t]
+    written = [c for c in written if figures(c)]
+    if written:
+        draw(written, stage.folder / "step_time.png")
+    if not any(figures(c) for c in done.values()):
+        raise RuntimeError("expected the time of a step, got none: no peer came so far")
+    if failed:
+        raise RuntimeError(f"{len(failed)} parts failed, the first is: {failed[0]}")
+
+
+def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]) -> None:
+    model = make_model(part.config, scan_layers=part.scan, remat=True)
+    assert model.parameters == plan.parameters(part.config)
+
+    def save(found: Comparison) -> None:
+        done[part.title] = found
+        stage.notes.put(part.title, table(found) + "\n\n" + _words(part, found))
+        stage.notes.keep(
+            parts={title: figures(c) for title, c in done.items()},
+            # All samples, for whoever wants more than medians.
+            samples=json.loads(json.dumps(to_json(list(done.values()), {})["comparisons"])),
+        )
+
+    print(f"== {part.title}", flush=True)
+    peers = [PEERS[name] for name in part.peers]
+    before = _compile_ahead(peers, model, part)
+    step_time.compare(
+        model,
+        peers,
+        batch=part.batch,
+        length=part.length,
+        vocabulary=part.config.vocabulary,
+        rounds=1 if stage.rehearse else _ROUNDS,
+        steps=_STEPS,
+        stretches=1,
+        resident="all" if part.together else "one",
+        threads=None,
+        save=save,
+        until=None if stage.rehearse else until,
+    )
+    late = stage.notes.data.get("compiled_late", 0) + _compiled() - before
+    stage.notes.keep(compiled_late=late, compiled=_compiled())
+
+
+def _compile_ahead(peers: Sequence[Peer], model: Model, part: Part) -> int:
+    """Compiles the steps of all peers at a time, into the cache; how many steps that has then.
+
+    Compiling is most of what a first turn takes, and one compilation uses few of a host's cores.
+    """
+    start = time.monotonic()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    host = device.with_memory_kind("pinned_host")
+
+    def on(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    lowered = []
+    for peer in {plan.program(peer.name): peer for peer in peers}.values():
+        traced, _ = trace_step(
+            peer, model, part.batch, part.length, lambda x: on(x, device), lambda x: on(x, host)
+        )
+        lowered.append(traced.lower())
+    with ThreadPoolExecutor(max(1, machine.cores() // 3)) as pool:
+        for _ in pool.map(lambda x: x.compile(), lowered):
+            pass
+    seconds = time.monotonic() - start
+    print(f"compiled ahead: {len(lowered)} programs in {seconds:.1f} s", flush=True)
+    return _compiled()
+
+
+def _compiled() -> int:
+    """Steps in the cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    return len(list(Path(folder).glob("jit_step-*-cache"))) if folder else 0
+
+
+def _words(part: Part, found: Comparison) -> str:
+    measured = [len(r.step_s) for r in found.results if r.step_s]
+    rounds = f"{min(measured)} to {max(measured)} stretches" if measured else "no stretch yet"
+    where = "all peers in memory at a time" if part.together else "one peer in memory at a time"
+    return (
+        f"{rounds} of {_STEPS} steps for each peer, in turns, {where}; {found.batch} sequences of "
+        f"{found.length} tokens, {jax.devices()[0].device_kind}. Bytes are per parameter."
+    )
