@@ -26,7 +26,13 @@ from benchmarks import kill_test
 from tests import runs as optimizer_runs
 from tests.runs import Leaf, Training
 from train import finetune
-from train.checkpoints import CheckpointError, Checkpoints, description, write_model
+from train.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    description,
+    saved_rounds,
+    write_model,
+)
 from train.command_line import load_settings
 from train.run_lock import LOCK, run_lock
 from train.settings import Settings, SettingsError
@@ -485,6 +491,13 @@ def test_a_folder_without_permission_is_said_and_the_older_stay(tmp_path):
     (tmp_path / "checkpoints").chmod(0o500)
     assert_no_permission_is_said(tmp_path)
     (tmp_path / "checkpoints").chmod(0o700)
+
+
+def test_the_rounds_of_a_warm_up_are_those_that_the_run_began_with(tmp_path):
+    assert saved_rounds(tmp_path / "checkpoints") is None
+    saved_run(tmp_path, 10, 20, steps=40, full_warm_up_share=0.05)
+    (tmp_path / "checkpoints" / "10" / "run" / "metadata").write_text("{", encoding="utf-8")
+    assert saved_rounds(tmp_path / "checkpoints") == 2
 
 
 def test_without_a_folder_there_is_nothing_to_go_on_from(tmp_path):

@@ -15,7 +15,8 @@ from benchmarks.kill_test import start, steps_of, wait_for
 from tests.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
 from train import finetune, models
-from train.optimizers import make_optimizer, with_deepspeed
+from train.command_line import load_settings
+from train.optimizers import in_force, make_optimizer, with_deepspeed
 from train.pretrained import read_folder
 from train.settings import Settings
 from train.tasks.chosen import make_task
@@ -173,8 +174,24 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
     settings = glue(tmp_path) | {"model": str(folder), "epochs": 0.5, "optimizer": "adamw"}
     config = write_config(tmp_path, **settings)
     assert finetune.main([str(config), "--deepspeed", deepspeed_config(tmp_path)]) == 0
-    assert "`steps_per_print` has no counterpart here: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "`steps_per_print` has no counterpart here: " in shown
+    assert "ds_config.json sets: " in shown
+    assert "optimizer zenflow" in shown
     (made,) = tmp_path.glob("001-*")
+    # The record of the run is what was in force, and stays so when the config is gone.
+    record = load_settings(made / "settings.toml")
+    in_config = DEEPSPEED["zero_optimization"]["zenflow"]
+    assert (record.topk_ratio, record.update_interval) == (
+        in_config["topk_ratio"],
+        in_config["update_interval"],
+    )
+    assert (record.b2, record.learning_rate, record.warmup_steps) == (0.95, 1e-3, 5)
+    assert json.loads(Path(record.deepspeed).read_text(encoding="utf-8")) == DEEPSPEED
+    assert Path(record.deepspeed).parent == made
+    checkpoint = made / "checkpoints" / str(record.steps) / "run" / "metadata"
+    described = json.loads(checkpoint.read_text(encoding="utf-8"))["settings"]
+    assert described["topk_ratio"] == in_config["topk_ratio"]
     assert made.name == "001-zenflow"
     summary = json.loads((made / "summary.json").read_text(encoding="utf-8"))
     assert summary["steps"] == EXAMPLES / 2 / DEEPSPEED["train_batch_size"]
@@ -202,6 +219,31 @@ def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, ki
     if kind != "adamw":
         leaf = zenflow_jax.find_state(state).leaves[0]
         assert leaf.spec.k == (1 if kind == "zenflow" else 0)
+
+
+def test_what_deepspeed_adapts_is_in_the_settings_in_force(tmp_path):
+    zero = TUTORIAL["zero_optimization"]
+    adaptive = {"topk_ratio": 0.2, "update_interval": "auto", "auto_ratio": 0.5}
+    path = deepspeed_config(
+        tmp_path, scheduler=None, zero_optimization=zero | {"zenflow": adaptive}
+    )
+    given = Settings(deepspeed=path, steps=9, full_warm_up_share=0.5)
+    settings = in_force(with_deepspeed(given, devices=1)[0], steps_per_epoch=4)
+    assert (settings.update_interval, settings.auto_window_share) == ("auto", 0.5)
+    assert (settings.select_interval, settings.warm_up_rounds) == ("epoch", 0)
+    assert settings.learning_rate == DEEPSPEED["optimizer"]["params"]["lr"]
+    assert in_force(settings, steps_per_epoch=4) == settings
+
+
+def test_a_reason_is_shown_once_for_all_its_keys(tmp_path):
+    settings = Settings(deepspeed="ds.json", topk_ratio=0.5)
+    asked = Settings(deepspeed="ds.json")
+    reasons = {"a": "it is here", "b": "there is none", "c": "it is here"}
+    assert list(finetune.said_of_deepspeed(asked, settings, reasons)) == [
+        "ds.json sets: topk_ratio 0.5",
+        "ds.json: `a`, `c` have no counterpart here: it is here",
+        "ds.json: `b` has no counterpart here: there is none",
+    ]
 
 
 @pytest.mark.usefixtures("promotion_as_users_have_it")

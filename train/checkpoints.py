@@ -47,7 +47,8 @@ DAMAGED = "damaged-"
 MAY_CHANGE = frozenset(
     "model data deepspeed steps epochs learning_rate warmup_steps warmup_share weight_decay "
     "max_grad_norm host_kernel threads prefetch_bytes send_mail mesh remat evaluate_every "
-    "eval_batches save_every keep keep_best output_dir run progress max_skipped".split()
+    "eval_batches save_every keep keep_best output_dir run progress max_skipped "
+    "b1 b2 eps".split()
 )
 
 
@@ -418,6 +419,28 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
         if self.best is not None:
             kept.add(self.best(steps))
         return [step in kept for step in steps]
+
+
+def saved_rounds(folder: Path) -> int | None:
+    """The rounds of the full warm-up in the run whose checkpoints are there; None if there is none.
+
+    A run has the same ones from its start to its end, so any of its checkpoints does.
+
+    Args:
+        folder: The checkpoints'. All processes must call it.
+    """
+    rounds = ""
+    if processes.is_first() and folder.is_dir():
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            for path in sorted(p for p in folder.iterdir() if p.name.isdecimal()):
+                try:
+                    run = reader.restore(path.absolute() / "run")
+                    rounds = str(int(run["settings"]["full_warm_up_rounds"]))
+                    break
+                except (OSError, ValueError, TypeError, KeyError):
+                    pass  # damaged, of which `newest` will speak
+    rounds = processes.from_first(rounds)
+    return int(rounds) if rounds else None
 
 
 def description(settings: Settings, data: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,12 +35,12 @@ from rich.console import Console
 
 import zenflow_jax
 from train import models, processes
-from train.checkpoints import CheckpointError, Checkpoints, description
+from train.checkpoints import CheckpointError, Checkpoints, description, saved_rounds
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
 from train.memory import check_batch, is_lack_of_memory, lack_of_memory
 from train.meter import Meter, Row
-from train.optimizers import make_optimizer, skipped_steps, with_deepspeed
+from train.optimizers import in_force, make_optimizer, skipped_steps, with_deepspeed
 from train.pretrained import ModelError, read_folder
 from train.report import (
     Summary,
@@ -63,6 +63,9 @@ from train.tasks.chosen import make_task
 from train.tokenizer import TokenizerError
 
 PROGRAM = "python -m train.finetune"
+
+# The copy of a DeepSpeed config, in the folder of the run.
+DEEPSPEED = "deepspeed.json"
 
 # Those whose message is all that is to be shown.
 FAILURES = (
@@ -109,9 +112,13 @@ def train(
         Stopped: If a signal has asked for it.
     """
     begin = time.perf_counter()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
     settings.check_paths()
     mesh = make_mesh(settings.mesh)
-    settings, untranslated = with_deepspeed(settings, batch_parts(mesh))
+    settings, untranslated = with_deepspeed(asked := settings, batch_parts(mesh))
     if timeline and settings.optimizer == "adamw":
         raise SettingsError(
             "`--timeline`: expected an optimizer with work on the host (zenflow or offload), got "
@@ -141,6 +148,14 @@ def train(
     if settings.steps is None:
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)
+    settings = in_force(settings, batches.per_epoch)
+    if settings.run is not None and settings.full_warm_up_share is not None:
+        checkpoints_before = Path(settings.output_dir) / settings.run / "checkpoints"
+        if (rounds := saved_rounds(checkpoints_before)) is not None:
+            # A share is one of the steps that the run was to have when it began.
+            settings = dataclasses.replace(
+                settings, full_warm_up_share=None, full_warm_up_rounds=rounds
+            )
     processes.check_same(to_toml(settings), task.checksum)
 
     model = models.make(settings, task, mesh, origin)
@@ -161,11 +176,8 @@ def train(
 
     folder = make_run_folder(settings, fresh=fresh)
 
-    def say(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
-
-    for key, reason in untranslated.items():
-        say(f"{settings.deepspeed}: `{key}` has no counterpart here: {reason}")
+    for line in said_of_deepspeed(asked, settings, untranslated):
+        say(line)
     for note in task.notes:
         say(note)
     if model.drawn:
@@ -454,10 +466,48 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
-    """Writes `settings.toml`; of a run that goes on, over those of its last start."""
-    part = folder / "settings.toml.part"
-    part.write_text(to_toml(settings), encoding="utf-8")
-    part.replace(folder / "settings.toml")
+    """Writes `settings.toml`; of a run that goes on, over those of its last start.
+
+    With a DeepSpeed config also a copy of that, which the file names: who goes on with
+    `settings.toml` goes on with what was in force, whatever became of the config.
+    """
+    if settings.deepspeed is not None:
+        copy = folder / DEEPSPEED
+        replace(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
+        settings = dataclasses.replace(settings, deepspeed=str(copy))
+    replace(folder / "settings.toml", to_toml(settings))
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file that is the old one or the new one, whenever the process is killed."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def said_of_deepspeed(
+    asked: Settings, settings: Settings, untranslated: Mapping[str, str]
+) -> Iterator[str]:
+    """What the DeepSpeed config has put in the place of settings, and what it could not.
+
+    Args:
+        asked: The settings without it.
+        settings: Those in force.
+        untranslated: For each of its keys that has no counterpart, the reason.
+    """
+    if settings.deepspeed is None:
+        return
+    names = [field.name for field in dataclasses.fields(settings) if field.name != "steps"]
+    changed = [n for n in names if getattr(asked, n) != getattr(settings, n)]
+    if changed:
+        listed = ", ".join(f"{name} {getattr(settings, name)}" for name in changed)
+        yield f"{settings.deepspeed} sets: {listed}"
+    keys: dict[str, list[str]] = {}
+    for key, reason in untranslated.items():
+        keys.setdefault(reason, []).append(f"`{key}`")
+    for reason, alike in keys.items():
+        have = "has" if len(alike) == 1 else "have"
+        yield f"{settings.deepspeed}: {', '.join(alike)} {have} no counterpart here: {reason}"
 
 
 def causes_of_infinity(settings: Settings) -> str:

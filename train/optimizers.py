@@ -59,7 +59,8 @@ def make_optimizer(
         SettingsError: If zenflow rejects its options.
     """
     rate, norm = learning_rate(settings), settings.max_grad_norm
-    arguments = {"weight_decay": settings.weight_decay, "mask": decayed}
+    adam = {"b1": settings.b1, "b2": settings.b2, "eps": settings.eps}
+    arguments = adam | {"weight_decay": settings.weight_decay, "mask": decayed}
     has_schedule = False  # in `arguments`
     if settings.deepspeed is not None:
         options = _read_deepspeed(
@@ -141,9 +142,9 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
 
 
 def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, dict[str, str]]:
-    """The settings, with what the DeepSpeed config that they name puts in their place.
+    """The settings, with the batch, the optimizer's kind and the dtype of the DeepSpeed config.
 
-    Those of the optimizer itself stay as they are, but count no more: see `make_optimizer`.
+    What else it puts in the place of a setting may depend on the number of steps: see `in_force`.
 
     Args:
         settings: Of the run.
@@ -175,6 +176,63 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, dict[str
     return dataclasses.replace(settings, **given), options.not_translated
 
 
+def in_force(settings: Settings, steps_per_epoch: int) -> Settings:
+    """The settings, with all that the DeepSpeed config that they name puts in their place.
+
+    For the record of a run, and for comparing it with the checkpoints that it goes on from. What a
+    setting cannot say, such as the shape of a learning rate's schedule, only the config has.
+
+    Args:
+        settings: As `with_deepspeed` gave them, with `steps`.
+        steps_per_epoch: Batches in a pass over the data.
+
+    Raises:
+        SettingsError: If the config cannot be followed.
+    """
+    if settings.deepspeed is None:
+        return settings
+    options = _read_deepspeed(settings, total_steps=settings.steps, steps_per_epoch=steps_per_epoch)
+    rate = options.learning_rate
+    found = {"max_grad_norm": options.max_grad_norm}
+    if callable(rate):
+        found |= {"learning_rate": _highest(rate, settings.steps)}
+        with open(settings.deepspeed, encoding="utf-8") as file:
+            warm_up = json.load(file)["scheduler"].get("params", {}).get("warmup_num_steps")
+        if isinstance(warm_up, int):
+            found |= {"warmup_steps": warm_up, "warmup_share": None}
+    else:
+        found |= {"learning_rate": rate}
+    arguments = dict(options.arguments)
+    del arguments["mask"]
+    if settings.optimizer == options.kind == "zenflow":
+        found |= {"full_warm_up_share": None, **_as_settings(arguments, steps_per_epoch)}
+    else:
+        found |= {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
+    return dataclasses.replace(settings, **found)
+
+
+def _as_settings(arguments: dict[str, Any], steps_per_epoch: int) -> dict[str, Any]:
+    """`zenflow`'s arguments by the names and in the words of the settings."""
+    found = dict(arguments)
+    window, select = found["update_interval"], found["select_interval"]
+    if isinstance(window, zenflow_jax.AutoWindow):
+        found["update_interval"] = "auto"
+        found["auto_window_max_interval"] = window.max_interval
+        found["auto_window_share"] = window.share
+    if isinstance(select, zenflow_jax.AutoSelect):
+        found["select_interval"] = "auto"
+        found["auto_select_keep"] = select.keep
+        found["auto_select_max_windows"] = select.max_windows
+    elif isinstance(select, zenflow_jax.EpochSelect):
+        found["select_interval"] = "epoch" if select.steps == steps_per_epoch else select.steps
+    return found
+
+
+def _highest(rate: optax.Schedule, steps: int) -> float:
+    rates = np.asarray(rate(jnp.arange(steps)))
+    return float(str(rates.max()))  # 0.001 and not 0.0010000000474974513
+
+
 def _read_deepspeed(settings: Settings, **known: int | None) -> zenflow_jax.DeepSpeedOptions:
     try:
         with warnings.catch_warnings():
@@ -183,6 +241,9 @@ def _read_deepspeed(settings: Settings, **known: int | None) -> zenflow_jax.Deep
                 settings.deepspeed,
                 learning_rate=settings.learning_rate,
                 warmup_steps=_warm_up(settings),
+                b1=settings.b1,
+                b2=settings.b2,
+                eps=settings.eps,
                 weight_decay=settings.weight_decay,
                 max_grad_norm=settings.max_grad_norm,
                 mask=decayed,

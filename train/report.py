@@ -2,6 +2,7 @@
 
     metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
     settings.toml         the settings in full; the command takes it as a config file
+    deepspeed.json        a copy of the DeepSpeed config, if there is one
     loss.png              the loss curve; below it, for zenflow, the length of its windows
     summary.json          the figures of the summary table
     checkpoints/          what the run can go on from (`checkpoints.py`)

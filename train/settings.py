@@ -96,6 +96,12 @@ class Settings:
     warmup_share: float | None = None
     """The same as a share of the steps, rounded up.
     Left out: warmup_steps counts, which must be 0 otherwise."""
+    b1: float = 0.9
+    """Adam's decay of the mean of the gradients."""
+    b2: float = 0.999
+    """Adam's decay of the mean of their squares."""
+    eps: float = 1e-8
+    """Adam's smallest divisor."""
     weight_decay: float = 0.01
     """Decay of the matrices; biases and the scales of the norms do not decay."""
     max_grad_norm: float | None = None
@@ -196,6 +202,10 @@ class Settings:
         if not 0 <= self.auto_select_keep <= 1:
             wanted = "a share from 0 to 1 (0.9 for nine tenths of the score)"
             raise SettingsError(_impossible("auto_select_keep", wanted, self.auto_select_keep))
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                wanted = "a decay from 0 to below 1"
+                raise SettingsError(_impossible(name, wanted, getattr(self, name)))
         self._check_share("full_warm_up_share", "full_warm_up_rounds")
         self._check_share("warmup_share", "warmup_steps")
         if self.run is not None and (self.run in ("", ".", "..") or not _NAME.fullmatch(self.run)):
@@ -328,7 +338,7 @@ class Command:
 
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length batch_size micro_batches width layers heads ffn steps epochs "
-    "learning_rate auto_window_max_interval auto_select_max_windows max_grad_norm threads "
+    "learning_rate eps auto_window_max_interval auto_select_max_windows max_grad_norm threads "
     "log_every eval_batches keep max_skipped"
 ).split()
 
