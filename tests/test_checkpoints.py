@@ -167,6 +167,22 @@ def test_a_folder_of_another_run_is_refused_with_a_remedy(runs, capsys, options,
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_parameters_that_are_not_those_of_their_checkpoint_are_refused(runs, capsys, monkeypatch):
+    folder, _ = runs
+    before = changed_at(folder / "whole")
+
+    def mixed(self, *args, restore=Checkpoints.restore):
+        found = restore(self, *args)
+        return found._replace(params=jax.tree.map(lambda x: x * 2, found.params))
+
+    monkeypatch.setattr(Checkpoints, "restore", mixed)
+    assert finetune.main([str(folder / "job.toml"), "--run", "whole", "--steps", "99"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: expected `params` to be those of the step at which")
+    assert changed_at(folder / "whole") == before
+
+
+@pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_run_that_has_ended_is_left_as_it_is(runs, capsys):
     folder, _ = runs
     before = changed_at(folder / "whole")
@@ -542,6 +558,18 @@ def test_a_save_of_what_the_engine_lends_is_its_state(tmp_path):
         found = checkpoints.restore(7, training.params, training.state)
         jax.tree.map(np.testing.assert_array_equal, found.params, params)
         optimizer_runs.assert_same_bits(jax.tree.map(np.asarray, found.engine_state), values)
+
+
+def test_a_checkpoint_of_an_engine_of_another_version_is_refused_by_name(tmp_path):
+    training, checkpoints = engine_run(tmp_path, [])
+    with training, checkpoints:
+        old = training.engine.state()
+        old["counts"]["run"] = old["counts"]["ticket"]
+        del old["counts"]["update_scalars"]
+        checkpoints.save(7, training.params, training.state, old, {})
+        checkpoints.finish()
+        with pytest.raises(SettingsError, match="a checkpoint of this version of zenflow_jax, got"):
+            checkpoints.restore(7, training.params, training.state)
 
 
 def test_a_save_that_fails_gives_back_what_the_engine_lent(small_disk, monkeypatch):

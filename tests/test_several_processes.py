@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import zenflow_jax
 from tests import elastic, meshes, processes, runs
@@ -137,12 +138,31 @@ def pass_on(me: int, port: int, count: int, before: str, until: int, after: str)
     with elastic.HERE(shardings=shardings, threads=1, donate=True) as training:
         if before:
             elastic.resume(training, Path(before))
+            if count > 1:
+                check_refusal(training, me, count)
         elastic.follow(training, until)
         if after:
             elastic.save(training, Path(after))
         plan = elastic.PLAN._replace(steps=until)
         expected, _ = runs.reference(LEAVES, STALE, plan)
         runs.assert_close([training.values()], expected.params[-1:])
+
+
+def check_refusal(training: Training, me: int, count: int) -> None:
+    """What the last process cannot go on with is refused by all of them."""
+    last = me == count - 1
+
+    def other(x: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(
+            x.shape, x.sharding, [s.data + s.data.dtype.type(last) for s in x.addressable_shards]
+        )
+
+    params = {name: other(x) for name, x in training.params.items()}
+    words = r"values of .* differ" if last else f"process {count - 1} has refused"
+    with pytest.raises(ValueError, match=words):
+        zenflow_jax.HostEngine(params, training.state, engine_state=training.engine.state())
+    tickets = multihost_utils.process_allgather(np.int32(training.engine._mailbox.ticket))
+    assert np.unique(tickets).size == 1
 
 
 def fail(me: int, port: int, count: int) -> None:

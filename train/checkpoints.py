@@ -545,6 +545,13 @@ def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
 def _check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     for name in [*here, *saved]:
         if saved.get(name) != here.get(name):
+            if name.startswith("engine_state.counts."):  # what runs have alike, whatever they train
+                raise SettingsError(
+                    f"expected a checkpoint of this version of zenflow_jax, got {folder}, in which "
+                    f"the array `{name}` is {saved.get(name, 'absent')}, here "
+                    f"{here.get(name, 'none')}. Go on with that run by the version that has "
+                    "written it, or name another --run to begin a new one."
+                )
             raise SettingsError(
                 f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
                 f"got {here.get(name, 'none')}. That checkpoint is of another model or optimizer: "

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import time
 import types
@@ -41,13 +40,16 @@ from zenflow_jax._engine_checks import (
     check_wrappers,
 )
 from zenflow_jax._engine_state import (
+    PENDING,
     Counts,
     arrays_of,
+    channels_before,
     check_resumed,
     counts_from_tree,
     counts_to_tree,
     leaves_to_trees,
     options_of,
+    other_moment,
     resume_half,
 )
 from zenflow_jax._host_adam import HostAdam
@@ -65,6 +67,7 @@ from zenflow_jax._parts import (
 )
 from zenflow_jax._placement import read
 from zenflow_jax._progress import Progress
+from zenflow_jax._same_run import agree, sample, what_differs
 from zenflow_jax._state import (
     LeafState,
     Places,
@@ -78,9 +81,6 @@ from zenflow_jax._stats import EngineStats
 from zenflow_jax._timeline import Timeline
 from zenflow_jax._watch import Watch
 from zenflow_jax._worker import Worker
-
-# Counts the engines of this process, which is all that tells two of them apart for certain.
-_ENGINES = itertools.count()
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -227,16 +227,27 @@ class HostEngine:
             (host_channels(part.of(travelling[part.leaf].channels), part) for part in self._parts),
             adam,
         )
-        counts = None
+        counts, refusal = None, None
         if engine_state is not None:
             counts = counts_from_tree(engine_state["counts"])
+            samples = sample(half.leaves)
             resume_half(half, self._parts, specs, engine_state["leaves"], counts)
-        shardings = {weight.sharding for weight in weights}
-        number = next(_ENGINES)
+            refusal = other_moment(engine_state, state)
+            # Before the first step the parameters may be others: the engine will follow them.
+            if refusal is None and counts.step:
+                refusal = what_differs(
+                    weights,
+                    state.leaves,
+                    samples,
+                    half.leaves,
+                    self._parts,
+                    channels_before(self._parts, specs, engine_state["leaves"]),
+                    counts.update_scalars if counts.pending == PENDING else None,
+                )
+        devices = {d for s in {weight.sharding for weight in weights} for d in s.device_set}
+        number = agree(refusal, int(read(state.step)), int(read(state.ticket)), devices)
         self._watch = Watch(
-            f"engine {number}",
-            {d.process_index for s in shardings for d in s.device_set},
-            exit_if_stuck=exit_if_stuck,
+            f"run {number}", {d.process_index for d in devices}, exit_if_stuck=exit_if_stuck
         )
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
@@ -504,19 +515,18 @@ class HostEngine:
             self._worker.check()  # it failed meanwhile, and the kernels' threads are gone
             raise
         leaves = self._worker.leaves()  # not before: what is gone is not added up
-        run, ticket = self._mailbox.numbers
         counts = Counts(
             step=self._progress.step,
             open_steps=self._open_steps,
             counted=half.counted,
             windows=half.windows,
             pending=pending,
-            run=run,
-            ticket=ticket,
+            ticket=self._mailbox.ticket,
             skipped=stats.skipped_steps,
             reselections=self._progress.reselections,
             window_lengths=self._window_lengths,
             scalars=half.scalars,
+            update_scalars=half.update_scalars,
             tally=self._progress.tally,
             kept=self._progress.kept,
         )
@@ -647,7 +657,6 @@ class HostEngine:
     ) -> None:
         """Goes on where the engine was that `counts` and `leaves` are of."""
         self._progress.resume(counts.step, counts.reselections, counts.tally, counts.kept)
-        self._mailbox.resume(counts.run)
         self._open_steps = counts.open_steps
         self._window_lengths.update(counts.window_lengths)
         self._crossing.resume(counts.pending, leaves, travelling)

@@ -51,12 +51,12 @@ class Counts:
     counted: int = 0  # of them those that are in the sums
     windows: int = 0  # closed so far
     pending: int = NONE
-    run: int = 0  # what tickets are made from
     ticket: int = 0  # that the next step carries
     skipped: int = 0
     reselections: int = 0
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     scalars: AdamScalars | None = None  # of the last step; None before the first
+    update_scalars: AdamScalars | None = None  # of the last window that closed; None before
     kept: float | None = None
 
 
@@ -66,7 +66,6 @@ _NUMBERS = (
     "counted",
     "windows",
     "pending",
-    "run",
     "ticket",
     "skipped",
     "reselections",
@@ -80,7 +79,8 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
     tree = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS}
     return tree | {
         "window_lengths": lengths,
-        "scalars": np.array(counts.scalars or [0.0] * len(AdamScalars._fields), np.float32),
+        "scalars": _scalars_to_tree(counts.scalars),
+        "update_scalars": _scalars_to_tree(counts.update_scalars),
         "kept": np.array(np.nan if counts.kept is None else counts.kept, np.float32),
         "tally": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
@@ -88,6 +88,10 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
             if np.size(x)  # orbax writes no empty arrays
         },
     }
+
+
+def _scalars_to_tree(scalars: AdamScalars | None) -> np.ndarray:
+    return np.array(scalars or [0.0] * len(AdamScalars._fields), np.float32)
 
 
 def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
@@ -99,6 +103,7 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
         **{name: int(tree[name]) for name in _NUMBERS},
         window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
         scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
+        update_scalars=AdamScalars(*map(float, np.asarray(tree["update_scalars"]))),
         tally=Tally(
             length=int(tally["length"]),
             counted=np.float32(tally["counted"]),
@@ -312,7 +317,11 @@ def resume_half(
         return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
 
     half.resume(
-        map(arrays, parts), counted=counts.counted, windows=counts.windows, scalars=counts.scalars
+        map(arrays, parts),
+        counted=counts.counted,
+        windows=counts.windows,
+        scalars=counts.scalars,
+        update_scalars=counts.update_scalars,
     )
 
 
@@ -329,12 +338,19 @@ def channels_before(
 
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
-    """Refuses an engine state that does not continue `state`, naming the first difference."""
+    """Refuses an engine state of other leaves or options, naming the first difference."""
     expected = abstract_engine_state(state)
     # Options first: others have other arrays, too.
     options = saved.get("options") if isinstance(saved, Mapping) else None
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         _check_options(options, expected["options"], _specs(state))
+    counts = saved.get("counts") if isinstance(saved, Mapping) else None
+    if isinstance(counts, Mapping) and "run" in counts:
+        raise ValueError(
+            "expected an `engine_state` that says of which run it is, got one of a version of "
+            "zenflow_jax that did not write that yet. Finish its run with that version, or begin a "
+            "new one with its parameters: `tx.init(params)` and an engine without `engine_state`."
+        )
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
             "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "
@@ -349,15 +365,20 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
                 f"expected {y.dtype} {tuple(y.shape)} at {jax.tree_util.keystr(path)} of "
                 f"`engine_state`, got {x.dtype} {tuple(x.shape)}. {_MAY_CHANGE}"
             )
+
+
+def other_moment(saved: Any, state: ZenFlowState) -> str | None:
+    """What says that an engine state is not of the moment, or the run, of `state`; or None."""
     step, ticket = int(saved["counts"]["step"]), int(saved["counts"]["ticket"])
     given = int(read(state.step))
-    if (given, int(read(state.ticket))) != (step, ticket):
-        raise ValueError(
-            f"expected the `opt_state` that `exchange` returned when the engine's state was taken, "
-            f"after step {step}, got one after step {given}"
-            f"{' of another run' if given == step else ''}. Save and restore parameters, "
-            "optimizer state and engine state together."
-        )
+    if (given, int(read(state.ticket))) == (step, ticket):
+        return None
+    return (
+        "expected the `opt_state` that `exchange` or `flush` returned when the engine's state was "
+        f"taken, after step {step}, got one after step {given}"
+        f"{' of another run' if given == step else ''}. Save and restore parameters, optimizer "
+        "state and engine state together."
+    )
 
 
 _MAY_CHANGE = (

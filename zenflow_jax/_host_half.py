@@ -98,6 +98,7 @@ class HostHalf:
         self._closed: list[list[tuple[np.ndarray, float]]] = []  # of the last window that closed
         self._overflowed = False  # so that sums are needed now and then, and worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
+        self.update_scalars: AdamScalars | None = None  # of the last window that closed
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +126,7 @@ class HostHalf:
         counted: int,
         windows: int,
         scalars: AdamScalars | None,
+        update_scalars: AdamScalars | None,
     ) -> None:
         """Goes on where another half was, with the selected channels that are there already.
 
@@ -134,8 +136,10 @@ class HostHalf:
             counted: Steps summed in the open window.
             windows: Windows closed.
             scalars: Of the last step.
+            update_scalars: Of the last window that closed.
         """
-        self.counted, self.windows, self.scalars = counted, windows, scalars
+        self.counted, self.windows = counted, windows
+        self.scalars, self.update_scalars = scalars, update_scalars
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
             for name in ("master", "mu", "nu", "steps"):
                 array = getattr(leaf, name)
@@ -218,7 +222,7 @@ class HostHalf:
         )
         for leaf in self.leaves:
             leaf.total, leaf.mails = None, []
-        self._closed = closed.gradients
+        self._closed, self.update_scalars = closed.gradients, self.scalars
         return closed
 
     def update(

@@ -60,16 +60,16 @@ class Mailbox:
     Args:
         worker: Reads the mail.
         state: The state before the first step.
-        number: Of the engine, among those of this process.
+        number: Of the run: another one for each engine, the same in all processes.
     """
 
     def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
         self._given = state.ticket
         self._ticket = int(read(state.ticket))
-        # Runs that start from the same weights have the same first ticket, so the engine's number
-        # takes part from the second on. It is the same on every process and in every repetition.
-        self._run = self._ticket + 1_000_003 * number
+        # Of the first step's ticket, or of the checkpoint's, nothing is left from the next one on:
+        # runs that start from the same weights, or go on from the same checkpoint, are different.
+        self._number = number
         self._delivery = state.delivery
         self._blank = _Buffers(state.mail, state.letter)
         if self._delivery == "step":
@@ -87,13 +87,9 @@ class Mailbox:
         self._replaced: tuple[jax.Array, int] | None = None
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """What tickets are made from, and the next step's ticket."""
-        return self._run & _POSITIVE, self._ticket
-
-    def resume(self, run: int) -> None:
-        """Makes the tickets that another mailbox with this number would have made."""
-        self._run = run
+    def ticket(self) -> int:
+        """The next step's ticket."""
+        return self._ticket
 
     def holds(self, state: ZenFlowState) -> bool:
         """Whether this is the state last given: no step was made with it since."""
@@ -119,7 +115,7 @@ class Mailbox:
         ticket = self._ticket
         # Before the mail is given away: this lets go of Python's lock, for which the caller would
         # then have to wait until the worker's threads have looked at every leaf.
-        self._write_ticket(self._run + step, state.ticket)
+        self._write_ticket(self._number + step, state.ticket)
         if self._delivery == "window":
             gradients = []
             self._letters.append(state.letter)
