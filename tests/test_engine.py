@@ -669,7 +669,7 @@ def test_every_array_keeps_shape_dtype_memory_and_sharding_and_nothing_compiles_
             training.exchange()
             assert describe((training.params, training.state)) == expected
         assert compiled == []
-        # jax 0.10.2: how often the step was compiled; there is no public name for it.
+        # jax 0.10.2 and 0.11.2: how often the step was compiled; there is no public name for it.
         assert training.program._cache_size() == 1
         training.flush()
         assert describe((training.params, training.state)) == expected

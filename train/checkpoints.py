@@ -190,7 +190,7 @@ class Checkpoints:
         Waits for the save before, and until the device has done `step`: from there on the writer
         has copies of its own. On a CPU, where a copy would be in the same memory, it looks at the
         arrays themselves, and the runtime does not donate what is looked at (checked on jax 0.10.2
-        with orbax 0.12.8). A failure is said and not raised: the next save tries again.
+        and 0.11.2 with orbax 0.12.8). A failure is said and not raised: the next save tries again.
 
         Args:
             step: Of the run, of which the rest is the state.

@@ -24,7 +24,7 @@ class Loan:
     """What an engine has lent. For one calling thread.
 
     jax arrays and NumPy views keep the object that their memory is of, so a weak reference to it
-    says whether any are left (checked on jax 0.10.2 and NumPy 2.4).
+    says whether any are left (checked on jax 0.10.0 to 0.11.2 and NumPy 2.1 to 2.5).
     """
 
     def __init__(self):

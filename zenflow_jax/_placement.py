@@ -107,7 +107,7 @@ def upload(tree: Any, device: Any) -> Any:
     """
     if device.platform == "cpu":
         # The CPU backend aliases aligned NumPy memory, `may_alias=False` notwithstanding
-        # (jax 0.10.2), and later changes would show in the result.
+        # (jax 0.10.0 to 0.11.2), and later changes would show in the result.
         tree = jax.tree.map(np.copy, tree)
     return jax.device_put(tree, jax.sharding.SingleDeviceSharding(device))
 
