@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-#: Bytes of which such an address is a multiple (jax 0.10.0 to 0.11.2). NumPy's own are multiples of 16.
+#: Bytes of which such an address is a multiple (jax 0.10.0 to 0.11.2). NumPy's own are multiples
+#: of 16.
 ALIGNMENT = 64
 
 

@@ -285,8 +285,8 @@ def _say(text: str) -> None:
 
 def _connect() -> Any:
     # JAX has no public key-value store, nor another way from process to process that goes around
-    # the devices. Checked on jax 0.10.0, 0.10.2 and 0.11.2; imported here, so that whoever has one process
-    # does not depend on it.
+    # the devices. Checked on jax 0.10.0, 0.10.2 and 0.11.2; imported here, so that whoever has one
+    # process does not depend on it.
     from jax._src import distributed
 
     client = distributed.global_state.client
