@@ -135,7 +135,6 @@ def plain_gradients(name):
     ("name", "options"),
     [
         ("qwen2", {"remat": True}),
-        ("qwen2", {"remat": True, "scan_layers": True}),
         ("bert", {"remat": True, "scan_layers": True}),
     ],
     ids=str,

@@ -63,7 +63,7 @@ def test_a_sample_has_each_example_once_and_fills_up_with_rows_that_count_nothin
 def tiny_model() -> tuple[nnx.GraphDef, dict]:
     model = Transformer(
         width=16,
-        layers=2,
+        layers=1,
         heads=2,
         ffn=24,
         vocabulary=256,
