@@ -11,8 +11,12 @@ from tests.processes import environment
 FOLDER = Path(__file__).parent / "eight_devices"
 
 
+# The largest first, which has the most to compile, so that nobody waits for it at the end.
+FILES = sorted(FOLDER.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("test_*.py")))
+@pytest.mark.parametrize("name", [path.name for path in FILES])
 def test_on_eight_devices(name):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / name)],
