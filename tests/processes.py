@@ -1,13 +1,17 @@
 """Processes of their own for tests that need another set-up, or that may hang or die."""
 
+import ast
 import contextlib
+import importlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def start_process(
@@ -53,3 +57,99 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("::", 0))
         yield holder.getsockname()[1]
+
+
+class Outcome(NamedTuple):
+    """What became of a process in a function."""
+
+    code: int | None  # its exit code; None if it lives on, and is there for another function
+    output: str
+
+
+class Group:
+    """Processes in which functions of these tests run together, one function after the other.
+
+    To start and to meet takes a process longer than most functions take. A function that raises
+    ends its process, one that is not over in time all of them; then the group is good for nothing.
+    """
+
+    def __init__(self, count: int, devices: int):
+        self.size = (count, devices)
+        self._stack = contextlib.ExitStack()
+        self._port = self._stack.enter_context(reserved_port())
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(count))
+        self._processes = [self._start(me) for me in range(count)]
+
+    def _start(self, me: int) -> subprocess.Popen:
+        with self._output(me).open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-c", "from tests import processes; processes.serve()"],
+                cwd=Path(__file__).parents[1],
+                env=environment(self.size[1]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+            )
+
+    def _output(self, me: int) -> Path:
+        return self._folder / f"{me}.txt"
+
+    def run(self, module: str, function: str, *args: Any, timeout_s: float = 300) -> list[Outcome]:
+        """Calls `function(me, port, count, *args)` of a module of these tests in every process."""
+        before = [self._output(me).stat().st_size for me in range(len(self._processes))]
+        for me, process in enumerate(self._processes):
+            call = (module, function, me, self._port, len(self._processes), *args)
+            process.stdin.write(f"{call!r}\n")
+            process.stdin.flush()
+        said = [self._pool.submit(process.stdout.readline) for process in self._processes]
+        try:
+            over = [future.result(timeout_s) == "over\n" for future in said]
+        except TimeoutError:
+            for process in self._processes:
+                process.kill()
+            over = [False] * len(said)
+        outcomes = []
+        for me, process in enumerate(self._processes):
+            code = None if over[me] else process.wait(timeout_s)
+            with self._output(me).open(encoding="utf-8", errors="replace") as file:
+                file.seek(before[me])
+                outcomes.append(Outcome(code, file.read()))
+        return outcomes
+
+    @property
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
+
+    def close(self) -> None:
+        """Lets the processes end, which has to go well for those that are left."""
+        left = [process for process in self._processes if process.poll() is None]
+        try:
+            for process in left:
+                process.stdin.close()
+            codes = [process.wait(timeout=120) for process in left]
+            texts = [self._output(me).read_text("utf-8") for me in range(len(self._processes))]
+            assert not any(codes), f"codes {codes}:\n{texts}"
+        finally:
+            self._kill()
+            self._stack.close()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+def serve() -> None:
+    """A process of a `Group`: runs what it is told to, until its stdin ends."""
+    # What functions print goes where errors go; this is for the group alone.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            module, function, *args = ast.literal_eval(line)
+            getattr(importlib.import_module(f"tests.{module}"), function)(*args)
+            answers.write("over\n")
+            answers.flush()

@@ -1,8 +1,12 @@
-"""Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each."""
+"""Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each.
+
+Tests that want processes alike stand side by side: they run in the same ones.
+"""
 
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ IN_WINDOW = 7  # with an update under way
 
 
 def join(me: int, port: int, count: int) -> None:
+    if jax.distributed.is_initialized():  # by the test before
+        return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
 
@@ -35,15 +41,16 @@ def on_all(axes: dict[str, int], placement: str) -> dict[str, jax.sharding.Named
     return meshes.shardings(mesh, placement)
 
 
-def train(me: int, port: int, count: int) -> None:
+def train(me: int, port: int, count: int, *names: str) -> None:
     """One of the processes: runs on different placements, each held to the reference."""
     join(me, port, count)
     here = jax.local_device_count()
-    for axes, placement, settings, send_mail, look_at in (
-        ({"data": count * here}, "replicated", STALE, "step", None),
-        ({"fsdp": count, "tensor": here}, "both", STALE, "exchange", IN_WINDOW),
-        ({"fsdp": count, "tensor": here}, "both", SUMMED, None, None),
-    ):
+    cases = {
+        "replicated": ({"data": count * here}, "replicated", STALE, "step", None),
+        "divided": ({"fsdp": count, "tensor": here}, "both", STALE, "exchange", IN_WINDOW),
+        "summed": ({"fsdp": count, "tensor": here}, "both", SUMMED, None, None),
+    }
+    for axes, placement, settings, send_mail, look_at in map(cases.__getitem__, names):
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
         expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
@@ -57,6 +64,12 @@ def train(me: int, port: int, count: int) -> None:
                 for name, channels in training.selected().items():
                     np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
             runs.assert_close(ours, expected.params)
+
+
+def every(me: int, port: int, count: int) -> None:
+    """One of the processes: windows of one step, held to `optax.adamw`."""
+    join(me, port, count)
+    shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
     with Training(LEAVES, EVERY, shardings=shardings, threads=1) as training:
         ours = [values for _, values in training.follow(Plan(6))]
         theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
@@ -107,8 +120,13 @@ def adapt(me: int, port: int, count: int) -> None:
             super().add(*args)
 
     late = me == count - 1
-    if late:
-        _engine.HostHalf = Slow
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if late:
+            monkeypatch.setattr(_engine, "HostHalf", Slow)
+        adapt_beside(late, rng)
+
+
+def adapt_beside(late: bool, rng: np.random.Generator) -> None:
     plan = Plan(24, bad=(9,))
     shardings = on_all({"fsdp": jax.device_count()}, "channels")
     shards = meshes.pieces(LEAVES, shardings)
@@ -181,56 +199,71 @@ def fail(me: int, port: int, count: int) -> None:
         training.go(1000)
 
 
-def together(function: str, count: int, devices: int, *args: Any) -> list[tuple[int, str]]:
-    """Exit codes and outputs of so many processes in that function."""
-    with processes.reserved_port() as port:
-        started = [
-            processes.start_process(
-                "test_several_processes", function, me, port, count, *args, devices=devices
-            )
-            for me in range(count)
-        ]
-        try:
-            return [(p.communicate(timeout=300)[0], p.returncode)[::-1] for p in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+@pytest.fixture(scope="module")
+def together() -> Iterator[Callable[..., list[processes.Outcome]]]:
+    """What becomes of so many processes in a function; they stay for a test that wants as many."""
+    groups: list[processes.Group] = []
+
+    def call(function: str, count: int, devices: int, *args: Any) -> list[processes.Outcome]:
+        if groups and not (groups[0].size == (count, devices) and groups[0].alive):
+            groups.pop().close()
+        if not groups:
+            groups.append(processes.Group(count, devices))
+        return groups[0].run("test_several_processes", function, *args)
+
+    yield call
+    for group in groups:
+        group.close()
+
+
+# How many there are decides who has which part; the rest is held by two of two devices alone.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "names"),
+    [(4, 1, ["replicated", "summed"]), (2, 2, ["replicated", "divided", "summed"])],
+)
+def test_several_processes_equal_the_reference(together, count, devices, names):
+    for code, output in together("train", count, devices, *names):
+        assert code is None, output[-5000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
-def test_several_processes_equal_the_reference(count, devices):
-    for code, output in together("train", count, devices):
-        assert code == 0, output[-5000:]
+def test_several_processes_equal_optax_adamw(together):
+    for code, output in together("every", 2, 2):
+        assert code is None, output[-5000:]
 
 
 @pytest.mark.slow
-def test_each_process_does_its_part_of_the_work():
-    for code, output in together("share", 2, 1):
-        assert code == 0, output[-5000:]
-
-
-@pytest.mark.slow
-def test_all_processes_close_the_same_windows_however_slow_one_is():
-    for code, output in together("adapt", 2, 1):
-        assert code == 0, output[-5000:]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_in_another_number_of_processes(tmp_path):
+def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    for count, devices, before, until, after in [
-        (1, 4, "", 7, first),
-        (2, 2, first, 11, second),
-        (1, 1, second, 15, ""),
-    ]:
-        for code, output in together("pass_on", count, devices, before, until, after):
-            assert code == 0, output[-5000:]
+
+    def alone(devices: int, before: str, until: int, after: str) -> None:
+        args = (0, 0, 1, before, until, after)
+        processes.assert_ends_well(
+            processes.start_process("test_several_processes", "pass_on", *args, devices=devices)
+        )
+
+    alone(4, "", 7, first)
+    for code, output in together("pass_on", 2, 2, first, 11, second):
+        assert code is None, output[-5000:]
+    alone(1, second, 15, "")
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_ends_all_processes_with_its_message():
+def test_each_process_does_its_part_of_the_work(together):
+    for code, output in together("share", 2, 1):
+        assert code is None, output[-5000:]
+
+
+@pytest.mark.slow
+def test_all_processes_close_the_same_windows_however_slow_one_is(together):
+    for code, output in together("adapt", 2, 1):
+        assert code is None, output[-5000:]
+
+
+# The last of its kind: it ends the processes.
+@pytest.mark.slow
+def test_a_worker_that_fails_ends_all_processes_with_its_message(together):
     for code, output in together("fail", 2, 1):
         assert code not in (0, None)
         assert "the memory is gone" in output, output[-5000:]
