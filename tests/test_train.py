@@ -689,7 +689,7 @@ def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, caps
     losses = {0: 5.0, 3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0, 13: 2.0}
     figures = ({"loss": loss} for loss in losses.values())
     monkeypatch.setattr(finetune, "make_validate", lambda *_: lambda _: next(figures))
-    command = tiny_command(tmp_path, optimizer="adamw", save_every=3, keep_best=True, keep=1)
+    command = tiny_command(tmp_path, optimizer="adamw", save_every=3, keep_best=True, keep=2)
     assert finetune.main(command) == 0
     folder = tmp_path / "runs" / "001-adamw"
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -698,8 +698,24 @@ def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, caps
     assert found == losses
     assert summary["best_step"] == 6
     assert "model.safetensors is that of step 6, which did best" in capsys.readouterr().out
-    arrays = kill_test.final_arrays(folder / "checkpoints" / "6")
-    for name, x in load_file(folder / "model.safetensors").items():
+    assert_weights_of_checkpoint(folder, 6, folder)
+
+    # Also of the others, by themselves.
+    command += ["--run", "001-adamw", "--export"]
+    for which, step in (("best", 6), ("12", 12)):
+        target = tmp_path / which
+        assert finetune.main([*command, which, str(target)]) == 0
+        assert_weights_of_checkpoint(folder, step, target)
+    assert finetune.main([*command, "7", str(tmp_path / "new")]) == 2
+    expected = r"`--export`: expected one of .* \(6, 12, 13\), got 7"
+    assert re.search(expected, capsys.readouterr().err)
+    assert finetune.main([*command, "best", str(target)]) == 2
+    assert "expected a new or an empty folder" in capsys.readouterr().err
+
+
+def assert_weights_of_checkpoint(run, step, where):
+    arrays = kill_test.final_arrays(run / "checkpoints" / str(step))
+    for name, x in load_file(where / "model.safetensors").items():
         np.testing.assert_array_equal(x, arrays[f"params.{name}"])
 
 

@@ -157,7 +157,7 @@ class Checkpoints:
             SettingsError: If the checkpoint is of a run with other settings, text or model.
         """
         manager = self._opened()
-        run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        run = self._read_run(step)
         self._check(step, run)
         self._figures = dict(run["figures"])
         with_engine = run["settings"]["optimizer"] != "adamw"
@@ -254,29 +254,61 @@ class Checkpoints:
             return or_step
         return self._best_of([*self._opened().all_steps(), or_step]) or or_step
 
+    def find(self, which: str) -> int:
+        """The step of a checkpoint by its number, or of the "best" of those that have figures.
+
+        Raises:
+            SettingsError: If there is none.
+        """
+        newest = self.newest()
+        there = sorted(self._opened().all_steps()) if newest is not None else []
+        step = int(which) if which != "best" else None
+        if step is None and newest is not None:
+            self._figures = dict(self._read_run(newest)["figures"])
+            step = self._best_of(there)
+        if step not in there:
+            listed = ", ".join(map(str, there)) or "none"
+            known = ", ".join(str(s) for s in there if s in self._figures) or "none"
+            what = f"; of these {known} were validated" if which == "best" else ""
+            raise SettingsError(
+                f"`--export`: expected one of the checkpoints in {self._folder} ({listed}), got "
+                f"{which}{what}. Name one of them."
+            )
+        return step
+
+    def _read_run(self, step: int) -> dict[str, Any]:
+        args = ocp.args.Composite(run=ocp.args.JsonRestore())
+        return self._opened().restore(step, args=args)["run"]
+
     def weights(self, step: int, like: Any) -> Any:
         """The parameters of a checkpoint, where those of `like` are.
 
         Args:
             step: Of one that is there.
-            like: The parameters of the run, of any step; they are used up.
+            like: The parameters of the run, of any step, or NumPy arrays like them; they are used
+                up.
 
         Raises:
             CheckpointError: If the checkpoint is damaged.
+            SettingsError: If it has other parameters.
         """
         if problem := processes.from_first(damage(self._folder / str(step)) or ""):
             raise CheckpointError(
-                f"expected a whole checkpoint {step} in {self._folder}, which did best in the "
-                f"validation, got one that is damaged: {problem}. Put a copy in its place, or take "
-                "--no-keep-best for the weights of the last step, and start the run again."
+                f"expected a whole checkpoint {step} in {self._folder}, got one that is damaged: "
+                f"{problem}. Put a copy in its place, or take another one; at the end of a run "
+                "--no-keep-best takes the weights of the last step."
             )
         return self._weights(step, like)
 
     def _weights(self, step: int, like: Any) -> Any:
         saved, others = _split({"params": like, "opt_state": ()})
+        there = self._read_run(step)["arrays"]
+        there = {name: what for name, what in there.items() if name.startswith("params.")}
+        _check_arrays(self._folder / str(step), there, _described(saved))
         templates = _templates(saved)
         for x in saved.values():
-            x.delete()
+            if isinstance(x, jax.Array):
+                x.delete()
         args = ocp.args.PyTreeRestore(
             item=templates,
             restore_args=ocp.checkpoint_utils.construct_restore_args(templates),

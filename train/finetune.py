@@ -5,6 +5,7 @@
     python -m train.finetune configs/quickstart.toml --mesh data=2,fsdp=4
     python -m train.finetune configs/quickstart.toml --run first    # again: it goes on
     python -m train.finetune configs/quickstart.toml --timeline timeline.png
+    python -m train.finetune configs/quickstart.toml --run first --export best DIR
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR
 
 Read from top to bottom: `train`, which is the whole job, and the command. The settings are in
@@ -38,6 +39,7 @@ from train import models, processes
 from train.checkpoints import CheckpointError, Checkpoints, description, saved_rounds
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
+from train.export import export
 from train.memory import check_batch, is_lack_of_memory, lack_of_memory
 from train.meter import Meter, Row
 from train.optimizers import in_force, make_optimizer, skipped_steps, with_deepspeed
@@ -394,7 +396,7 @@ def train(
         target=task.target,
         steps=settings.steps,
         skipped=skips.total,
-        best_step=best,
+        best_step=best if settings.keep_best else None,
         resumed_at=done,
         tokens_per_s=totals.tokens_per_s,
         bytes_per_parameter_and_step=processes.sum_over(moved / (parameters * steps_here)),
@@ -539,6 +541,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())
         start = command.start
+        if start.export is not None:
+            if processes.is_first():
+                which, target = start.export
+                say = partial(console.print, highlight=False, soft_wrap=True)
+                export(command.settings, which, Path(target), say)
+            processes.leave()
+            return 0
         timeline = Path(start.timeline) if start.timeline else None
         with StopRequest(partial(console.print, highlight=False, soft_wrap=True)) as stop:
             train(command.settings, console, stop, fresh=start.fresh, timeline=timeline)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -137,8 +138,12 @@ def write(folder: Path, model: Model, masters: Any, *, labels: Sequence[str] = (
     if model.origin is None:
         write_model(folder / WEIGHTS, masters)
         return WEIGHTS
-    # As the folder had them: what loaded that one has room for this one.
-    dtypes = Counter(tensor.dtype for tensor in model.origin.tensors.values())
-    dtype = DTYPES[dtypes.most_common(1)[0][0]]
+    dtype = dtype_of(model.origin)
     save_folder(folder / FOLDER, model.origin, masters, dtype=dtype, labels=labels)
     return FOLDER
+
+
+def dtype_of(origin: pretrained.Pretrained) -> np.dtype:
+    """That of most of the folder's tensors: what loaded that one has room for the trained one."""
+    dtypes = Counter(tensor.dtype for tensor in origin.tensors.values())
+    return DTYPES[dtypes.most_common(1)[0][0]]

@@ -46,7 +46,7 @@ class Summary:
     target: str  # what a loss is a mean over: token, byte, label
     steps: int
     skipped: int  # of them those whose gradient was not finite
-    best_step: int  # whose weights the model has: of the last step, or with keep_best of the best
+    best_step: int | None  # with keep_best the step whose weights the model has; else None
     resumed_at: int  # 0 in one piece; otherwise rates and seconds are of the steps after this one
     tokens_per_s: float  # after the first step, which compiles
     bytes_per_parameter_and_step: float  # to the host and back, all processes together

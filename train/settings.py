@@ -311,7 +311,16 @@ class Start:
     .png, .svg or .pdf: a picture of twelve. .json: all that are kept, for ui.perfetto.dev.
     How to read it is in docs/timeline.md."""
 
+    export: tuple[str, str] | None = None
+    """Train nothing: write the weights of a checkpoint of --run (its step, or best) to that folder.
+    """
+
     def __post_init__(self):
+        if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
+            raise SettingsError(
+                f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}. For "
+                "example: --export best DIR"
+            )
         if self.timeline is None:
             return
         path = Path(self.timeline)

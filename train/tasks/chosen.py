@@ -48,6 +48,15 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     return glue.make(settings.task, path, tokenizer, sequence_length=length)
 
 
+def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
+    """Of a task the names of its classes, and the figure that says which weights are best."""
+    if task in ("standard_library", "language", "alpaca"):
+        return (), "loss"
+    from train.tasks import glue
+
+    return tuple(glue.FORMATS[task].labels.values()), glue.FORMATS[task].best
+
+
 def _check_model(settings: Settings, origin: Pretrained, kind: str) -> None:
     if origin.architecture != kind:
         raise SettingsError(

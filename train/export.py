@@ -1,0 +1,87 @@
+"""The weights of one checkpoint, written by themselves: `--export best DIR`, `--export 300 DIR`.
+
+They are the parameters as they were after that step, which is what its validation has looked at:
+without the updates that were on their way then. Neither the data nor a device is needed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from train import models
+from train.checkpoints import Checkpoints, write_model
+from train.hf_saving import save_folder
+from train.pretrained import read_folder
+from train.report import read_summary
+from train.settings import Settings, SettingsError
+from train.tasks.chosen import labels_and_best
+
+
+def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:
+    """Writes the weights of a checkpoint.
+
+    Args:
+        settings: Of the run, with its name.
+        which: The number of its step, or "best" for that which did best in the validations.
+        target: A new or empty folder. It gets a `model.safetensors`, and where the model was read
+            from a folder all else that such a folder has.
+        say: Shows a line to the user.
+
+    Raises:
+        SettingsError: If there is no such run or checkpoint, or the target holds something.
+        CheckpointError, ModelError: If the weights cannot be read or written.
+    """
+    if settings.run is None:
+        raise SettingsError(
+            "`--export`: expected the name of a run, got none. Pass --run and the name of a folder "
+            f"in {settings.output_dir}."
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(
+            f"`--export`: expected a new or an empty folder, got {target}. Name another one."
+        )
+    folder = Path(settings.output_dir) / settings.run
+    origin = None if settings.model is None else read_folder(Path(settings.model))
+    labels, best = labels_and_best(settings.task)
+    summary = read_summary(folder)
+    if which == "best" and summary and summary.best_step == summary.steps:
+        # The last one did best, with all windows closed, which its checkpoint has open.
+        _copy(folder, target)
+        say(f"{target} has the model of {folder}, of step {summary.steps}, which did best")
+        return
+    shapes = jax.eval_shape(lambda: nnx.as_pure(nnx.state(_build(settings, origin, labels))))
+    like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+    with Checkpoints(
+        folder / "checkpoints",
+        keep=settings.keep,
+        keep_best=True,
+        larger_is_better=best != "loss",
+        describe={},
+        say=say,
+    ) as checkpoints:
+        step = checkpoints.find(which)
+        weights = checkpoints.weights(step, like)
+    if origin is None:
+        target.mkdir(parents=True, exist_ok=True)
+        write_model(target / models.WEIGHTS, weights)
+    else:
+        save_folder(target, origin, weights, dtype=models.dtype_of(origin), labels=labels)
+    say(f"{target} has the weights of checkpoint {step} in {folder}")
+
+
+def _build(settings, origin, labels):
+    return models.builder(settings, None, origin, labels=len(labels))()
+
+
+def _copy(folder: Path, target: Path) -> None:
+    if (folder / models.FOLDER).is_dir():
+        shutil.copytree(folder / models.FOLDER, target, dirs_exist_ok=True)
+    else:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(folder / models.WEIGHTS, target / models.WEIGHTS)
