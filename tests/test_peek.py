@@ -10,8 +10,8 @@ from flax import nnx
 
 import zenflow_jax
 from tests import runs
-from tests.runs import FIRST, SECOND, Settings, Training
-from tests.test_resume import PLAN, SETTINGS, end, go
+from tests.runs import FIRST, ONE, SECOND, Settings, Training
+from tests.test_resume import PLAN, SETTINGS, end, go, resumed, saved
 
 HERE = functools.partial(Training, threads=1, host_kernel="numpy")
 
@@ -72,6 +72,16 @@ def test_what_was_peeked_at_outlives_steps_that_donate():
         runs.assert_same_bits(jax.tree.map(np.asarray, found), values)
 
 
+@pytest.mark.parametrize("prefetch_bytes", [None, 0])
+def test_a_run_that_goes_on_from_a_checkpoint_shows_what_the_saved_one_did(prefetch_bytes):
+    with HERE(FIRST, SETTINGS) as training:
+        training.go(11)
+        expected = jax.tree.map(np.array, peek(training))
+        again = resumed(training, saved(training), prefetch_bytes=prefetch_bytes)
+        with again:
+            runs.assert_same_bits(jax.tree.map(np.asarray, peek(again)), expected)
+
+
 @pytest.mark.parametrize("accumulate", ["host", "device"])
 @pytest.mark.parametrize("steps", [6, 8], ids=["in an open window", "where one has closed"])
 def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(accumulate, steps):
@@ -120,8 +130,7 @@ def test_a_peek_wants_what_the_last_exchange_returned():
 
 
 def test_in_graph_a_flush_whose_result_is_dropped_is_a_look():
-    options = {"offload": False}
-    with Training(FIRST, SETTINGS, **options) as training, HERE(FIRST, SETTINGS) as untouched:
+    with Training(ONE, SETTINGS, offload=False) as training, HERE(ONE, SETTINGS) as untouched:
         training.go(7)
         untouched.go(7)
         seen, _ = runs.flush_in_graph(training.params, training.state)
