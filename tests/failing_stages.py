@@ -13,7 +13,7 @@ from benchmarks.gpu_stages.notes import Stage
 
 def _finds(stage: Stage) -> None:
     stage.notes.put("Found", f"what {stage.name} found")
-    stage.notes.keep(found=stage.name)
+    stage.notes.keep(found=stage.name, seconds_had=stage.left)
 
 
 def ends_well(stage: Stage) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from benchmarks import on_gpu
-from benchmarks.gpu_stages import machine, plan, programs, rivals, timelines
-from benchmarks.gpu_stages.notes import Notes
+from benchmarks.gpu_stages import headline, machine, plan, programs, rivals, timelines
+from benchmarks.gpu_stages.notes import Notes, Stage
 from benchmarks.gpu_stages.plan import Machine
 from benchmarks.on_gpu import STAGES, StagePlan
 from benchmarks.step_time_model import llama, make_model
@@ -126,6 +126,26 @@ def test_the_stage_of_the_headline_trains_eight_steps_on_real_text(tmp_path, cac
     assert data["host_peak_bytes"] > 0
     assert data["adamw_fits"]  # a CPU refuses nothing
     assert "25,696 parameters, trained" in text
+
+
+def test_a_headline_that_does_not_fit_is_tried_once_more_in_a_smaller_size(tmp_path, monkeypatch):
+    tried = []
+
+    def train(stage, device, chosen, model):
+        tried.append(chosen.parameters)
+        raise RuntimeError("step failed") from RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(headline, "_train", train)
+    monkeypatch.setattr(headline, "require_gpu", lambda stage: None)
+    monkeypatch.setattr(headline, "usable_bytes", lambda device: H100.device_bytes)
+    monkeypatch.setattr(machine, "host_bytes", lambda: H100.host_bytes)
+    notes = Notes(tmp_path / "headline.notes.json")
+    stage = Stage("headline", tmp_path, False, time.monotonic() + 1000, notes)
+    with pytest.raises(RuntimeError, match="step failed"):
+        headline.run(stage)
+    assert len(tried) == 2
+    assert tried[1] < 0.9 * tried[0]
+    assert "did not fit" in " ".join(notes.sections)
 
 
 @pytest.mark.slow
@@ -288,6 +308,20 @@ def test_a_stage_that_the_budget_does_not_allow_is_left_out_and_the_report_says_
     assert outcomes[0].ended.endswith("were left and it needs 1000000")
     assert outcomes[1].well
     assert outcomes[0].ended in text
+
+
+def test_a_stage_alone_may_have_the_time_that_the_others_would_take(tmp_path):
+    out = tmp_path
+    run(failing("ends_well", seconds=10.0), out, seconds=100.0)
+    alone = json.loads((out / "report.json").read_text(encoding="utf-8"))["stages"][0][
+        "seconds_had"
+    ]
+    run(failing("ends_well", "raises", "aborts", seconds=80.0), out, seconds=100.0)
+    among = json.loads((out / "report.json").read_text(encoding="utf-8"))["stages"][0][
+        "seconds_had"
+    ]
+    assert alone > 80
+    assert among <= 80
 
 
 def test_the_report_has_what_a_stage_found_while_the_stage_still_runs(tmp_path, monkeypatch):

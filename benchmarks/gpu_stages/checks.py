@@ -76,6 +76,7 @@ def world(rehearse: bool) -> World:
         return {
             "bias": Leaf((width,), None, "float32"),
             "columns": Leaf((width, n), -1, "bfloat16"),
+            "empty": Leaf((0, 3), None, "float32"),
             "rows": Leaf((n, width), -2, "float32"),
             "stack": Leaf((2, n, width // 2), -2, "bfloat16"),
         }
@@ -323,7 +324,7 @@ def against_the_reference(
     mu = [
         (np.asarray(leaf.mu).ravel() / np.abs(m).max(), m.ravel() / np.abs(m).max())
         for leaf, (_, m, _, _) in zip(state.leaves, moments, strict=True)
-        if leaf.channels is None
+        if leaf.channels is None and m.size
     ]
     return [
         *parameters(what, ours, theirs),

@@ -72,7 +72,7 @@ def status_bytes(field: str) -> int:
 
 
 def gpu() -> dict[str, str]:
-    """What the driver says of the first GPU; {} if there is none, or no nvidia-smi."""
+    """What nvidia-smi says of the first GPU; {} if there is none, or no nvidia-smi."""
     fields = ("name", "driver_version", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
@@ -91,7 +91,7 @@ def summary() -> dict[str, Any]:
     return {
         "GPU": found.get("name", "none"),
         "GPU memory": found.get("memory.total", "-"),
-        "driver": found.get("driver_version", "-"),
+        "driver": found.get("driver_version") or _kernel_module() or "-",
         "CPU": ", ".join(sorted(models)) or platform.machine(),
         "cores": cores(),
         "host memory": f"{host_bytes() / 2**30:.1f} GiB",
@@ -99,6 +99,12 @@ def summary() -> dict[str, Any]:
         **{name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy", "numba")},
         "commit": _commit(),
     }
+
+
+def _kernel_module() -> str:
+    """The driver's version as its kernel module has it; "" if there is none."""
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text(encoding="utf-8").splitlines()[0] if path.exists() else ""
 
 
 def version(package: str) -> str:

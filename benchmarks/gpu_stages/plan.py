@@ -44,8 +44,9 @@ _SUM_BYTES = 4.0
 _STATE_BYTES, _HAND_OVER_BYTES = 12.0 + 2.0, 0.6
 #: Pinned memory that uploads of pageable memory go through, a leaf or two at a time. Assumed.
 _STAGING_BYTES = 1.0
-#: Of the host's memory, for the system, Python, XLA and what it compiles. Assumed.
-HOST_RESERVE = 8e9
+#: Of the host's memory, for the system, Python, CUDA and XLA; a process that takes too much is
+#: killed, which costs the stage. Assumed.
+HOST_RESERVE = 16e9
 #: AdamW's weights, masters and moments: what has to be on the device even between two steps.
 ADAMW_STATE_BYTES = 2.0 + 12.0
 
@@ -258,8 +259,8 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
     first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, here, scan=False)
     second = _SCANNED[:2] if rehearse else _leading(_SCANNED, preset.config, here, scan=True)
     parts = [
-        part(first, 0.45, scan=False, batch=few),
-        part(second, 0.7, scan=True, batch=many),
+        part(first, 0.6, scan=False, batch=few),
+        part(second, 0.85, scan=True, batch=many),
     ]
     beyond = beyond_adamw(machine, rehearse=rehearse)
     if beyond is not None:
@@ -267,7 +268,7 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         n = parameters(config)
         rooms = {p: most(p, here, scan=True, prefetch=True) for p in _SCANNED if p in _MAILS}
         peers = ["adamw", *(p for p, room in rooms.items() if room >= n)]
-        parts.append(part(peers, 0.95, scan=True, batch=few, config=config, name=name))
+        parts.append(part(peers, 1.0, scan=True, batch=few, config=config, name=name))
     if rehearse:
         return parts
     parts.append(part(first[:4], 1.0, scan=False, batch=many))

@@ -37,7 +37,9 @@ def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Out
         outcomes: Of all stages that were asked for, in their order.
     """
     notes = {o.stage: Notes(notes_path(work, o.stage)) for o in outcomes}
-    lines = [f"# What {machine['GPU']} shows, {machine['date']}", ""]
+    # jax's name of the device, as nvidia-smi may be missing.
+    device = next((n.data["device"] for n in notes.values() if "device" in n.data), machine["GPU"])
+    lines = [f"# What {device} shows, {machine['date']}", ""]
     if machine["rehearsal"]:
         lines += ["**A rehearsal on a CPU, with tiny models: no figure here means anything.**", ""]
     lines += [f"* {name}: {value}" for name, value in machine.items() if name != "rehearsal"]
