@@ -43,6 +43,7 @@ from train.export import export
 from train.memory import check_batch, is_lack_of_memory, lack_of_memory
 from train.meter import Meter, Row
 from train.optimizers import in_force, make_optimizer, skipped_steps, with_deepspeed
+from train.peers import Peers
 from train.pretrained import ModelError, read_folder
 from train.report import (
     Summary,
@@ -90,6 +91,7 @@ def train(
     *,
     fresh: bool = False,
     timeline: Path | None = None,
+    host: str | None = None,
 ) -> Summary:
     """Trains once, or the rest of a run; leaves all that it has to show in the run's folder.
 
@@ -100,6 +102,7 @@ def train(
         stop: Hears the signals that ask for the end.
         fresh: Refuse to go on with anything.
         timeline: Where to write what the last steps were made of; the ending says how.
+        host: At which the other processes reach process 0; None for the name of its machine.
 
     Raises:
         SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
@@ -188,6 +191,8 @@ def train(
     tokens_per_step = settings.batch_size * settings.sequence_length
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, say))
+        go_on = f"Start all of them again with --run {folder.name}: the run goes on from its last "
+        stack.enter_context(Peers(host, go_on=f"{go_on}checkpoint, if it has one.", say=say))
         checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
@@ -550,7 +555,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         timeline = Path(start.timeline) if start.timeline else None
         with StopRequest(partial(console.print, highlight=False, soft_wrap=True)) as stop:
-            train(command.settings, console, stop, fresh=start.fresh, timeline=timeline)
+            host = (command.launch.coordinator or "").rpartition(":")[0] or None
+            train(command.settings, console, stop, fresh=start.fresh, timeline=timeline, host=host)
     except Stopped as stopped:
         if processes.is_first():
             sys.stderr.write(f"{stopped}\n")

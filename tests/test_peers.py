@@ -1,0 +1,99 @@
+"""When one of several processes is gone, the others say so and end; without jax's own service."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import kill_test
+
+PEER = """
+import os, sys, time
+from pathlib import Path
+import jax
+from train import processes
+from train.peers import Peers
+
+me, meeting = int(sys.argv[1]), Path(sys.argv[2])
+jax.process_count, jax.process_index = lambda: 3, lambda: me
+
+def from_first(text):
+    if me == 0:
+        meeting.with_suffix(".part").write_text(text)
+        meeting.with_suffix(".part").rename(meeting)
+    while not meeting.exists():
+        time.sleep(0.01)
+    return meeting.read_text()
+
+processes.from_first = from_first
+with Peers("127.0.0.1", go_on="Go on.", say=print):
+    print("here", flush=True)
+    if sys.stdin.readline() == "fail\\n":
+        raise SystemExit(2)
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def peers(tmp_path):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PEER, str(me), str(tmp_path / "meeting")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=kill_test.ROOT,
+        )
+        for me in range(3)
+    ]
+    try:
+        for process in started:
+            assert process.stdout.readline() == "here\n"
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def ended(process):
+    process.wait(timeout=15)
+    return process.returncode, process.stdout.read()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_when_one_is_killed_the_others_say_which_and_end(peers, victim):
+    peers[victim].kill()
+    line = (
+        f"error: process {victim} is gone: it was killed, or its machine was. This one ends, too. "
+        "Go on.\n"
+    )
+    for me in {0, 1, 2} - {victim}:
+        assert ended(peers[me]) == (1, line)
+
+
+def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers):
+    tell(peers[1], "fail")
+    peers[1].wait(timeout=15)
+    # One that ends by itself is left alone.
+    tell(peers[2], "fail")
+    assert ended(peers[2])[0] == 2
+    code, text = ended(peers[0])
+    assert code == 1
+    assert text.startswith("error: process 1 has ended with an error, which it shows. This one")
+
+
+def test_one_that_is_done_ends_no_other(peers):
+    for process in peers:
+        tell(process, "done")
+        assert process.stdout.readline() == "done\n"
+    peers[1].kill()
+    peers[1].wait()
+    assert [peers[i].poll() for i in (0, 2)] == [None, None]
+
+
+def tell(process, word):
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()

@@ -1,0 +1,156 @@
+"""Whether the other processes of a run are still there.
+
+A process that is killed leaves the others in a collective. With gloo they fail, with NCCL they
+wait; jax ends them after its own time-out, with pages of traces. Here every process holds a
+connection to process 0. The kernel closes those of a process that is gone, whatever became of it,
+and keepalives end those of a machine that is. Whoever is left says in one line which one it was,
+and ends.
+
+Nothing but the news of an end goes over these connections, and nothing is waited for: where they
+cannot be made, a line says so and jax's time-out is what there is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+
+from train import processes
+from train.stopping import Stopped
+
+# How long process 0 waits for the connections, and the others for theirs.
+MEET_S = 10.0
+# How long a process has to end by itself after another has ended with an error: most errors are
+# raised in all of them, and its own says more than the line from here.
+GRACE_S = 5.0
+
+BYE, FAILED = b".", b"!"
+
+
+class Peers:
+    """Ends this process when another one of the run is gone. Use with `with`, in all of them.
+
+    Args:
+        host: At which the others reach process 0; None for the name of its machine.
+        go_on: How to start the run again.
+        say: Shows a line to the user.
+    """
+
+    def __init__(self, host: str | None, *, go_on: str, say: Callable[[str], None]):
+        self._host = host
+        self._go_on = go_on
+        self._say = say
+        self._connections: dict[socket.socket, int] = {}  # to which process
+
+    def __enter__(self) -> Peers:
+        if jax.process_count() > 1:
+            self._meet()
+            threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        news = BYE if kind is None or issubclass(kind, Stopped) else FAILED
+        for connection in list(self._connections):
+            _tell(connection, news)
+
+    def _meet(self) -> None:
+        if processes.is_first():
+            with _listener() as listener:
+                token = secrets.token_hex(8)
+                host = self._host or socket.gethostname()
+                processes.from_first(f"{host} {listener.getsockname()[1]} {token}")
+                self._accept(listener, token)
+            missing = set(range(1, jax.process_count())) - set(self._connections.values())
+            if missing:
+                listed = ", ".join(map(str, sorted(missing)))
+                self._say(f"no connection to process {listed}: jax would notice its death late")
+            return
+        host, port, token = processes.from_first("").split()
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=MEET_S)
+        except OSError:
+            return  # process 0 says so
+        connection.sendall(f"{token} {jax.process_index()}\n".encode())
+        self._connections[_kept_alive(connection)] = 0
+
+    def _accept(self, listener: socket.socket, token: str) -> None:
+        listener.settimeout(MEET_S)
+        while len(self._connections) < jax.process_count() - 1:
+            try:
+                connection, _ = listener.accept()
+                connection.settimeout(MEET_S)
+                said, index = connection.makefile("r").readline().split()
+            except (OSError, ValueError):
+                return
+            if said == token:
+                self._connections[_kept_alive(connection)] = int(index)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for connection in self._connections:
+                selector.register(connection, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    try:
+                        heard = connection.recv(64)
+                    except OSError:
+                        heard = b""
+                    index = self._connections[connection]
+                    if heard.startswith(BYE):
+                        selector.unregister(connection)
+                    elif heard.startswith(FAILED):
+                        selector.unregister(connection)
+                        index = int(heard[1:] or index)
+                        self._pass_on(FAILED + str(index).encode())
+                        why = f"process {index} has ended with an error, which it shows"
+                        timer = threading.Timer(GRACE_S, self._end, [why])
+                        timer.daemon = True
+                        timer.start()
+                    else:
+                        # Process 0 hears it from the kernel, and says which one to the others.
+                        index = int(heard) if heard.isdigit() else index
+                        self._pass_on(str(index).encode())
+                        self._end(f"process {index} is gone: it was killed, or its machine was")
+
+    def _pass_on(self, news: bytes) -> None:
+        if processes.is_first():
+            for connection in self._connections:
+                _tell(connection, news)
+
+    def _end(self, why: str) -> NoReturn:
+        # Past `sys.stderr`: the main thread may be stuck with its lock. What jax and gloo have to
+        # say of the same end, from other threads, hides the line.
+        os.write(2, f"error: {why}. This one ends, too. {self._go_on}\n".encode())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os._exit(1)
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    """The connection, which now ends within 10 s of the other machine."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
+
+
+def _tell(connection: socket.socket, news: bytes) -> None:
+    try:
+        connection.sendall(news)
+    except OSError:
+        pass  # it is gone, which the thread hears
