@@ -10,7 +10,8 @@ step the device's peak bytes per parameter (arguments, outputs and temporaries, 
 aliased) and the share of the mail's bytes whose copy starts while matmuls are still to come, that
 is, while the backward pass can hide it. With several devices also what they send each other in a
 step, and the program that merges a window's update into the parameters; bytes are those of one
-device, parameters those of the whole model. Answers: `benchmarks/LOG.md`.
+device, parameters those of the whole model. What `on_gpu.py` would run is compiled by
+`gpu_stages/programs.py`. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse

@@ -110,11 +110,11 @@ def test_the_worst_pair_is_the_engine_s_peer_with_the_largest_idle_share():
     first, second = (part.title for part in parts[:2])
     figures = {
         first: {"adamw": {"idle": 0.0}, "parked": {"idle": 0.9}, "offload": {"idle": 0.5}},
-        second: {"zenflow-s4-r0.05-exchange": {"idle": 0.6}, "offload": {"idle": None}},
+        second: {"zenflow-s4-r0.05-device": {"idle": 0.6}, "offload": {"idle": None}},
         "of another plan": {"offload": {"idle": 0.8}},
     }
     worst = timelines._find_worst(figures, parts)
-    assert (worst.part.title, worst.peer, worst.idle) == (second, "zenflow-s4-r0.05-exchange", 0.6)
+    assert (worst.part.title, worst.peer, worst.idle) == (second, "zenflow-s4-r0.05-device", 0.6)
     assert timelines._find_worst({}, parts) is None
 
 

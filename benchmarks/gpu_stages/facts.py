@@ -126,9 +126,11 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
     there = jnp.ones(size // 4, jnp.float32)
     here = jax.block_until_ready(jax.device_put(there, pinned))
 
+    scale = jnp.bfloat16(width**-0.5)  # it neither grows nor vanishes
+
     @jax.jit
     def kernel(x: jax.Array, times: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, times, lambda _, y: (y @ x) * jnp.bfloat16(1 / width), x)
+        return jax.lax.fori_loop(0, times, lambda _, y: (y @ x) * scale, x)
 
     copies = {
         "device to pinned_host": lambda: jax.device_put(there, pinned),

@@ -239,7 +239,7 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
     if rehearse:
         tiny = _TINY[0]
         preset = Preset(llama(32, layers=tiny.layers, **tiny.sizes), 1, 32)
-        few = many = 1  # so that parts share programs
+        few = 1
 
     def part(
         peers: Sequence[str],
@@ -257,11 +257,10 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
     # As many as have room together: so each is set up once, and a round is its steps.
     # Of a rehearsal as few as show that it works: what peers compute is held by tests of their own.
     first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, here, scan=False)
-    second = _SCANNED[:2] if rehearse else _leading(_SCANNED, preset.config, here, scan=True)
-    parts = [
-        part(first, 0.6, scan=False, batch=few),
-        part(second, 0.85, scan=True, batch=many),
-    ]
+    second = _leading(_SCANNED, preset.config, here, scan=True)
+    parts = [part(first, 0.6, scan=False, batch=few)]
+    if not rehearse:
+        parts.append(part(second, 0.85, scan=True, batch=many))
     beyond = beyond_adamw(machine, rehearse=rehearse)
     if beyond is not None:
         name, config = beyond
