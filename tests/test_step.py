@@ -57,6 +57,50 @@ def test_a_sample_has_each_example_once_and_fills_up_with_rows_that_count_nothin
         np.testing.assert_array_equal(batch["tokens"], again["tokens"])
 
 
+class Sentences:
+    """Example i has i + 1 tokens, of the number i, and is filled up with zeros."""
+
+    longest = 10
+
+    def __init__(self, count):
+        self.lengths = np.arange(1, count + 1)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        tokens = np.where(np.arange(self.longest + 1) <= i, i, 0)
+        return {"tokens": tokens, "mask": (tokens > 0)[:-1], "label": np.int32(i)}
+
+
+@pytest.mark.parametrize("buckets", [1, 3, 10])
+def test_a_batch_has_the_positions_that_its_longest_example_needs(buckets):
+    words = {"batch_size": 3, "seed": 4}
+    cut, full = (Batches(Sentences(10), **words, buckets=b) for b in (buckets, 1))
+    allowed = {1: {10}, 3: {4, 8, 10}, 10: set(range(1, 11))}[buckets]
+    lengths = set()
+    for i in range(10):
+        length, longest = cut.length(i), int(full[i]["label"].max()) + 1
+        lengths.add(length)
+        assert length == min(x for x in allowed if x >= longest)
+        assert cut.tokens(i) == (full[i]["label"] + 1).sum()
+        for name, x in full[i].items():
+            size = {"tokens": length + 1, "mask": length, "label": None}[name]
+            np.testing.assert_array_equal(cut[i][name], x[:, :size] if size else x)
+    assert len(lengths) > (buckets > 1)
+    assert Batches(Windows(np.zeros((9, 2), np.uint8)), **words, buckets=buckets).length(0) is None
+
+
+def test_a_sample_is_of_the_same_examples_however_they_are_filled_up():
+    cut, full = (Sample(Sentences(10), batch_size=4, seed=4, buckets=b) for b in (10, 1))
+    for few, all_ in zip(cut, full, strict=True):
+        width = few["mask"].shape[1]
+        np.testing.assert_array_equal(few["mask"], all_["mask"][:, :width])
+        assert not all_["mask"][:, width:].any()
+        np.testing.assert_array_equal(few[ROWS], all_[ROWS])
+    assert {batch["mask"].shape[1] for batch in cut} != {10}
+
+
 # --- steps ----------------------------------------------------------------------------------
 
 

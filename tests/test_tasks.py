@@ -114,6 +114,7 @@ def test_a_glue_example_is_what_the_tokenizer_makes_of_its_sentences(tmp_path, b
         assert example["types"].tolist() == expected.type_ids + [0] * (40 - n)
         assert example["mask"].tolist() == [1] * n + [0] * (40 - n)
         assert example["label"] == label
+        assert (source.lengths[1], source.longest) == (n, 40)
 
     assert set(expected.type_ids) == set(range(len(sentences)))
     parts = ["matched", "mismatched"] if name == "mnli" else ["validation"]
@@ -470,6 +471,8 @@ def test_only_the_answer_and_its_end_count(tmp_path, decoder):
             answer = decoder.tokens.encode(item["output"], add_special_tokens=False).ids
             assert counted == [*answer, decoder.end]
             assert example["tokens"][-1] == decoder.pad
+            # Behind the last target there is padding alone.
+            assert source.lengths[i] == np.flatnonzero(example["weights"])[-1] + 1
 
 
 def test_prompts_have_alpaca_s_wording():
@@ -508,6 +511,7 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
     assert task.train[1]["tokens"].tolist() == [*prompt, decoder.end]  # an empty answer
     for i in range(2):
         assert task.train[i]["weights"].tolist() == [0] * (len(prompt) - 1) + [1]
+        assert task.train.lengths[i] == task.train.longest == len(prompt)
 
     with pytest.raises(DataError, match=f"shortest of 3 prompts takes {len(prompt)}"):
         alpaca_task(folder, decoder, length=len(prompt) - 1)

@@ -12,7 +12,14 @@ import pytest
 import zenflow_jax
 from tests import runs
 from tests.runs import FEW, ONE
-from zenflow_jax import Span, Timeline, _timeline, plot_timeline, save_trace
+from zenflow_jax import (
+    Span,
+    Timeline,
+    _timeline,
+    _timeline_output,
+    plot_timeline,
+    save_trace,
+)
 from zenflow_jax._reference import Settings
 from zenflow_jax._timeline import ROWS, Recorder
 
@@ -291,6 +298,13 @@ def test_the_picture_has_every_row_a_legend_and_the_steps_by_number(tmp_path, re
     (legend,) = figure.legends
     shown = {text.get_text() for text in legend.get_texts()}
     assert {"step (number)", "update (window)", "wait for host", "upload", "exchange"} <= shown
+
+
+def test_the_axis_of_long_steps_is_in_seconds(recorded, monkeypatch):
+    monkeypatch.setattr(_timeline_output, "_IN_SECONDS_S", 0.0)
+    axes = plot_timeline(recorded).axes[0]
+    assert axes.get_xlabel() == "s"
+    assert axes.xaxis.get_major_formatter()(40_000) == "40"
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".pdf"])

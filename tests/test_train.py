@@ -88,7 +88,7 @@ def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_de
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
     left_out |= {"accumulate", "send_mail", "transfer_dtype", "prefetch_bytes", "max_skipped"}
-    left_out |= {"b1", "b2", "eps"}
+    left_out |= {"b1", "b2", "eps", "length_buckets"}
     left_out |= {
         "model",
         "data",
@@ -587,6 +587,9 @@ def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
     assert (moved == 0) if optimizer == "adamw" else (1 < moved < 4)
     shown = capsys.readouterr().out
     assert f"validation after {TINY['steps']} steps: loss" in shown
+    # Signs of life, and how long it will be.
+    assert re.search(r"compiling the training step\nstep  1/13  compiled, \d+\.\d s\n", shown)
+    assert re.search(r"step  4/13 .* \d:\d\d:\d\d left\n", shown)
     assert "bytes moved per parameter and step" in shown
 
     of_schedule = ("window_length", "kept_share", "reselections")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -37,8 +37,23 @@ class Source(Protocol):
     def __getitem__(self, i: int, /) -> dict[str, np.ndarray]: ...
 
 
+@runtime_checkable
+class Padded(Protocol):
+    """A source whose examples are of different lengths, and are filled up behind to the same one.
+
+    `lengths` `(n,)` says how many tokens each has, and `longest` to how many they are filled up. A
+    batch need not have more positions than its longest example has tokens.
+    """
+
+    lengths: np.ndarray
+    longest: int
+
+
 class Batches:
     """Batches of a source for training: without end, every epoch in an order of its own.
+
+    Those of a `Padded` source have as many positions as their longest example needs, rounded up to
+    one of a few lengths, as each length is compiled by itself.
 
     Indexing starts no thread and no process; every process indexes alike, and reads the rows that
     lie on its own devices and no others. A batch as small as the quickstart's takes 0.15 ms.
@@ -48,13 +63,26 @@ class Batches:
         batch_size: Examples in a batch, all devices together.
         seed: Fixes the orders.
         mesh: The devices; None for batches of NumPy arrays.
+        buckets: How many lengths a batch may have: so many parts of `longest`, one more at a time.
 
     Raises:
         SettingsError: If the batch does not divide by the mesh.
     """
 
-    def __init__(self, source: Source, *, batch_size: int, seed: int, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        seed: int,
+        mesh: Mesh | None = None,
+        buckets: int = 1,
+    ):
         self._examples = grain.MapDataset.source(source).shuffle(seed=seed).repeat()
+        # The numbers of the same examples.
+        self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed).repeat()
+        self._last: tuple[int, list[int]] = (-1, [])
+        self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
         self._size = batch_size
         self._place = _Place(batch_size, mesh)
         self.per_epoch = math.ceil(len(source) / batch_size)
@@ -62,7 +90,26 @@ class Batches:
 
     def __getitem__(self, i: int) -> Batch:
         first = i * self._size
-        return self._place.batch([self._examples[first + row] for row in self._place.rows])
+        batch = [self._examples[first + row] for row in self._place.rows]
+        if self._padding:
+            batch = self._padding.cut(batch, self._numbers(i))
+        return self._place.batch(batch)
+
+    def tokens(self, i: int) -> int | None:
+        """How many tokens batch `i` has, all devices together; None if none of it is padding."""
+        return self._padding.tokens(self._numbers(i)) if self._padding else None
+
+    def length(self, i: int) -> int | None:
+        """How many positions its examples have; None if all batches have the same."""
+        return self._padding.bucket(self._numbers(i)) if self._padding else None
+
+    def _numbers(self, i: int) -> list[int]:
+        # Of all its examples, also of those on other processes: all must come to the same length.
+        # Asked three times in a row for a batch.
+        if self._last[0] != i:
+            first = i * self._size
+            self._last = i, [self._order[first + row] for row in range(self._size)]
+        return self._last[1]
 
 
 class Sample:
@@ -74,6 +121,7 @@ class Sample:
     Args:
         source, batch_size, seed, mesh: As for `Batches`.
         batches: How many at most, drawn with the seed; None for all examples.
+        buckets: As for `Batches`.
     """
 
     def __init__(
@@ -84,8 +132,11 @@ class Sample:
         seed: int,
         mesh: Mesh | None = None,
         batches: int | None = None,
+        buckets: int = 1,
     ):
         self._examples = grain.MapDataset.source(source).shuffle(seed=seed)
+        self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
+        self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
         self._size = batch_size
         self._place = _Place(batch_size, mesh)
         self.examples = len(source)
@@ -97,8 +148,37 @@ class Sample:
             numbers = [first + row for row in self._place.rows]
             real = [number < self.examples for number in numbers]
             own = [self._examples[n if r else 0] for n, r in zip(numbers, real, strict=True)]
+            if self._padding:
+                # The first one fills up, here or on another process.
+                last = min(first + self._size, self.examples)
+                own = self._padding.cut(own, [self._order[n] for n in (0, *range(first, last))])
             rows = [{ROWS: np.asarray(r, np.float32)} for r in real]
             yield self._place.batch([e | r for e, r in zip(own, rows, strict=True)])
+
+
+class _Padding:
+    """How many positions the batches of a padded source have."""
+
+    def __init__(self, source: Padded, buckets: int):
+        self._lengths, self._longest = source.lengths, source.longest
+        self._part = math.ceil(source.longest / buckets)
+
+    def tokens(self, numbers: list[int]) -> int:
+        """In the examples with these numbers."""
+        return int(self._lengths[numbers].sum())
+
+    def bucket(self, numbers: list[int]) -> int:
+        """For a batch of these examples."""
+        needed = math.ceil(int(self._lengths[numbers].max()) / self._part) * self._part
+        return min(max(needed, self._part), self._longest)
+
+    def cut(
+        self, examples: list[dict[str, np.ndarray]], numbers: list[int]
+    ) -> list[dict[str, np.ndarray]]:
+        """The examples of a batch, of these numbers all together, without needless padding."""
+        if not (behind := self._longest - self.bucket(numbers)):
+            return examples
+        return [{n: x[:-behind] if x.ndim else x for n, x in e.items()} for e in examples]
 
 
 class _Place:

@@ -131,7 +131,7 @@ def train(
         )
     origin = None if settings.model is None else read_folder(Path(settings.model))
     task = make_task(settings, origin)
-    where = {"seed": settings.seed, "mesh": mesh}
+    where = {"seed": settings.seed, "mesh": mesh, "buckets": settings.length_buckets}
     check_batch(
         settings,
         examples=len(task.train),
@@ -335,16 +335,31 @@ def train(
         # this). `save` blocks until the step is done, on device and host, and copied, and until the
         # save before is written. The rest is dispatched only.
         saved = done
+        compiled: set[int | None] = set()  # lengths of batches
+        if done < settings.steps:
+            log.say("compiling the training step")
         for step in range(done + 1, settings.steps + 1):
-            params, opt_state, loss, skipped = train_step(params, opt_state, batches[step - 1])
+            length, tokens = batches.length(step - 1), batches.tokens(step - 1)
+            tokens = tokens_per_step if tokens is None else tokens
+            with contextlib.ExitStack() as compiling:
+                if is_new := length not in compiled:
+                    compiled.add(length)
+                    jax.block_until_ready(params)
+                    compiling.enter_context(meter.paused())
+                params, opt_state, loss, skipped = train_step(params, opt_state, batches[step - 1])
+                if is_new:
+                    # What compiles is in no rate.
+                    jax.block_until_ready(params)
+                    tokens = 0
             if engine:
                 params, opt_state = engine.exchange(params, opt_state)
             record.step(step)
             if step == done + 1:
                 jax.block_until_ready(params)
-                meter.start(tokens_done=tokens_per_step)
+                meter.start(tokens_done=0)
                 stop.begin()
-            if row := meter.step(loss, skipped=skipped, tokens=tokens_per_step):
+                log.begin(step)
+            if row := meter.step(loss, skipped=skipped, tokens=tokens):
                 report(row)
             skips.step(skipped)
             checkpoints.poll()

@@ -3,7 +3,8 @@
     metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
     settings.toml         the settings in full; the command takes it as a config file
     deepspeed.json        a copy of the DeepSpeed config, if there is one
-    loss.png              the loss curve; below it, for zenflow, the length of its windows
+    loss.png              the curves of the loss and of the task's metrics; below them, for zenflow,
+                          the length of its windows
     summary.json          the figures of the summary table
     checkpoints/          what the run can go on from (`checkpoints.py`)
     model.safetensors     the trained weights in float32; of a model that was read from a folder,
@@ -105,8 +106,9 @@ def write_picture(
 ) -> None:
     """Writes `loss.png`: the loss over the steps, the summary beside it, the schedule below.
 
-    Below are the length of the windows, with the intervals in which channels were selected, and the
-    share of the score that is kept: each only where something is known of it.
+    Below are the task's own metrics, the length of the windows, with the intervals in which
+    channels were selected, and the share of the score that is kept: each only where something is
+    known of it.
     """
     steps = [row.step for row, _ in rows]
     schedule = [of_schedule for _, of_schedule in rows]
@@ -122,6 +124,11 @@ def write_picture(
     ]
     if not all(map(math.isnan, kept)):
         panels.append((1.2, partial(_draw_kept_share, steps=steps, kept=kept)))
+
+    others = [n for n in summary.validation_after if n.rpartition("/")[2] != "loss"]
+    if others:
+        scores = partial(_draw_scores, validations=validations, names=others)
+        panels.insert(1, (1.8, scores))
 
     heights = [height for height, _ in panels]
     # A Figure without pyplot draws with Agg: no display is needed and no global state is left.
@@ -157,6 +164,20 @@ def _draw_loss(
         label = " ".join(["validation", *name.split("/")[:-1]])
         axes.plot([step for step, _ in validations], losses, "o-", label=label)
     axes.legend()
+
+
+def _draw_scores(
+    axes: Axes, *, validations: Sequence[tuple[int, Mapping[str, float]]], names: Sequence[str]
+) -> None:
+    """The task's own metrics: accuracy, F1, Matthews correlation."""
+    for place, name in enumerate(names):
+        values = [figures[name] for _, figures in validations]
+        label = " ".join(name.split("/"))
+        axes.plot(
+            [step for step, _ in validations], values, "o-", color=f"C{4 + place}", label=label
+        )
+    axes.set_ylabel("validation")
+    axes.legend(fontsize=8)
 
 
 def _draw_windows(axes: Axes, *, steps: Sequence[int], schedule: Sequence[ScheduleRow]) -> None:

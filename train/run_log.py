@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime
 import math
 import os
 import time
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -71,6 +79,8 @@ class RunLog:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
             console=console,
             disable=self._as_lines,
@@ -78,6 +88,8 @@ class RunLog:
         done = rows[-1][0].step if rows else 0
         self._task = self._bar.add_task("train", total=steps, completed=done, figures="compiling")
         self._steps = steps
+        self._made = time.monotonic()
+        self._begun = (done, self._made)  # a step, and when it was done
 
     def __enter__(self) -> RunLog:
         self._bar.start()
@@ -95,6 +107,17 @@ class RunLog:
                 closing.callback(file.close)
             closing.callback(self._board.close)
 
+    def begin(self, step: int) -> None:
+        """The first step of this start is done, and all is compiled that it needs."""
+        self._begun = step, time.monotonic()
+        seconds = self._begun[1] - self._made
+        self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  compiled, {seconds:.1f} s")
+
+    def say(self, line: str) -> None:
+        """Shows a line: where there is no bar that moves, a sign of life."""
+        if self._as_lines:
+            self._line(line)
+
     def add(self, row: Row, schedule: ScheduleRow) -> None:
         """Shows and writes the figures of one interval."""
         # At once, so that a run can be followed, and one that dies leaves a record.
@@ -108,8 +131,10 @@ class RunLog:
         if row.skipped:
             figures += f"  {row.skipped} skipped"
         self._bar.update(self._task, completed=row.step, figures=figures)
-        if self._as_lines:
-            self._line(f"step {row.step:>{len(str(self._steps))}}/{self._steps}  {figures}")
+        self.say(
+            f"step {row.step:>{len(str(self._steps))}}/{self._steps}  {figures}"
+            f"{self._time_left(row.step)}"
+        )
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Shows and writes the figures of the parameters after `step` steps."""
@@ -117,6 +142,14 @@ class RunLog:
         self._board.add("validation", figures, step)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         self._line(f"validation after {step} steps: {shown}")
+
+    def _time_left(self, step: int) -> str:
+        """By the steps of this start that are done, with their validations and checkpoints."""
+        first, since = self._begun
+        if not first < step < self._steps:
+            return ""
+        seconds = (time.monotonic() - since) * (self._steps - step) / (step - first)
+        return f"  {datetime.timedelta(seconds=round(seconds))} left"
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
@@ -129,6 +162,12 @@ class NoLog:
         return self
 
     def __exit__(self, *exception) -> None:
+        pass
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def say(self, line: str) -> None:
         pass
 
     def add(self, row: Row, schedule: ScheduleRow) -> None:

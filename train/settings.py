@@ -48,6 +48,9 @@ class Settings:
     """File or folder of the task's data. Left out with standard_library."""
     sequence_length: int = 128
     """Tokens in one sequence (bytes, of standard_library)."""
+    length_buckets: int = 4
+    """Lengths that a batch of alpaca or GLUE may have, parts of sequence_length: the shortest that
+    holds its longest example. Each is compiled once. 1: all are filled up to sequence_length."""
     validation_share: float = 0.1
     """Share of the data that is kept for validation, where the data has no part for that."""
     corpus_megabytes: float = 4.0
@@ -346,9 +349,9 @@ class Command:
 
 
 _ABOVE_ZERO = (
-    "corpus_megabytes sequence_length batch_size micro_batches width layers heads ffn steps epochs "
-    "learning_rate eps auto_window_max_interval auto_select_max_windows max_grad_norm threads "
-    "log_every eval_batches keep max_skipped"
+    "corpus_megabytes sequence_length length_buckets batch_size micro_batches width layers heads "
+    "ffn steps epochs learning_rate eps auto_window_max_interval auto_select_max_windows "
+    "max_grad_norm threads log_every eval_batches keep max_skipped"
 ).split()
 
 _AT_LEAST_ZERO = "seed warmup_steps weight_decay save_every evaluate_every".split()

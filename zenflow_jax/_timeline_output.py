@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Steps that a picture shows unless told otherwise.
+# From so many seconds on the axis of a picture is in seconds: nobody reads "40000 ms".
+_IN_SECONDS_S = 10.0
 _SHOWN = 12
 
 _RED = "#d62728"
@@ -104,6 +106,9 @@ def plot_timeline(
         xlim=(0, 1e3 * (end - start)),
         ylim=(len(ROWS) - 0.5, -0.5),  # the first row on top
     )
+    if end - start >= _IN_SECONDS_S:
+        axes.set_xlabel("s")
+        axes.xaxis.set_major_formatter(lambda ms, _: f"{ms / 1e3:g}")
     axes.set_yticks(range(len(ROWS)), ROWS)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -114,13 +114,20 @@ class Answers:
     def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, tokenizer: Tokenizer):
         self._encoded = encoded
         self._rows = rows
-        self._length = length
+        self._length = self.longest = length
         self._begin = [] if tokenizer.begin is None else [tokenizer.begin]
         self._end = end_token(tokenizer)
         self._pad = tokenizer.pad
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of each example the tokens after which another one is predicted."""
+        starts = self._encoded.starts
+        tokens = starts[2 * self._rows + 2] - starts[2 * self._rows]  # prompt and answer
+        return np.minimum(tokens + len(self._begin), self._length)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < len(self):

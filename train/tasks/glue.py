@@ -223,7 +223,8 @@ class Sentences:
     def __init__(self, encoded: Encoded, labels: np.ndarray, *, sequence_length: int, pad: int):
         self._encoded = encoded
         self._labels = labels
-        self._length = sequence_length
+        self._length = self.longest = sequence_length
+        self.lengths = np.diff(encoded.starts)
         self._pad = pad
 
     def __len__(self) -> int:
