@@ -196,6 +196,35 @@ def test_leaves_of_other_paths_are_refused_with_both(made, given, words):
             assert not [word for word in words if word not in str(caught.value)], caught.value
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Twins(list):
+    """A container of a user's own, all of whose leaves have one path."""
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("w"), leaf) for leaf in self], None
+
+    def tree_flatten(self):
+        return list(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(leaves)
+
+
+def test_leaves_of_one_path_are_told_apart_by_their_order_or_refused():
+    made = jax.device_put(Twins([jnp.ones((8, 3)), jnp.zeros((8, 3)), 3 * jnp.ones(3)]), DEVICE)
+    state = TX.init(made)
+    with zenflow_jax.HostEngine(made, state, host_kernel="numpy") as engine:
+        updates, state = TX.update(made, state, made)
+        params, state = engine.exchange(optax.apply_updates(made, updates), state)
+        with pytest.raises(ValueError, match=r"expected 3 leaves at \.w,.*got 2: .* its own"):
+            engine.flush(Twins(made[:2]), state)
+        # Each had the gradient that is its own value: down where that was 1, untouched where 0.
+        params, state = engine.flush(params, state)
+    assert (params[0] < 0.995).all()
+    runs.assert_same_bits(params[1], made[1])
+
+
 @pytest.mark.parametrize("what", ["gradients", "params"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_update_with_leaves_of_other_paths_is_refused(what, offload):

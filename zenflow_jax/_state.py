@@ -6,6 +6,7 @@ shapes and wrapped variables are built from the same classes.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -194,10 +195,15 @@ class Places:
 
     def _find(self, params: Any) -> list[int]:
         paths, _ = jax.tree_util.tree_flatten_with_path(params)
-        by_name = {plain_name(path): i for i, (path, _) in enumerate(paths)}
-        missing = [spec.name for spec in self._specs if spec.name not in by_name]
+        by_name: dict[str, list[int]] = {}
+        for i, (path, _) in enumerate(paths):
+            by_name.setdefault(plain_name(path), []).append(i)
+        # A container of the user's own may give two leaves one path. They are told apart by their
+        # order, which says nothing once some of them are missing or more have come.
+        ours = Counter(spec.name for spec in self._specs)
+        missing = [name for name in ours if name not in by_name]
         if missing:
-            others = sorted(by_name.keys() - {spec.name for spec in self._specs})
+            others = sorted(by_name.keys() - ours.keys())
             raise ValueError(
                 f"expected `params` with the leaf {some(missing)} that the state was made for, got "
                 f"{len(paths)} leaves without it"
@@ -205,7 +211,16 @@ class Places:
                 "parameters that `tx.init` saw, or a tree with more leaves in which these have "
                 "the same paths."
             )
-        return [by_name[spec.name] for spec in self._specs]
+        for name, count in ours.items():
+            if len(by_name[name]) != count:
+                raise ValueError(
+                    f"expected {count} leaves at {name}, as the state has them, got "
+                    f"{len(by_name[name])}: leaves of one path cannot be told apart. Pass the "
+                    "parameters that `tx.init` saw, or have the container's "
+                    "`tree_flatten_with_keys` give each of its leaves a key of its own."
+                )
+        rest = {name: iter(by_name[name]) for name in ours}
+        return [next(rest[spec.name]) for spec in self._specs]
 
 
 #: Of a run with frozen leaves: the trained ones, all parameters, the model's whole state.
