@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import zenflow_jax
 from tests import processes, runs
-from tests.runs import FEW, ONE, Leaf, Settings, Training
+from tests.runs import FEW, FIRST, ONE, Leaf, Settings, Training
 from zenflow_jax import (
     HostEngine,
     _engine_state,
@@ -179,6 +179,15 @@ def test_every_array_that_is_donated_is_given_up():
             assert kept == [], f"at step {t}"
             training.exchange()
             training.settle()
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself(offload):
+    # A step that donates both would give up the same buffer twice, which XLA refuses.
+    params = runs.initial(FIRST)
+    state = runs.transformation(FIRST, OPTIONS, offload=offload).init(params)
+    found = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
+    assert len(set(found)) == len(found)
 
 
 def test_mail_is_read_where_it_lies():

@@ -107,7 +107,9 @@ def _build(
         ticket=_fingerprint(weights[few], specs[few]) if offload else None,
         letter=_letter(weights, specs, schedule, delivery, rank) if offload and mail else None,
         open_steps=None if offload else jnp.zeros((), jnp.int32),
-        scalars=None if offload else AdamScalars(*[jnp.zeros((), jnp.float32)] * 7),
+        scalars=None
+        if offload
+        else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
         tally=None
         if offload or not schedule.adaptive
         else jax.tree.map(jnp.array, first_tally(schedule, _travelling(specs))),

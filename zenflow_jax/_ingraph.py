@@ -32,7 +32,8 @@ from zenflow_jax._statistics import kept_share
 
 def init_leaf(p: jax.Array, spec: LeafSpec, delivery: str) -> DeferredState:
     return DeferredState(
-        master=p.astype(jnp.float32),
+        # A copy, of float32 as well: a step that is given both may donate both.
+        master=jnp.array(p, jnp.float32),
         mu=jnp.zeros(spec.shape, jnp.float32),
         nu=jnp.zeros(spec.shape, jnp.float32),
         steps=jnp.zeros((*spec.stack, spec.n), jnp.int32),
