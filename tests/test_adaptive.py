@@ -58,6 +58,7 @@ def windows_of(lengths):
     return script, ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "seed"), [(FIRST, 1), (SECOND, 2), (THIRD, 3)], ids=["first", "second", "third"]
 )
@@ -94,6 +95,7 @@ def test_a_flush_moves_no_boundary():
     assert stats.window_lengths == {2: 4, 3: 2}
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_made_of_windows_of_one_step():
     settings = dataclasses.replace(AUTO, full_warm_up_rounds=3)
     script, ends = windows_of([2, 2, 3, 5])
@@ -103,6 +105,7 @@ def test_a_warm_up_is_made_of_windows_of_one_step():
     assert stats.window_lengths == {1: 3, 2: 2, 3: 1, 5: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "fixed"), [(AutoWindow(1), 1), (AutoWindow(3, 1.0), 3)], ids=str
 )
@@ -125,6 +128,7 @@ def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, f
 SWITCH = 41
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("select", "then"),
     [
@@ -151,6 +155,7 @@ def test_the_selection_follows_a_switch_within_the_stated_time(select, then):
     assert new == list(range(then, plan.steps + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "changes"),
     [

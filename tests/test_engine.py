@@ -267,6 +267,7 @@ def test_how_much_is_prefetched_does_not_change_a_bit():
     assert uploaded == [uploaded[0], uploaded[0] - 240, uploaded[0] - whole]
 
 
+@pytest.mark.slow
 def test_kernel_threads_and_blocks_do_not_change_a_bit(monkeypatch):
     outcomes = []
     for kernel, threads, block in [("numpy", 1, None), ("numba", 3, 7), ("numpy", 3, 13)]:

@@ -44,6 +44,7 @@ def assert_equals_adamw(leaves, options, steps=STEPS):
                 runs.assert_close([p for _, p in training.follow(Plan(steps))], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "ratio", "select_interval"),
     [(FIRST, 0.0, 1000), (SECOND, 0.25, 1)],
@@ -74,10 +75,12 @@ def test_selecting_every_channel_equals_optax_adamw(interval, overlap):
     assert_equals_adamw(FIRST, options)
 
 
+@pytest.mark.slow
 def test_a_warm_up_as_long_as_the_run_equals_optax_adamw():
     assert_equals_adamw(FIRST, Settings(weight_decay=0.1, **WARM), WARM["full_warm_up_rounds"])
 
 
+@pytest.mark.slow
 def test_max_grad_norm_equals_optax_clipping_in_front():
     norms = [
         np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradients.values()))
@@ -148,6 +151,7 @@ AGREEMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGREEMENTS)
 def test_engine_and_in_graph_mode_equal_the_reference(name):
     leaves, options, plan = AGREEMENTS[name]
@@ -173,6 +177,7 @@ def test_a_donated_step_gives_the_bits_of_one_that_is_not():
     runs.assert_same_bits(*histories)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_when_gradients_leave_changes_no_bit(donate):
     options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
@@ -184,6 +189,7 @@ def test_when_gradients_leave_changes_no_bit(donate):
     runs.assert_same_bits(*histories)
 
 
+@pytest.mark.slow
 def test_a_sum_on_the_device_of_one_step_is_its_gradient():
     histories = []
     for accumulate in ("host", "device"):
@@ -213,6 +219,7 @@ def small_runs(draw):
     return (leaf,), options, Plan(10, bad=draw(steps)), draw(st.integers(0, 9))
 
 
+@pytest.mark.slow
 @given(small_runs())
 @settings(max_examples=4)
 def test_any_shape_axis_and_interval_equals_the_reference(run):

@@ -246,6 +246,7 @@ def test_a_reason_is_shown_once_for_all_its_keys(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_the_schedule_is_the_settings_where_deepspeeds_config_has_none(tmp_path):
     path = deepspeed_config(tmp_path, scheduler=None)

@@ -124,6 +124,7 @@ def test_several_steps_of_all_channels_equal_optax_adamw(kernel, shape):
         np.testing.assert_allclose(state.master, params, rtol=0, atol=ATOL)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     groups=st.integers(1, 3),

@@ -25,6 +25,7 @@ def memory(tree):
     return {x.__array_interface__["data"][0] for x in map(np.asarray, tree) if x.ndim > 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [FIRST, SECOND], ids=["first", "second"])
 def test_what_is_lent_is_the_state_and_the_run_goes_on_with_the_same_bits(leaves):
     with HERE(leaves) as training, HERE(leaves) as untouched:

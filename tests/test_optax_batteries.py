@@ -163,6 +163,7 @@ def run(case):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=id) for id, case, exception in COLLECTED if not exception]
 )

@@ -131,6 +131,7 @@ def plain_gradients(name):
     return gradients(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -149,6 +150,7 @@ def test_gradients_are_the_same_scanned_and_rematerialized(name, options):
         assert_close(other, one, GRADIENT_TOLERANCE, floor=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "bert"])
 def test_gradients_reach_every_leaf(name):
     dead = [
@@ -178,6 +180,7 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda x: x.dtype, shapes)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_nearly_the_same():
     name = "llama3"
     pretrained = read_folder(FIXTURES / name)
@@ -205,6 +208,7 @@ def test_fresh_weights_are_the_same_scanned():
     assert not np.array_equal(kernels[0], kernels[1])
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     _, graphdef, params = load(FIXTURES / "bert")
     of = expected("bert")

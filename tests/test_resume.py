@@ -74,6 +74,7 @@ def end(training):
     return training.params, dataclasses.replace(training.state, ticket=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "changes", "kernel"),
     [
@@ -275,6 +276,7 @@ def test_the_template_is_what_the_state_is():
                 assert x.sharding.memory_kind == "pinned_host"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [FIRST, THIRD], ids=["first", "third"])
 @pytest.mark.parametrize("offload", [True, False])
 def test_masters_are_those_of_the_reference(leaves, offload):

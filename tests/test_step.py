@@ -125,6 +125,7 @@ def answers_of(tokens: np.ndarray) -> np.ndarray:
     return (np.arange(width - 1) < np.arange(rows)[:, None]).astype(np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers_only", [False, True], ids=["all tokens", "answers"])
 def test_micro_batches_make_the_step_of_the_whole_batch(answers_only):
     graphdef, params = tiny_model()
@@ -144,6 +145,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(answers_only):
         )
 
 
+@pytest.mark.slow
 def test_targets_of_weight_zero_count_nothing():
     graphdef, params = tiny_model()
     model = nnx.merge(graphdef, params)

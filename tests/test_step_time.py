@@ -114,6 +114,7 @@ def test_mixed_precision_adamw_is_optax_adamw_of_the_masters_and_rounds_them():
     assert params["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_parked_state_has_the_bits_of_state_on_the_device_and_stays_in_host_memory(
     model, tokens, limit
 ):
@@ -131,6 +132,7 @@ def test_parked_state_has_the_bits_of_state_on_the_device_and_stays_in_host_memo
     assert runner._step._cache_size() == 1  # checked on jax 0.10.2, 0.11.2
 
 
+@pytest.mark.slow
 def test_synchronous_offload_is_adamw(model, tokens, limit):
     runner = Runner(PEERS["offload"], model, tokens)
     runner.set_up()
@@ -143,6 +145,7 @@ def test_synchronous_offload_is_adamw(model, tokens, limit):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=ATOL)
 
 
+@pytest.mark.slow
 def test_micro_batches_give_the_mean_of_their_gradients_rounded_once(model, tokens):
     gradients_only = Optimizer(lambda p: (), lambda grads, state, _: (grads, state), lambda p: ())
 
@@ -165,6 +168,7 @@ def test_micro_batches_give_the_mean_of_their_gradients_rounded_once(model, toke
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["offload-x4", "zenflow-s4-r0.1"])
 def test_windows_are_as_long_as_the_peer_says_and_a_second_run_has_the_same_bits(
     model, tokens, name
@@ -183,6 +187,7 @@ def test_windows_are_as_long_as_the_peer_says_and_a_second_run_has_the_same_bits
     assert runner._step._cache_size() == 1  # checked on jax 0.10.2, 0.11.2
 
 
+@pytest.mark.slow
 def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     saved = []
     found = step_time.compare(

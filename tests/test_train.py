@@ -563,6 +563,7 @@ def run_folders(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "zenflow"])
 def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
     command = tiny_command(tmp_path, optimizer="adamw", learning_rate=1e-2)
@@ -608,6 +609,7 @@ def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
         assert "<svg" in picture.read_text(encoding="utf-8")[:1000]
 
 
+@pytest.mark.slow
 def test_windows_and_selections_that_adapt_are_in_the_metrics_and_the_summary(tmp_path, capsys):
     changed = {"update_interval": "auto", "select_interval": "auto", "full_warm_up_share": 0.1}
     assert finetune.main(tiny_command(tmp_path, auto_window_max_interval=4, **changed)) == 0
@@ -630,6 +632,7 @@ def test_windows_and_selections_that_adapt_are_in_the_metrics_and_the_summary(tm
     assert "score kept" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
     changed = {"corpus_megabytes": 0.1, "steps": 9, "log_every": 1, "update_interval": 1}
     root = standard_library.folder()
@@ -674,6 +677,7 @@ def test_adamw_has_no_timeline(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_path, capsys):
     command = tiny_command(tmp_path, learning_rate=1e30, max_skipped=5, log_every=2)
     assert finetune.main(command) == 2
@@ -688,6 +692,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
     assert not (folder / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, capsys, monkeypatch):
     losses = {0: 5.0, 3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0, 13: 2.0}
     figures = ({"loss": loss} for loss in losses.values())
@@ -722,6 +727,7 @@ def assert_weights_of_checkpoint(run, step, where):
         np.testing.assert_array_equal(x, arrays[f"params.{name}"])
 
 
+@pytest.mark.slow
 def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):
     command = tiny_command(tmp_path, learning_rate=1e-2, update_interval=1, overlap_step=False)
     losses = []

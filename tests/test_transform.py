@@ -236,6 +236,7 @@ def test_an_injected_learning_rate_may_be_set_between_steps(start):
     assert_close(params, alone())
 
 
+@pytest.mark.slow
 def test_injected_hyperparameters_of_low_precision_leaves_are_kept_in_float32():
     # optax gives hyperparameters the parameters' dtype; bfloat16(0.999) is 1.
     params = example_params("bfloat16")
@@ -275,6 +276,7 @@ def test_apply_if_finite_refuses_low_precision_leaves(dtype):
         tx.update(gradients_at(1, dtype), state, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_multi_steps_makes_one_step_of_several_and_none_in_between(dtype):
     gradients = functools.partial(gradients_at, dtype=dtype)
@@ -361,6 +363,7 @@ def test_leaves_of_an_nnx_model_go_by_the_names_that_their_user_gave_them():
 # --- under jax's transformations ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_jit_equals_eager(offload):
     # A boundary at every step, so that one step has all there is.
@@ -388,6 +391,7 @@ def test_scan_equals_a_loop():
     assert int(state.step) == STEPS
 
 
+@pytest.mark.slow
 def test_vmap_equals_a_loop_over_models():
     def several(first, start):
         return jax.tree.map(lambda *x: jnp.stack(x), *(first(start + i) for i in range(2)))
