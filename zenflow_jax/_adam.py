@@ -62,10 +62,23 @@ def adamw(
         scalars: Hyperparameters.
         decay: Whether weight decay applies.
     """
-    t = steps.astype(jnp.float32)
     mu = scalars.b1 * mu + scalars.one_minus_b1 * g
     nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)
+    return change_of(p, mu, nu, steps, scalars, decay=decay), mu, nu
+
+
+def change_of(
+    p: Float[Array, "..."],
+    mu: Float[Array, "..."],
+    nu: Float[Array, "..."],
+    steps: Int[Array, "..."],
+    scalars: AdamScalars,
+    *,
+    decay: bool,
+) -> Float[Array, "..."]:
+    """What a step changes of `p`, given the moments after it; arguments as of `adamw`."""
+    t = steps.astype(jnp.float32)
     direction = (mu / (1 - scalars.b1**t)) / (jnp.sqrt(nu / (1 - scalars.b2**t)) + scalars.eps)
     if decay:
         direction = direction + scalars.weight_decay * p
-    return -scalars.learning_rate * direction, mu, nu
+    return -scalars.learning_rate * direction

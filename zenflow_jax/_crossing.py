@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
+from zenflow_jax._changes import samples
 from zenflow_jax._engine_state import EMPTY, NONE, PENDING, channels_before
 from zenflow_jax._host_half import HostHalf
-from zenflow_jax._merge import choose, enter, measure, merge
+from zenflow_jax._merge import Merged, choose, enter, measure, merge
 from zenflow_jax._parts import Part, as_before, assemble, by_leaf, part_sharding, select_anew
 from zenflow_jax._placement import upload
 from zenflow_jax._state import LeafState, ZenFlowState
@@ -52,6 +53,9 @@ class Crossing:
         self._specs = tuple(state.leaves[i].spec for i in travels)
         #: An update that has not reached the parameters.
         self.pending: Future | None = None
+        #: Of merges, since they were last taken from here, how much had changed of which leaves.
+        self.changed: list[tuple[list[int], jax.Array]] = []
+        self._samples: list[jax.Array] = []
         #: Channels that were selected while its window was open, if that was not so ever since.
         self.before: list[jax.Array] | None = None
 
@@ -82,8 +86,17 @@ class Crossing:
         uploads = self._worker.wait(self.pending, after)
         before, self.pending, self.before = self.before, None, None
         if not uploads:
+            # Channels that left at the boundary before this one are in no `before` any more.
+            self.look(weights)
             return weights
-        return self._merge(weights, self._fetch_rest(uploads, after), before, leaves)
+        merged = self._merge(weights, self._fetch_rest(uploads, after), before, leaves)
+        self._samples = merged.samples
+        self.changed += merged.changed
+        return merged.weights
+
+    def look(self, weights: Sequence[jax.Array]) -> None:
+        """Notes what the parameters are: until the next merge only steps may change them."""
+        self._samples = samples(weights, self._specs)
 
     def peek(
         self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
@@ -93,7 +106,7 @@ class Crossing:
         if not uploads:
             return weights
         uploads = self._fetch_rest(uploads, after)
-        return self._merge(weights, uploads, self.before, leaves, keep=True)
+        return self._merge(weights, uploads, self.before, leaves, keep=True).weights
 
     def _merge(
         self,
@@ -103,7 +116,7 @@ class Crossing:
         leaves: Sequence[LeafState],
         *,
         keep: bool = False,
-    ) -> list[jax.Array]:
+    ) -> Merged:
         """The parameters with an update, whose arrays stay if `keep`."""
         now = [leaves[i].channels for i in self._travels]
         new = [
@@ -113,8 +126,9 @@ class Crossing:
             )
         ]
         before = now if before is None else before
-        merged = merge(weights, new, before, now, self._specs, keep=keep)
-        return [as_before(x, weight) for x, weight in zip(merged, weights, strict=True)]
+        merged = merge(weights, new, before, now, self._samples, self._specs, keep=keep)
+        placed = [as_before(x, weight) for x, weight in zip(merged.weights, weights, strict=True)]
+        return merged._replace(weights=placed)
 
     def _fetch_rest(self, uploads: list[Any], after: Any) -> list[Any]:
         """An update with the parts that were not prefetched; waits until those are there."""

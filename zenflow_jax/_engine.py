@@ -24,9 +24,10 @@ import numpy as np
 from flax import nnx
 
 from zenflow_jax._aligned import copied
-from zenflow_jax._changes import checksums, differing
+from zenflow_jax._changes import Doubts, checksums, differing
 from zenflow_jax._checks import check_placement
 from zenflow_jax._crossing import Crossing
+from zenflow_jax._emitted import Emitted
 from zenflow_jax._engine_checks import (
     StatePlaces,
     check_arrays,
@@ -275,6 +276,9 @@ class HostEngine:
             prefetched,
             state,
         )
+        self._doubts = Doubts()
+        self._emitted = Emitted(self._specs)
+        self._crossing.look(mine)
         if counts is not None and engine_state is not None:
             self._resume(counts, engine_state["leaves"], travelling)
         self._closed = False
@@ -338,7 +342,9 @@ class HostEngine:
                 made since the last exchange (the latter is noticed once the mail is read, by the
                 call after); if the step was made from what a `flush` was called with, in place of
                 what it returned; if the state is another run's; if a former call was interrupted;
-                if `max_skipped` steps in a row were skipped.
+                if `max_skipped` steps in a row were skipped; if something else than zenflow has
+                changed the parameters, which samples of them tell at each boundary (two calls
+                later, so as not to wait).
             ValueError: If the state or the parameters lack leaves of the run, or have them in other
                 shapes, dtypes or places.
             TypeError: If they are no jax arrays.
@@ -359,7 +365,9 @@ class HostEngine:
         self._state_places.check(state, mail_only=not boundary.closes)
         if first:
             self._follow(state, taken.weights)
+            self._crossing.look(taken.travelling)
         with self._all_or_nothing():
+            emitted = self._emitted.compare(taken.weights, state.leaves, state.letter)
             step = self._progress.step + 1
             self._open_steps += 1
             self._mailbox.send(state, step)
@@ -379,6 +387,9 @@ class HostEngine:
                     weights = self._crossing.collect(weights, state.step, leaves)
                 params = taken.with_travelling(weights)
             self._progress.passed(boundary, state.letter.statistics, measured)
+            self._note_changes(emitted)
+            if boundary.closes or first:
+                self._emitted.look(self._take(params).weights, leaves)
             new = self._mailbox.refill(state, leaves)
             return params, replace_state(opt_state, new)
 
@@ -415,6 +426,8 @@ class HostEngine:
                 self._count_window()
                 weights = self._crossing.collect(weights, state.step, state.leaves)
             self._mailbox.drain()
+            self._note_changes(None)
+            self._doubts.check(self._progress.step)
             state = self._mailbox.renew(state)
             return taken.with_travelling(weights), replace_state(opt_state, state)
 
@@ -507,6 +520,8 @@ class HostEngine:
     def _tree(self, take: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
         """The engine's state, of arrays that `take` makes of its own."""
         self._check_open()
+        # A checkpoint of parameters that something else has changed would be of no run.
+        self._doubts.check(self._progress.step)
         pending = self._settle()
         half, stats = self._half, self._worker.stats
         try:
@@ -559,6 +574,7 @@ class HostEngine:
     def _masters(self, opt_state: Any) -> Iterator[jax.Array]:
         """Of each leaf that travels the host's masters, for `_master.py`."""
         state = self._check(opt_state)
+        self._doubts.check(self._progress.step)
         self._settle()
         return self._crossing.masters(state)
 
@@ -614,7 +630,7 @@ class HostEngine:
         trace: types.TracebackType | None,
     ) -> None:
         # After a failure, or a `close` of the user's, `flush` would be no remedy.
-        failed = self._closed or self._interrupted or self._worker.failed
+        failed = self._closed or self._interrupted or self._worker.failed or self._doubts.known
         dropped = not failed and self._behind
         lost = None if error is None or self._closed else self._what_is_lost(error)
         self.close()
@@ -637,6 +653,8 @@ class HostEngine:
         """What an exception leaves behind that goes through the `with` block; None for nothing."""
         step = self._progress.step
         reason = self._worker.reason
+        if self._doubts.known:
+            return None if self._doubts.known in str(error) else self._doubts.known
         if reason:
             # Most often it is what is raised here.
             return None if reason in str(error) else f"the engine has failed as well: {reason}."
@@ -681,6 +699,8 @@ class HostEngine:
             )
         if self._loan is not None:
             self._loan.check()
+        # Not those of the step that the device may be at: who reads them waits for it.
+        self._doubts.check(self._progress.step - 1)
 
     def _check(self, opt_state: Any) -> ZenFlowState:
         self._check_open()
@@ -709,6 +729,16 @@ class HostEngine:
     def _check_params(self, taken: "_Taken") -> None:
         check_leaves(taken.weights, self._specs)
         check_placement(taken.weights, self._specs)
+
+    def _note_changes(self, emitted: tuple[list[int], jax.Array] | None) -> None:
+        """Takes over what has been found of the parameters that came in."""
+        if emitted is not None:
+            which, counts = emitted
+            self._doubts.add(self._progress.step, [self._specs[i].name for i in which], counts)
+        for which, counts in self._crossing.changed:
+            names = [self._specs[self._travels[i]].name for i in which]
+            self._doubts.add(self._progress.step, names, counts)
+        self._crossing.changed = []
 
     def _check_flushed(self, state: ZenFlowState) -> None:
         if self._mailbox.replaced(state):

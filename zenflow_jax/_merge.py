@@ -7,17 +7,27 @@ every device that holds its block.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from zenflow_jax._changes import differ, sample_of
 from zenflow_jax._channels import LeafSpec, along, contains, positions, spread, take, top_channels
-from zenflow_jax._shards import Here, Layout, on_each_device
+from zenflow_jax._shards import SAME, Here, Layout, on_each_device
 from zenflow_jax._statistics import kept_share
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
+
+
+class Merged(NamedTuple):
+    """What a merge gives."""
+
+    weights: list[Array]
+    samples: list[Array]  # of them, to be compared with at the next merge
+    changed: list[tuple[list[int], Array]]  # of some leaves how much of their samples had changed
 
 
 def merge(
@@ -25,10 +35,11 @@ def merge(
     uploads: Sequence[Array],
     before: Sequence[Array],
     now: Sequence[Array],
+    samples: Sequence[Array],
     specs: Sequence[LeafSpec],
     *,
     keep: bool = False,
-) -> list[Array]:
+) -> Merged:
     """The parameters, with a window's update on the channels that it was about.
 
     Args:
@@ -36,39 +47,52 @@ def merge(
         uploads: Masters' casts, in parts; used up unless `keep`.
         before: Channels that were selected during the window.
         now: Channels that are selected since it closed.
+        samples: Of the parameters when they were last merged.
         specs: The leaves.
         keep: Whether the uploads stay, and what comes back is memory of its own.
     """
-    merged = list(weights)
+    merged = Merged(list(weights), list(samples), [])
     # What is gathered is a new array, which could not take the place of an upload.
     gathered = [spec.placement is not None and any(spec.placement.shares) for spec in specs]
     in_place = [not (keep or gathers) for gathers in gathered]
     for kind, program in ((True, _merge_in_place), (False, _merge_parts)):
         which = [i for i, found in enumerate(in_place) if found == kind]
         if which:
-            columns = (tuple(x[i] for i in which) for x in (weights, uploads, before, now))
-            new = program(*columns, specs=tuple(specs[i] for i in which))
-            for i, weight in zip(which, new, strict=True):
-                merged[i] = weight
+            columns = (tuple(x[i] for i in which) for x in (weights, uploads, before, now, samples))
+            new, seen, changed = program(*columns, specs=tuple(specs[i] for i in which))
+            for i, weight, sample in zip(which, new, seen, strict=True):
+                merged.weights[i], merged.samples[i] = weight, sample
+            merged.changed.append((which, changed))
     return merged
 
 
 def _merge(
-    weights: Arrays, uploads: Arrays, before: Arrays, now: Arrays, *, specs: Specs
-) -> Arrays:
-    def one(here: Here, weight: Array, upload: Array, before: Array, now: Array) -> Array:
+    weights: Arrays, uploads: Arrays, before: Arrays, now: Arrays, samples: Arrays, *, specs: Specs
+) -> tuple[Arrays, Arrays, Array]:
+    def one(
+        here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array
+    ) -> tuple[Array, Array, Array]:
         n = here.block.n
-        kept = contains(here.index(before), n) | contains(here.index(now), n)
-        return jnp.where(along(kept, here.block), weight, here.gather(upload))
+        kept = along(contains(here.index(before), n) | contains(here.index(now), n), here.block)
+        new = jnp.where(kept, weight, here.gather(upload))
+        # Other channels no step has moved since their last merge.
+        moved = sample_of(jnp.broadcast_to(kept, weight.shape))
+        changed = jnp.sum(differ(sample_of(weight), sample) & ~moved, dtype=jnp.int32)
+        return new, sample_of(new), here.sum_everywhere(changed)
 
-    return tuple(
-        on_each_device(one, spec, [lay.block, lay.part, lay.channels, lay.channels], lay.block)(
-            *args
-        )
+    made = [
+        on_each_device(
+            one,
+            spec,
+            [lay.block, lay.part, lay.channels, lay.channels, lay.each_device],
+            (lay.block, lay.each_device, SAME),
+        )(*args)
         for spec, lay, *args in zip(
-            specs, map(Layout, specs), weights, uploads, before, now, strict=True
+            specs, map(Layout, specs), weights, uploads, before, now, samples, strict=True
         )
-    )
+    ]
+    new, seen, changed = zip(*made, strict=True)
+    return new, seen, jnp.stack(changed)
 
 
 # The uploads are donated, never the caller's parameters: those may be in use elsewhere. Either way

@@ -49,6 +49,12 @@ class Layout:
             return SAME
         return partition_spec((*place.block[: len(spec.stack)], place.block[spec.axis]))
 
+    @property
+    def each_device(self) -> PartitionSpec:
+        """Of what every device has of its own, one behind the other along the first axis."""
+        place = self.spec.placement
+        return SAME if place is None else PartitionSpec(tuple(place.mesh.axis_names))
+
     def mail(self, rank: int) -> PartitionSpec:
         """Of the part with its leading unit axes."""
         place = self.spec.placement

@@ -155,9 +155,17 @@ def zenflow(
     Returns:
         A transformation whose `update` needs `params`. The update it returns is float32; with it
         `optax.apply_updates` gives the float32 master cast to the leaf's dtype on selected
-        channels, and leaves deferred ones as they are. Let it be the last of a chain: what comes
-        after it, or changes the parameters between steps, does not reach deferred channels, whose
-        masters the host keeps.
+        channels, and leaves deferred ones as they are.
+
+        Let it be the last of a chain, and the only one that changes the parameters. What stands
+        behind it (`optax.scale`, `optax.ema`, `optax.contrib.reduce_on_plateau`, a mask that sets
+        updates of frozen leaves to zero) acts on selected channels alone, and what changes
+        parameters (`optax.lookahead`, weights that are clipped, loaded or reset in mid-run) is
+        undone on deferred ones by their next update. Instead put in front what acts on gradients;
+        set the rate by a schedule or `optax.inject_hyperparams`; freeze by `optax.partition`; keep
+        averages of the weights outside; for new weights in mid-run flush and make state and engine
+        anew. An engine compares samples of the parameters at each boundary and refuses such runs;
+        with `offload=False` nothing does. Before the first step weights may be loaded at any time.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.

@@ -332,6 +332,27 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train(kind):
 
 
 @pytest.mark.parametrize(
+    ("where", "leaf"),
+    [
+        (("three", "both", AUTO), "rows"),
+        (("three", "both", EXPLICIT), "columns"),
+        (("data", "replicated", AUTO), "stack"),
+    ],
+    ids=str,
+)
+def test_parameters_that_something_else_changes_are_refused(where, leaf):
+    name, placement, kind = where
+    mesh = meshes.make_mesh(name, kind)
+    shardings = meshes.shardings(mesh, placement)
+    with jax.set_mesh(mesh), Training(LEAVES, STALE, shardings=shardings, threads=1) as run:
+        run.go(7)
+        other = runs.initial_values(LEAVES, 1)[leaf]
+        run.params = run.params | runs.place({leaf: other}, shardings)
+        with pytest.raises(RuntimeError, match=rf"got other values of \['{leaf}'\] after step"):
+            run.go(6)
+
+
+@pytest.mark.parametrize(
     ("again", "name"),
     [
         (PartitionSpec(), "mail"),

@@ -1,0 +1,164 @@
+"""What something else than zenflow does to the parameters is refused, and nothing else is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenflow_jax
+from tests import runs
+from tests.runs import FIRST, Settings, Training
+
+SETTINGS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1)
+REFUSED = "nothing but zenflow changes, got other values of"
+
+
+def training(**more):
+    return Training(FIRST, SETTINGS, host_kernel="numpy", threads=1, **more)
+
+
+def clip(params):
+    return {name: jnp.clip(p, -0.5, 0.5) for name, p in params.items()}
+
+
+def load(params):
+    return params | {"rows": runs.initial(FIRST, 1)["rows"]}
+
+
+def one_layer(params):
+    return params | {"stack": params["stack"].at[1].set(0)}
+
+
+def turn(params):
+    return params | {"columns": -params["columns"]}
+
+
+CHANGES = [
+    (clip, r"\['columns'\], \['rows'\], \['stack'\]"),
+    (load, r"\['rows'\]"),
+    (one_layer, r"\['stack'\]"),
+    (turn, r"\['columns'\]"),
+]
+by_name = pytest.mark.parametrize(
+    ("change", "names"), CHANGES, ids=[change.__name__ for change, _ in CHANGES]
+)
+
+
+@by_name
+def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(change, names):
+    with training() as run:
+        run.go(5)
+        run.params = change(run.params)
+        with pytest.raises(RuntimeError, match=f"{REFUSED} {names} after step 6"):
+            run.go(4)
+        assert run.engine.stats.steps == 7
+        # And not again by accident.
+        for call in (run.exchange, run.flush, run.engine.state):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                call()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda run: run.flush(),
+        lambda run: run.engine.state(),
+        lambda run: zenflow_jax.master_params(run.params, run.state, run.engine),
+    ],
+    ids=["flush", "state", "master_params"],
+)
+def test_parameters_that_were_changed_are_refused_before_they_are_saved(end):
+    with training() as run:
+        run.go(3)
+        run.params = load(run.params)
+        run.go(1)
+        with pytest.raises(RuntimeError, match=f"{REFUSED} .'rows'. after step 4"):
+            end(run)
+
+
+PARAMS = {
+    "bias": jnp.full(4, 0.5),
+    "low": jnp.linspace(-1, 1, 96, dtype=jnp.bfloat16).reshape(12, 8),
+    "wide": jnp.linspace(-1, 1, 96).reshape(12, 8),
+}
+OPTIONS = {"topk_ratio": 0.25, "update_interval": 2, "select_interval": 4}
+
+
+def train(behind, params=PARAMS, **options):
+    """A run with something behind zenflow."""
+    tx = optax.chain(zenflow_jax.zenflow(1e-2, **{**OPTIONS, **options}), *behind)
+
+    @jax.jit
+    def step(params, state, t):
+        gradients = jax.tree.map(
+            lambda p: jnp.sin(3 * p.astype(jnp.float32) + t).astype(p.dtype), params
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            more = {"value": jnp.float32(1)}
+            updates, state = optax.with_extra_args_support(tx).update(
+                gradients, state, params, **more
+            )
+            return optax.apply_updates(params, updates), state
+
+    params = jax.device_put(params, jax.devices()[0])
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.jit(tx.init)(params)
+    with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
+        for t in range(24):
+            params, state = engine.exchange(*step(params, state, jnp.float32(t)))
+        return engine.flush(params, state)[0]
+
+
+FROZEN = {"bias": False, "low": False, "wide": True}
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        optax.scale(0.5),
+        optax.masked(optax.set_to_zero(), FROZEN),
+        optax.add_decayed_weights(1e-2),
+        optax.keep_params_nonnegative(),
+        optax.contrib.reduce_on_plateau(factor=0.5, patience=1),
+    ],
+    ids=["half", "frozen", "decay", "nonnegative", "plateau"],
+)
+def test_what_acts_behind_zenflow_is_refused(behind):
+    with pytest.raises(RuntimeError, match=f"{REFUSED}.*Let zenflow be the last of its chain"):
+        train([behind])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
+        {"behind": [], "full_warm_up_rounds": 3, "overlap_step": False},
+        {"behind": [], "b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_mail": "exchange"},
+        {"behind": [], "accumulate": "device", "topk_ratio": 0.0},
+        {"behind": [], "topk_ratio": 1.0},
+    ],
+    ids=["identity", "warm-up", "no momentum", "none selected", "all selected"],
+)
+def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
+    train(**options)
+
+
+def test_numbers_that_an_update_of_zero_may_change_are_not_taken_for_others():
+    numbers = np.array([0.0, -0.0, 1e-40, -1e-40], np.float32)
+
+    def filled(p):
+        return jnp.asarray(np.resize(numbers, p.shape), p.dtype)
+
+    train([], params=jax.tree.map(filled, PARAMS), topk_ratio=0.0, weight_decay=0.0)
+    train([], params=jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS))
+
+
+def test_bad_steps_and_flushes_are_not_taken_for_changes():
+    with training() as run:
+        for t in range(1, 20):
+            run.step(bad=t % 3 == 0 or t in (7, 8))
+            run.exchange()
+            if t in (4, 9, 10):
+                run.flush()
+        run.flush()
