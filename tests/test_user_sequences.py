@@ -1,0 +1,565 @@
+"""Random sequences of what users do, right and wrong, against a model of what must hold.
+
+The model is short. Whatever was done, a call may refuse it with an error that is written for
+users, or the parameters must be those of the slow reference, and frozen leaves untouched. A wrong
+thing may go unnoticed for a while, as gradients are read late; by the next `flush` it must have
+been refused, or have done no harm. What was done right is never refused.
+
+A few of them belong to the suite. For as long as one likes, over more trees and settings::
+
+    ZENFLOW_SEQUENCES=1000 python -m pytest -q -n 0 tests/test_user_sequences.py --hypothesis-seed 1
+"""
+
+import copy
+import functools
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+import zenflow_jax
+from tests import runs
+from tests.runs import Leaf
+from zenflow_jax import _reference
+
+SEQUENCES = int(os.environ.get("ZENFLOW_SEQUENCES", "0"))
+#: Each is compiled once, which is what the time goes to.
+WORLDS = 10_000 if SEQUENCES else 6
+
+#: What a user may be told; anything else that is raised was not meant for them.
+REFUSALS = (RuntimeError, ValueError, TypeError)
+
+
+class World(NamedTuple):
+    """A tree of parameters, who trains them, and how."""
+
+    leaves: tuple[Leaf, ...]  # trained
+    frozen: tuple[Leaf, ...]
+    places: tuple[tuple[str, ...], ...]  # the keys of each leaf, the frozen ones last
+    form: str  # how frozen leaves are kept out: "partition" or "subtree"
+    options: _reference.Settings
+    offload: bool
+    donate: bool
+    send_mail: str | None
+
+
+@functools.cache
+def world(number: int) -> World:
+    """The same for the same number. The first few have one each of what matters most."""
+    rng = np.random.default_rng(number)
+    kinds = [((6, 3), -2), ((3, 7), -1), ((2, 5, 3), -2), ((4,), None), ((3, 2), None)]
+    which = [0, *rng.integers(len(kinds), size=rng.integers(1, 3))]
+    dtypes = ["float32", "bfloat16"]
+    names = rng.permutation(list("abcdefgh")).tolist()
+
+    def leaf(kind: int) -> Leaf:
+        shape, axis = kinds[kind]
+        return Leaf(names.pop(), shape, axis, dtypes[rng.integers(2)], bool(rng.integers(2)))
+
+    leaves = tuple(leaf(int(kind)) for kind in which)
+    # Of shapes that trained leaves have, so that one could be taken for the other.
+    frozen = tuple(leaf(int(kind)) for kind in which[: rng.integers(1, 3)])
+    window = int(rng.integers(1, 4))
+    options = _reference.Settings(
+        topk_ratio=float(rng.choice([0.0, 0.3, 0.3, 1.0])),
+        update_interval=window,
+        select_interval=window * int(rng.integers(1, 3)),
+        full_warm_up_rounds=int(rng.choice([0, 0, 2])),
+        overlap_step=bool(rng.integers(4)),
+        weight_decay=0.1,
+        max_grad_norm=float(rng.choice([2.0, 50.0])),
+        accumulate=str(rng.choice(["host", "host", "device"])),
+    )
+    nested = [("outer", x.name) if rng.integers(2) else (x.name,) for x in (*leaves, *frozen)]
+    return World(
+        leaves,
+        frozen,
+        tuple(nested),
+        ["partition", "subtree"][number % 2],
+        options,
+        offload=number % 4 != 3,
+        donate=bool(rng.integers(2)),
+        send_mail=None if options.accumulate == "device" else [None, "exchange"][rng.integers(2)],
+    )
+
+
+def tree_of(places: Any, values: Any) -> dict[str, Any]:
+    """Nested dicts of values, each at its keys."""
+    tree: dict[str, Any] = {}
+    for place, value in zip(places, values, strict=True):
+        *outer, name = place
+        functools.reduce(lambda node, key: node.setdefault(key, {}), outer, tree)[name] = value
+    return tree
+
+
+def values_of(places: Any, tree: Any) -> list[Any]:
+    return [functools.reduce(lambda node, key: node[key], place, tree) for place in places]
+
+
+def drawn(leaves: tuple[Leaf, ...], seed: int) -> list[np.ndarray]:
+    return list(runs.initial_values(leaves, seed).values())
+
+
+@functools.cache
+def program(w: World) -> tuple[Any, Any]:
+    """Transformation and jitted step of a world."""
+    trained = {x.name for x in w.leaves}
+
+    def of(path: Any) -> Leaf:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return next(x for x in (*w.leaves, *w.frozen) if x.name == name)
+
+    tx = zenflow_jax.zenflow(
+        runs.rate,
+        **vars(w.options),
+        mask=lambda params: jax.tree.map_with_path(lambda path, _: of(path).decay, params),
+        channel_axis=lambda path, _: of(path).axis,
+        resident=lambda path, _: of(path).axis is None,
+        offload=w.offload,
+        send_mail=w.send_mail if w.offload else None,
+    )
+    if w.form == "partition":
+        tx = optax.partition(
+            {"train": tx, "freeze": optax.set_to_zero()},
+            lambda params: jax.tree.map_with_path(
+                lambda path, _: "train" if of(path).name in trained else "freeze", params
+            ),
+        )
+    mine = len(w.leaves)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1) if w.donate else ())
+    def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            if w.form == "partition":
+                updates, state = tx.update(gradients, state, params)
+                return optax.apply_updates(params, updates), state
+            values = values_of(w.places, params)
+            trainable = tree_of(w.places[:mine], values[:mine])
+            gradients = tree_of(w.places[:mine], values_of(w.places[:mine], gradients))
+            updates, state = tx.update(gradients, state, trainable)
+            new = values_of(w.places[:mine], optax.apply_updates(trainable, updates))
+            return tree_of(w.places, [*new, *values[mine:]]), state
+
+    return tx, step
+
+
+class Checkpoint(NamedTuple):
+    """What was saved, and what the model knew."""
+
+    params: Any
+    state: Any
+    engine_state: Any
+    reference: Any
+    frozen: Any
+    run: int
+    torn: bool  # a step had been made that was not exchanged
+
+    def __repr__(self) -> str:  # hypothesis prints what it draws
+        return f"<run {self.run}, step {self.reference.step_count}>"
+
+
+class UserSequences(RuleBasedStateMachine):
+    """One user at work. A method that begins with `_` is not theirs."""
+
+    @initialize(number=st.integers(0, WORLDS - 1))
+    def begin(self, number: int) -> None:
+        self.world = world(number)
+        self.tx, self.program = program(self.world)
+        self.saved: list[Checkpoint] = []
+        self.runs = 0  # started so far
+        self.engine: Any = None
+        self._start(0)
+
+    # --- what is right ----------------------------------------------------------------------
+
+    @precondition(lambda self: self.engine is None and self.world.offload)
+    @rule(whole=st.booleans())
+    def make_the_engine(self, whole: bool) -> None:
+        if self.unmailed:
+            self.misuse = "an engine made after the first step"
+        with self._may_refuse():
+            self.engine = zenflow_jax.HostEngine(
+                self.params if whole else self._trainable(), self.state, threads=1
+            )
+
+    @precondition(lambda self: self._ready() and not self.unmailed)
+    @rule(
+        kind=st.sampled_from([*["plain"] * 6, "not finite", "frozen by zeros"]),
+        whole=st.booleans(),
+    )
+    def step_and_exchange(self, kind: str, whole: bool) -> None:
+        self._step(kind)
+        self._exchange(whole)
+
+    @precondition(lambda self: self._ready() and not self.unmailed)
+    @rule(times=st.integers(2, 6))
+    def train_on(self, times: int) -> None:
+        for _ in range(times):
+            if self.over:
+                break
+            self._step()
+            self._exchange(True)
+
+    @precondition(lambda self: self._ready() and not self.unmailed)
+    @rule(whole=st.booleans())
+    def flush(self, whole: bool) -> None:
+        self._flush(whole)
+
+    @precondition(lambda self: self._ready() and not self.unmailed and not self.misuse)
+    @rule()
+    def look_at_the_masters(self) -> None:
+        masters = zenflow_jax.master_params(self._trainable(), self.state, self.engine)
+        for i, place in enumerate(self.world.places[: len(self.world.leaves)]):
+            (found,), expected = values_of([place], masters), self.reference.moments(i)[0]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=runs.ATOL)
+
+    @precondition(lambda self: self._ready() and not self.unmailed and not self.misuse)
+    @rule(whole=st.booleans())
+    def look(self, whole: bool) -> None:
+        """What an evaluation in mid-run sees is what the masters say."""
+        if self.engine is None:
+            found, _ = zenflow_jax.flush(self.params, self.state)
+            expected = copy.deepcopy(self.reference).flush()
+        else:
+            found = self.engine.peek(self.params if whole else self._trainable(), self.state)
+            expected = [
+                self.reference.moments(i)[0].astype(x.dtype)
+                for i, x in enumerate(self.world.leaves)
+            ]
+        self._compare(values_of(self.world.places[: len(expected)], found), expected, "a look")
+
+    @rule()
+    def keep_views_of_everything(self) -> None:
+        self.views = jax.tree.map(np.asarray, (self.params, self.state))
+
+    @precondition(lambda self: self._ready() and self.t > 0)
+    @rule()
+    def save(self) -> None:
+        with self._may_refuse():
+            engine_state = None if self.engine is None else self.engine.state()
+            params, state, engine_state = copied((self.params, self.state, engine_state))
+            self.saved.append(
+                Checkpoint(
+                    params,
+                    state,
+                    engine_state,
+                    copy.deepcopy(self.reference),
+                    self.frozen,
+                    self.run,
+                    self.unmailed,
+                )
+            )
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def resume(self, data: Any) -> None:
+        kept = data.draw(st.sampled_from(self.saved), label="checkpoint")
+        self._resume(kept, kept, kept)
+
+    @rule(seed=st.integers(0, 3))
+    def start_another_run(self, seed: int) -> None:
+        self._start(seed)
+
+    # --- what is wrong, or nearly so --------------------------------------------------------
+
+    # In mid-run only an engine can tell; a jitted step cannot raise.
+    @precondition(lambda self: not self.over and (self.world.offload or self.t == 0))
+    @rule(seed=st.integers(4, 6))
+    def load_other_weights(self, seed: int) -> None:
+        if self.t:
+            self.misuse = self.misuse or "weights loaded in mid-run"
+        elif self.engine is not None:
+            self.misuse = self.misuse or "weights loaded after the engine was made"
+        self._load(seed)
+
+    @precondition(lambda self: self._ready())
+    @rule()
+    def forget_to_exchange(self) -> None:
+        if self.unmailed and self.world.offload:
+            self.misuse = self.misuse or "a step that was not exchanged"
+        self._step()
+
+    @precondition(lambda self: self._ready() and self.unmailed)
+    @rule(whole=st.booleans())
+    def exchange_late(self, whole: bool) -> None:
+        self._exchange(whole)
+
+    @precondition(lambda self: self._ready() and self.world.offload)
+    @rule()
+    def exchange_twice(self) -> None:
+        if not self.unmailed:
+            self.misuse = self.misuse or "an exchange without a step"
+        self._exchange(True)
+        if not self.over:
+            self._flush(True)
+
+    @precondition(lambda self: self._ready() and not self.unmailed and self.t > 0)
+    @rule()
+    def flush_to_look_and_go_on(self) -> None:
+        """Goes on from what there was before; in-graph that is right, `flush` being pure."""
+        kept = self.params, self.state
+        if self.world.offload:
+            self.misuse = self.misuse or "a run that goes on from before a flush"
+        with self._may_refuse():
+            self._call("flush", True)
+            self.params, self.state = kept
+
+    @precondition(lambda self: self._ready() and self.world.offload and not self.unmailed)
+    @rule(kind=st.sampled_from(["missing", "renamed", "swapped", "reshaped"]))
+    def exchange_another_tree(self, kind: str) -> None:
+        self._step()
+        params = other_tree(self.world, self.params, kind)
+        if self.over or params is None:
+            return
+        self.misuse = self.misuse or f"exchange of a tree with a leaf {kind}"
+        with self._may_refuse():
+            new, self.state = self.engine.exchange(params, self.state)
+            # As a user would who has one tree for the step and another for the engine.
+            self.params = put_back(self.world, self.params, new)
+            self.unmailed = False
+        if not self.over:
+            self._flush(True)
+
+    @precondition(lambda self: not self.over)
+    @rule(what=st.sampled_from(["state", "params"]))
+    def bring_to_the_host_and_back(self, what: str) -> None:
+        """What pickling, or a trainer that re-places what it is given, makes of a state."""
+        if self.world.offload or what == "params":
+            self.misuse = self.misuse or f"{what} of NumPy arrays"
+        setattr(self, what, jax.device_get(getattr(self, what)))
+
+    @precondition(lambda self: not self.over)
+    @rule()
+    def move_the_state_to_the_device(self) -> None:
+        self.misuse = self.misuse or "a state that was moved"
+        # By way of NumPy: between its memories a CPU device copies nothing by itself (jax 0.10.2).
+        self.state = jax.device_put(jax.device_get(self.state), jax.devices()[0])
+
+    @precondition(lambda self: len(self.saved) > 1)
+    @rule(data=st.data())
+    def resume_from_a_mixture(self, data: Any) -> None:
+        a, b, c = (data.draw(st.sampled_from(self.saved), label=x) for x in ("params", "b", "c"))
+        if a is b is c:
+            return
+        self._resume(a, b, c)
+
+    # --- how it is done ---------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        try:
+            if self._ready() and not self.unmailed:
+                self._flush(True)
+        finally:
+            self._close()
+
+    def _start(self, seed: int) -> None:
+        self._close()
+        self.over, self.misuse, self.unmailed = False, "", False
+        self.runs += 1
+        self.run = self.runs
+        self.frozen = drawn(self.world.frozen, 100)
+        self._load(seed)
+        with self._may_refuse():
+            first = self.params if self.world.form == "partition" else self._trainable()
+            self.state = self.tx.init(first)
+
+    def _load(self, seed: int) -> None:
+        w = self.world
+        weights = drawn(w.leaves, seed)
+        values = [*weights, *self.frozen]
+        self.params = jax.device_put(tree_of(w.places, values), jax.devices()[0])
+        self.reference = _reference.Reference(
+            weights,
+            runs.rate,
+            w.options,
+            channel_axes=[x.axis for x in w.leaves],
+            decay=[x.decay for x in w.leaves],
+        )
+
+    def _close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+
+    def _resume(self, of_params: Checkpoint, of_state: Checkpoint, of_engine: Checkpoint) -> None:
+        self._close()
+        self.over, self.misuse, self.unmailed = False, "", False
+        self.run = of_params.run
+        if not (of_params is of_state is of_engine):
+            self.misuse = "parameters, state and engine of several checkpoints"
+        elif of_params.torn:
+            self.misuse = "a checkpoint made between a step and its exchange"
+        self.params, self.state, engine_state = copied(
+            (of_params.params, of_state.state, of_engine.engine_state)
+        )
+        self.frozen = of_params.frozen
+        # Where the parts differ without harm, they are those of any.
+        self.reference = copy.deepcopy(of_params.reference)
+        self.unmailed = of_params.torn
+        if self.world.offload:
+            with self._may_refuse():
+                self.engine = zenflow_jax.HostEngine(
+                    self.params, self.state, engine_state=engine_state, threads=1
+                )
+
+    @property
+    def t(self) -> int:
+        return self.reference.step_count
+
+    def _ready(self) -> bool:
+        return not self.over and (self.engine is not None or not self.world.offload)
+
+    def _step(self, kind: str = "plain") -> None:
+        w = self.world
+        t = self.t + 1
+        gradients = runs.gradients((*w.leaves, *w.frozen), t, self.run, False)
+        values = list(gradients.values())
+        if kind != "plain":
+            values[0] = np.full_like(values[0], np.nan if kind == "not finite" else 0)
+        self.reference.step(values[: len(w.leaves)])
+        self.unmailed = w.offload
+        with self._may_refuse():
+            gradients = jax.tree.map(jnp.asarray, tree_of(w.places, values))
+            self.params, self.state = self.program(self.params, self.state, gradients)
+        if not w.offload:
+            self._check("a step")
+
+    def _exchange(self, whole: bool) -> None:
+        if self.over or not self.world.offload:
+            return
+        self._apply("exchange", whole)
+        self.unmailed = False
+        self._check("exchange")
+
+    def _flush(self, whole: bool) -> None:
+        if self.unmailed:
+            self.misuse = self.misuse or "a flush before the exchange"
+        self._apply("flush", whole)
+        self.reference.flush()
+        if not self.over:
+            misuse, self.misuse = self.misuse, ""
+            self._check(f"flush ({misuse})" if misuse else "flush")
+
+    def _apply(self, name: str, whole: bool) -> None:
+        with self._may_refuse():
+            new, self.state = self._call(name, whole)
+            self.params = put_back(self.world, self.params, new)
+
+    def _call(self, name: str, whole: bool) -> tuple[Any, Any]:
+        params = self.params if whole else self._trainable()
+        call = zenflow_jax.flush if self.engine is None else getattr(self.engine, name)
+        return call(params, self.state)
+
+    def _trainable(self) -> Any:
+        places = self.world.places[: len(self.world.leaves)]
+        return tree_of(places, values_of(places, self.params))
+
+    def _check(self, after: str) -> None:
+        """The parameters are the reference's, unless something wrong may still be noticed."""
+        if self.over or self.misuse:
+            return
+        w, mine = self.world, len(self.world.leaves)
+        values = values_of(w.places, self.params)
+        self._compare(values[:mine], self.reference.params, after)
+        for leaf, now, then in zip(w.frozen, values[mine:], self.frozen, strict=True):
+            assert np.asarray(now).tobytes() == then.tobytes(), f"{leaf.name} is frozen: {after}"
+
+    def _compare(self, found: Any, expected: Any, after: str) -> None:
+        names = [x.name for x in self.world.leaves]
+        both = [[dict(zip(names, map(np.array, x), strict=True))] for x in (found, expected)]
+        try:
+            runs.assert_close(*both)
+        except AssertionError as error:
+            self.over = True  # the first one is what is to be seen
+            raise AssertionError(f"wrong weights after {after}, step {self.t}: {error}") from None
+
+    def _may_refuse(self) -> "_Refusal":
+        return _Refusal(self)
+
+
+class _Refusal:
+    """Around a call: what was done wrong may be refused, and that is the end of the run."""
+
+    def __init__(self, machine: UserSequences):
+        self._machine = machine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        machine = self._machine
+        if error is None:
+            return False
+        machine.over = True
+        if not machine.misuse or not isinstance(error, REFUSALS):
+            return False
+        machine._close()
+        return True
+
+
+def put_back(w: World, params: Any, new: Any) -> Any:
+    """`params` with what `new` has of them."""
+    found = dict(zip(w.places, values_of(w.places, params), strict=True))
+    for place in w.places:
+        try:
+            (found[place],) = values_of([place], new)
+        except KeyError:
+            continue
+    return tree_of(w.places, [found[place] for place in w.places])
+
+
+def other_tree(w: World, params: Any, kind: str) -> Any:
+    """The parameters as somebody has them who made a mistake; None if they cannot be made."""
+    places, values = list(w.places), values_of(w.places, params)
+    if kind == "missing":
+        return tree_of(places[1:], values[1:])
+    if kind == "renamed":
+        *outer, name = places[0]
+        return tree_of([(*outer, f"{name}{name}"), *places[1:]], values)
+    if kind == "reshaped":
+        return tree_of(places, [jnp.stack([values[0], values[0]]), *values[1:]])
+    twin = next(
+        (
+            i
+            for i, x in enumerate((*w.leaves, *w.frozen))
+            if i and (x.shape, x.dtype) == (w.leaves[0].shape, w.leaves[0].dtype)
+        ),
+        None,
+    )
+    if twin is None:
+        return None
+    values[0], values[twin] = values[twin], values[0]
+    return tree_of(places, values)
+
+
+def copied(tree: Any) -> Any:
+    """Arrays that share nothing with those of the tree, placed alike."""
+    return jax.tree.map(
+        lambda x: jax.device_put(np.array(x), x.sharding) if isinstance(x, jax.Array) else x.copy(),
+        tree,
+    )
+
+
+UserSequences.TestCase.settings = settings(
+    max_examples=SEQUENCES or 30,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=not SEQUENCES,
+    # Every example of the long run is worth more than a short one of the first failure.
+    phases=[Phase.explicit, Phase.generate, *([] if SEQUENCES else [Phase.shrink])],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.slow
+class TestUserSequences(UserSequences.TestCase):
+    """Whatever users do is right, or refused."""
