@@ -14,7 +14,7 @@ import zenflow_jax
 from benchmarks.kill_test import start, steps_of, wait_for
 from tests.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
-from train import finetune, models
+from train import finetune, models, sayings
 from train.command_line import load_settings
 from train.optimizers import in_force, make_optimizer, with_deepspeed
 from train.pretrained import read_folder
@@ -239,7 +239,7 @@ def test_a_reason_is_shown_once_for_all_its_keys(tmp_path):
     settings = Settings(deepspeed="ds.json", topk_ratio=0.5)
     asked = Settings(deepspeed="ds.json")
     reasons = {"a": "it is here", "b": "there is none", "c": "it is here"}
-    assert list(finetune.said_of_deepspeed(asked, settings, reasons)) == [
+    assert list(sayings.said_of_deepspeed(asked, settings, reasons)) == [
         "ds.json sets: topk_ratio 0.5",
         "ds.json: `a`, `c` have no counterpart here: it is here",
         "ds.json: `b` has no counterpart here: there is none",

@@ -27,7 +27,8 @@ from train.optimizers import (
     skipped_steps,
     weight_dtype,
 )
-from train.report import new_run_folder, write_timeline
+from train.report import write_timeline
+from train.run_folder import new_run_folder
 from train.schedule import ScheduleRecord, selection_rule, window_rule
 from train.settings import Settings, SettingsError, Start
 from train.skipping import NotFiniteError, SkippedSteps

@@ -36,6 +36,14 @@ from safetensors.numpy import save_file
 
 import zenflow_jax
 from train import processes
+from train.checkpoint_arrays import (
+    check_arrays,
+    described,
+    join,
+    name_of,
+    split,
+    templates_of,
+)
 from train.checksums import CHECKSUMS, checksums, damage
 from train.settings import Settings, SettingsError
 
@@ -163,9 +171,9 @@ class Checkpoints:
         with_engine = run["settings"]["optimizer"] != "adamw"
         engine_state = zenflow_jax.abstract_engine_state(opt_state) if with_engine else None
         fresh = {"params": params, "opt_state": opt_state, "engine_state": engine_state}
-        saved, others = _split(fresh)
-        _check_arrays(self._folder / str(step), run["arrays"], _described(saved))
-        templates = _templates(saved)
+        saved, others = split(fresh)
+        check_arrays(self._folder / str(step), run["arrays"], described(saved))
+        templates = templates_of(saved)
         # Before the others come, so that the device need not hold both.
         for x in saved.values():
             if isinstance(x, jax.Array):
@@ -174,7 +182,7 @@ class Checkpoints:
             item=templates, restore_args=ocp.checkpoint_utils.construct_restore_args(templates)
         )
         arrays = manager.restore(step, args=ocp.args.Composite(state=args))["state"]
-        return Restored(**_join(fresh, arrays, others), progress=run["progress"])
+        return Restored(**join(fresh, arrays, others), progress=run["progress"])
 
     def save(
         self,
@@ -204,11 +212,11 @@ class Checkpoints:
             self.rate(step, figure)
         self._wait()
         self._failed = None
-        saved, _ = _split({"params": params, "opt_state": opt_state, "engine_state": engine_state})
+        saved, _ = split({"params": params, "opt_state": opt_state, "engine_state": engine_state})
         run = {
             **self._description,
             "step": step,
-            "arrays": _described(saved),
+            "arrays": described(saved),
             "figures": list(self._figures.items()),
             "progress": progress,
         }
@@ -301,11 +309,11 @@ class Checkpoints:
         return self._weights(step, like)
 
     def _weights(self, step: int, like: Any) -> Any:
-        saved, others = _split({"params": like, "opt_state": ()})
+        saved, others = split({"params": like, "opt_state": ()})
         there = self._read_run(step)["arrays"]
         there = {name: what for name, what in there.items() if name.startswith("params.")}
-        _check_arrays(self._folder / str(step), there, _described(saved))
-        templates = _templates(saved)
+        check_arrays(self._folder / str(step), there, described(saved))
+        templates = templates_of(saved)
         for x in saved.values():
             if isinstance(x, jax.Array):
                 x.delete()
@@ -315,7 +323,7 @@ class Checkpoints:
             partial_restore=True,
         )
         arrays = self._opened().restore(step, args=ocp.args.Composite(state=args))["state"]
-        return _join({"params": like}, arrays, others)["params"]
+        return join({"params": like}, arrays, others)["params"]
 
     def _best_of(self, steps: Iterable[int]) -> int | None:
         sign = 1 if self._larger_is_better else -1
@@ -501,7 +509,7 @@ def write_model(path: Path, masters: Any) -> None:
     for name, x in jax.tree_util.tree_leaves_with_path(masters):
         value = processes.whole(x)
         if processes.is_first():
-            arrays[_name(name)] = np.ascontiguousarray(value, np.float32)
+            arrays[name_of(name)] = np.ascontiguousarray(value, np.float32)
     if not processes.is_first():
         return
     part = path.with_name(path.name + ".part")
@@ -516,79 +524,6 @@ def write_model(path: Path, masters: Any) -> None:
             f"expected to write the model to {path}, got: {error}. Make room there or see to its "
             "permissions, and start the run again: it goes on from its last checkpoint."
         ) from error
-
-
-def _split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays that a checkpoint has, by name, and the others.
-
-    Others are the blank mail, of which the library says that it is no state, and what is empty,
-    which orbax refuses. With "window" the mail is no blank but the open window's sum.
-    """
-    mail = set()
-    for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
-        if _is_zenflow(state):
-            sums = state.delivery == "window"
-            mail |= {id(x) for x in jax.tree.leaves((state.letter, [] if sums else state.mail))}
-    saved, others = {}, {}
-    for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        where = others if id(x) in mail or x.size == 0 else saved
-        where[_name(path)] = x
-    return saved, others
-
-
-def _is_zenflow(x: Any) -> bool:
-    return isinstance(x, zenflow_jax.ZenFlowState)
-
-
-def _join(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """`trees` with the arrays that `_split` made of other ones."""
-
-    def one(path, _):
-        name = _name(path)
-        if name in saved:
-            return saved[name]
-        x = others[name]
-        if isinstance(x, jax.ShapeDtypeStruct):  # empty
-            blank = np.zeros(x.shape, x.dtype)
-            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])
-        return x
-
-    return jax.tree_util.tree_map_with_path(one, trees)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _templates(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Where each array of a checkpoint is to go."""
-    return {
-        name: x
-        if isinstance(x, np.ndarray)
-        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        for name, x in arrays.items()
-    }
-
-
-def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
-
-
-def _check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
-    for name in [*here, *saved]:
-        if saved.get(name) != here.get(name):
-            if name.startswith("engine_state.counts."):  # what runs have alike, whatever they train
-                raise SettingsError(
-                    f"expected a checkpoint of this version of zenflow_jax, got {folder}, in which "
-                    f"the array `{name}` is {saved.get(name, 'absent')}, here "
-                    f"{here.get(name, 'none')}. Go on with that run by the version that has "
-                    "written it, or name another --run to begin a new one."
-                )
-            raise SettingsError(
-                f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
-                f"got {here.get(name, 'none')}. That checkpoint is of another model or optimizer: "
-                "name another --run to begin a new one."
-            )
 
 
 def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:

@@ -23,11 +23,9 @@ import contextlib
 import dataclasses
 import errno
 import math
-import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -47,15 +45,16 @@ from train.peers import Peers
 from train.pretrained import ModelError, read_folder
 from train.report import (
     Summary,
-    new_run_folder,
     read_summary,
     summary_table,
     write_picture,
     write_summary,
     write_timeline,
 )
-from train.run_lock import LOCK, run_lock
+from train.run_folder import make_run_folder, write_settings
+from train.run_lock import run_lock
 from train.run_log import NoLog, RunLog, read_rows
+from train.sayings import PROGRAM, causes_of_infinity, how_to_go_on, said_of_deepspeed
 from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, committed, make_mesh
@@ -64,11 +63,6 @@ from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.stopping import Interrupted, Stopped, StopRequest
 from train.tasks.chosen import make_task
 from train.tokenizer import TokenizerError
-
-PROGRAM = "python -m train.finetune"
-
-# The copy of a DeepSpeed config, in the folder of the run.
-DEEPSPEED = "deepspeed.json"
 
 # Those whose message is all that is to be shown.
 FAILURES = (
@@ -445,109 +439,6 @@ def train(
 def is_due(every: int, step: int) -> bool:
     """Whether what is done every so many steps, 0 for never, is done after this one."""
     return every > 0 and step % every == 0
-
-
-def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
-    """The folder of the run below `output_dir`, the same for every process.
-
-    A new one with the next number, or the one named by `run`, which may hold an earlier start.
-
-    Raises:
-        SettingsError: If it cannot be made, if it holds a run and `fresh` is asked for, or if it
-            holds one that has ended and whose checkpoints are gone.
-    """
-    if not processes.is_first():
-        return Path(processes.from_first(""))
-    parent = Path(settings.output_dir)
-    try:
-        if settings.run is None:
-            folder, names = new_run_folder(parent, settings.optimizer), set()
-        else:
-            folder = parent / settings.run
-            folder.mkdir(parents=True, exist_ok=True)
-            names = {p.name for p in folder.iterdir()} - {LOCK}
-    except OSError as error:
-        raise SettingsError(
-            f"`output_dir`: expected a folder that can be made and written, got "
-            f"{settings.output_dir} ({error.strerror}). Name another one with --output-dir."
-        ) from error
-    if fresh and names:
-        raise SettingsError(
-            f"`--fresh`: expected {folder} to be new or empty, got a folder with "
-            f"{', '.join(sorted(names)[:4])}. Remove it, name another --run, or leave --fresh out "
-            "to go on with what is in there."
-        )
-    written = names & {models.WEIGHTS, models.FOLDER}
-    if written and "checkpoints" not in names:
-        raise SettingsError(
-            f"`run`: expected a folder with checkpoints to go on from, or a new one, got {folder} "
-            f"with a {written.pop()} and no checkpoints. Name another --run, or remove the folder."
-        )
-    processes.from_first(str(folder))
-    return folder
-
-
-def write_settings(folder: Path, settings: Settings) -> None:
-    """Writes `settings.toml`; of a run that goes on, over those of its last start.
-
-    With a DeepSpeed config also a copy of that, which the file names: who goes on with
-    `settings.toml` goes on with what was in force, whatever became of the config.
-    """
-    if settings.deepspeed is not None:
-        copy = folder / DEEPSPEED
-        replace(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
-        settings = dataclasses.replace(settings, deepspeed=str(copy))
-    replace(folder / "settings.toml", to_toml(settings))
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file that is the old one or the new one, whenever the process is killed."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
-def said_of_deepspeed(
-    asked: Settings, settings: Settings, untranslated: Mapping[str, str]
-) -> Iterator[str]:
-    """What the DeepSpeed config has put in the place of settings, and what it could not.
-
-    Args:
-        asked: The settings without it.
-        settings: Those in force.
-        untranslated: For each of its keys that has no counterpart, the reason.
-    """
-    if settings.deepspeed is None:
-        return
-    names = [field.name for field in dataclasses.fields(settings) if field.name != "steps"]
-    changed = [n for n in names if getattr(asked, n) != getattr(settings, n)]
-    if changed:
-        listed = ", ".join(f"{name} {getattr(settings, name)}" for name in changed)
-        yield f"{settings.deepspeed} sets: {listed}"
-    keys: dict[str, list[str]] = {}
-    for key, reason in untranslated.items():
-        keys.setdefault(reason, []).append(f"`{key}`")
-    for reason, alike in keys.items():
-        have = "has" if len(alike) == 1 else "have"
-        yield f"{settings.deepspeed}: {', '.join(alike)} {have} no counterpart here: {reason}"
-
-
-def causes_of_infinity(settings: Settings) -> str:
-    """What may have made losses and gradients infinite or no numbers."""
-    weights = "" if settings.model is None else f"a weight in {settings.model}, "
-    computed = "" if settings.dtype == "float32" else f", or {settings.dtype} (--dtype float32)"
-    return (
-        f"See to what may be the cause: {weights}the data, a learning rate that is too large (here "
-        f"{settings.learning_rate:g}){computed}."
-    )
-
-
-def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
-    """What is shown when a signal has stopped the run."""
-    command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} --run {folder.name}"
-    also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
-    name = signal.Signals(signal_number).name
-    return f"stopped by {name} after step {step}, which is saved. Go on with:\n{command}{also}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@
     model.safetensors     the trained weights in float32; of a model that was read from a folder,
                           model/, such a folder
 
-All of it lies in a folder that the run has to itself (`new_run_folder`), but for the file that
+All of it lies in a folder that the run has to itself (`run_folder.py`), but for the file that
 `--timeline` names.
 """
 
@@ -62,25 +62,6 @@ class Summary:
     mean_window_length: float | None  # of these, in steps
     reselections: int | None  # the first selection included
     kept_share: float | None  # at the end; None also where select_interval is not "auto"
-
-
-def new_run_folder(parent: Path, label: str) -> Path:
-    """Makes the folder `parent/NNN-label`; `NNN` follows the highest number in there.
-
-    Raises:
-        OSError: If `parent` cannot be made, or is no folder, or cannot be written.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    numbers = [int(n) for p in parent.iterdir() if (n := p.name.partition("-")[0]).isdecimal()]
-    number = max(numbers, default=0) + 1
-    while True:
-        folder = parent / f"{number:03d}-{label}"
-        try:
-            folder.mkdir()
-        except FileExistsError:  # by a run that started at the same moment
-            number += 1
-        else:
-            return folder
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

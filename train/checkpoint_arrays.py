@@ -1,0 +1,86 @@
+"""The arrays of a checkpoint, by name; what is made anew when it is restored is none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import zenflow_jax
+from train.settings import SettingsError
+
+
+def split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays that a checkpoint has, by name, and the others.
+
+    Others are the blank mail, of which the library says that it is no state, and what is empty,
+    which orbax refuses. With "window" the mail is no blank but the open window's sum.
+    """
+    mail = set()
+    for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
+        if _is_zenflow(state):
+            sums = state.delivery == "window"
+            mail |= {id(x) for x in jax.tree.leaves((state.letter, [] if sums else state.mail))}
+    saved, others = {}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        where = others if id(x) in mail or x.size == 0 else saved
+        where[name_of(path)] = x
+    return saved, others
+
+
+def _is_zenflow(x: Any) -> bool:
+    return isinstance(x, zenflow_jax.ZenFlowState)
+
+
+def join(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """`trees` with the arrays that `split` made of other ones."""
+
+    def one(path, _):
+        name = name_of(path)
+        if name in saved:
+            return saved[name]
+        x = others[name]
+        if isinstance(x, jax.ShapeDtypeStruct):  # empty
+            blank = np.zeros(x.shape, x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])
+        return x
+
+    return jax.tree_util.tree_map_with_path(one, trees)
+
+
+def name_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def templates_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Where each array of a checkpoint is to go."""
+    return {
+        name: x
+        if isinstance(x, np.ndarray)
+        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in arrays.items()
+    }
+
+
+def described(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
+
+
+def check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
+    for name in [*here, *saved]:
+        if saved.get(name) != here.get(name):
+            if name.startswith("engine_state.counts."):  # what runs have alike, whatever they train
+                raise SettingsError(
+                    f"expected a checkpoint of this version of zenflow_jax, got {folder}, in which "
+                    f"the array `{name}` is {saved.get(name, 'absent')}, here "
+                    f"{here.get(name, 'none')}. Go on with that run by the version that has "
+                    "written it, or name another --run to begin a new one."
+                )
+            raise SettingsError(
+                f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
+                f"got {here.get(name, 'none')}. That checkpoint is of another model or optimizer: "
+                "name another --run to begin a new one."
+            )
