@@ -598,7 +598,17 @@ class HostEngine:
         """`peek` for flax nnx: another model, with the parameters as they are best known now.
 
         What is not trained (batch statistics, counts, keys) is as in `model`, and copied as well,
-        so that neither model changes the other. Arguments as `exchange_nnx`, errors as `peek`.
+        so that neither model changes the other.
+
+        Args:
+            model: The module that `optimizer` trains.
+            optimizer: An `nnx.Optimizer` whose `tx` contains `zenflow`.
+
+        Returns:
+            A model of the same class and configuration, for evaluation.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: As `peek`.
         """
         graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
         found = self.peek(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))
