@@ -661,7 +661,7 @@ def test_a_second_update_without_exchange_makes_nan_under_jit():
 
 # --- find_state and flush -------------------------------------------------------------------
 
-NO_STATE = ["one ZenFlowState", "got 0", "contains `zenflow(...)`"]
+NO_STATE = ["one ZenFlowState", "got 0", "contains `zenflow(...)`", "`nnx.Optimizer` its"]
 TWO_STATES = ["one ZenFlowState", "got 2", "one `zenflow(...)` for all leaves", "`resident`"]
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 
@@ -735,6 +735,7 @@ def wrapped_in_nnx():
     return nnx.state(nnx.Optimizer(model, optax.adam(1.0), wrt=nnx.Param))
 
 
+STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
 NUMPY_STATE = ["jax arrays", "ndarray", "jax.device_put(x, like.sharding)"]
 JOINED = ["single vector of 21", "`optax.flatten` makes", "Leave `optax.flatten` out"]
 NO_BRANCH = ["withholds updates with send_mail", "inside the step", "leave `send_mail` out"]
@@ -755,6 +756,18 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
             lambda: engine(state=IN_GRAPH_STATE),
             ValueError,
             ["offload=True", "needs no engine", "drop `offload=False`"],
+        ),
+        (
+            "the states of several runs in one",
+            lambda: engine(STACKED, jax.vmap(TX.init)(STACKED)),
+            ValueError,
+            ["the state of one run", "those of 2", "`jax.vmap(tx.init)`", "offload=False"],
+        ),
+        (
+            "an nnx model in place of its state",
+            lambda: engine(nnx.Linear(3, 6, rngs=nnx.Rngs(0))),
+            ValueError,
+            ["['bias']", "`nnx.state(model)`, not the model"],
         ),
         (
             "an abstract state",
@@ -994,6 +1007,18 @@ BEFORE = [
         lambda e, p, s: e.flush(SQUARE, s),
         ValueError,
         ["`params`", "(6, 3) at ['weight']", "got float32 (3, 6)"],
+    ),
+    (
+        "exchange_nnx with trees",
+        lambda e, p, s: e.exchange_nnx(p, s),
+        TypeError,
+        ["`model` to be an `nnx.Module`", "got dict", "methods without `_nnx`"],
+    ),
+    (
+        "peek_nnx with a state in place of the optimizer",
+        lambda e, p, s: e.peek_nnx(nnx.Linear(3, 6, rngs=nnx.Rngs(0)), s),
+        TypeError,
+        ["`optimizer` to be an `nnx.Optimizer`", "got ZenFlowState", "methods without `_nnx`"],
     ),
     (
         "flush with a NumPy state",

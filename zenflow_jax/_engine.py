@@ -35,8 +35,10 @@ from zenflow_jax._engine_checks import (
     check_devices,
     check_fresh,
     check_max_skipped,
+    check_nnx,
     check_not_flattened,
     check_not_numpy,
+    check_one_run,
     check_pinned,
     check_wrappers,
 )
@@ -194,6 +196,7 @@ class HostEngine:
         check_wrappers(opt_state, state)
         check_not_flattened(params, state)
         check_not_numpy(state)
+        check_one_run(state)
         if engine_state is None:
             check_fresh(state)
         else:
@@ -587,6 +590,7 @@ class HostEngine:
 
         Raises:
             RuntimeError, ValueError: As `exchange`.
+            TypeError: If they are something else.
         """
         self._in_place(self.exchange, model, optimizer)
 
@@ -610,6 +614,7 @@ class HostEngine:
         Raises:
             RuntimeError, ValueError, TypeError: As `peek`.
         """
+        check_nnx(model, optimizer)
         graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
         found = self.peek(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))
         # New variables of the same arrays: `merge` would give the copy those of the model.
@@ -780,6 +785,7 @@ class HostEngine:
         self._open_steps = 0
 
     def _in_place(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+        check_nnx(model, optimizer)
         params = nnx.as_pure(nnx.state(model, optimizer.wrt))
         params, opt_state = call(params, nnx.as_pure(optimizer.opt_state))
         nnx.update(model, params)

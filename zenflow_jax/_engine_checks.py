@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -76,6 +77,29 @@ def check_not_numpy(tree: Any) -> None:
             "where `tx.init` does: `opt_state = jax.tree.map(lambda x, like: jax.device_put(x, "
             "like.sharding), opt_state, tx.init(params))`; or go on from the arrays that it is a "
             "copy of."
+        )
+
+
+def check_nnx(model: Any, optimizer: Any) -> None:
+    """Refuses what is no module with its optimizer, both of flax nnx."""
+    for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
+        if not isinstance(x, kind):
+            raise TypeError(
+                f"expected `{name}` to be an `nnx.{kind.__name__}`, got {type(x).__name__}. Pass "
+                "the model and the `nnx.Optimizer` themselves, in this order; for trees of arrays "
+                "there are the methods without `_nnx`."
+            )
+
+
+def check_one_run(state: ZenFlowState) -> None:
+    """Refuses what `jax.vmap(tx.init)` made: scalars that are none."""
+    shape = np.shape(state.step)
+    if shape:
+        raise ValueError(
+            f"expected the state of one run, got those of {math.prod(shape)} in one, as "
+            "`jax.vmap(tx.init)` makes them. Train them with `zenflow(..., offload=False)`, which "
+            "needs no engine, or give each its own state, step and engine; a stacked layer needs "
+            "no `vmap`, its leading axes are told from its channels."
         )
 
 

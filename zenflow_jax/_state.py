@@ -150,7 +150,9 @@ def find_state(opt_state: Any) -> ZenFlowState:
             f"expected an optimizer state with one ZenFlowState in it, got {len(found)} in a "
             f"{type(opt_state).__name__}. "
             + (
-                "Pass what `tx.init(params)` returned for a `tx` that contains `zenflow(...)`."
+                "Pass what `tx.init(params)` returned for a `tx` that contains `zenflow(...)`: of "
+                "an `nnx.Optimizer` its `opt_state`, of a checkpoint what was read into the place "
+                "of such a state."
                 if not found
                 else "Use one `zenflow(...)` for all leaves; where groups of leaves need other "
                 "settings, pass `mask`, `resident` and `channel_axis` functions to that one."
@@ -209,7 +211,7 @@ class Places:
                 f"{len(paths)} leaves without it"
                 f"{f', and {some(others)} that it does not know' if others else ''}. Pass the "
                 "parameters that `tx.init` saw, or a tree with more leaves in which these have "
-                "the same paths."
+                "the same paths; of an nnx model `nnx.state(model)`, not the model."
             )
         for name, count in ours.items():
             if len(by_name[name]) != count:
