@@ -56,7 +56,9 @@ def _words(step: int, names: Sequence[str]) -> str:
     return (
         f"expected parameters that nothing but zenflow changes, got other values of {some(names)} "
         f"after step {step}. On deferred channels its next update undoes such changes, and with "
-        "them the run is not what its settings say. Let zenflow be the last of its chain: what "
+        "them the run is not what its settings say. Give each step the parameters that the last "
+        "`exchange` or `flush` returned, and apply updates by `optax.apply_updates`, as rounded to "
+        "a leaf's dtype they are others. Let zenflow be the last of its chain: what "
         "acts on gradients belongs in front, a rate that something else decides "
         "(`optax.contrib.reduce_on_plateau`) into `learning_rate` by `optax.inject_hyperparams`, "
         "what is not to be trained out of it by `optax.partition`; keep averages of the weights "
