@@ -60,12 +60,15 @@ def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(chan
 
 
 def test_parameters_without_what_exchange_brought_are_refused_with_where_they_come_from():
-    with training() as run, pytest.raises(RuntimeError, match=f"{REFUSED}.*last `exchange` or"):
+    def go(run):
         for _ in range(12):
             run.step()
             stepped = run.params
             run.exchange()
             run.params = stepped
+
+    with training() as run, pytest.raises(RuntimeError, match=f"{REFUSED}.*last `exchange` or"):
+        go(run)
 
 
 @pytest.mark.parametrize(
