@@ -34,8 +34,9 @@ help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
 	@echo "                 ARGS=\"--steps 50\" for the script's options)"
 	@echo "make test        run the tests (TESTARGS=\"-k adam\" for pytest's options)"
-	@echo "make test-fast   run those that are not marked slow, for work in between: no processes of"
-	@echo "                 their own, no long compiling, about a minute; \`make test\` has the say"
+	@echo "make test-fast   run those that are not marked slow, for work in between: about a minute on"
+	@echo "                 two cores. No long compiling, no processes that meet; what was compiled is"
+	@echo "                 kept for the next time. \`make test\` has the say"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove the environment"
 	@echo "All take PYTHON=python3.13 to choose the Python and VENV=.venv-3.13 to choose the folder."
@@ -47,8 +48,13 @@ quickstart: $(installed)
 test: $(installed) $(tools)
 	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(VENV)/bin/python -m pytest -q -rs $(TESTARGS)
 
+# `make test` compiles every program anew; this one keeps those of its last runs, for a week.
+compiled := $(abspath $(VENV))/compiled
 test-fast: $(installed) $(tools)
-	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(VENV)/bin/python -m pytest -q -rs -m "not slow" $(TESTARGS)
+	@mkdir -p $(compiled) && find $(compiled) -type f -mtime +7 -delete
+	@JAX_COMPILATION_CACHE_DIR=$(compiled) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  $(VENV)/bin/python -m pytest -q -rs -m "not slow" $(TESTARGS)
 
 lint: $(installed) $(tools)
 	@$(VENV)/bin/ruff check --quiet
