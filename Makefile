@@ -34,7 +34,7 @@ help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
 	@echo "                 ARGS=\"--steps 50\" for the script's options)"
 	@echo "make test        run the tests (TESTARGS=\"-k adam\" for pytest's options)"
-	@echo "make test-fast   run those that are not marked slow, for work in between: about a minute on"
+	@echo "make test-fast   run those that are not marked slow, for work in between: a minute or two on"
 	@echo "                 two cores. No long compiling, no processes that meet; what was compiled is"
 	@echo "                 kept for the next time. \`make test\` has the say"
 	@echo "make lint        check style, format and types"
