@@ -1,5 +1,7 @@
 """What something else than zenflow does to the parameters is refused, and nothing else is."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,16 @@ def test_parameters_that_were_changed_are_refused_before_they_are_saved(end):
         run.go(1)
         with pytest.raises(RuntimeError, match=f"{REFUSED} .'rows'. after step 4"):
             end(run)
+
+
+def test_parameters_that_were_changed_are_refused_by_a_flush_with_nothing_left_to_bring():
+    settings = dataclasses.replace(SETTINGS, update_interval=1, overlap_step=False)
+    with Training(FIRST, settings, host_kernel="numpy", threads=1) as run:
+        run.go(5)
+        run.params = load(run.params)
+        run.go(1)
+        with pytest.raises(RuntimeError, match=f"{REFUSED} .'rows'. after step 6"):
+            run.flush()
 
 
 PARAMS = {

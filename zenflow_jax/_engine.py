@@ -420,6 +420,7 @@ class HostEngine:
         state, taken = self._between_steps(params, opt_state, "flush")
         if not self._behind:
             self._mailbox.drain()
+            self._doubts.check(self._progress.step)
             return params, opt_state
         with self._all_or_nothing():
             weights = self._crossing.collect(taken.travelling, state.step, state.leaves)
