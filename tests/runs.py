@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.experimental import multihost_utils
 
 import zenflow_jax
@@ -139,6 +140,14 @@ def gradients(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> di
 def apply(params: Any, updates: Any) -> Any:
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
         return optax.apply_updates(params, updates)
+
+
+def update_nnx(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> None:
+    """One step of an nnx model with gradients given as pure arrays. Under jit."""
+    state = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(state, gradients)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer.update(model, state)
 
 
 def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:

@@ -844,10 +844,7 @@ def test_exchange_nnx_and_flush_nnx_equal_the_functional_form():
         @nnx.jit
         def train_step(model, optimizer, gradients):
             traced.append(None)
-            state = nnx.state(model, nnx.Param)
-            nnx.replace_by_pure_dict(state, gradients)
-            with jax.numpy_dtype_promotion("standard"):
-                optimizer.update(model, state)
+            runs.update_nnx(model, optimizer, gradients)
             model.calls[...] += 1
 
         params = nnx.state(model, nnx.Param)

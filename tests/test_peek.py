@@ -155,10 +155,7 @@ def test_peek_nnx_gives_another_model_and_leaves_the_one_that_trains():
 
         @nnx.jit
         def train_step(model, optimizer, gradients):
-            state = nnx.state(model, nnx.Param)
-            nnx.replace_by_pure_dict(state, gradients)
-            with jax.numpy_dtype_promotion("standard"):
-                optimizer.update(model, state)
+            runs.update_nnx(model, optimizer, gradients)
             model.calls[...] += 1
 
         params = nnx.state(model, nnx.Param)

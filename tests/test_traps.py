@@ -79,9 +79,7 @@ def donate_in_every_form():
 
     @functools.partial(nnx.jit, donate_argnames=("model", "optimizer"))
     def step_nnx(model, optimizer, g):
-        state = nnx.state(model, nnx.Param)
-        nnx.replace_by_pure_dict(state, g)
-        optimizer.update(model, state)
+        runs.update_nnx(model, optimizer, g)
 
     model = nnx.Dict({name: nnx.Param(jnp.copy(p)) for name, p in params.items()})
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -281,8 +281,8 @@ class HostEngine:
         )
         self._doubts = Doubts()
         self._emitted = Emitted(self._specs)
-        self._crossing.look(mine)
         if counts is not None and engine_state is not None:
+            self._crossing.look(mine)
             self._resume(counts, engine_state["leaves"], travelling)
         self._closed = False
         self._interrupted = False
@@ -388,11 +388,12 @@ class HostEngine:
                 self._count_window()
                 if boundary.synchronous:
                     weights = self._crossing.collect(weights, state.step, leaves)
-                params = taken.with_travelling(weights)
+                taken = taken.with_travelling(weights)
+                params = taken.tree
             self._progress.passed(boundary, state.letter.statistics, measured)
             self._note_changes(emitted)
             if boundary.closes or first:
-                self._emitted.look(self._take(params).weights, leaves)
+                self._emitted.look(taken.weights, leaves)
             new = self._mailbox.refill(state, leaves)
             return params, replace_state(opt_state, new)
 
@@ -433,7 +434,7 @@ class HostEngine:
             self._note_changes(None)
             self._doubts.check(self._progress.step)
             state = self._mailbox.renew(state)
-            return taken.with_travelling(weights), replace_state(opt_state, state)
+            return taken.with_travelling(weights).tree, replace_state(opt_state, state)
 
     @_recorded("state")
     def peek(self, params: Any, opt_state: Any) -> Any:
@@ -469,7 +470,7 @@ class HostEngine:
         def of_its_own(x: Any) -> Any:
             return as_before(_copy(x), x) if id(x) in given and isinstance(x, jax.Array) else x
 
-        return jax.tree.map(of_its_own, taken.with_travelling(weights))
+        return jax.tree.map(of_its_own, taken.with_travelling(weights).tree)
 
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
@@ -812,12 +813,17 @@ class _Taken:
         """Of each leaf that travels its parameter."""
         return [self.leaves[self.places[i]] for i in self.travels]
 
-    def with_travelling(self, weights: list[jax.Array]) -> Any:
-        """The tree with others in their places."""
+    @property
+    def tree(self) -> Any:
+        """The tree again."""
+        return jax.tree.unflatten(self.treedef, self.leaves)
+
+    def with_travelling(self, weights: list[jax.Array]) -> "_Taken":
+        """With others in the places of those that travel."""
         leaves = list(self.leaves)
         for i, weight in zip(self.travels, weights, strict=True):
             leaves[self.places[i]] = weight
-        return jax.tree.unflatten(self.treedef, leaves)
+        return dataclasses.replace(self, leaves=leaves)
 
 
 # Under jit an argument that comes back as it is would be the same array.

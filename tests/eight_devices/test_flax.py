@@ -44,13 +44,7 @@ def test_an_nnx_module_trains_as_the_functional_form_does(kind):
         model = Model(copied(expected))
         optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
 
-        @nnx.jit
-        def train_step(model, optimizer, gradients):
-            state = nnx.state(model, nnx.Param)
-            nnx.replace_by_pure_dict(state, gradients)
-            with jax.numpy_dtype_promotion("standard"):
-                optimizer.update(model, state)
-
+        train_step = nnx.jit(runs.update_nnx)
         params = nnx.state(model, nnx.Param)
         before = where(params)
         with HostEngine(params, optimizer.opt_state, host_kernel="numpy") as engine:
