@@ -140,6 +140,15 @@ def test_in_graph_a_flush_whose_result_is_dropped_is_a_look():
         runs.assert_close([training.values()], [untouched.values()])
 
 
+def test_in_graph_what_came_back_from_the_host_as_numpy_is_flushed_alike():
+    with Training(ONE, SETTINGS, offload=False) as training:
+        training.go(5)
+        on_the_host = jax.device_get((training.params, training.state))
+        runs.assert_same_bits(
+            zenflow_jax.flush(*on_the_host), zenflow_jax.flush(training.params, training.state)
+        )
+
+
 class Model(nnx.Module):
     def __init__(self):
         for leaf in FIRST:

@@ -332,8 +332,6 @@ class UserSequences(RuleBasedStateMachine):
         """What pickling, or a trainer that re-places what it is given, makes of a state."""
         if self.world.offload:
             self.misuse = self.misuse or f"{what} of NumPy arrays"
-        elif what == "params":
-            return  # in-graph it is right, but the tests' own type checks want arrays of jax
         setattr(self, what, jax.device_get(getattr(self, what)))
 
     @precondition(lambda self: not self.over)
@@ -399,6 +397,8 @@ class UserSequences(RuleBasedStateMachine):
             self.misuse = "parameters, state and engine of several checkpoints"
         elif of_params.torn:
             self.misuse = "a checkpoint made between a step and its exchange"
+        elif self.world.offload and on_the_host((of_params.params, of_params.state)):
+            self.misuse = "a checkpoint of NumPy arrays"
         self.params, self.state, engine_state = copied(
             (of_params.params, of_state.state, of_engine.engine_state)
         )
@@ -556,6 +556,10 @@ def copied(tree: Any) -> Any:
         lambda x: jax.device_put(np.array(x), x.sharding) if isinstance(x, jax.Array) else x.copy(),
         tree,
     )
+
+
+def on_the_host(tree: Any) -> bool:
+    return any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree))
 
 
 UserSequences.TestCase.settings = settings(

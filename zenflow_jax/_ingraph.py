@@ -273,6 +273,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
             "with an engine. Call `engine.flush(params, opt_state)`."
         )
     weights, treedef, places = match_leaves(params, state)
+    # Both may have been on the host, as NumPy arrays (`jax.device_get`, some checkpoints).
+    weights, state = jax.tree.map(jnp.asarray, (weights, state))
     if not isinstance(state.skipped_in_a_row, Tracer):
         warn_of_skipped(int(state.skipped_in_a_row), int(state.step))
     boundary = Boundary(closes=True, selects=False, synchronous=True)
