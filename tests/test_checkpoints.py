@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from benchmarks import kill_test
 from tests import runs as optimizer_runs
 from tests.runs import Leaf, Training
-from train import finetune
+from train import checksums, finetune
 from train.checkpoints import (
     CheckpointError,
     Checkpoints,
@@ -400,6 +400,18 @@ def test_what_orbax_left_half_written_is_no_checkpoint_and_is_cleared_away(tmp_p
         job.save(20)
         job.checkpoints.finish()
     assert sorted(p.name for p in checkpoints.iterdir()) == ["10", "20"]
+
+
+def test_a_copy_beside_the_checkpoints_is_no_half_of_one_and_stays(tmp_path):
+    saved_run(tmp_path, 10, 20)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "20").rename(checkpoints / "20.copy")
+    with Job(tmp_path) as job:
+        job.restored(job.checkpoints.newest())
+        job.save(20)
+        job.checkpoints.finish()
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["10", "20", "20.copy"]
+    assert checksums.damage(checkpoints / "20.copy") is None
 
 
 def test_damaged_checkpoints_alone_are_an_error_and_stay(tmp_path):

@@ -359,9 +359,14 @@ class Checkpoints:
     def _seal(self) -> None:
         # Called by orbax's thread on process 0, when all processes have written all their files and
         # before the folder gets its name (checked on orbax 0.12.8; there is no other such hook).
-        (folder,) = self._folder.glob(f"{self._writing}.*")
+        (folder,) = self._unnamed(self._writing)
         text = json.dumps(checksums(folder), indent=1)
         (folder / CHECKSUMS).write_text(text, encoding="utf-8")
+
+    def _unnamed(self, step: int | None) -> list[Path]:
+        """The checkpoint of that step under the name that orbax gives it until it is whole."""
+        # Nothing else that begins with the number: a user's copy, say, of a checkpoint.
+        return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     def _wait(self) -> None:
         if self._writing is None:
@@ -387,7 +392,7 @@ class Checkpoints:
             if failed is not None:
                 failed.close()
             if processes.is_first():
-                for left in self._folder.glob(f"{self._writing}.*"):
+                for left in self._unnamed(self._writing):
                     shutil.rmtree(left, ignore_errors=True)  # no more than room is lost by it
             self._writing = None
 
