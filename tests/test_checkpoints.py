@@ -6,6 +6,7 @@ are shown on a few small arrays.
 
 import contextlib
 import errno
+import gc
 import json
 import logging
 import os
@@ -474,6 +475,20 @@ def test_a_full_disk_is_said_the_older_stay_and_the_next_save_tries_again(small_
     with Job(small_disk) as job:
         assert job.checkpoints.newest() == 30
         assert_same(job.restored(10), values[0])
+
+
+def test_what_orbax_has_not_written_is_no_news_behind_a_failure(small_disk, recwarn):
+    async def write_fragment():
+        pass
+
+    write_fragment.__qualname__ = f"async_serialize_from_host.<locals>.{write_fragment.__name__}"
+    with Job(small_disk, size=LARGE) as job:
+        job.save(10)
+        with pytest.raises(CheckpointError):
+            job.checkpoints.finish()
+    write_fragment()  # what orbax may leave when its event loop is closed
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize(("room", "options"), [("40k", ["--log-every", "1"]), ("2m", [])])

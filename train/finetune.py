@@ -481,7 +481,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(
             f"error: expected to write the files of the run, got: {error}. Make room or see to the "
-            "permissions, and start it again with --run: it goes on from its last checkpoint.\n"
+            "permissions, and start it again with --run: it goes on from its last checkpoint, if "
+            "it has one.\n"
         )
         return 2
     return 0
