@@ -209,7 +209,7 @@ LARGE = 4_000_000  # 16 MB: orbax needs longer for it than for any step here
 class Job:
     """What a run has, without one: a state that a donating step changes."""
 
-    def __init__(self, folder: Path, *, size: int = SMALL, **changed):
+    def __init__(self, folder: Path, *, size: int = SMALL, read_only: bool = False, **changed):
         self.said: list[str] = []
         # Noise, which is not made smaller by compression.
         noise = np.random.default_rng(0).standard_normal(size).astype(np.float32)
@@ -223,6 +223,7 @@ class Job:
             keep_best=settings.keep_best,
             describe=description(settings, 0),
             say=self.said.append,
+            read_only=read_only,
         )
 
         def advance(params, opt_state):
@@ -401,6 +402,17 @@ def test_what_orbax_left_half_written_is_no_checkpoint_and_is_cleared_away(tmp_p
         job.save(20)
         job.checkpoints.finish()
     assert sorted(p.name for p in checkpoints.iterdir()) == ["10", "20"]
+
+
+def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
+    values = saved_run(tmp_path, 10)
+    half = tmp_path / "checkpoints" / "20.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "checkpoints" / "10", half)
+    with Job(tmp_path, read_only=True) as job:
+        assert job.checkpoints.find("10") == 10
+        weights = job.checkpoints.weights(10, job.params)
+    jax.tree.map(np.testing.assert_array_equal, weights, values[0][0])
+    assert checksums.damage(half) is None
 
 
 def test_a_copy_beside_the_checkpoints_is_no_half_of_one_and_stays(tmp_path):

@@ -84,6 +84,8 @@ class Checkpoints:
         larger_is_better: Of that figure.
         describe: What a run must have in common with the one it goes on from: see `description`.
         say: Shows a line to the user.
+        read_only: Whether nothing is to be saved: the folder stays as it is, and a run that saves
+            there meanwhile is not disturbed.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Checkpoints:
         larger_is_better: bool = False,
         describe: Mapping[str, Any],
         say: Callable[[str], None],
+        read_only: bool = False,
     ):
         self._folder = folder.absolute()
         self._keep = keep
@@ -102,6 +105,7 @@ class Checkpoints:
         self._larger_is_better = larger_is_better
         self._description = describe
         self._say = say
+        self._read_only = read_only
         self._writing: int | None = None  # the step of a save that was not heard of since
         self._failed: str | None = None  # what was wrong with the last save
         self._damaged: list[int] = []  # steps, newer than the newest whole one
@@ -338,7 +342,9 @@ class Checkpoints:
                 preservation_policy=_NewestAndBest(
                     self._keep, self._best_of if self._keep_best else None
                 ),
-                cleanup_tmp_directories=True,  # of a run that was killed while it wrote
+                read_only=self._read_only,
+                # Of a run that was killed while it wrote; to a reader they are of one that writes.
+                cleanup_tmp_directories=not self._read_only,
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
                     # A folder that cannot be made is then an error at once; otherwise each array

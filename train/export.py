@@ -64,6 +64,7 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         larger_is_better=best != "loss",
         describe={},
         say=say,
+        read_only=True,
     ) as checkpoints:
         step = checkpoints.find(which)
         weights = checkpoints.weights(step, like)
