@@ -35,6 +35,7 @@ from train.checkpoints import (
     write_model,
 )
 from train.command_line import load_settings
+from train.decoder import DecoderConfig, LinearRope
 from train.run_lock import LOCK, run_lock
 from train.settings import Settings, SettingsError
 
@@ -209,7 +210,9 @@ LARGE = 4_000_000  # 16 MB: orbax needs longer for it than for any step here
 class Job:
     """What a run has, without one: a state that a donating step changes."""
 
-    def __init__(self, folder: Path, *, size: int = SMALL, read_only: bool = False, **changed):
+    def __init__(
+        self, folder: Path, *, size: int = SMALL, read_only: bool = False, config=None, **changed
+    ):
         self.said: list[str] = []
         # Noise, which is not made smaller by compression.
         noise = np.random.default_rng(0).standard_normal(size).astype(np.float32)
@@ -221,7 +224,7 @@ class Job:
             folder / "checkpoints",
             keep=settings.keep,
             keep_best=settings.keep_best,
-            describe=description(settings, 0),
+            describe=description(settings, 0, config),
             say=self.said.append,
             read_only=read_only,
         )
@@ -440,9 +443,10 @@ def test_damaged_checkpoints_alone_are_an_error_and_stay(tmp_path):
     ("options", "expected"),
     [
         ({"width": 512}, "`width`: expected 256, as in the run .*got 512. Pass --width 256"),
+        ({"overlap_step": False}, "`overlap_step`: expected True, .*Pass --overlap-step, or"),
         ({"size": SMALL + 1}, r"array `\S+` to be float32 .1000,., .*got float32 .1001,."),
     ],
-    ids=["settings", "arrays"],
+    ids=["settings", "flag", "arrays"],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path, options, expected):
     saved_run(tmp_path, 10)
@@ -450,6 +454,19 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path, options, e
         job.restored(10)
     with Job(tmp_path, steps=7, learning_rate=1.0, keep=5) as job:
         job.restored(job.checkpoints.newest())
+
+
+def test_a_model_of_the_same_shapes_but_with_another_config_is_refused(tmp_path):
+    begun = DecoderConfig(*range(8), 1e-5, 1e4, None, False, False, None)
+    with Job(tmp_path, config=begun) as job:
+        job.save(10)
+        job.checkpoints.finish()
+    with Job(tmp_path, config=begun._replace(rope_scaling=LinearRope(2.0))) as job:
+        expected = r"with the rope_scaling of .*10 is of, None, got LinearRope\(factor=2.0\)"
+        with pytest.raises(SettingsError, match=expected):
+            job.restored(10)
+    with Job(tmp_path, config=begun) as job:
+        job.restored(10)
 
 
 @contextlib.contextmanager

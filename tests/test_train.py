@@ -720,6 +720,19 @@ def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, caps
     assert re.search(expected, capsys.readouterr().err)
     assert finetune.main([*command, "best", str(target)]) == 2
     assert "expected a new or an empty folder" in capsys.readouterr().err
+    assert finetune.main([*command, "best", str(tmp_path / "new"), "--width", "32"]) == 2
+    expected = "`width`: expected 16, .*got 32. Pass --width 16, or give the settings.toml"
+    assert re.search(expected, capsys.readouterr().err)
+
+    # The end has no checkpoint; a run without keep_best, or one that has gone on since, may be best
+    # there or not.
+    for best_step, loss, step in ((None, 0.5, None), (13, 0.5, None), (13, 2.0, 6)):
+        after = {"best_step": best_step, "validation_after": {"loss": loss}}
+        (folder / "summary.json").write_text(json.dumps(summary | after), encoding="utf-8")
+        target = tmp_path / f"{best_step} {loss}"
+        assert finetune.main([*command, "best", str(target)]) == 0
+        said = "has the model of" if step is None else f"has the weights of checkpoint {step} "
+        assert said in capsys.readouterr().out.replace("\n", " ")
 
 
 def assert_weights_of_checkpoint(run, step, where):

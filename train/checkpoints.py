@@ -61,6 +61,10 @@ MAY_CHANGE = frozenset(
 )
 
 
+# What the weights are made for, and how they are laid out.
+OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
+
+
 class CheckpointError(Exception):
     """A checkpoint could not be written; the message is meant to be shown as it is."""
 
@@ -102,7 +106,7 @@ class Checkpoints:
         self._folder = folder.absolute()
         self._keep = keep
         self._keep_best = keep_best
-        self._larger_is_better = larger_is_better
+        self._sign = 1 if larger_is_better else -1
         self._description = describe
         self._say = say
         self._read_only = read_only
@@ -267,18 +271,31 @@ class Checkpoints:
             return or_step
         return self._best_of([*self._opened().all_steps(), or_step]) or or_step
 
-    def find(self, which: str) -> int:
+    def find(self, which: str, *, rival: float = math.nan) -> int | None:
         """The step of a checkpoint by its number, or of the "best" of those that have figures.
 
+        Args:
+            which: A number, or "best".
+            rival: The figure of weights that are in no checkpoint; NaN if there are none.
+
+        Returns:
+            The step; None if "best" is asked for and the rival is at least as good.
+
         Raises:
-            SettingsError: If there is none.
+            SettingsError: If there is none, or it is of a run with other settings.
         """
         newest = self.newest()
         there = sorted(self._opened().all_steps()) if newest is not None else []
         step = int(which) if which != "best" else None
-        if step is None and newest is not None:
-            self._figures = dict(self._read_run(newest)["figures"])
+        if step is None:
+            if newest is not None:
+                run = self._read_run(newest)
+                self._check(newest, run)
+                self._figures = dict(run["figures"])
             step = self._best_of(there)
+            beaten = step is None or self._sign * self._figures[step] <= self._sign * rival
+            if beaten and not math.isnan(rival):
+                return None
         if step not in there:
             listed = ", ".join(map(str, there)) or "none"
             known = ", ".join(str(s) for s in there if s in self._figures) or "none"
@@ -287,6 +304,8 @@ class Checkpoints:
                 f"`--export`: expected one of the checkpoints in {self._folder} ({listed}), got "
                 f"{which}{what}. Name one of them."
             )
+        if which != "best":
+            self._check(step, self._read_run(step))
         return step
 
     def _read_run(self, step: int) -> dict[str, Any]:
@@ -331,8 +350,7 @@ class Checkpoints:
         return join({"params": like}, arrays, others)["params"]
 
     def _best_of(self, steps: Iterable[int]) -> int | None:
-        sign = 1 if self._larger_is_better else -1
-        rated = [(sign * self._figures[s], s) for s in steps if s in self._figures]
+        rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]
         # What is not a number is neither better nor worse. Of equals the later one.
         return max((pair for pair in rated if not math.isnan(pair[0])), default=(0, None))[1]
 
@@ -442,20 +460,40 @@ class Checkpoints:
         for name, now in self._description["settings"].items():
             saved = run["settings"].get(name, now)
             if saved != now:
-                flag = "--" + name.replace("_", "-")
-                if name == "full_warm_up_rounds":
-                    flag = "--full-warm-up-share None " + flag
+                if self._read_only:
+                    remedy = "or give the settings.toml of that run as the config file."
+                else:
+                    remedy = (
+                        "or name another --run to begin a new one. (What may change: "
+                        f"{', '.join(sorted(MAY_CHANGE))}.)"
+                    )
                 raise SettingsError(
                     f"`{name}`: expected {saved}, as in the run that {folder} is of, got {now}. "
-                    f"Pass {flag} {saved} to go on with that run, or name another --run to begin a "
-                    f"new one. (What may change: {', '.join(sorted(MAY_CHANGE))}.)"
+                    f"Pass {_flags(name, saved)}, {remedy}"
                 )
-        if run["data"] != self._description["data"]:
+        for name, now in self._description["model"].items():
+            saved = run.get("model", {}).get(name, now)
+            if saved != now:
+                raise SettingsError(
+                    f"`model`: expected a config.json with the {name} of the run that {folder} is "
+                    f"of, {saved}, got {now}: that is another model, whose arrays have the same "
+                    "shapes. Name the folder that the run has begun with, or a copy of it."
+                )
+        if run["data"] != self._description.get("data", run["data"]):
             raise SettingsError(
                 f"expected the data that the run of {folder} has read, got other data. Go on with "
                 "the same files (of standard_library: with the same Python) and the same "
                 "tokenizer, or name another --run to begin a new one."
             )
+
+
+def _flags(name: str, value: Any) -> str:
+    """What the command line says to give that value to a setting."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    other = "--full-warm-up-share None " if name == "full_warm_up_rounds" else ""
+    return f"{other}--{flag} {value}"
 
 
 @dataclasses.dataclass
@@ -499,18 +537,35 @@ def saved_rounds(folder: Path) -> int | None:
     return int(rounds) if rounds else None
 
 
-def description(settings: Settings, data: int) -> dict[str, Any]:
+def description(settings: Settings, data: int, config: Any = None) -> dict[str, Any]:
     """What a run must have in common with the one it goes on from: JSON.
 
     Args:
         settings: Of the run.
         data: A checksum of all that it reads.
+        config: As for `description_of_model`.
     """
     fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
     # However they were given.
     del fixed["full_warm_up_share"]
     fixed["full_warm_up_rounds"] = settings.warm_up_rounds
-    return {"settings": fixed, "data": data}
+    return {"settings": fixed, "data": data, "model": _described(config)}
+
+
+def description_of_model(settings: Settings, config: Any = None) -> dict[str, Any]:
+    """What one must have in common with a run to read its weights: a part of its `description`.
+
+    Args:
+        settings: Of the run.
+        config: Of the folder that its model is from, a NamedTuple; None if it is from none.
+    """
+    fixed = {name: getattr(settings, name) for name in OF_THE_MODEL}
+    return {"settings": fixed, "model": _described(config)}
+
+
+def _described(config: Any) -> dict[str, str]:
+    # Not all of it is in the shapes of the arrays: the base of the rotations is not.
+    return {} if config is None else {name: str(x) for name, x in config._asdict().items()}
 
 
 def write_model(path: Path, masters: Any) -> None:

@@ -6,6 +6,7 @@ without the updates that were on their way then. Neither the data nor a device i
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from train import models
-from train.checkpoints import Checkpoints, write_model
+from train.checkpoints import CheckpointError, Checkpoints, description_of_model, write_model
 from train.hf_saving import save_folder
 from train.pretrained import read_folder
 from train.report import read_summary
@@ -46,27 +47,32 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         raise SettingsError(
             f"`--export`: expected a new or an empty folder, got {target}. Name another one."
         )
+    target = target.absolute()  # as "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(Path(settings.model))
     labels, best = labels_and_best(settings.task)
-    summary = read_summary(folder)
-    if which == "best" and summary and summary.best_step == summary.steps:
-        # The last one did best, with all windows closed, which its checkpoint has open.
-        _copy(folder, target)
-        say(f"{target} has the model of {folder}, of step {summary.steps}, which did best")
-        return
     shapes = jax.eval_shape(lambda: nnx.as_pure(nnx.state(_build(settings, origin, labels))))
     like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+    # The run's end, with all windows closed, which its checkpoint has open.
+    summary = read_summary(folder)
+    end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
+    rival = math.nan
+    if summary is not None and summary.best_step in (None, summary.steps) and end.exists():
+        rival = summary.validation_after.get(best, math.nan)
     with Checkpoints(
         folder / "checkpoints",
         keep=settings.keep,
         keep_best=True,
         larger_is_better=best != "loss",
-        describe={},
+        describe=description_of_model(settings, origin and origin.config),
         say=say,
         read_only=True,
     ) as checkpoints:
-        step = checkpoints.find(which)
+        step = checkpoints.find(which, rival=rival)
+        if step is None:
+            _copy(end, target)
+            say(f"{target} has the model of {folder}, of step {summary.steps}, which did best")
+            return
         weights = checkpoints.weights(step, like)
     if origin is None:
         target.mkdir(parents=True, exist_ok=True)
@@ -80,9 +86,16 @@ def _build(settings, origin, labels):
     return models.builder(settings, None, origin, labels=len(labels))()
 
 
-def _copy(folder: Path, target: Path) -> None:
-    if (folder / models.FOLDER).is_dir():
-        shutil.copytree(folder / models.FOLDER, target, dirs_exist_ok=True)
-    else:
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(folder / models.WEIGHTS, target / models.WEIGHTS)
+def _copy(model: Path, target: Path) -> None:
+    try:
+        if model.is_dir():
+            shutil.copytree(model, target, dirs_exist_ok=True)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(model, target / model.name)
+    except OSError as error:
+        shutil.rmtree(target, ignore_errors=True)  # it was empty
+        raise CheckpointError(
+            f"expected to copy {model} to {target}, got: {error}. Make room there, see to its "
+            "permissions, or name another folder."
+        ) from error

@@ -193,7 +193,7 @@ def train(
                 keep=settings.keep,
                 keep_best=settings.keep_best,
                 larger_is_better=task.best != "loss",
-                describe=description(settings, task.checksum),
+                describe=description(settings, task.checksum, origin and origin.config),
                 say=say,
             )
         )
