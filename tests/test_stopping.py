@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import kill_test
+from train import finetune
 from train.memory import check_batch, check_model, is_lack_of_memory, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest
@@ -142,6 +143,23 @@ def test_lack_of_memory_is_one_message_with_what_was_asked_for(provoke, expected
     assert is_lack_of_memory(raised.value)
     assert re.search(expected, lack_of_memory(raised.value, Settings()))
     assert not is_lack_of_memory(RuntimeError("RESOURCE_EXHAUSTED"))
+
+
+def test_lack_of_memory_on_a_thread_of_the_engine_is_that_message_too(
+    tmp_path, capsys, monkeypatch
+):
+    def train(*_, **__):
+        try:
+            np.ones((10**7, 10**7))
+        except MemoryError as error:
+            raise RuntimeError("the host update of window 3 failed") from error
+
+    monkeypatch.setattr(finetune, "train", train)
+    config = tmp_path / "job.toml"
+    config.write_text("batch_size = 4\n")
+    assert finetune.main([str(config)]) == 2
+    expected = r"error: expected memory enough on the host for .* none for \S+ TiB .*below 4.*\n"
+    assert re.fullmatch(expected, capsys.readouterr().err)
 
 
 def test_the_command_ends_with_that_message(tmp_path):

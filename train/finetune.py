@@ -38,7 +38,7 @@ from train.checkpoints import CheckpointError, Checkpoints, description, saved_r
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
 from train.export import export
-from train.memory import check_batch, is_lack_of_memory, lack_of_memory
+from train.memory import check_batch, lack_behind, lack_of_memory
 from train.meter import Meter, Row
 from train.optimizers import in_force, make_optimizer, skipped_steps, with_deepspeed
 from train.peers import Peers
@@ -471,10 +471,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FAILURES as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not is_lack_of_memory(error):
+    except (MemoryError, RuntimeError) as error:  # of which jax's are some
+        lack = lack_behind(error)
+        if lack is None:
             raise
-        sys.stderr.write(f"error: {lack_of_memory(error, command.settings)}\n")
+        sys.stderr.write(f"error: {lack_of_memory(lack, command.settings)}\n")
         return 2
     except OSError as error:
         if error.errno not in NO_WRITING:

@@ -110,6 +110,17 @@ def is_lack_of_memory(error: BaseException) -> bool:
     )
 
 
+def lack_behind(error: BaseException) -> BaseException | None:
+    """The error of which `is_lack_of_memory` is true: this one, or a cause of it; None if none is.
+
+    What goes wrong on a thread of the engine's is raised as the cause of an error of its own.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not is_lack_of_memory(cause):
+        cause = cause.__cause__
+    return cause
+
+
 def lack_of_memory(error: BaseException, settings: Settings) -> str:
     """What to show for an error of which `is_lack_of_memory` is true.
 
