@@ -680,7 +680,7 @@ def test_adamw_has_no_timeline(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_path, capsys):
-    command = tiny_command(tmp_path, learning_rate=1e30, max_skipped=5, log_every=2)
+    command = tiny_command(tmp_path, learning_rate=1e30, max_skipped=5, log_every=2, save_every=2)
     assert finetune.main(command) == 2
     shown = capsys.readouterr()
     assert re.search(
@@ -690,6 +690,8 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
     folder = tmp_path / "runs" / "001-zenflow"
     # The first step has made weights of which nothing can be computed.
     assert [row["skipped"] for row in metrics(folder)][:2] == ["1", "2"]
+    assert "step 2 was skipped: no checkpoint of it" in shown.out
+    assert not (folder / "checkpoints").exists()
     assert not (folder / "model.safetensors").exists()
 
 

@@ -369,7 +369,12 @@ def train(
                 checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, folder), signal_number=asked)
             if is_due(settings.save_every, step):
-                save(saved := step)
+                if skips.was_last():
+                    # It may be the weights that are no good any more, and the older checkpoints
+                    # what there is to go on from.
+                    say(f"step {step} was skipped: no checkpoint of it")
+                else:
+                    save(saved := step)
         if saved < settings.steps:
             # Before the last window is closed early, so that the run can go on with more steps as
             # if it had had them from the start.

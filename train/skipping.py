@@ -53,6 +53,16 @@ class SkippedSteps:
         if len(self._unread) > BEHIND:
             self._read()
 
+    def was_last(self) -> bool:
+        """Whether the last step was skipped. Blocks until the device has done it.
+
+        Raises:
+            NotFiniteError: As `step`.
+        """
+        while self._unread:
+            self._read()
+        return self._in_a_row > 0
+
     def finish(self) -> None:
         """Reads the counts that are left.
 
