@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.collectives import Collective, collectives
-from zenflow_jax import _merge
+from zenflow_jax._device import boundary
 
 # What XLA asks about a GPU of the Hopper family, in the text form of its GpuTargetConfig.
 _HOPPER = """
@@ -287,7 +287,7 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     specs = tuple(leaf.spec for leaf in leaves)
     shared = {any(spec.placement.shares) for spec in specs}
     assert len(shared) == 1, "these leaves are merged by two programs"
-    merge = _merge._merge_parts if shared.pop() else _merge._merge_in_place
+    merge = boundary._merge_parts if shared.pop() else boundary._merge_in_place
     return report(merge.lower(mine, uploads, channels, channels, specs=specs).compile(), params)
 
 

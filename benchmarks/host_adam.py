@@ -25,7 +25,8 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from zenflow_jax._host_adam import AdamScalars, HostAdam
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._plan.scalars import AdamScalars
 
 Run = Callable[[], object]
 LIMIT, TORCH, DEEPSPEED = "memory bandwidth", "torch.optim.AdamW(fused)", "DeepSpeed CPUAdam"

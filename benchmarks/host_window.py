@@ -18,10 +18,10 @@ import time
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._adam import AdamScalars
-from zenflow_jax._channels import LeafSpec
-from zenflow_jax._host_adam import HostAdam
-from zenflow_jax._host_half import HostHalf, SelectedRows
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.state import HostHalf, SelectedRows
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LENGTHS = (1, 2, 4, 8, 16)

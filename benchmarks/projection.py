@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
-from zenflow_jax._mailbox import buffers
+from zenflow_jax._exchange.mailbox import buffers
 
 INTERVAL = 4
 RATIO = 0.05

@@ -23,7 +23,8 @@ import torch
 import transformers
 from flax import nnx
 
-from train.pretrained import Pretrained, load_weights, make_model, read_folder, save_folder
+from train.hf_saving import save_folder
+from train.pretrained import Pretrained, load_weights, make_model, read_folder
 
 TOKENS = (2, 16)
 

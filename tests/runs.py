@@ -17,8 +17,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import zenflow_jax
-from zenflow_jax import _reference
-from zenflow_jax._reference import Settings
+from tests.reference import Reference, Settings
 
 # Float32, the same operations in another order; parameters up to 4, where a unit in the last place
 # is 2.4e-7; updates near 1e-2, of which `1 - b2**n`, in float32 on one side and in float64 on the
@@ -361,7 +360,7 @@ def reference(
 ) -> tuple[History, Any]:
     """The run of the slow NumPy reference, and the reference itself for its counts."""
     weights = initial_values(leaves, seed)
-    slow = _reference.Reference(
+    slow = Reference(
         [weights[x.name] for x in leaves],
         rate,
         settings,

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import zenflow_jax
-from zenflow_jax._engine_checks import check_pinned
+from zenflow_jax._exchange.checks import check_pinned
 
 DEVICE = jax.devices()[0]
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}

@@ -22,10 +22,13 @@ from flax.training.train_state import TrainState
 import zenflow_jax
 from tests import processes, runs
 from tests.runs import FEW, Plan, Settings, Training
-from zenflow_jax import HostEngine, _engine, _host_half, _placement, _worker
-from zenflow_jax._host_adam import HostAdam
-from zenflow_jax._host_half import HostHalf
-from zenflow_jax._worker import Worker
+from zenflow_jax import HostEngine, _engine
+from zenflow_jax._device import memory
+from zenflow_jax._exchange import worker
+from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host import state as host_state
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.state import HostHalf
 
 TIMEOUT_S = 60  # after it a test that would hang fails instead
 
@@ -148,12 +151,12 @@ def test_no_exchange_before_a_boundary_waits_for_the_sums_of_a_window(monkeypatc
     def copy_to_host(pieces):
         if threading.current_thread().name.startswith("zenflow-sums"):
             assert copied.wait(TIMEOUT_S)
-        return _placement.copy_to_host(pieces)
+        return memory.copy_to_host(pieces)
 
     with started(SUMMED) as undisturbed:
         undisturbed.go(12)
         expected = undisturbed.values()
-    monkeypatch.setattr(_worker, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(worker, "copy_to_host", copy_to_host)
     with started(SUMMED) as training:
         copied.set()
         training.go(7)
@@ -212,11 +215,11 @@ def test_gradients_wider_than_their_leaves_reach_the_host_unrounded(
 def test_mail_that_is_kept_is_freed_by_close(monkeypatch):
     views = []
 
-    def view(x, view=_worker.view):
+    def view(x, view=worker.view):
         views.append(weakref.ref(seen := view(x)))
         return seen
 
-    monkeypatch.setattr(_worker, "view", view)
+    monkeypatch.setattr(worker, "view", view)
     with started(CALM) as training:
         training.go(6)
         training.engine._mailbox.drain()
@@ -231,7 +234,7 @@ def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
     settings = dataclasses.replace(BUSY, update_interval=8, select_interval=8)
     outcomes = []
     for kept in (0, 3, 100):
-        monkeypatch.setattr(_host_half, "KEPT", kept)
+        monkeypatch.setattr(host_state, "KEPT", kept)
         with started(settings) as training:
             half = training.engine._worker._half
             params = []

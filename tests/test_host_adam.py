@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zenflow_jax import _host_numba
-from zenflow_jax._adam import AdamScalars
-from zenflow_jax._host_adam import HostAdam
+from zenflow_jax._host import numba_loops
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._plan.scalars import AdamScalars
 
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float32, BFLOAT16, np.float16]
@@ -292,7 +292,7 @@ def test_compiled_rounding_is_that_of_ml_dtypes_to_the_bit(around_every_bfloat16
     x = np.append(x, np.float32([np.inf, -np.inf, np.nan, -np.nan]))
     with np.errstate(invalid="ignore", over="ignore"):
         expected = x.astype(BFLOAT16).view(np.uint16)
-    np.testing.assert_array_equal([_host_numba.bfloat16_bits(value) for value in x], expected)
+    np.testing.assert_array_equal([numba_loops.bfloat16_bits(value) for value in x], expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -353,11 +353,11 @@ def test_threads_must_be_a_positive_integer(threads):
 
 def test_one_core_is_left_to_the_caller(monkeypatch):
     for cores, threads in (1, 1), (2, 1), (8, 7):
-        monkeypatch.setattr("zenflow_jax._host_adam.available_cores", lambda n=cores: n)
+        monkeypatch.setattr("zenflow_jax._host.adam.available_cores", lambda n=cores: n)
         assert HostAdam().threads == threads
 
 
 def test_kernels_compile_where_nothing_can_be_cached():
     namespace: dict[str, Any] = {}
     exec("def double(x):\n    return x * 2", namespace)  # Numba finds no file to cache it beside
-    assert _host_numba._compiled(namespace["double"])(4) == 8
+    assert numba_loops._compiled(namespace["double"])(4) == 8

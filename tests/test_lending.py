@@ -11,7 +11,7 @@ import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, SECOND, Training
 from tests.test_resume import PLAN, SETTINGS, end, go
-from zenflow_jax import _lending
+from zenflow_jax._checkpoint import lending
 
 HERE = functools.partial(Training, settings=SETTINGS, threads=1, host_kernel="numpy", donate=True)
 
@@ -100,7 +100,7 @@ def test_lent_arrays_are_gone_afterwards():
 
 
 def test_who_keeps_what_was_lent_is_told_until_it_is_let_go(monkeypatch):
-    monkeypatch.setattr(_lending, "GRACE_S", 0.0)
+    monkeypatch.setattr(lending, "GRACE_S", 0.0)
     with HERE(FIRST) as training:
         training.go(5)
         kept = []
@@ -116,7 +116,7 @@ def test_who_keeps_what_was_lent_is_told_until_it_is_let_go(monkeypatch):
 
 
 def test_the_end_of_a_loan_waits_for_threads_that_are_about_to_let_go(monkeypatch):
-    monkeypatch.setattr(_lending, "GRACE_S", 60.0)
+    monkeypatch.setattr(lending, "GRACE_S", 60.0)
     with HERE(FIRST) as training:
         training.go(5)
         asked, kept = threading.Event(), []
@@ -130,7 +130,7 @@ def test_the_end_of_a_loan_waits_for_threads_that_are_about_to_let_go(monkeypatc
 
         thread = threading.Thread(target=let_go)
         thread.start()
-        monkeypatch.setattr(_lending.time, "sleep", look)
+        monkeypatch.setattr(lending.time, "sleep", look)
         with training.engine.lend() as lent:
             kept += [np.asarray(x) for x in arrays(lent)]
         thread.join()
@@ -138,7 +138,7 @@ def test_the_end_of_a_loan_waits_for_threads_that_are_about_to_let_go(monkeypatc
 
 
 def test_an_error_inside_is_what_is_raised_and_the_engine_goes_on(monkeypatch):
-    monkeypatch.setattr(_lending, "GRACE_S", 0.0)
+    monkeypatch.setattr(lending, "GRACE_S", 0.0)
     with HERE(FIRST) as training:
         training.go(5)
         views = []

@@ -22,7 +22,7 @@ from benchmarks.gpu_stages.plan import Machine
 from benchmarks.on_gpu import STAGES, StagePlan
 from benchmarks.step_time_model import llama, make_model
 from benchmarks.step_time_peers import PEERS
-from zenflow_jax import _mailbox
+from zenflow_jax._exchange import mailbox
 
 ROOT = Path(__file__).parents[1]
 
@@ -229,7 +229,7 @@ def test_what_a_peer_needs_in_host_memory_is_what_the_engine_keeps():
     for name, mails in plan._MAILS.items():
         params = jax.device_put({"w": jnp.ones((8, 4), jnp.bfloat16)}, jax.devices()[0])
         state = PEERS[name].make().init(params)
-        assert _mailbox.buffers(state) == mails, name
+        assert mailbox.buffers(state) == mails, name
 
 
 def _small(program):

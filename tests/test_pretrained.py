@@ -34,13 +34,13 @@ from tests.hf_models import (
 from train import hf_saving
 from train.blocks import linear, make_blocks
 from train.decoder import LinearRope, Llama3Rope
+from train.hf_saving import save_folder
 from train.hf_tensors import transpose
 from train.pretrained import (
     ModelError,
     drawn_anew,
     load_weights,
     read_folder,
-    save_folder,
 )
 
 # Of the largest gradient of a leaf: as above, once more backwards.

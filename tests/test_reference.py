@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from zenflow_jax import _reference
+from tests.reference import Reference, Settings
 
 # Float32, the same operations, parameters up to 4 (one unit in the last place is 2.4e-7, which is
 # the worst seen) and updates near 1e-2, of which `b2**n`, rounded otherwise, may weigh 3e-5.
@@ -52,9 +52,7 @@ def optax_trajectory(transformation, steps):
 
 
 def assert_equals_optax(transformation, settings, steps):
-    ours = _reference.Reference(
-        example_params(), schedule, settings, channel_axes=AXES, decay=DECAY
-    )
+    ours = Reference(example_params(), schedule, settings, channel_axes=AXES, decay=DECAY)
     theirs = optax_trajectory(transformation, steps)
     for gradients, expected in zip(example_gradients(steps), theirs, strict=True):
         for p, q in zip(ours.step(gradients), expected, strict=True):
@@ -64,10 +62,8 @@ def assert_equals_optax(transformation, settings, steps):
 
 def one_leaf(n, learning_rate=1.0, *, dtype=np.float32, **options):
     """A reference for one `(n, 1)` leaf of zeros whose steps can be done by hand."""
-    settings = _reference.Settings(**{**BY_HAND, **options})
-    return _reference.Reference(
-        [np.zeros((n, 1), dtype)], learning_rate, settings, channel_axes=[-2]
-    )
+    settings = Settings(**{**BY_HAND, **options})
+    return Reference([np.zeros((n, 1), dtype)], learning_rate, settings, channel_axes=[-2])
 
 
 def step(reference, *gradient):
@@ -84,7 +80,7 @@ def flush(reference):
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
 @pytest.mark.parametrize("select_interval", [1, 7, 1000])
 def test_windows_of_one_step_without_overlap_equal_optax_adamw(ratio, select_interval):
-    settings = _reference.Settings(
+    settings = Settings(
         weight_decay=0.05,
         topk_ratio=ratio,
         update_interval=1,
@@ -98,8 +94,8 @@ def test_windows_of_one_step_without_overlap_equal_optax_adamw(ratio, select_int
 
 
 def test_selections_move_in_the_example_that_is_compared_with_optax():
-    settings = _reference.Settings(topk_ratio=0.25, update_interval=1, select_interval=1)
-    ours = _reference.Reference(example_params(), schedule, settings, channel_axes=AXES)
+    settings = Settings(topk_ratio=0.25, update_interval=1, select_interval=1)
+    ours = Reference(example_params(), schedule, settings, channel_axes=AXES)
     seen = set()
     for gradients in example_gradients(20):
         ours.step(gradients)
@@ -110,7 +106,7 @@ def test_selections_move_in_the_example_that_is_compared_with_optax():
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("interval", [1, 3, 4])
 def test_selecting_every_channel_equals_optax_adamw(interval, overlap):
-    settings = _reference.Settings(
+    settings = Settings(
         topk_ratio=1.0, update_interval=interval, select_interval=interval, overlap_step=overlap
     )
     ours = assert_equals_optax(optax.adamw(schedule, mask=DECAY), settings, steps=10)
@@ -119,7 +115,7 @@ def test_selecting_every_channel_equals_optax_adamw(interval, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_warm_up_longer_than_the_run_equals_optax_adamw(overlap):
-    settings = _reference.Settings(
+    settings = Settings(
         topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11, overlap_step=overlap
     )
     ours = assert_equals_optax(optax.adamw(schedule, mask=DECAY), settings, steps=10)
@@ -128,7 +124,7 @@ def test_a_warm_up_longer_than_the_run_equals_optax_adamw(overlap):
 
 @pytest.mark.parametrize("max_norm", [0.5, 25.0, 1e6])  # always, at some steps, never
 def test_max_grad_norm_equals_optax_clipping_in_front(max_norm):
-    settings = _reference.Settings(
+    settings = Settings(
         topk_ratio=0.25,
         update_interval=1,
         select_interval=2,
@@ -150,9 +146,9 @@ def test_scores_and_the_window_mean_are_of_clipped_gradients():
 
 
 def test_finite_leaves_of_infinite_norm_are_clipped_to_zero_as_optax_does():
-    settings = _reference.Settings(**BY_HAND, max_grad_norm=1.0)
+    settings = Settings(**BY_HAND, max_grad_norm=1.0)
     leaves = [np.zeros(1, np.float32)] * 2
-    reference = _reference.Reference(leaves, 1.0, settings, channel_axes=[None, None])
+    reference = Reference(leaves, 1.0, settings, channel_axes=[None, None])
     huge = np.array([1.5e19], np.float32)
     np.testing.assert_array_equal(reference.step([huge, huge]), 0.0)
     assert reference.skipped == 0
@@ -185,11 +181,9 @@ def test_an_overlapped_update_is_stale_by_exactly_one_window():
 
 
 def test_weight_decay_acts_on_the_master_that_runs_ahead():
-    settings = _reference.Settings(
-        **{**BY_HAND, "weight_decay": 0.5}, topk_ratio=0.0, update_interval=1
-    )
+    settings = Settings(**{**BY_HAND, "weight_decay": 0.5}, topk_ratio=0.0, update_interval=1)
     ones, zeros = np.ones((2, 1), np.float32), np.zeros((2, 1), np.float32)
-    reference = _reference.Reference([ones], 1.0, settings, channel_axes=[-2])
+    reference = Reference([ones], 1.0, settings, channel_axes=[-2])
     seen = [reference.step([zeros])[0][0, 0] for _ in range(4)]
     assert seen == [1.0, 0.5, 0.25, 0.125]
     assert reference.moments(0)[0][0, 0] == 0.0625
@@ -252,9 +246,9 @@ def test_ties_go_to_the_lower_channel():
 def test_stack_entries_select_separately_and_trailing_channels_do_not_stack():
     gradient = np.zeros((2, 3, 4), np.float32)
     gradient[0, 1, 3] = gradient[1, 2, 0] = 1.0
-    settings = _reference.Settings(topk_ratio=0.25, update_interval=1)
+    settings = Settings(topk_ratio=0.25, update_interval=1)
     zeros = np.zeros_like(gradient)
-    reference = _reference.Reference([zeros] * 3, 1.0, settings, channel_axes=[-2, -1, -3])
+    reference = Reference([zeros] * 3, 1.0, settings, channel_axes=[-2, -1, -3])
     reference.step([gradient] * 3)
     rows, columns, blocks = reference.selected
     np.testing.assert_array_equal(rows, [[1], [2]])
@@ -301,8 +295,8 @@ def test_selection_intervals_are_counted_from_the_end_of_the_warm_up():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38], ids=str)
 def test_a_gradient_without_finite_square_is_skipped_wherever_it_is(bad):
     params = [np.zeros((2, 1), np.float32), np.zeros(1, np.float32)]
-    settings = _reference.Settings(**BY_HAND, topk_ratio=0.5, update_interval=2)
-    reference = _reference.Reference(params, 1.0, settings, channel_axes=[-2, None])
+    settings = Settings(**BY_HAND, topk_ratio=0.5, update_interval=2)
+    reference = Reference(params, 1.0, settings, channel_axes=[-2, None])
     ones = [np.ones_like(p) for p in params]
     before = reference.step(ones)
     state, scores = reference.moments(0), reference.scores[0]
@@ -377,10 +371,10 @@ def test_flush_at_a_boundary_only_merges_what_is_waiting():
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=lambda d: d.__name__)
 def test_a_low_precision_parameter_is_the_cast_of_a_float32_master(dtype):
     tiny = 2.0**-14  # below half a unit in the last place of 1.0 in either dtype
-    reference = _reference.Reference(
+    reference = Reference(
         [np.ones((2, 1), dtype)],
         tiny,
-        _reference.Settings(**BY_HAND, topk_ratio=0.5, update_interval=1, overlap_step=False),
+        Settings(**BY_HAND, topk_ratio=0.5, update_interval=1, overlap_step=False),
         channel_axes=[-2],
     )
     ones = np.ones((2, 1), dtype)

@@ -15,15 +15,10 @@ from flax.training.train_state import TrainState
 import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, ONE, SECOND, THIRD, Plan, Settings, Training
-from zenflow_jax import (
-    AutoSelect,
-    AutoWindow,
-    HostEngine,
-    _crossing,
-    _engine,
-    _host_half,
-    _placement,
-)
+from zenflow_jax import AutoSelect, AutoWindow, HostEngine, _engine
+from zenflow_jax._device import memory
+from zenflow_jax._exchange import updates
+from zenflow_jax._host import state as host_state
 
 # Stale windows, a warm-up, selections, a skipped step, and an early end of a window.
 SETTINGS = Settings(
@@ -307,7 +302,7 @@ def test_masters_are_on_the_devices_before_the_host_may_change_them(monkeypatch)
     on_their_way, waited_for = {}, jax.block_until_ready
 
     def upload(tree, device):
-        found = _placement.upload(tree, device)
+        found = memory.upload(tree, device)
         on_their_way[id(found)] = found
         return found
 
@@ -318,7 +313,7 @@ def test_masters_are_on_the_devices_before_the_host_may_change_them(monkeypatch)
 
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
         go(training, PLAN, 11)
-        monkeypatch.setattr(_crossing, "upload", upload)
+        monkeypatch.setattr(updates, "upload", upload)
         monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
         for _ in training.engine._masters(training.state):
             assert not on_their_way
@@ -365,7 +360,7 @@ def test_masters_that_are_being_read_stay_those_of_their_step_when_another_proce
 def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(monkeypatch):
     arrays = []
 
-    class Remembered(_host_half.HostHalf):
+    class Remembered(host_state.HostHalf):
         def __init__(self, *args):
             super().__init__(*args)
             arrays.extend(weakref.ref(leaf.master) for leaf in self.leaves)
@@ -378,7 +373,7 @@ def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(mo
         checkpoint = saved(training)
         before = threading.active_count()
         monkeypatch.setattr(_engine, "HostHalf", Remembered)
-        monkeypatch.setattr(_crossing.Crossing, "resume", explode)
+        monkeypatch.setattr(updates.Crossing, "resume", explode)
         with pytest.raises(MemoryError, match="no room"):
             resumed(training, checkpoint)
         assert threading.active_count() == before

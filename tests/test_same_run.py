@@ -12,7 +12,7 @@ import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, SECOND, THIRD, Leaf, Training
 from tests.test_resume import PLAN, SETTINGS, go, resumed, saved
-from zenflow_jax import _same_run
+from zenflow_jax._checkpoint import same_run
 
 HERE = functools.partial(Training, threads=1, host_kernel="numpy")
 
@@ -69,8 +69,8 @@ def test_a_single_channel_of_a_pending_update_that_is_a_step_ahead_is_noticed(dt
 
 
 def test_a_large_leaf_is_compared_in_all_its_parts():
-    places = _same_run._spread(600 * 128)
-    assert 500 < places.size <= _same_run.COMPARED
+    places = same_run._spread(600 * 128)
+    assert 500 < places.size <= same_run.COMPARED
     for shape in ((600, 128), (128, 600), (8, 75, 128)):
         for i, n in zip(np.unravel_index(places, shape), shape, strict=True):
             halves = np.bincount(i * 8 // n if n > 8 else i, minlength=8)

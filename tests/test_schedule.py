@@ -6,7 +6,7 @@ import pytest
 
 import zenflow_jax
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._schedule import Schedule, Tally
+from zenflow_jax._plan.schedule import Schedule, Tally
 
 # What happens after each step: "." nothing, "c" a window closes, "s" and channels are selected;
 # in capitals where the update reaches the parameters at once.

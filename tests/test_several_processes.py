@@ -20,7 +20,7 @@ from tests import elastic, meshes, processes, runs
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
-from zenflow_jax._host_half import HostHalf
+from zenflow_jax._host.state import HostHalf
 
 SUMMED = dataclasses.replace(STALE, accumulate="device")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)

@@ -11,17 +11,11 @@ import pytest
 
 import zenflow_jax
 from tests import runs
+from tests.reference import Settings
 from tests.runs import FEW, ONE
-from zenflow_jax import (
-    Span,
-    Timeline,
-    _timeline,
-    _timeline_output,
-    plot_timeline,
-    save_trace,
-)
-from zenflow_jax._reference import Settings
-from zenflow_jax._timeline import ROWS, Recorder
+from zenflow_jax import Span, Timeline, plot_timeline, save_trace
+from zenflow_jax._diagnostics import timeline, timeline_output
+from zenflow_jax._diagnostics.timeline import ROWS, Recorder
 
 STEPS, INTERVAL = 9, 2
 SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2 * INTERVAL)
@@ -176,7 +170,7 @@ def clock(monkeypatch) -> types.SimpleNamespace:
     """What the recorder takes for the time."""
     now = types.SimpleNamespace(s=0.0)
     fake = types.SimpleNamespace(perf_counter=lambda: now.s)
-    monkeypatch.setattr(_timeline, "time", fake)
+    monkeypatch.setattr(timeline, "time", fake)
     return now
 
 
@@ -301,7 +295,7 @@ def test_the_picture_has_every_row_a_legend_and_the_steps_by_number(tmp_path, re
 
 
 def test_the_axis_of_long_steps_is_in_seconds(recorded, monkeypatch):
-    monkeypatch.setattr(_timeline_output, "_IN_SECONDS_S", 0.0)
+    monkeypatch.setattr(timeline_output, "_IN_SECONDS_S", 0.0)
     axes = plot_timeline(recorded).axes[0]
     assert axes.get_xlabel() == "s"
     assert axes.xaxis.get_major_formatter()(40_000) == "40"

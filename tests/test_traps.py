@@ -25,14 +25,12 @@ from hypothesis import strategies as st
 
 import zenflow_jax
 from tests import processes, runs
+from tests.reference import Reference
 from tests.runs import FEW, FIRST, ONE, Leaf, Settings, Training
-from zenflow_jax import (
-    HostEngine,
-    _engine_state,
-    _placement,
-    _reference,
-    _worker,
-)
+from zenflow_jax import HostEngine
+from zenflow_jax._checkpoint import tree
+from zenflow_jax._device import memory
+from zenflow_jax._exchange import worker
 
 OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
 
@@ -150,11 +148,11 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(
 ):
     views = []
 
-    def view(x, view=_worker.view):
+    def view(x, view=worker.view):
         views.append(weakref.ref(seen := view(x)))
         return seen
 
-    monkeypatch.setattr(_worker, "view", view)
+    monkeypatch.setattr(worker, "view", view)
     options = dataclasses.replace(OPTIONS, accumulate=accumulate)
     with Training(FEW, options, send_mail=send_mail, host_kernel="numpy") as training:
         training.go(5)
@@ -189,9 +187,9 @@ def test_the_first_state_shares_no_buffer_with_the_parameters_nor_with_itself(of
 
 
 def test_mail_is_read_where_it_lies():
-    there = _placement.beside(jnp.zeros(1), _placement.HOST)
+    there = memory.beside(jnp.zeros(1), memory.HOST)
     x = jax.device_put(np.arange(64.0, dtype=np.float32), there)
-    seen = _placement.view(x)
+    seen = memory.view(x)
     assert seen.ctypes.data == x.addressable_data(0).unsafe_buffer_pointer()
     assert not seen.flags.writeable
 
@@ -205,7 +203,7 @@ def aligned(size):
 
 def test_an_upload_does_not_share_memory_with_the_array_it_came_from():
     x = aligned(1024)
-    on_device = _placement.upload(x, jax.devices()[0])
+    on_device = memory.upload(x, jax.devices()[0])
     x += 1
     np.testing.assert_array_equal(on_device, 0)
 
@@ -213,16 +211,16 @@ def test_an_upload_does_not_share_memory_with_the_array_it_came_from():
 def test_nothing_empty_goes_to_host_memory(monkeypatch):
     sizes = []
 
-    def copy_to_host(pieces, copy=_placement.copy_to_host):
+    def copy_to_host(pieces, copy=memory.copy_to_host):
         sizes.extend(x.size for x in jax.tree.leaves(pieces))
         return copy(pieces)
 
-    def beside(x, device, beside=_engine_state._beside):
+    def beside(x, device, beside=tree._beside):
         sizes.append(x.size)
         return beside(x, device)
 
-    monkeypatch.setattr(_worker, "copy_to_host", copy_to_host)
-    monkeypatch.setattr(_engine_state, "_beside", beside)
+    monkeypatch.setattr(worker, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(tree, "_beside", beside)
     options = dataclasses.replace(OPTIONS, topk_ratio=0.0)
     with Training(FEW, options, send_mail="exchange", host_kernel="numpy") as training:
         training.go(8)
@@ -276,9 +274,7 @@ def test_an_engine_behind_multi_steps_exchanges_after_each_update():
     tx = optax.MultiSteps(runs.transformation(leaves, OPTIONS), 2)
     params = runs.initial(leaves)
     state, step = tx.init(params), runs.jitted(tx)
-    slow = _reference.Reference(
-        [np.asarray(params[leaf.name])], runs.rate, OPTIONS, channel_axes=[leaf.axis]
-    )
+    slow = Reference([np.asarray(params[leaf.name])], runs.rate, OPTIONS, channel_axes=[leaf.axis])
     with HostEngine(params, state, host_kernel="numpy") as engine:
         for t in range(1, 13, 2):
             parts = [runs.gradients(leaves, i) for i in (t, t + 1)]
@@ -302,7 +298,7 @@ def test_an_injected_learning_rate_travels_with_the_mail():
     (leaf,) = ONE
     tx = make(1e-2, weight_decay=0.1, channel_axis=-1, **options)
     params = runs.initial(ONE)
-    slow = _reference.Reference(
+    slow = Reference(
         [np.asarray(params[leaf.name])],
         lambda count: 1e-2 if count < 5 else 3e-3,
         Settings(weight_decay=0.1, **options),

@@ -26,8 +26,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import zenflow_jax
 from tests import runs
+from tests.reference import Reference, Settings
 from tests.runs import Leaf
-from zenflow_jax import _reference
 
 SEQUENCES = int(os.environ.get("ZENFLOW_SEQUENCES", "0"))
 #: Each is compiled once, which is what the time goes to.
@@ -44,7 +44,7 @@ class World(NamedTuple):
     frozen: tuple[Leaf, ...]
     places: tuple[tuple[str, ...], ...]  # the keys of each leaf, the frozen ones last
     form: str  # how frozen leaves are kept out: "partition" or "subtree"
-    options: _reference.Settings
+    options: Settings
     offload: bool
     donate: bool
     send_mail: str | None
@@ -67,7 +67,7 @@ def world(number: int) -> World:
     # Of shapes that trained leaves have, so that one could be taken for the other.
     frozen = tuple(leaf(int(kind)) for kind in which[: rng.integers(1, 3)])
     window = int(rng.integers(1, 4))
-    options = _reference.Settings(
+    options = Settings(
         topk_ratio=float(rng.choice([0.0, 0.3, 0.3, 1.0])),
         update_interval=window,
         select_interval=window * int(rng.integers(1, 3)),
@@ -376,7 +376,7 @@ class UserSequences(RuleBasedStateMachine):
         weights = drawn(w.leaves, seed)
         values = [*weights, *self.frozen]
         self.params = jax.device_put(tree_of(w.places, values), jax.devices()[0])
-        self.reference = _reference.Reference(
+        self.reference = Reference(
             weights,
             runs.rate,
             w.options,

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from tests.processes import reserved_port, start_process
-from zenflow_jax import _watch
-from zenflow_jax._watch import CLOSED, Watch
+from zenflow_jax._exchange import peers
+from zenflow_jax._exchange.peers import CLOSED, Watch
 
 POLL_S = 0.3  # process 0 outlives the others by three polls, which must be time enough
 SOON_S = 0.5  # a grace that a test waits for
@@ -313,7 +313,7 @@ def test_several_processes_need_jax_distributed():
 
 
 def test_jax_still_has_the_private_store_that_the_watch_rests_on():
-    # When this fails on a new jax: look where the store went, change `_watch._connect` and the
+    # When this fails on a new jax: look where the store went, change `peers._connect` and the
     # versions beside it, and see that the other tests here pass.
     from jax._src import distributed
     from jax._src.lib import _jax
@@ -346,7 +346,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch):
     store = Store()
-    monkeypatch.setattr(_watch, "_connect", lambda: store)
+    monkeypatch.setattr(peers, "_connect", lambda: store)
     return store
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,9 +34,7 @@ from train.hf_tensors import (
     source,
     transpose,
 )
-
-if TYPE_CHECKING:
-    from train.pretrained import Pretrained
+from train.pretrained import Pretrained
 
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
 

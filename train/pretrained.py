@@ -3,7 +3,7 @@
     pretrained = read_folder(folder)                     # config and headers: checked, no weights
     graphdef, shapes = jax.eval_shape(split)             # of a model made of `pretrained.config`
     params = load_weights(pretrained, shapes, shardings) # leaf by leaf, each where it belongs
-    save_folder(path, pretrained, params)                # the same layout
+    hf_saving.save_folder(path, pretrained, params)      # the same layout
 
 What the config says is read in `hf_config.py`, tensors and their names in `hf_tensors.py`; folders
 are written in `hf_saving.py`.
@@ -27,7 +27,6 @@ from train.blocks import INIT_STD
 from train.decoder import Decoder, DecoderConfig
 from train.encoder import BertClassifier, EncoderConfig
 from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config, read_json
-from train.hf_saving import save_folder
 from train.hf_tensors import (
     DTYPES,
     Reader,
@@ -45,7 +44,6 @@ __all__ = [
     "load_weights",
     "make_model",
     "read_folder",
-    "save_folder",
 ]
 
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.

@@ -3,18 +3,18 @@
 `zenflow()` is the optimizer, `HostEngine` the one object that works between its steps.
 """
 
-from zenflow_jax._checks import STATIC_ARGS
+from zenflow_jax._checkpoint.flax_state import register_states as _register_states
+from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._deepspeed import DeepSpeedOptions, from_deepspeed
+from zenflow_jax._device.in_graph import flush
+from zenflow_jax._device.state import ZenFlowState, find_state
+from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._diagnostics.timeline import Span, Timeline
+from zenflow_jax._diagnostics.timeline_output import plot_timeline, save_trace
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._engine_state import abstract_engine_state
-from zenflow_jax._flax_state import register_states as _register_states
-from zenflow_jax._ingraph import flush
 from zenflow_jax._master import master_params
-from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._state import ZenFlowState, find_state
-from zenflow_jax._stats import EngineStats
-from zenflow_jax._timeline import Span, Timeline
-from zenflow_jax._timeline_output import plot_timeline, save_trace
+from zenflow_jax._plan.arguments import STATIC_ARGS
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._transform import zenflow
 
 __version__ = "0.1.0"

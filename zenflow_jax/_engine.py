@@ -2,7 +2,7 @@
 
 Bookkeeping on the caller's thread: which window is open, whose buffers are where, when to wait.
 All device programs are dispatched from here, in the same order in every run; the work itself is
-`_worker.py`'s, what crosses where a window closes `_crossing.py`'s.
+`_exchange/worker.py`'s, what crosses where a window closes `_exchange/updates.py`'s.
 """
 
 import atexit
@@ -23,12 +23,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from zenflow_jax._aligned import copied
-from zenflow_jax._changes import Doubts, checksums, differing
-from zenflow_jax._checks import check_placement
-from zenflow_jax._crossing import Crossing
-from zenflow_jax._emitted import Emitted
-from zenflow_jax._engine_checks import (
+from zenflow_jax._checkpoint.lending import Loan
+from zenflow_jax._checkpoint.resume import channels_before, check_resumed, other_moment, resume_half
+from zenflow_jax._checkpoint.same_run import agree, sample, what_differs
+from zenflow_jax._checkpoint.tree import (
+    Counts,
+    arrays_of,
+    counts_from_tree,
+    counts_to_tree,
+    leaves_to_trees,
+    options_of,
+)
+from zenflow_jax._device.checks import check_placement
+from zenflow_jax._device.leaves import Places, check_leaves, match_leaves
+from zenflow_jax._device.memory import read
+from zenflow_jax._device.samples import checksums, differing
+from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, replace_state
+from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._diagnostics.timeline import Timeline
+from zenflow_jax._exchange.changes import Doubts
+from zenflow_jax._exchange.checks import (
     StatePlaces,
     check_arrays,
     check_budget,
@@ -42,24 +56,10 @@ from zenflow_jax._engine_checks import (
     check_pinned,
     check_wrappers,
 )
-from zenflow_jax._engine_state import (
-    PENDING,
-    Counts,
-    arrays_of,
-    channels_before,
-    check_resumed,
-    counts_from_tree,
-    counts_to_tree,
-    leaves_to_trees,
-    options_of,
-    other_moment,
-    resume_half,
-)
-from zenflow_jax._host_adam import HostAdam
-from zenflow_jax._host_half import HostHalf
-from zenflow_jax._lending import Loan
-from zenflow_jax._mailbox import Mailbox, buffers
-from zenflow_jax._parts import (
+from zenflow_jax._exchange.emitted import Emitted
+from zenflow_jax._exchange.mailbox import Mailbox, buffers
+from zenflow_jax._exchange.messages import PENDING
+from zenflow_jax._exchange.parts import (
     as_before,
     host_channels,
     host_part,
@@ -68,22 +68,13 @@ from zenflow_jax._parts import (
     selected_bytes,
     within,
 )
-from zenflow_jax._placement import read
-from zenflow_jax._progress import Progress
-from zenflow_jax._same_run import agree, sample, what_differs
-from zenflow_jax._state import (
-    LeafState,
-    Places,
-    ZenFlowState,
-    check_leaves,
-    find_state,
-    match_leaves,
-    replace_state,
-)
-from zenflow_jax._stats import EngineStats
-from zenflow_jax._timeline import Timeline
-from zenflow_jax._watch import Watch
-from zenflow_jax._worker import Worker
+from zenflow_jax._exchange.peers import Watch
+from zenflow_jax._exchange.progress import Progress
+from zenflow_jax._exchange.updates import Crossing
+from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.aligned import copied
+from zenflow_jax._host.state import HostHalf
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -231,9 +222,10 @@ class HostEngine:
             (host_channels(part.of(travelling[part.leaf].channels), part) for part in self._parts),
             adam,
         )
-        counts, refusal = None, None
+        counts, before, refusal = None, [], None
         if engine_state is not None:
             counts = counts_from_tree(engine_state["counts"])
+            before = channels_before(self._parts, specs, engine_state["leaves"])
             samples = sample(half.leaves)
             resume_half(half, self._parts, specs, engine_state["leaves"], counts)
             refusal = other_moment(engine_state, state)
@@ -245,7 +237,7 @@ class HostEngine:
                     samples,
                     half.leaves,
                     self._parts,
-                    channels_before(self._parts, specs, engine_state["leaves"]),
+                    before,
                     counts.update_scalars if counts.pending == PENDING else None,
                 )
         devices = {d for s in {weight.sharding for weight in weights} for d in s.device_set}
@@ -281,9 +273,9 @@ class HostEngine:
         )
         self._doubts = Doubts()
         self._emitted = Emitted(self._specs)
-        if counts is not None and engine_state is not None:
+        if counts is not None:
             self._crossing.look(mine)
-            self._resume(counts, engine_state["leaves"], travelling)
+            self._resume(counts, before, travelling)
         self._closed = False
         self._interrupted = False
         self._loan: Loan | None = None  # the last one
@@ -688,13 +680,13 @@ class HostEngine:
         )
 
     def _resume(
-        self, counts: Counts, leaves: Sequence[Any], travelling: Sequence[LeafState]
+        self, counts: Counts, before: Sequence[np.ndarray], travelling: Sequence[LeafState]
     ) -> None:
-        """Goes on where the engine was that `counts` and `leaves` are of."""
+        """Goes on where the engine was that `counts` and `before` are of."""
         self._progress.resume(counts.step, counts.reselections, counts.tally, counts.kept)
         self._open_steps = counts.open_steps
         self._window_lengths.update(counts.window_lengths)
-        self._crossing.resume(counts.pending, leaves, travelling)
+        self._crossing.resume(counts.pending, before, travelling)
 
     def _settle(self) -> int:
         """Waits until the worker has nothing to do; what there is of an update on its way."""

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from zenflow_jax._channels import along, positions, spread
+from zenflow_jax._device.channels import along, positions, spread
+from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.shards import Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState, find_state, leaf_layout
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._shards import Here, Layout, on_each_device
-from zenflow_jax._state import LeafState, find_state, leaf_layout, match_leaves
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:

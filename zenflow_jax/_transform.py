@@ -2,7 +2,7 @@
 
 `update` reads top to bottom like DESIGN's arithmetic: look at every gradient once, decide whether
 the step counts and by what factor it is clipped, step the selected channels, hand the rest on -
-as mail to the host (`offload=True`, taken in by `_engine.py`) or to `_ingraph.py`.
+as mail to the host (`offload=True`, taken in by `_engine.py`) or to `_device/in_graph.py`.
 """
 
 import dataclasses
@@ -16,28 +16,25 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from zenflow_jax import _ingraph
-from zenflow_jax._adam import AdamScalars
-from zenflow_jax._checks import (
+from zenflow_jax._device import in_graph
+from zenflow_jax._device.checks import check_outside_of_shard_map, check_placement, check_update
+from zenflow_jax._device.first_state import first_state
+from zenflow_jax._device.memory import mail_rank, to_host
+from zenflow_jax._device.shards import as_its_parameter
+from zenflow_jax._device.state import USED, Letter
+from zenflow_jax._device.statistics import weigh
+from zenflow_jax._device.step import add_mail, judge, look, step_selected
+from zenflow_jax._plan.arguments import (
     check_arguments,
     check_delivery,
     check_numbers,
-    check_outside_of_shard_map,
-    check_placement,
     check_schedule,
     check_selectors,
     check_transfer_dtype,
-    check_update,
-    resolve_specs,
-    warn_if_all_resident,
 )
-from zenflow_jax._first_state import first_state
-from zenflow_jax._placement import mail_rank, to_host
-from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._selected import add_mail, judge, look, step_selected
-from zenflow_jax._shards import as_its_parameter
-from zenflow_jax._state import USED, Letter
-from zenflow_jax._statistics import weigh
+from zenflow_jax._plan.resolve import resolve_specs, warn_if_all_resident
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._plan.scalars import AdamScalars
 
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
@@ -280,7 +277,7 @@ def zenflow(
             used = jnp.full_like(state.ticket, USED)
             new = dataclasses.replace(new, mail=mail, ticket=used, letter=letter)
         else:
-            new, changes = _ingraph.advance(
+            new, changes = in_graph.advance(
                 new, weights, gradients, changes, scalars, factor, finite, statistics
             )
         return jax.tree.unflatten(treedef, changes), new

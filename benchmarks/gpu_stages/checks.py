@@ -5,7 +5,7 @@
 Answers from the question of that number on, and writes to the file when it begins with one and
 what came of it. A question gives rows: a largest difference, what it may be, and whether it is.
 What is held against what: `optax.adamw`, the slow NumPy reference of the whole arithmetic
-(`zenflow_jax/_reference.py`), the same run done in another way that must give the same bits.
+(`tests/reference.py`), the same run done in another way that must give the same bits.
 
 Gradients are functions of the step alone, so a difference does not grow from step to step.
 """
@@ -32,8 +32,8 @@ from flax.training.train_state import TrainState
 
 import zenflow_jax
 from benchmarks.gpu_stages.__main__ import NO_GPU
+from tests.reference import Reference, Settings
 from zenflow_jax import HostEngine
-from zenflow_jax._reference import Reference, Settings
 
 # Float32, the same operations in another order and of another machine; parameters up to 4, where a
 # unit in the last place is 2.4e-7, and updates near 1e-2. The tests allow a CPU half of it.

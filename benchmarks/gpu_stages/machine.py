@@ -31,6 +31,10 @@ class NoGPU(RuntimeError):
     """There is no GPU; the message is meant to be shown as it is."""
 
 
+class NotHere(RuntimeError):
+    """A rival cannot run on this machine, which is no failure of anything."""
+
+
 def missing(modules: Iterable[str]) -> list[str]:
     """Those modules that cannot be imported, without importing them."""
     return [name for name in modules if not _is_there(name)]

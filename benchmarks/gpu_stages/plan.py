@@ -12,6 +12,9 @@ from typing import NamedTuple
 from benchmarks.step_time_model import MODELS, Preset, llama
 from train.decoder import DecoderConfig
 
+#: Steps of each rival: those that are timed, and those in front of them.
+RIVAL_STEPS, RIVAL_WARM_UP = 16, 3
+
 #: Bytes per parameter at the peak of a step, layers written out and scanned: `benchmarks/LOG.md`,
 #: "How much device memory does each way of training take?" and "What do gradients need that stay on
 #: the device", 1.1 B parameters, 4 x 1024 tokens, compiled for an H200.

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu_stages.machine import missing
+from benchmarks.gpu_stages.machine import NotHere, missing
 from benchmarks.gpu_stages.notes import Stage, table
+from benchmarks.gpu_stages.plan import RIVAL_STEPS, RIVAL_WARM_UP
 
 _ROOT = Path(__file__).resolve().parents[2]
 #: A rival is not begun with less.
 _LEAST_S = 15.0
-WARM_UP, STEPS = 3, 16
 
 
 class Found(NamedTuple):
@@ -79,9 +79,9 @@ def _flash(rehearse: bool) -> Found:
     runner = Runner(Peer("flashoptim-jax", make), model, tokens)
     try:
         runner.set_up()
-        runner.advance(WARM_UP)
+        runner.advance(RIVAL_WARM_UP)
         runner.wait()
-        turn(runner, result, steps=STEPS, stretches=1)
+        turn(runner, result, steps=RIVAL_STEPS, stretches=1)
         loss = float(runner.loss)
     finally:
         runner.take_down()
@@ -164,10 +164,6 @@ def _cells(found: Found) -> tuple[str, str, str, str]:
         "-" if peak is None else f"{peak / found.parameters:.2f}",
         f"{found.loss:.3f}",
     )
-
-
-class NotHere(RuntimeError):
-    """A rival cannot run on this machine, which is no failure of anything."""
 
 
 def main() -> None:

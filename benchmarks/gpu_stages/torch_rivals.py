@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_stages import plan
-from benchmarks.gpu_stages.plan import Machine
-from benchmarks.gpu_stages.rivals import STEPS, WARM_UP, NotHere
+from benchmarks.gpu_stages.machine import NotHere
+from benchmarks.gpu_stages.plan import RIVAL_STEPS, RIVAL_WARM_UP, Machine
 from train.decoder import DecoderConfig
 
 # As the peers of `step_time_peers.py`.
@@ -113,7 +113,7 @@ def measure(way: str, *, rehearse: bool) -> tuple[float, int | None, int, float]
     torch.manual_seed(0)
     with device:
         model = _Decoder(part.config)
-        shape = (WARM_UP + STEPS, part.batch, part.length + 1)
+        shape = (RIVAL_WARM_UP + RIVAL_STEPS, part.batch, part.length + 1)
         tokens = torch.randint(part.config.vocabulary, shape)
     count = sum(p.numel() for p in model.parameters())
     assert count == plan.parameters(part.config), (count, part.config)
@@ -127,7 +127,7 @@ def measure(way: str, *, rehearse: bool) -> tuple[float, int | None, int, float]
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     peak = None if rehearse else torch.cuda.max_memory_allocated()
-    return statistics.median(times[WARM_UP:]), peak, count, loss
+    return statistics.median(times[RIVAL_WARM_UP:]), peak, count, loss
 
 
 def _adamw(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.hf_models import FIXTURES, assert_close, assert_same_bits, make, outputs, wanted
+from train.hf_saving import save_folder
 from train.hf_tensors import Reader
-from train.pretrained import load_weights, read_folder, save_folder
+from train.pretrained import load_weights, read_folder
 from train.sharding import make_mesh, weight_shardings
 
 

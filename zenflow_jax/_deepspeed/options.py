@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zenflow_jax._checks import check_numbers
 from zenflow_jax._deepspeed import keys
 from zenflow_jax._deepspeed.blocks import Block, Report, read
 from zenflow_jax._deepspeed.optimizer import read_adam, read_learning_rate
 from zenflow_jax._deepspeed.zero import read_zero
+from zenflow_jax._plan.arguments import check_numbers
 from zenflow_jax._transform import zenflow
 
 _ACCUMULATION = "gradient_accumulation_steps"

@@ -5,8 +5,8 @@ from typing import Any, Literal, NamedTuple
 
 from zenflow_jax._deepspeed import keys
 from zenflow_jax._deepspeed.blocks import Block, Report
-from zenflow_jax._host_adam import available_cores
-from zenflow_jax._schedule import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._host.adam import available_cores
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 
 _NEVER = 2**31 - 1  # steps, the most that an int32 holds
 

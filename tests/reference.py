@@ -1,0 +1,454 @@
+"""The arithmetic of ZenFlow in plain NumPy: slow, obvious, one channel after the other.
+
+Nothing runs in the background here and nothing is fast. A channel is an object that carries
+everything known of it, so that "selected", "deferred" and "waiting" are words about one object and
+not about where an array lives. The tests hold the engine and the in-graph mode to this file, which
+is why it imports nothing of them but the names of options: a mistake shared by two of them would
+be seen by nobody.
+
+Letters: `t` the step, counted from 1; `g` a gradient; `n` channels in a stack entry, `k` of them
+selected; `*stack` the axes whose entries select separately.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Plain values of the options of `zenflow`, under the same names and with the same defaults."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    topk_ratio: float = 0.1
+    update_interval: int | AutoWindow = 4
+    select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
+    full_warm_up_rounds: int = 0  # steps
+    overlap_step: bool = True
+    max_grad_norm: float | None = None
+    accumulate: str = "host"
+    transfer_dtype: Any = None
+
+
+@dataclasses.dataclass
+class _Channel:
+    """One channel of one stack entry, whichever side it lives on. All arrays are float32."""
+
+    where: tuple[Any, ...]  # index of its entries in the leaf
+    weight_decay: float
+    selected: bool
+    master: Any  # runs ahead of the parameter while `waiting`
+    mu: Any
+    nu: Any
+    window_sum: Any  # gradients since the window opened, steps that were skipped left out
+    steps: int = 0  # AdamW steps taken by this channel
+    score: Any = np.float32(0)
+    waiting: bool = False  # an update was computed that the parameter has not received yet
+
+
+@dataclasses.dataclass
+class _Leaf:
+    """A parameter in its own dtype, and its channels, one list for each group of them.
+
+    Channels are selected within a group: a stack entry, or a shard of one.
+    """
+
+    param: np.ndarray
+    axis: int | None  # None for a resident leaf, which is one channel that is always selected
+    stack: tuple[int, ...]
+    k: int  # selected in each group
+    mail_dtype: np.dtype  # of gradients that go to the host
+    groups: list[list[_Channel]]
+
+    @property
+    def channels(self) -> Iterator[_Channel]:
+        return (channel for group in self.groups for channel in group)
+
+    @property
+    def travels(self) -> bool:
+        """Whether anything of it is deferred."""
+        return any(len(group) > self.k for group in self.groups)
+
+    def publish(self, channel: _Channel) -> None:
+        """Make the parameter what it always is in the end: the cast of the master."""
+        self.param[channel.where] = channel.master.astype(self.param.dtype)
+        channel.waiting = False
+
+
+class Reference:
+    """Training with ZenFlow on one thread, for small arrays.
+
+    Args:
+        params: Leaves of any shape and of any real floating dtype. They are copied.
+        learning_rate: A number, or a schedule that step `t` asks for `t - 1`, as optax does.
+        settings: The options.
+        channel_axes: The channel axis of each leaf, counted from either end; None makes the leaf
+            resident.
+        decay: Whether each leaf takes part in weight decay; None is all of them.
+        shards: Into how many equal pieces each leaf's channel axis is cut, each of which selects
+            on its own; None is one for every leaf.
+
+    Attributes:
+        step_count: Steps so far, skipped ones included.
+        skipped: Steps whose gradient was not finite.
+        windows: Windows closed so far: each warm-up step is one, and so is each one that `flush`
+            closed; those that had nothing but skipped steps count too.
+        reselections: Times that channels were chosen, the first choice included.
+        boundaries: The steps after which a window closed, `flush` apart.
+        kept: The share of the best score that was selected, at each of them.
+
+    Examples:
+        >>> settings = Settings(topk_ratio=0.5, update_interval=2)
+        >>> ones = np.ones((4, 3), np.float32)
+        >>> reference = Reference([ones], 0.1, settings, channel_axes=[-2])
+        >>> (params,) = reference.step([ones])
+        >>> (params != ones).any(axis=1).tolist()
+        [True, True, False, False]
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Any],
+        learning_rate: float | Callable[[int], Any],
+        settings: Settings,
+        *,
+        channel_axes: Sequence[int | None],
+        decay: Sequence[bool] | None = None,
+        shards: Sequence[int] | None = None,
+    ):
+        self._settings = settings
+        self._learning_rate = learning_rate
+        decay = [True] * len(params) if decay is None else decay
+        shards = [1] * len(params) if shards is None else shards
+        self._leaves = [
+            _make_leaf(
+                np.array(param), axis, settings, settings.weight_decay if decays else 0.0, pieces
+            )
+            for param, axis, decays, pieces in zip(params, channel_axes, decay, shards, strict=True)
+        ]
+
+        self.step_count = 0
+        self.skipped = 0
+        self.windows = 0
+        self.reselections = 0
+        self.boundaries: list[int] = []
+        self.kept: list[float] = []
+        self._selected_at = 0  # how many boundaries there were at the last selection
+        # Of each step since the last boundary, unless it was skipped: per leaf the root mean square
+        # of the gradient's deferred channels and of its selected ones.
+        self._weights: list[list[tuple[float, float]]] = []
+        self._last_lr = np.float32(0)
+        self._open_steps = 0  # of the open window, skipped ones included
+        self._open_steps_taken = 0  # the same without them
+
+    def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
+        """Take one training step and do what the exchange after it does.
+
+        Args:
+            gradients: One array for each leaf, of its shape and of any real floating dtype.
+
+        Returns:
+            The parameters that the next forward pass sees, copied, in their dtypes.
+        """
+        gradients = [np.asarray(g).astype(np.float32) for g in gradients]
+        for leaf, g in zip(self._leaves, gradients, strict=True):
+            assert g.shape == leaf.param.shape, (g.shape, leaf.param.shape)
+
+        self.step_count += 1
+        self._open_steps += 1
+        schedule = self._learning_rate
+        lr = schedule(self.step_count - 1) if callable(schedule) else schedule
+        self._last_lr = np.float32(lr)
+
+        squares = _sums_of_squares(gradients)
+        weights = []
+        if np.isfinite(squares).all():
+            self._open_steps_taken += 1
+            factor = _clipping_factor(squares, self._settings.max_grad_norm)
+            if isinstance(self._settings.update_interval, AutoWindow):
+                weights = [_weigh(leaf, factor * g) for leaf, g in self._travelling(gradients)]
+            for leaf, g in zip(self._leaves, gradients, strict=True):
+                for channel in leaf.channels:
+                    self._take_gradient(leaf, channel, g[channel.where], factor)
+        else:
+            self.skipped += 1
+
+        # What this step weighs is not known yet when it is decided what follows it.
+        if self._exchange(self.step_count):
+            self._weights = []
+        elif weights:
+            self._weights.append(weights)
+        return self.params
+
+    def flush(self) -> list[np.ndarray]:
+        """Bring everything that is on its way to the parameters.
+
+        The open window is closed early, with the mean over the steps it has and the learning rate
+        of the last one. Nothing is re-selected and the schedule stays where it was: the next
+        window merely has fewer steps.
+
+        Returns:
+            The parameters, copied, in their dtypes. Each is the cast of its master.
+        """
+        if self._open_steps:
+            self._close_window(overlap=False)
+        else:
+            self._merge()
+        return self.params
+
+    @property
+    def params(self) -> list[np.ndarray]:
+        """The parameters, copied, in their dtypes."""
+        return [leaf.param.copy() for leaf in self._leaves]
+
+    @property
+    def selected(self) -> list[np.ndarray | None]:
+        """Per leaf the selected channels `[*stack, k]`, ascending, int32; None if resident."""
+        return [None if leaf.axis is None else _selected_channels(leaf) for leaf in self._leaves]
+
+    @property
+    def scores(self) -> list[np.ndarray | None]:
+        """Per leaf the scores `[*stack, n]` since the last selection, float32; None if resident."""
+        return [None if leaf.axis is None else _scores(leaf) for leaf in self._leaves]
+
+    def moments(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Everything that AdamW keeps of leaf `i`, whichever side a channel lives on.
+
+        Args:
+            i: Position of the leaf.
+
+        Returns:
+            Master, first moment, second moment (float32) and number of AdamW steps (int32), each
+            of the leaf's shape.
+        """
+        leaf = self._leaves[i]
+        master, mu, nu = (np.zeros(leaf.param.shape, np.float32) for _ in range(3))
+        steps = np.zeros(leaf.param.shape, np.int32)
+        for channel in leaf.channels:
+            master[channel.where] = channel.master
+            mu[channel.where] = channel.mu
+            nu[channel.where] = channel.nu
+            steps[channel.where] = channel.steps
+        return master, mu, nu, steps
+
+    def _take_gradient(self, leaf: _Leaf, channel: _Channel, g: Any, factor: np.float32) -> None:
+        clipped = factor * g
+        channel.score += np.sum(clipped * clipped, dtype=np.float32)
+        if channel.selected:
+            _adamw(channel, clipped, self._last_lr, self._settings)
+            leaf.publish(channel)
+            return
+        # It is clipped where it is added up, and rounded before: to what travels.
+        mail = g.astype(leaf.mail_dtype).astype(np.float32)
+        total = channel.window_sum + factor * mail
+        if self._settings.accumulate == "device":
+            # The sum is what travels.
+            total = total.astype(leaf.mail_dtype).astype(np.float32)
+        channel.window_sum = total
+
+    def _exchange(self, t: int) -> bool:
+        """What follows step `t`; whether it is a boundary."""
+        s = self._settings
+        warm = t <= s.full_warm_up_rounds
+        if not warm and not self._window_ends(t):
+            return False
+        # A warm-up step is a window of its own, and never leaves anything waiting.
+        self._close_window(overlap=s.overlap_step and not warm)
+
+        # The first boundary there is: the end of the warm-up, or else of the first window.
+        first = t == s.full_warm_up_rounds if s.full_warm_up_rounds else not self.boundaries
+        selects = first or (not warm and self._selection_is_due(t))
+        self.boundaries.append(t)
+        if selects:
+            self._reselect()
+            self._selected_at = len(self.boundaries)
+        self.kept.append(self._kept_share())
+        return True
+
+    def _window_ends(self, t: int) -> bool:
+        rule, since = self._settings.update_interval, t - self._settings.full_warm_up_rounds
+        if not isinstance(rule, AutoWindow):
+            return since % rule == 0
+        if t - self._last_boundary == rule.max_interval:
+            return True
+        if not self._weights:
+            return False
+        # A leaf is ripe when what piled up weighs as much as one important step.
+        ripe = [
+            bool(sum(d for d, _ in steps) >= np.mean([selected for _, selected in steps]))
+            for steps in zip(*self._weights, strict=True)
+        ]
+        return ripe.count(True) >= math.ceil(round(rule.share * len(ripe), 6))
+
+    def _selection_is_due(self, t: int) -> bool:
+        s, rule = self._settings, self._settings.select_interval
+        window = range(self._last_boundary + 1, t + 1)
+        if isinstance(rule, AutoSelect):
+            windows = len(self.boundaries) + 1 - self._selected_at
+            return windows == rule.max_windows or self.kept[-1] < rule.keep
+        if isinstance(rule, EpochSelect):
+            return any(u % (rule.epochs * rule.steps_per_epoch) == 0 for u in window)
+        if rule is None:
+            longest = s.update_interval
+            rule = 16 * (longest.max_interval if isinstance(longest, AutoWindow) else longest)
+        return any((u - s.full_warm_up_rounds) % rule == 0 for u in window)
+
+    @property
+    def _last_boundary(self) -> int:
+        return self.boundaries[-1] if self.boundaries else 0
+
+    def _travelling(self, gradients: Sequence[np.ndarray]) -> list[tuple[_Leaf, np.ndarray]]:
+        pairs = zip(self._leaves, gradients, strict=True)
+        return [(leaf, g) for leaf, g in pairs if leaf.axis is not None and leaf.travels]
+
+    def _kept_share(self) -> float:
+        """How much of the best channels' score the selected ones have, by the leaves' sizes."""
+        total = size = 0.0
+        for leaf in self._leaves:
+            if leaf.axis is None or not leaf.travels:
+                continue
+            held = sum(float(c.score) for c in leaf.channels if c.selected)
+            best = sum(
+                float(score)
+                for group in leaf.groups
+                for score in sorted((c.score for c in group), reverse=True)[: leaf.k]
+            )
+            total += leaf.param.size * (held / best if best > 0 else 1.0)
+            size += leaf.param.size
+        return total / size if size else 1.0
+
+    def _close_window(self, *, overlap: bool) -> None:
+        # The update before this one first: after the next lines the masters are a window further.
+        self._merge()
+        for leaf in self._leaves:
+            for channel in leaf.channels:
+                # Selection moves only between windows, so "deferred now" is "deferred all along".
+                if not channel.selected and self._open_steps_taken:
+                    mean = channel.window_sum / np.float32(self._open_steps_taken)
+                    _adamw(channel, mean, self._last_lr, self._settings)
+                    channel.waiting = True
+                channel.window_sum = np.zeros_like(channel.window_sum)
+        if not overlap:
+            self._merge()
+        self.windows += 1
+        self._open_steps = 0
+        self._open_steps_taken = 0
+
+    def _merge(self) -> None:
+        for leaf in self._leaves:
+            for channel in leaf.channels:
+                if channel.waiting:
+                    leaf.publish(channel)
+
+    def _reselect(self) -> None:
+        for leaf in self._leaves:
+            for group in leaf.groups:
+                ranking = sorted(range(len(group)), key=lambda j, g=group: (-g[j].score, j))
+                for j, channel in enumerate(group):
+                    channel.selected = j in ranking[: leaf.k]
+                    channel.score = np.float32(0)
+                    # The device starts from the parameter, so a channel that enters cannot wait.
+                    if channel.selected and channel.waiting:
+                        leaf.publish(channel)
+        self.reselections += 1
+
+
+def _make_leaf(
+    param: np.ndarray, axis: int | None, settings: Settings, weight_decay: float, shards: int
+) -> _Leaf:
+    def channel(where: tuple[Any, ...], selected: bool) -> _Channel:
+        master = param[where].astype(np.float32)
+        zeros = np.zeros_like(master)
+        return _Channel(where, weight_decay, selected, master, zeros, zeros, zeros)
+
+    if axis is None:
+        return _Leaf(param, None, (), 1, param.dtype, [[channel((...,), True)]])
+
+    assert -param.ndim <= axis < param.ndim, (axis, param.shape)
+    axis %= param.ndim
+    # Both axes of a matrix belong to the matrix, whichever of them is the channel axis.
+    stack = param.shape[: min(axis, max(param.ndim - 2, 0))]
+    n, rest = divmod(param.shape[axis], shards)
+    assert rest == 0, (param.shape, axis, shards)
+    k = _count_selected(settings.topk_ratio, n)
+    between = (slice(None),) * (axis - len(stack))
+    groups = [
+        [channel((*entry, *between, shard * n + j, ...), j < k) for j in range(n)]
+        for entry in np.ndindex(*stack)
+        for shard in range(shards)
+    ]
+    # float16 has no room for gradients that were divided by a loss scale.
+    own: Any = np.float32 if param.dtype == np.float16 else param.dtype
+    mail_dtype = settings.transfer_dtype or own
+    return _Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups)
+
+
+def _weigh(leaf: _Leaf, g: np.ndarray) -> tuple[float, float]:
+    """Root mean squares of the deferred and of the selected channels' gradient."""
+    both = []
+    for selected in (False, True):
+        mine = [g[c.where].ravel() for c in leaf.channels if c.selected == selected]
+        both.append(math.sqrt(np.mean(np.square(np.concatenate(mine)), dtype=np.float64)))
+    deferred, chosen = both
+    return deferred, chosen
+
+
+def _selected_channels(leaf: _Leaf) -> np.ndarray:
+    assert leaf.axis is not None
+    # Groups of one stack entry follow each other, so their channels' numbers go on.
+    flags = np.array([channel.selected for channel in leaf.channels])
+    flags = flags.reshape(-1, leaf.param.shape[leaf.axis])
+    chosen = [np.flatnonzero(entry) for entry in flags]
+    return np.array(chosen, np.int32).reshape(*leaf.stack, -1 if leaf.k else 0)
+
+
+def _scores(leaf: _Leaf) -> np.ndarray:
+    assert leaf.axis is not None
+    scores = [channel.score for channel in leaf.channels]
+    return np.array(scores, np.float32).reshape(*leaf.stack, leaf.param.shape[leaf.axis])
+
+
+def _count_selected(ratio: float, n: int) -> int:
+    # The ratio means what its decimals say: 0.07 * 100 is 7.000000000000001 in binary, and 8 of 100
+    # are not 7 %.
+    return math.ceil(round(ratio * n, 6))
+
+
+def _adamw(channel: _Channel, g: Any, lr: np.float32, s: Settings) -> None:
+    """Move master and moments by one AdamW step. The parameter is left as it is."""
+    channel.steps += 1
+    n = np.float32(channel.steps)
+    one = np.float32(1)
+    # As optax: `1 - b` is taken in Python's precision, `1 - b**n` in float32. The two differ in
+    # the fifth digit for b2 = 0.999 and n = 1.
+    channel.mu = np.float32(1 - s.b1) * g + np.float32(s.b1) * channel.mu
+    channel.nu = np.float32(1 - s.b2) * (g * g) + np.float32(s.b2) * channel.nu
+    mu_hat = channel.mu / (one - np.float32(s.b1) ** n)
+    nu_hat = channel.nu / (one - np.float32(s.b2) ** n)
+    direction = mu_hat / (np.sqrt(nu_hat) + np.float32(s.eps))
+    direction = direction + np.float32(channel.weight_decay) * channel.master
+    channel.master = channel.master - lr * direction
+
+
+def _sums_of_squares(gradients: Sequence[np.ndarray]) -> np.ndarray:
+    # Overflow is an answer here, not an accident: the step is skipped.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([np.sum(g * g, dtype=np.float32) for g in gradients], np.float32)
+
+
+def _clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.float32:
+    if max_grad_norm is None:
+        return np.float32(1)
+    # Leaves that are finite can have an infinite sum. As in optax, the factor is then zero.
+    with np.errstate(over="ignore"):
+        norm = np.sqrt(np.sum(squares, dtype=np.float32))
+    limit = np.float32(max_grad_norm)
+    return np.float32(1) if norm < limit else limit / norm

@@ -1,0 +1,19 @@
+"""Which folder may import which: the contracts are in `pyproject.toml`, the reasons in `docs/`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+LINT = "import importlinter.cli as cli; cli.lint_imports_command(['--no-cache'])"
+
+
+def test_imports_point_one_way():
+    # In a process of its own: it closes what it prints to.
+    found = subprocess.run(
+        [sys.executable, "-c", LINT],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -1,0 +1,81 @@
+"""The optimizer state as `flax.serialization` reads and writes it (`to_bytes`, `TrainState`).
+
+Flax writes what it has been told of, and takes any other class for an array. What it reads comes
+back as NumPy arrays, which do not know where they were; here they are put where the target has its
+arrays, as mail must be in host memory.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from flax import serialization
+from jax.core import Tracer
+
+from zenflow_jax._device.state import DeferredState, LeafState, ZenFlowState
+
+
+def register_states() -> None:
+    """Tells flax of the classes that a state is made of. Safe twice."""
+    for kind in (ZenFlowState, LeafState, DeferredState):
+        serialization.register_serialization_state(kind, _to_dict, _from_dict, override=True)
+
+
+def _to_dict(state: Any) -> dict[str, Any]:
+    return {name: serialization.to_state_dict(getattr(state, name)) for name in _arrays(state)}
+
+
+def _from_dict(target: Any, found: dict[str, Any]) -> Any:
+    names = _arrays(target)
+    if not isinstance(found, dict) or set(found) != set(names):
+        got = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"expected {', '.join(names)} at {_place()}, got {got}. {_REMEDY}")
+    return dataclasses.replace(target, **{n: _read(getattr(target, n), found[n], n) for n in names})
+
+
+def _read(target: Any, found: Any, name: str) -> Any:
+    value = serialization.from_state_dict(target, found, name)
+    old, new = (jax.tree_util.tree_flatten_with_path(x) for x in (target, value))
+    if old[1] != new[1]:
+        raise ValueError(
+            f"expected {_kind(target)} at {_place()}/{name}, got {_kind(value)}. {_REMEDY}"
+        )
+    pairs = zip(old[0], new[0], strict=True)
+    return jax.tree.unflatten(
+        old[1],
+        [_put(x, like, f"{name}{jax.tree_util.keystr(path)}") for (path, like), (_, x) in pairs],
+    )
+
+
+def _put(x: Any, like: Any, name: str) -> Any:
+    if np.shape(x) != np.shape(like) or x.dtype != like.dtype:
+        raise ValueError(
+            f"expected {like.dtype} {np.shape(like)} at {_place()}/{name}, got {x.dtype} "
+            f"{np.shape(x)}. {_REMEDY}"
+        )
+    if not isinstance(like, jax.Array) or isinstance(like, Tracer):
+        return x
+    # Copied: the CPU backend would share the memory of what was read.
+    return jax.device_put(x if isinstance(x, jax.Array) else np.array(x), like.sharding)
+
+
+def _kind(tree: Any) -> str:
+    if tree is None:
+        return "nothing"
+    structure = jax.tree.structure(tree)
+    return "an array" if structure == jax.tree.structure(0) else str(structure)
+
+
+def _place() -> str:
+    return serialization.current_path()
+
+
+def _arrays(state: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(state) if not f.metadata.get("static")]
+
+
+_REMEDY = (
+    "Pass as the target what `tx.init(params)` returns for the parameters and the options of the "
+    "run that was saved."
+)

@@ -1,0 +1,176 @@
+"""Out of an engine's saved state back into the host half, if it fits the run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._checkpoint.tree import WIDE, Counts, _specs, abstract_engine_state
+from zenflow_jax._device.memory import read
+from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._exchange.parts import Part, piece_of
+from zenflow_jax._host.state import HostHalf
+from zenflow_jax._plan.leaf import LeafSpec
+
+
+def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
+    """What belongs to a part of a leaf's restored array, which may lie anywhere."""
+    index = part.index
+    if name not in WIDE:
+        assert part.spec.axis is not None
+        channels = index[part.spec.axis]
+        if name == "before":
+            # Each piece of the channel axis has its share of them, in order.
+            channels = slice(channels.start * spec.k // spec.n, channels.stop * spec.k // spec.n)
+        index = (*index[: len(part.spec.stack)], channels)
+    x = tree[name]
+    piece = piece_of(x, index) if isinstance(x, jax.Array) else None
+    if piece is not None:
+        return piece
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(x)[index]
+    raise ValueError(
+        f"expected this process's part {part.index} of {name} of {part.spec.name} in its memory, "
+        f"got an array on {x.sharding}. Restore with `abstract_engine_state(opt_state)` as the "
+        "template."
+    )
+
+
+def resume_half(
+    half: HostHalf,
+    parts: Sequence[Part],
+    specs: Sequence[LeafSpec],
+    leaves: Sequence[Mapping[str, Any]],
+    counts: Counts,
+) -> None:
+    """Puts what was saved into a host half that is new, a part at a time.
+
+    Raises:
+        ValueError: If channels cannot be on the devices of now.
+    """
+    for leaf, part in zip(half.leaves, parts, strict=True):
+        if leaf.channels.size and not 0 <= leaf.channels.min() <= leaf.channels.max() < part.spec.n:
+            raise ValueError(
+                f"expected each device to have its share of the selected channels of "
+                f"{part.spec.name}, got a selection that was made over fewer devices. Resume where "
+                "no more devices divide its channel axis than in the saved run."
+            )
+
+    def arrays(part: Part) -> dict[str, np.ndarray]:
+        of_leaf = leaves[part.leaf]
+        names = ["master", "mu", "nu", "steps"]
+        if counts.counted and "total" in of_leaf:
+            names.append("total")
+        return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
+
+    half.resume(
+        map(arrays, parts),
+        counted=counts.counted,
+        windows=counts.windows,
+        scalars=counts.scalars,
+        update_scalars=counts.update_scalars,
+    )
+
+
+def channels_before(
+    parts: Sequence[Part], specs: Sequence[LeafSpec], leaves: Sequence[Mapping[str, Any]]
+) -> list[np.ndarray]:
+    """Of each part the channels that were selected while the pending update's window was open."""
+    return [
+        _piece(leaves[part.leaf], "before", part, specs[part.leaf])
+        if part.spec.k
+        else np.zeros((*part.spec.stack, 0), np.int32)
+        for part in parts
+    ]
+
+
+def check_resumed(saved: Any, state: ZenFlowState) -> None:
+    """Refuses an engine state of other leaves or options, naming the first difference."""
+    expected = abstract_engine_state(state)
+    # Options first: others have other arrays, too.
+    options = saved.get("options") if isinstance(saved, Mapping) else None
+    if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
+        _check_options(options, expected["options"], _specs(state))
+    counts = saved.get("counts") if isinstance(saved, Mapping) else None
+    if isinstance(counts, Mapping) and "run" in counts:
+        raise ValueError(
+            "expected an `engine_state` that says of which run it is, got one of a version of "
+            "zenflow_jax that did not write that yet. Finish its run with that version, or begin a "
+            "new one with its parameters: `tx.init(params)` and an engine without `engine_state`."
+        )
+    if jax.tree.structure(saved) != jax.tree.structure(expected):
+        raise ValueError(
+            "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "
+            f"{_first_words(jax.tree.structure(saved))}. Pass what `engine.state()` returned for a "
+            "run with the same parameters and options."
+        )
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(saved), jax.tree.leaves(expected), strict=True
+    ):
+        if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
+            raise ValueError(
+                f"expected {y.dtype} {tuple(y.shape)} at {jax.tree_util.keystr(path)} of "
+                f"`engine_state`, got {x.dtype} {tuple(x.shape)}. {_MAY_CHANGE}"
+            )
+
+
+def other_moment(saved: Any, state: ZenFlowState) -> str | None:
+    """What says that an engine state is not of the moment, or the run, of `state`; or None."""
+    step, ticket = int(saved["counts"]["step"]), int(saved["counts"]["ticket"])
+    given = int(read(state.step))
+    if (given, int(read(state.ticket))) == (step, ticket):
+        return None
+    return (
+        "expected the `opt_state` that `exchange` or `flush` returned when the engine's state was "
+        f"taken, after step {step}, got one after step {given}"
+        f"{' of another run' if given == step else ''}. Save and restore parameters, optimizer "
+        "state and engine state together."
+    )
+
+
+_MAY_CHANGE = (
+    "A resumed run needs the parameters, `topk_ratio`, `channel_axis`, `resident`, `mask`, "
+    "intervals, warm-up, `overlap_step` and `accumulate` of the saved one. Learning rate, betas, "
+    "eps, weight decay and `max_grad_norm` may be others, and so may devices, processes, "
+    "`partition_replicated`, `host_kernel` and `threads`."
+)
+
+
+def _check_options(
+    saved: Mapping[str, Any], expected: Mapping[str, Any], specs: Sequence[LeafSpec]
+) -> None:
+    for name, value in expected.items():
+        old, new = np.asarray(saved[name]), np.asarray(value)
+        if name != "leaves":
+            if old.shape != new.shape or np.any(old != new):
+                raise ValueError(
+                    f"expected `{name}` as in the saved run, {_in_words(old)}, got "
+                    f"{_in_words(new)}. {_MAY_CHANGE}"
+                )
+            continue
+        if len(old) != len(new):
+            raise ValueError(
+                f"expected parameters with {len(old)} leaves, as in the saved run, got {len(new)}. "
+                f"{_MAY_CHANGE}"
+            )
+        for spec, before, now in zip(specs, old.tolist(), new.tolist(), strict=True):
+            words = ("channel axis", "number of selected channels", "weight decay")
+            for word, x, y in zip(words, before, now, strict=True):
+                if x != y:
+                    raise ValueError(
+                        f"expected the {word} of {spec.name} as in the saved run, {x}, got {y}. "
+                        f"{_MAY_CHANGE}"
+                    )
+
+
+def _in_words(option: np.ndarray) -> str:
+    if option.shape == ():
+        return str(option.item())
+    number, rule, share = option.tolist()
+    return f"{number:g}" + ("" if rule == 0 else f" (rule {rule:g}, share {share:g})")
+
+
+def _first_words(x: Any) -> str:
+    text = str(x)
+    return text if len(text) < 200 else f"{text[:200]}..."

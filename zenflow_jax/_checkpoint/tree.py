@@ -1,0 +1,265 @@
+"""An engine's state as a tree of arrays, for checkpoints: out of the host half, and back into it.
+
+Large arrays are global ones, in host memory, placed like the parts of the leaf that they belong to:
+whoever writes them writes each part once, from a process that has it. What is small and the same on
+every process is NumPy. Nothing in the tree depends on how many devices or processes there are, so
+it can be read into another number of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from zenflow_jax._device.memory import HOST
+from zenflow_jax._device.shards import Layout
+from zenflow_jax._device.state import ZenFlowState, find_state
+from zenflow_jax._exchange.messages import NONE
+from zenflow_jax._exchange.parts import Part, assemble, by_leaf, host_channels
+from zenflow_jax._host.aligned import blank
+from zenflow_jax._host.state import HostLeaf
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
+from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.schedule import Schedule, Tally, first_tally
+
+#: Arrays of a leaf's shape.
+WIDE = ("master", "mu", "nu", "total")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What an engine counts. Python numbers, and what a `Tally` has."""
+
+    tally: Tally
+    step: int = 0
+    open_steps: int = 0  # of the open window, skipped ones included
+    counted: int = 0  # of them those that are in the sums
+    windows: int = 0  # closed so far
+    pending: int = NONE
+    ticket: int = 0  # that the next step carries
+    skipped: int = 0
+    reselections: int = 0
+    window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    scalars: AdamScalars | None = None  # of the last step; None before the first
+    update_scalars: AdamScalars | None = None  # of the last window that closed; None before
+    kept: float | None = None
+
+
+_NUMBERS = (
+    "step",
+    "open_steps",
+    "counted",
+    "windows",
+    "pending",
+    "ticket",
+    "skipped",
+    "reselections",
+)
+
+
+def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
+    lengths = np.zeros(longest(schedule.window) + 1, np.int32)
+    for length, count in counts.window_lengths.items():
+        lengths[length] = count
+    tree = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS}
+    return tree | {
+        "window_lengths": lengths,
+        "scalars": _scalars_to_tree(counts.scalars),
+        "update_scalars": _scalars_to_tree(counts.update_scalars),
+        "kept": np.array(np.nan if counts.kept is None else counts.kept, np.float32),
+        "tally": {
+            name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
+            for name, x in counts.tally._asdict().items()
+            if np.size(x)  # orbax writes no empty arrays
+        },
+    }
+
+
+def _scalars_to_tree(scalars: AdamScalars | None) -> np.ndarray:
+    return np.array(scalars or [0.0] * len(AdamScalars._fields), np.float32)
+
+
+def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
+    tally = {name: np.asarray(x) for name, x in tree["tally"].items()}
+    nothing = np.zeros(0, np.float32)
+    lengths = np.asarray(tree["window_lengths"])
+    kept = float(tree["kept"])
+    return Counts(
+        **{name: int(tree[name]) for name in _NUMBERS},
+        window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
+        scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
+        update_scalars=AdamScalars(*map(float, np.asarray(tree["update_scalars"]))),
+        tally=Tally(
+            length=int(tally["length"]),
+            counted=np.float32(tally["counted"]),
+            deferred=tally.get("deferred", nothing),
+            selected=tally.get("selected", nothing),
+            windows=int(tally["windows"]),
+            kept=np.float32(tally["kept"]),
+        ),
+        kept=None if math.isnan(kept) else kept,
+    )
+
+
+def options_of(state: ZenFlowState) -> dict[str, Any]:
+    """What a resumed run must have as the saved one had it, in numbers."""
+    schedule = state.schedule
+    window, select = schedule.window, schedule.select
+    if isinstance(window, AutoWindow):
+        windows = (window.max_interval, 1, window.share)
+    else:
+        windows = (window, 0, 0)
+    if isinstance(select, AutoSelect):
+        selects = (select.max_windows, 1, select.keep)
+    elif isinstance(select, EpochSelect):
+        selects = (select.steps, 2, 0)
+    else:
+        selects = (select, 0, 0)
+    rows = [(-1 if s.axis is None else s.axis, s.k, s.decay) for s in _specs(state)]
+    return {
+        # The number, the kind of rule, and the rule's share.
+        "update_interval": np.array(windows, np.float32),
+        "select_interval": np.array(selects, np.float32),
+        "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
+        "overlap_step": np.array(schedule.overlap_step, np.int32),
+        # 1 where the device adds up, whose sums are not here.
+        "accumulate": np.array(state.delivery == "window", np.int32),
+        # Of each leaf channel axis (-1 if it is resident), selected channels, weight decay.
+        "leaves": np.array(rows, np.int32).reshape(-1, 3),
+    }
+
+
+def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
+    """What `HostEngine.state` returns, without values: to restore a checkpoint straight into place.
+
+    Args:
+        opt_state: What `tx.init(params)` returned: arrays, or `ShapeDtypeStruct`s.
+
+    Returns:
+        A tree of `ShapeDtypeStruct`s with shapes, dtypes, shardings and memory kinds, and of small
+        NumPy arrays where the state has them.
+
+    Raises:
+        ValueError: If there is not one `ZenFlowState` with `offload=True` in `opt_state`.
+    """
+    state = find_state(opt_state)
+    if not state.offload:
+        raise ValueError(
+            "expected a state of `zenflow(..., offload=True)`, got one that has its deferred half "
+            "in itself. Save that state alone: it is all there is."
+        )
+    travelling = [
+        (leaf.spec, mail)
+        for leaf, mail in zip(state.leaves, state.mail, strict=True)
+        if leaf.travels
+    ]
+    tally = first_tally(state.schedule, len(travelling))
+    return {
+        "leaves": [
+            {
+                name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                for name, (shape, dtype, sharding) in arrays_of(spec, mail, state.delivery).items()
+            }
+            for spec, mail in travelling
+        ],
+        "counts": counts_to_tree(Counts(tally=tally), state.schedule),
+        "options": options_of(state),
+    }
+
+
+def arrays_of(
+    spec: LeafSpec, mail: Any, delivery: str
+) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
+    """Shape, dtype and sharding of each array that is kept for a leaf; `mail` shows where it is.
+
+    The sharding is None where nobody knows: of an abstract leaf that was not told where it is.
+    """
+    sharding = mail.sharding
+    if isinstance(sharding, NamedSharding):
+        layout, mesh = Layout(spec), sharding.mesh
+        wide, each = (
+            NamedSharding(mesh, x, memory_kind=HOST) for x in (layout.part, layout.channels)
+        )
+    elif sharding is None:
+        wide = each = None
+    else:
+        (device,) = sharding.device_set
+        wide = each = SingleDeviceSharding(device, memory_kind=HOST)
+    arrays = {
+        **{name: (spec.shape, np.dtype(np.float32), wide) for name in WIDE},
+        "steps": ((*spec.stack, spec.n), np.dtype(np.int32), each),
+    }
+    if delivery == "window":
+        del arrays["total"]  # in the optimizer state, as its mail
+    if spec.k:  # orbax writes no empty arrays
+        # Channels selected while the pending update's window was open, if there is one.
+        arrays["before"] = ((*spec.stack, spec.k), np.dtype(np.int32), each)
+    return arrays
+
+
+def leaves_to_trees(
+    leaves: Sequence[HostLeaf],
+    counted: int,
+    parts: Sequence[Part],
+    arrays: Sequence[Mapping[str, tuple[tuple[int, ...], Any, Any]]],
+    before: Sequence[jax.Array] | None,
+    take: Callable[[np.ndarray], np.ndarray],
+) -> list[dict[str, jax.Array]]:
+    """What the host half has of each leaf that travels.
+
+    Args:
+        leaves: Its arrays, at rest.
+        counted: Steps in its sums.
+        parts: Of what it has them.
+        arrays: Of each leaf its `arrays_of`.
+        before: Channels selected during the pending update's window, if others are now.
+        take: Makes of one of those arrays one that the result may have: a copy, or what is lent.
+    """
+    pieces: dict[str, list[list[jax.Array | None]]] = {}
+    for leaf, part in zip(leaves, parts, strict=True):
+        spec = part.spec
+        channels = (
+            leaf.channels if before is None else host_channels(part.of(before[part.leaf]), part)
+        )
+        # Sums that nothing was added to yet are not there, or are those of a former window.
+        total = leaf.total if counted else None
+        sums = []
+        if "total" in arrays[part.leaf]:
+            sums = [("total", blank(spec.shape) if total is None else take(total), spec.shape)]
+        for name, x, shape in (
+            ("master", take(leaf.master), spec.shape),
+            ("mu", take(leaf.mu), spec.shape),
+            ("nu", take(leaf.nu), spec.shape),
+            *sums,
+            ("steps", take(leaf.steps), (*spec.stack, spec.n)),
+            ("before", channels + part.first, (*spec.stack, spec.k)),
+        ):
+            # Nothing empty: nobody asks for it, and GPUs have none in host memory.
+            on_devices = [
+                _beside(x.reshape(shape), device) if x.size else None for device in part.devices
+            ]
+            pieces.setdefault(name, []).append(on_devices)
+    # What a device's host memory cannot alias is still being copied.
+    jax.block_until_ready(pieces)
+    columns = {name: by_leaf(parts, found) for name, found in pieces.items()}
+    return [
+        {
+            name: assemble(columns[name][i], shape, sharding)
+            for name, (shape, _, sharding) in of_leaf.items()
+        }
+        for i, of_leaf in enumerate(arrays)
+    ]
+
+
+def _specs(state: ZenFlowState) -> list[LeafSpec]:
+    return [leaf.spec for leaf in state.leaves]
+
+
+def _beside(x: np.ndarray, device: Any) -> jax.Array:
+    """In host memory beside the device; on a CPU `x` itself, so nobody else may have it."""
+    return jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST))

@@ -1,0 +1,68 @@
+"""One AdamW step on float32 arrays, with a step count per channel, and the sum in front of it.
+
+Pure and elementwise: who calls it (the selected channels at every step; in the in-graph mode the
+deferred ones, once per window) decides which channels it is for. `_host/adam.py` is its twin on
+NumPy arrays.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from zenflow_jax._plan.scalars import AdamScalars
+
+
+def add_gradient(
+    total: Float[Array, "..."],
+    g: Float[Array, "..."],
+    factor: Float[Array, ""],
+    finite: Bool[Array, ""],
+) -> Float[Array, "..."]:
+    """A window's sum with `factor * g`, or without if it is skipped.
+
+    Added in float32, rounded to the dtype that the sum has.
+    """
+    new = total.astype(jnp.float32) + g.astype(jnp.float32) * factor
+    return jnp.where(finite, new.astype(total.dtype), total)
+
+
+def adamw(
+    p: Float[Array, "..."],
+    g: Float[Array, "..."],
+    mu: Float[Array, "..."],
+    nu: Float[Array, "..."],
+    steps: Int[Array, "..."],
+    scalars: AdamScalars,
+    *,
+    decay: bool,
+) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+    """The change of `p` and the new moments, as `optax.adamw` makes them.
+
+    Args:
+        p: float32 master weights.
+        g: float32 gradient.
+        mu: float32 first moment.
+        nu: float32 second moment.
+        steps: int32 Adam steps of each channel, this one included; broadcasts against `p`.
+        scalars: Hyperparameters.
+        decay: Whether weight decay applies.
+    """
+    mu = scalars.b1 * mu + scalars.one_minus_b1 * g
+    nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)
+    return change_of(p, mu, nu, steps, scalars, decay=decay), mu, nu
+
+
+def change_of(
+    p: Float[Array, "..."],
+    mu: Float[Array, "..."],
+    nu: Float[Array, "..."],
+    steps: Int[Array, "..."],
+    scalars: AdamScalars,
+    *,
+    decay: bool,
+) -> Float[Array, "..."]:
+    """What a step changes of `p`, given the moments after it; arguments as of `adamw`."""
+    t = steps.astype(jnp.float32)
+    direction = (mu / (1 - scalars.b1**t)) / (jnp.sqrt(nu / (1 - scalars.b2**t)) + scalars.eps)
+    if decay:
+        direction = direction + scalars.weight_decay * p
+    return -scalars.learning_rate * direction

@@ -1,0 +1,159 @@
+"""Device programs that the engine runs between steps: merge, choose, enter, measure.
+
+One program each for all leaves, so that a boundary costs a few dispatches however many leaves
+there are. On a mesh the only thing that moves between devices is what a part's update must reach:
+every device that holds its block.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from zenflow_jax._device.channels import along, contains, positions, spread, take, top_channels
+from zenflow_jax._device.samples import differ, sample_of
+from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.statistics import kept_share
+from zenflow_jax._plan.leaf import LeafSpec
+
+Arrays = Sequence[Array]
+Specs = tuple[LeafSpec, ...]
+
+
+class Merged(NamedTuple):
+    """What a merge gives."""
+
+    weights: list[Array]
+    samples: list[Array]  # of them, to be compared with at the next merge
+    changed: list[tuple[list[int], Array]]  # of some leaves how much of their samples had changed
+
+
+def merge(
+    weights: Sequence[Array],
+    uploads: Sequence[Array],
+    before: Sequence[Array],
+    now: Sequence[Array],
+    samples: Sequence[Array],
+    specs: Sequence[LeafSpec],
+    *,
+    keep: bool = False,
+) -> Merged:
+    """The parameters, with a window's update on the channels that it was about.
+
+    Args:
+        weights: Parameters.
+        uploads: Masters' casts, in parts; used up unless `keep`.
+        before: Channels that were selected during the window.
+        now: Channels that are selected since it closed.
+        samples: Of the parameters when they were last merged.
+        specs: The leaves.
+        keep: Whether the uploads stay, and what comes back is memory of its own.
+    """
+    merged = Merged(list(weights), list(samples), [])
+    # What is gathered is a new array, which could not take the place of an upload.
+    gathered = [spec.placement is not None and any(spec.placement.shares) for spec in specs]
+    in_place = [not (keep or gathers) for gathers in gathered]
+    for kind, program in ((True, _merge_in_place), (False, _merge_parts)):
+        which = [i for i, found in enumerate(in_place) if found == kind]
+        if which:
+            columns = (tuple(x[i] for i in which) for x in (weights, uploads, before, now, samples))
+            new, seen, changed = program(*columns, specs=tuple(specs[i] for i in which))
+            for i, weight, sample in zip(which, new, seen, strict=True):
+                merged.weights[i], merged.samples[i] = weight, sample
+            merged.changed.append((which, changed))
+    return merged
+
+
+def _merge(
+    weights: Arrays, uploads: Arrays, before: Arrays, now: Arrays, samples: Arrays, *, specs: Specs
+) -> tuple[Arrays, Arrays, Array]:
+    def one(
+        here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array
+    ) -> tuple[Array, Array, Array]:
+        n = here.block.n
+        kept = along(contains(here.index(before), n) | contains(here.index(now), n), here.block)
+        new = jnp.where(kept, weight, here.gather(upload))
+        # Other channels no step has moved since their last merge.
+        moved = sample_of(jnp.broadcast_to(kept, weight.shape))
+        changed = jnp.sum(differ(sample_of(weight), sample) & ~moved, dtype=jnp.int32)
+        return new, sample_of(new), here.sum_everywhere(changed)
+
+    made = [
+        on_each_device(
+            one,
+            spec,
+            [lay.block, lay.part, lay.channels, lay.channels, lay.each_device],
+            (lay.block, lay.each_device, SAME),
+        )(*args)
+        for spec, lay, *args in zip(
+            specs, map(Layout, specs), weights, uploads, before, now, samples, strict=True
+        )
+    ]
+    new, seen, changed = zip(*made, strict=True)
+    return new, seen, jnp.stack(changed)
+
+
+# The uploads are donated, never the caller's parameters: those may be in use elsewhere. Either way
+# parameters and uploads are there once each, and the result takes the place of one.
+_merge_in_place = jax.jit(_merge, static_argnames="specs", donate_argnames="uploads")
+_merge_parts = jax.jit(_merge, static_argnames="specs")
+
+
+@partial(jax.jit, static_argnames="specs")
+def choose(
+    weights: Arrays,
+    scores: Arrays,
+    channels: Arrays,
+    masters: Sequence[Array | None],
+    *,
+    specs: Specs,
+) -> tuple[Arrays, Arrays, Arrays]:
+    """The channels to select from now on, the masters of those until now, and scores of zero."""
+
+    def one(
+        here: Here, weight: Array, scores: Array, channels: Array, master: Array | None
+    ) -> tuple[Array, Array, Array]:
+        chosen = here.number(top_channels(scores, here.part.k))
+        if master is None:
+            master = here.own(take(weight, here.index(channels), here.block))
+        return chosen, master, jnp.zeros_like(scores)
+
+    made = [
+        on_each_device(
+            one,
+            spec,
+            [lay.block, lay.channels, lay.channels, None if master is None else lay.part],
+            (lay.channels, lay.part, lay.channels),
+        )(weight, score, index, master)
+        for spec, lay, weight, score, index, master in zip(
+            specs, map(Layout, specs), weights, scores, channels, masters, strict=True
+        )
+    ]
+    chosen, current, zeros = zip(*made, strict=True) if made else ((), (), ())
+    return chosen, current, zeros
+
+
+@partial(jax.jit, static_argnames="specs")
+def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
+    """The parameters, with the masters' casts on the selected channels."""
+
+    def one(here: Here, weight: Array, master: Array, channels: Array) -> Array:
+        place = positions(here.index(channels), here.block.n)
+        new = spread(here.gather(master.astype(here.block.dtype)), place, here.block)
+        return jnp.where(along(place >= 0, here.block), new, weight)
+
+    return tuple(
+        on_each_device(one, spec, [lay.block, lay.part, lay.channels], lay.block)(*args)
+        for spec, lay, *args in zip(
+            specs, map(Layout, specs), weights, masters, channels, strict=True
+        )
+    )
+
+
+@partial(jax.jit, static_argnames="specs")
+def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
+    """The share of the best channels' score that the selected ones hold; on every device."""
+    return kept_share(scores, channels, specs)

@@ -1,0 +1,89 @@
+"""Channels: which axis they lie on, how they score, which of them are selected.
+
+A leaf is read as `(*stack, *rows, n, *tail)`: `n` channels along the channel axis, separately in
+each entry of the stack axes. Rows are there only when the channel axis is the last one of a
+matrix, the tail only when it is not. What is done with a selection is `adamw.py` (device) and
+`_host/state.py` (host); this file only makes it and moves slices along it.
+
+On a mesh whose axes divide the channel axis, each piece of it selects the same number of channels,
+among its own. `shards.py` sees to it that the functions below meet one device's piece only.
+
+Letters: `n` channels in a stack entry, `k` of them selected.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from zenflow_jax._plan.leaf import LeafSpec
+
+
+def along(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:
+    """`(*stack, channels)` with unit axes, so that it broadcasts against the leaf."""
+    assert spec.axis is not None
+    rows = spec.axis - len(spec.stack)
+    tail = len(spec.shape) - spec.axis - 1
+    *stack, channels = per_channel.shape
+    return per_channel.reshape(*stack, *[1] * rows, channels, *[1] * tail)
+
+
+def sum_squares(g: Float[Array, "..."], spec: LeafSpec) -> Float[Array, "..."]:
+    """Sum of squares in float32: `(*stack, n)` per channel, `()` for a resident leaf."""
+    axes = range(len(spec.shape))
+    if not spec.resident:
+        axes = [a for a in axes if a >= len(spec.stack) and a != spec.axis]
+    return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=tuple(axes))
+
+
+def take(x: Shaped[Array, "..."], index: Int[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:
+    """The slices of `x` at `index` `(*stack, m)`, along the channel axis, per stack entry."""
+    assert spec.axis is not None
+    axis = spec.axis - len(spec.stack)
+
+    def one(x, index):
+        # Indices come from a selection: in range, so nothing need be filled or checked.
+        return jnp.take(x, index, axis=axis, mode="clip")
+
+    for _ in spec.stack:
+        one = jax.vmap(one)
+    return one(x, index)
+
+
+def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
+    """For each of `n` channels its place among the selected ones, -1 if it is deferred."""
+
+    def one(channels):
+        place = jnp.arange(channels.shape[0], dtype=jnp.int32)
+        return jnp.full((n,), -1, jnp.int32).at[channels].set(place, unique_indices=True)
+
+    for _ in channels.shape[:-1]:
+        one = jax.vmap(one)
+    return one(channels)
+
+
+def spread(
+    x: Shaped[Array, "..."], place: Int[Array, "... n"], spec: LeafSpec
+) -> Shaped[Array, "..."]:
+    """Selected slices `x` at the places of their channels; elsewhere any of them.
+
+    A gather rather than a scatter: XLA fuses it into what reads it, so a whole leaf is never
+    written for the sake of a few channels.
+    """
+    if spec.k == 0:
+        return jnp.zeros(spec.shape, x.dtype)
+    return take(x, jnp.maximum(place, 0), spec)
+
+
+def first_channels(spec: LeafSpec) -> Int[Array, "... k"]:
+    """The first k channels, which stand in until the first selection."""
+    return jnp.broadcast_to(jnp.arange(spec.k, dtype=jnp.int32), (*spec.stack, spec.k))
+
+
+def top_channels(scores: Float[Array, "... n"], k: int) -> Int[Array, "... k"]:
+    """The k channels with the highest score, ascending; of equal scores the lower index."""
+    # lax.top_k puts the lower index first among equal values.
+    return jnp.sort(jax.lax.top_k(scores, k)[1].astype(jnp.int32), axis=-1)
+
+
+def contains(channels: Int[Array, "... k"], n: int) -> Bool[Array, "... n"]:
+    return positions(channels, n) >= 0

@@ -1,0 +1,261 @@
+"""The state before the first step, placed as `update` will give it back.
+
+jit would compile a step twice if the first state differed from the second in nothing but how its
+shardings are written. So on a mesh the first one comes out of jit too.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zenflow_jax._device import in_graph
+from zenflow_jax._device.channels import first_channels, take
+from zenflow_jax._device.memory import HOST, commit, host_zeros, mail_rank, to_host
+from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState, Letter, ZenFlowState, leaf_layout
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.schedule import Schedule, first_tally
+
+
+def _letter_sizes(specs: tuple[LeafSpec, ...], schedule: Schedule) -> list[tuple[int, Any]]:
+    """Of a letter: the fields of AdamScalars and the factor; step, ticket, finite; statistics."""
+    sizes = [(8, np.dtype(np.float32)), (3, np.dtype(np.int32))]
+    if schedule.weighs:
+        sizes.append((1 + 2 * _travelling(specs), np.dtype(np.float32)))
+    return sizes
+
+
+def _travelling(specs: tuple[LeafSpec, ...]) -> int:
+    return sum(not spec.resident for spec in specs)
+
+
+def first_state(
+    params: Any,
+    specs: tuple[LeafSpec, ...],
+    schedule: Schedule,
+    offload: bool,
+    delivery: str,
+) -> ZenFlowState:
+    """What `zenflow().init` returns for parameters of any kind: arrays, traced or abstract ones."""
+    leaves = jax.tree.leaves(params)
+    build = partial(_build, specs=specs, schedule=schedule, offload=offload, delivery=delivery)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        # Shapes in, shapes out: there are no weights to take masters from.
+        return _with_shardings(jax.eval_shape(build, leaves), leaves)
+    weights = [jnp.asarray(p) for p in leaves]
+    if not specs and not isinstance(params, Mapping | list | tuple | None):
+        # Neither arrays nor an empty container: `optax.tree_map_params` asks with a placeholder,
+        # and wants it back where the per-leaf states are to stand.
+        return dataclasses.replace(build(weights), leaves=params, mail=params if offload else None)
+    like = next(iter(weights), None)
+    if any(isinstance(p, Tracer) for p in weights) or all(s.placement is None for s in specs):
+        return commit(build(weights), like)
+    # The mail apart, a leaf at a time: it is made on the device, and all of it has no room there.
+    # Parameters that nothing is taken from are there for their devices.
+    state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
+    if not offload:
+        return state
+    rank = mail_rank(specs)
+    each = tuple(
+        None if spec.resident else _mail_zeros(p, spec.anonymous, delivery, rank)
+        for p, spec in zip(weights, specs, strict=True)
+    )
+    # The parameters are there for their devices alone.
+    make_letter = partial(_letter, specs=specs, schedule=schedule, delivery=delivery, rank=rank)
+    letter = jax.jit(make_letter, keep_unused=True)(weights)
+    return dataclasses.replace(state, mail=each, letter=letter)
+
+
+def _build(
+    weights: list[jax.Array],
+    *,
+    specs: tuple[LeafSpec, ...],
+    schedule: Schedule,
+    offload: bool,
+    delivery: str,
+    mail: bool = True,
+) -> ZenFlowState:
+    rank = mail_rank(specs)
+    leaves = []
+    for p, spec in zip(weights, specs, strict=True):
+        make = on_each_device(
+            partial(_init_leaf, spec=spec, offload=offload, delivery=delivery),
+            spec,
+            [Layout(spec).block],
+            leaf_layout(spec, deferred=not offload),
+        )
+        leaves.append(make(p))
+    few = slice(None, None, len(weights) // 8 + 1)
+    return ZenFlowState(
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+        leaves=tuple(leaves),
+        mail=tuple(
+            None if spec.resident else _leaf_zeros(p, spec, delivery, rank)
+            for p, spec in zip(weights, specs, strict=True)
+        )
+        if offload and mail
+        else None,
+        ticket=_fingerprint(weights[few], specs[few]) if offload else None,
+        letter=_letter(weights, specs, schedule, delivery, rank) if offload and mail else None,
+        open_steps=None if offload else jnp.zeros((), jnp.int32),
+        scalars=None
+        if offload
+        else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
+        tally=None
+        if offload or not schedule.adaptive
+        else jax.tree.map(jnp.array, first_tally(schedule, _travelling(specs))),
+        schedule=schedule,
+        offload=offload,
+        delivery=delivery,
+    )
+
+
+def _init_leaf(
+    here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool, delivery: str
+) -> LeafState:
+    part = here.part
+    if part.resident:
+        return LeafState(
+            channels=None,
+            steps=jnp.zeros((), jnp.int32),
+            master=p.astype(jnp.float32) if part.keeps_master else None,
+            mu=jnp.zeros(part.shape, jnp.float32),
+            nu=jnp.zeros(part.shape, jnp.float32),
+            scores=None,
+            deferred=None,
+            spec=spec,
+        )
+    first = first_channels(part)
+    own = here.own(p)
+    return LeafState(
+        channels=here.number(first),
+        steps=jnp.zeros((*part.stack, part.k), jnp.int32),
+        master=take(own, first, part).astype(jnp.float32) if part.keeps_master else None,
+        mu=jnp.zeros(part.selected_shape, jnp.float32),
+        nu=jnp.zeros(part.selected_shape, jnp.float32),
+        scores=jnp.zeros((*part.stack, part.n), jnp.float32),
+        deferred=None if offload else in_graph.init_leaf(own, part, delivery),
+        spec=spec,
+    )
+
+
+def _leaf_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.Array:
+    """What one leaf's mail is before the first step."""
+    layout, dtype = Layout(spec), spec.mail_dtype
+
+    def on_device(here: Here, _: jax.Array) -> jax.Array:
+        # Of mail that comes to be in the step, one element per device: that has the sharding of
+        # what the step returns in its place, and is not empty, which some savers refuse.
+        shape = here.part.shape if delivery == "window" else (1,) * len(spec.shape)
+        return jnp.zeros(shape, dtype)
+
+    if delivery != "step":
+        return on_each_device(on_device, spec, [layout.block], layout.part)(p)
+    if spec.placement is None:
+        return host_zeros(spec.shape, dtype, rank, p)
+
+    def zeros(here: Here, _: jax.Array) -> jax.Array:
+        return here.to_mail(jnp.zeros(here.part.shape, dtype), rank)
+
+    return to_host(on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p), rank)
+
+
+# The parameter is there for its devices alone.
+@partial(jax.jit, static_argnames=("spec", "delivery", "rank"), keep_unused=True)
+def _mail_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.Array:
+    return _leaf_zeros(p, spec, delivery, rank)
+
+
+def _letter(
+    weights: list[jax.Array],
+    specs: tuple[LeafSpec, ...],
+    schedule: Schedule,
+    delivery: str,
+    rank: int,
+) -> Letter:
+    """Zeros for a letter, on every device that takes part."""
+    sizes = _letter_sizes(specs, schedule)
+    leaves = delivery == "step"
+    placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
+    if not placed and not leaves:
+        return Letter(*(jnp.zeros(size, dtype) for size, dtype in sizes))
+    if not placed:
+        like = next(iter(weights), None)
+        return Letter(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
+
+    def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
+        return [
+            here.to_mail(jnp.zeros(size, dtype), rank if leaves else 1) for size, dtype in sizes
+        ]
+
+    i = placed[0]
+    made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], SAME)(weights[i])
+    return Letter(*(to_host(x, rank) if leaves else x for x in made))
+
+
+@partial(jax.jit, static_argnames="specs")
+def _fingerprint(weights: list[jax.Array], specs: tuple[LeafSpec, ...]) -> jax.Array:
+    """A number that differs between runs and is the same when a run is repeated.
+
+    Tickets start from it, which is how an engine knows another run's state. Some entries of some
+    leaves will do: they come from a seed or from a checkpoint.
+    """
+    total = jnp.zeros((), jnp.uint32)
+    for i, (p, spec) in enumerate(zip(weights, specs, strict=True)):
+        corner = on_each_device(partial(_corner, number=i), spec, [Layout(spec).block], SAME)
+        total += corner(p)
+    return (total & 0x3FFFFFFF).astype(jnp.int32)
+
+
+def _corner(here: Here, p: jax.Array, *, number: int) -> jax.Array:
+    corner = p[tuple(slice(0, 8) for _ in p.shape)].astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(corner, jnp.uint32).ravel()
+    odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * number + 1
+    return here.sum_everywhere(jnp.sum(bits * odd))
+
+
+def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
+    """Abstract arrays with the shardings that real ones would have, as far as they are known."""
+    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+    if not meshes or not isinstance(meshes[0], Mesh):
+        return state
+
+    def put(
+        x: Any, spec: PartitionSpec, memory_kind: str | None = None, mesh: Any = meshes[0]
+    ) -> Any:
+        sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    mail_kind = HOST if state.delivery == "step" else None
+
+    def mesh_of(parameter: Any) -> Any:
+        placed = isinstance(parameter.sharding, NamedSharding)
+        return parameter.sharding.mesh if placed else meshes[0]
+
+    def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
+        layout = leaf_layout(leaf.spec, deferred=not state.offload)
+        return jax.tree.map(partial(put, mesh=mesh_of(parameter)), leaf, layout)
+
+    def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
+        if mail is None:
+            return None
+        return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, mesh_of(parameter))
+
+    mail = state.mail and tuple(map(put_mail, state.mail, state.leaves, leaves))
+    alike = dataclasses.replace(state, leaves=None, mail=None, letter=None)
+    return dataclasses.replace(
+        jax.tree.map(lambda x: put(x, SAME), alike),
+        leaves=tuple(map(put_leaf, state.leaves, leaves)),
+        mail=mail,
+        letter=jax.tree.map(lambda x: put(x, SAME, mail_kind), state.letter),
+    )

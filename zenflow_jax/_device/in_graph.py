@@ -1,0 +1,294 @@
+"""The deferred half on the device, inside the user's jit (`offload=False`).
+
+Windows, staleness, selection, warm-up and skipped steps exactly as with an engine, whose tests
+use it as their oracle; and `flush`, which the engine has as a method. Everything is as large as
+the leaf, so this saves no memory.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from zenflow_jax._device.adamw import adamw, add_gradient
+from zenflow_jax._device.channels import along, contains, positions, spread, take, top_channels
+from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.state import (
+    DeferredState,
+    LeafState,
+    ZenFlowState,
+    find_state,
+    leaf_layout,
+    replace_state,
+)
+from zenflow_jax._device.statistics import kept_share
+from zenflow_jax._diagnostics.skipped import warn_of_skipped
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.schedule import Boundary, Schedule, Tally
+
+
+def init_leaf(p: jax.Array, spec: LeafSpec, delivery: str) -> DeferredState:
+    return DeferredState(
+        # A copy, of float32 as well: a step that is given both may donate both.
+        master=jnp.array(p, jnp.float32),
+        mu=jnp.zeros(spec.shape, jnp.float32),
+        nu=jnp.zeros(spec.shape, jnp.float32),
+        steps=jnp.zeros((*spec.stack, spec.n), jnp.int32),
+        total=jnp.zeros(spec.shape, spec.mail_dtype if delivery == "window" else jnp.float32),
+        pending=jnp.zeros((*spec.stack, spec.n), bool),
+    )
+
+
+def advance(
+    state: ZenFlowState,
+    weights: list[jax.Array],
+    gradients: list[jax.Array],
+    changes: list[jax.Array],
+    scalars: AdamScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+    statistics: jax.Array | None,
+) -> tuple[ZenFlowState, list[jax.Array]]:
+    """Sums the step's gradients and does what its boundary asks.
+
+    `changes` are those of the selected channels; deferred channels whose update arrives now are
+    added to them. `scalars` are the window's last if it closes here. `statistics` are for the
+    tally.
+    """
+    travels = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
+    leaves = list(state.leaves)
+    for i in travels:
+        layout, mine = Layout(leaves[i].spec), leaf_layout(leaves[i].spec, deferred=True)
+        collect = on_each_device(_collect, leaves[i].spec, [mine, layout.part, SAME, SAME], mine)
+        leaves[i] = collect(leaves[i], gradients[i], factor, finite)
+    open_steps = state.open_steps + finite.astype(jnp.int32)
+    boundary = state.schedule.boundary(state.step, state.tally)
+
+    def close(parts: list[Any], tally: Tally | None) -> Any:
+        parts = [
+            _close_leaf(leaf, weights[i], change, scalars, open_steps, boundary)
+            for i, (leaf, change) in zip(travels, parts, strict=True)
+        ]
+        closed = [leaf for leaf, _ in parts]
+        return parts, tally and _close_tally(tally, state.schedule, boundary, closed)
+
+    # A branch, not a `where`: three steps of four, it costs nothing.
+    parts, tally = jax.lax.cond(
+        boundary.closes,
+        close,
+        lambda parts, tally: (parts, tally and _open_tally(tally, statistics)),
+        [(leaves[i], changes[i]) for i in travels],
+        state.tally,
+    )
+    changes = list(changes)
+    for i, (leaf, change) in zip(travels, parts, strict=True):
+        leaves[i], changes[i] = leaf, change
+    new = dataclasses.replace(
+        state,
+        leaves=tuple(leaves),
+        open_steps=jnp.where(boundary.closes, jnp.zeros_like(open_steps), open_steps),
+        scalars=AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars)),
+        tally=tally,
+    )
+    return new, changes
+
+
+def _open_tally(tally: Tally, statistics: jax.Array | None) -> Tally:
+    return tally._replace(length=tally.length + 1).add(statistics)
+
+
+def _close_tally(
+    tally: Tally, schedule: Schedule, boundary: Boundary, leaves: list[LeafState]
+) -> Tally:
+    """The tally where a window closes; the step that closed it counts for no window."""
+    kept = tally.kept
+    if schedule.measures:
+        # Where channels were just selected no scores are left, and the share is 1.
+        columns = zip(*((leaf.scores, leaf.channels, leaf.spec) for leaf in leaves), strict=True)
+        kept = kept_share(*columns) if leaves else kept
+    return Tally(
+        length=jnp.zeros_like(tally.length),
+        counted=jnp.zeros_like(tally.counted),
+        deferred=jnp.zeros_like(tally.deferred),
+        selected=jnp.zeros_like(tally.selected),
+        windows=jnp.where(boundary.selects, 0, tally.windows + 1).astype(jnp.int32),
+        kept=kept,
+    )
+
+
+def _collect(
+    here: Here, leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array
+) -> LeafState:
+    assert leaf.deferred is not None
+    # Through the mail's dtype, which the sum has, too, where the device makes it.
+    total = add_gradient(leaf.deferred.total, g.astype(here.part.mail_dtype), factor, finite)
+    return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
+
+
+def _close_leaf(
+    leaf: LeafState,
+    p: jax.Array,
+    change: jax.Array,
+    scalars: AdamScalars,
+    open_steps: jax.Array,
+    boundary: Boundary,
+) -> tuple[LeafState, jax.Array]:
+    """One leaf where a window closes: what was pending arrives, the next update is made."""
+    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=True)
+    close = on_each_device(
+        _close,
+        leaf.spec,
+        [mine, layout.block, layout.block, SAME, SAME, SAME],
+        (mine, layout.block),
+    )
+    return close(leaf, p, change, scalars, open_steps, boundary)
+
+
+def _close(
+    here: Here,
+    leaf: LeafState,
+    p: jax.Array,
+    change: jax.Array,
+    scalars: AdamScalars,
+    open_steps: jax.Array,
+    boundary: Boundary,
+) -> tuple[LeafState, jax.Array]:
+    spec, before = here.part, leaf.deferred
+    assert before is not None
+    # As of selected channels: what has taken no step yet is what its parameter is.
+    fresh = along(before.steps == 0, spec)
+    master = jnp.where(fresh, here.own(p).astype(jnp.float32), before.master)
+    before = dataclasses.replace(before, master=master)
+    active = ~contains(here.index(leaf.channels), spec.n) & (open_steps > 0)
+    half = _update(before, active, scalars, open_steps, spec)
+    waits = active & ~jnp.asarray(boundary.synchronous)
+    leaf = dataclasses.replace(leaf, deferred=dataclasses.replace(half, pending=waits))
+    leaf = jax.lax.cond(
+        boundary.selects, partial(_reselect, here), lambda leaf, p, change: leaf, leaf, p, change
+    )
+    half = leaf.deferred
+    assert half is not None
+    # What was pending arrives as it was; what does not wait, as it is now.
+    now = active & ~half.pending
+    arriving = jnp.where(along(now, spec), half.master, before.master)
+    target = here.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
+    arrives = along(before.pending | now, here.block)
+    return leaf, jnp.where(arrives, target - p.astype(jnp.float32), change)
+
+
+def _update(
+    half: DeferredState,
+    active: jax.Array,
+    scalars: AdamScalars,
+    open_steps: jax.Array,
+    spec: LeafSpec,
+) -> DeferredState:
+    """One AdamW step on the active channels with the window's mean; the sum restarts."""
+    steps = half.steps + active.astype(jnp.int32)
+    mean = half.total.astype(jnp.float32) / jnp.maximum(open_steps, 1).astype(jnp.float32)
+    # Channels that never took a step have no bias correction; they are not active either.
+    count = jnp.maximum(along(steps, spec), 1)
+    change, mu, nu = adamw(half.master, mean, half.mu, half.nu, count, scalars, decay=spec.decay)
+    on = along(active, spec)
+    return dataclasses.replace(
+        half,
+        master=jnp.where(on, half.master + change, half.master),
+        mu=jnp.where(on, mu, half.mu),
+        nu=jnp.where(on, nu, half.nu),
+        steps=steps,
+        total=jnp.zeros_like(half.total),
+    )
+
+
+def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> LeafState:
+    """Hands over every selected channel, selects anew, and takes the new ones.
+
+    `p + change` are the selected channels' masters where the leaf keeps none.
+    """
+    spec, half = here.part, leaf.deferred
+    assert half is not None
+    place = positions(here.index(leaf.channels), spec.n)
+    selected = along(place >= 0, spec)
+
+    def hand_over(device: jax.Array, host: jax.Array) -> jax.Array:
+        return jnp.where(selected, spread(device, place, spec), host)
+
+    if leaf.master is None:
+        master = jnp.where(selected, here.own(p + change), half.master)
+    else:
+        master = hand_over(leaf.master, half.master)
+    mu, nu = hand_over(leaf.mu, half.mu), hand_over(leaf.nu, half.nu)
+    steps = (
+        half.steps
+        if spec.k == 0
+        else jnp.where(
+            place >= 0, jnp.take_along_axis(leaf.steps, jnp.maximum(place, 0), axis=-1), half.steps
+        )
+    )
+    half = dataclasses.replace(half, master=master, mu=mu, nu=nu, steps=steps)
+
+    index = top_channels(leaf.scores, spec.k)
+    # Entering channels do not wait for the next boundary.
+    half = dataclasses.replace(half, pending=half.pending & ~contains(index, spec.n))
+    return dataclasses.replace(
+        leaf,
+        channels=here.number(index),
+        steps=jnp.take_along_axis(steps, index, axis=-1),
+        master=None if leaf.master is None else take(master, index, spec),
+        mu=take(mu, index, spec),
+        nu=take(nu, index, spec),
+        scores=jnp.zeros_like(leaf.scores),
+        deferred=half,
+    )
+
+
+def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """Brings every deferred update into the parameters, closing an open window early.
+
+    For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
+    as if nothing had happened: the next window just has fewer steps. Called outside of jit, it
+    warns, by `logging`, where the last steps were all skipped.
+
+    It is pure, and so the way to look at the parameters in mid-run as well, where an engine has
+    `peek`: `eval_params, _ = flush(params, opt_state)`, and training goes on from `params` and
+    `opt_state` as if it had not been called.
+
+    Args:
+        params: The parameters that `opt_state` belongs to.
+        opt_state: Any optimizer state with one in-graph `ZenFlowState` in it.
+
+    Returns:
+        Parameters and state, from which training can go on.
+
+    Raises:
+        ValueError: If the state belongs to an engine, or its leaves are not those of `params`.
+    """
+    state = find_state(opt_state)
+    if state.offload:
+        raise ValueError(
+            "expected the state of `zenflow(..., offload=False)`, got one whose deferred half is "
+            "with an engine. Call `engine.flush(params, opt_state)`."
+        )
+    weights, treedef, places = match_leaves(params, state)
+    # Both may have been on the host, as NumPy arrays (`jax.device_get`, some checkpoints).
+    weights, state = jax.tree.map(jnp.asarray, (weights, state))
+    if not isinstance(state.skipped_in_a_row, Tracer):
+        warn_of_skipped(int(state.skipped_in_a_row), int(state.step))
+    boundary = Boundary(closes=True, selects=False, synchronous=True)
+    leaves = []
+    for place, leaf in zip(places, state.leaves, strict=True):
+        if leaf.deferred is not None:
+            p = weights[place]
+            none = jnp.zeros(p.shape, jnp.float32)
+            leaf, change = _close_leaf(leaf, p, none, state.scalars, state.open_steps, boundary)
+            weights[place] = (p.astype(jnp.float32) + change).astype(p.dtype)
+        leaves.append(leaf)
+    new = dataclasses.replace(
+        state, leaves=tuple(leaves), open_steps=jnp.zeros_like(state.open_steps)
+    )
+    return jax.tree.unflatten(treedef, weights), replace_state(opt_state, new)

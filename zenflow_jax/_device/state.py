@@ -1,0 +1,168 @@
+"""What `zenflow()` keeps between steps: plain pytrees with static metadata.
+
+The engine needs nothing beside it: which leaves travel, their channel axes and the schedule ride
+in the treedef, resolved and hashable. Fields are annotated `Any` because trees of shardings,
+shapes and wrapped variables are built from the same classes.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from zenflow_jax._device.shards import SAME, Layout
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.schedule import Schedule
+
+#: A ticket that was used: the mail of the last step has not been taken by an engine.
+USED = -1
+
+
+class Letter(NamedTuple):
+    """The scalars of one step's mail, which go to host memory as the gradients do.
+
+    Copied inside the step they have leading unit axes, as all mail there.
+    """
+
+    floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
+    ints: Any  # int32 (3,): step, ticket, whether the gradient was finite
+    statistics: Any = None  # float32 (1 + 2 leaves,), as `Tally.add` takes; if needed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeferredState:
+    """The deferred channels of one leaf, in-graph (`offload=False`). Full shapes."""
+
+    master: Any  # float32, the leaf's shape; rows of selected channels are not current
+    mu: Any  # float32
+    nu: Any  # float32
+    steps: Any  # int32 (*stack, n): Adam steps of each channel
+    total: Any  # sum of the open window's gradients: float32, or the mail's dtype ("window")
+    pending: Any  # bool (*stack, n): the master is ahead of the parameter
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LeafState:
+    """Adam state of one leaf on the device.
+
+    Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
+    wholly selected: full shape, one step count, and no channels, scores or deferred half.
+    """
+
+    channels: Any  # int32 (*stack, k), ascending
+    steps: Any  # int32 (*stack, k), or () if resident
+    master: Any  # float32 selected; None for a float32 leaf, whose parameter is its master
+    mu: Any  # float32 selected
+    nu: Any  # float32 selected
+    scores: Any  # float32 (*stack, n): sum of squares since the last selection
+    deferred: Any  # DeferredState in-graph, if anything is deferred; None with an engine
+    spec: LeafSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def travels(self) -> bool:
+        """Whether its gradients go to an engine."""
+        return self.deferred is None and not self.spec.resident
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ZenFlowState:
+    """State of `zenflow()`: a pytree of arrays, with all that is static in its treedef.
+
+    Attributes:
+        step: int32 (). Steps taken, skipped ones included.
+        skipped: int32 (). Steps skipped because a gradient was not finite.
+        skipped_in_a_row: int32 (). How many of them were the last steps, without one that counted.
+        leaves: A tuple with one state for each leaf of the parameters, in their order. Not a tree
+            like the parameters: wrappers that walk the state (flax nnx) see other trees at init
+            than at update, and only the order of leaves is the same in both.
+        mail: A tuple of each leaf's gradient, or sums of it, as `delivery` says; None for a leaf
+            that is resident. Not a part of `leaves`: `exchange` replaces all of it after every
+            step, however many leaves there are. None with `offload=False`.
+        ticket: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
+        letter: The scalars in the mail; None with `offload=False`.
+        open_steps: int32 (). Steps summed in the open window; None with an engine.
+        scalars: float32 (). Hyperparameters of the last step; None with an engine.
+        tally: What an adaptive schedule decides by; None if it is not, or with an engine.
+        schedule: When windows close and channels are selected. Static.
+        offload: Whether the deferred half is with an engine. Static.
+        delivery: How a leaf's gradient gets there; static. "step": the step copies it to pinned
+            host memory, where `mail` is, with leading unit axes. "exchange": the step leaves it on
+            the device, and `exchange` puts one element per device in its place. "window": the step
+            adds it to a sum on the device, of which `exchange` takes each window's. With the last
+            two nothing of the state is in host memory, and the step has no copy: a few scalars'
+            would be enough for XLA:GPU to keep all layers' activations (benchmarks/LOG.md).
+    """
+
+    step: Any
+    skipped: Any
+    skipped_in_a_row: Any
+    leaves: Any
+    mail: Any
+    ticket: Any
+    letter: Any
+    open_steps: Any
+    scalars: Any
+    tally: Any
+    schedule: Schedule = dataclasses.field(metadata={"static": True})
+    offload: bool = dataclasses.field(metadata={"static": True})
+    delivery: str = dataclasses.field(metadata={"static": True})
+
+
+def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
+    """The partition specs of a leaf's state; `deferred` where that half is in it."""
+    lay = Layout(spec)
+    each = None if spec.resident else lay.channels
+    return LeafState(
+        channels=each,
+        steps=SAME if spec.resident else each,
+        master=lay.part if spec.keeps_master else None,
+        mu=lay.part,
+        nu=lay.part,
+        scores=each,
+        deferred=DeferredState(lay.part, lay.part, lay.part, each, lay.part, each)
+        if deferred and not spec.resident
+        else None,
+        spec=spec,
+    )
+
+
+def find_state(opt_state: Any) -> ZenFlowState:
+    """The one `ZenFlowState` inside any optimizer state.
+
+    Args:
+        opt_state: What an optax transformation's `init` or `update` returned, `zenflow` being
+            anywhere in it.
+
+    Returns:
+        The state, whose `step`, `skipped`, `skipped_in_a_row` and `leaves` may be read at any time.
+
+    Raises:
+        ValueError: If there is none, or more than one.
+    """
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected an optimizer state with one ZenFlowState in it, got {len(found)} in a "
+            f"{type(opt_state).__name__}. "
+            + (
+                "Pass what `tx.init(params)` returned for a `tx` that contains `zenflow(...)`: of "
+                "an `nnx.Optimizer` its `opt_state`, of a checkpoint what was read into the place "
+                "of such a state."
+                if not found
+                else "Use one `zenflow(...)` for all leaves; where groups of leaves need other "
+                "settings, pass `mask`, `resident` and `channel_axis` functions to that one."
+            )
+        )
+    return found[0]
+
+
+def replace_state(opt_state: Any, new: ZenFlowState) -> Any:
+    """`opt_state` with `new` in the place of its `ZenFlowState`."""
+    return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, ZenFlowState)

@@ -1,0 +1,87 @@
+"""What adaptive windows and selections are decided by, from numbers that a step has anyway.
+
+Sums of squares per channel (what scores grow by) say how much is deferred and how much selected;
+the scores say how much of what matters is selected. No gradient is read for either.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from zenflow_jax._device.channels import contains
+from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState
+from zenflow_jax._plan.leaf import LeafSpec
+
+
+def weigh(
+    squares: Sequence[jax.Array],
+    leaves: Sequence[LeafState],
+    factor: jax.Array,
+    finite: jax.Array,
+) -> jax.Array:
+    """What a `Tally` adds for a step: float32 [counted, *deferred, *selected]; zeros if skipped.
+
+    Args:
+        squares: Of each leaf the sums of squares of its channels, `(*stack, n)`, before clipping.
+        leaves: Their states before the step. Resident ones do not count.
+        factor: What clips the gradient.
+        finite: Whether the step is not skipped.
+    """
+    both = [
+        _root_mean_squares(s, leaf.channels, factor, leaf.spec)
+        for s, leaf in zip(squares, leaves, strict=True)
+        if not leaf.spec.resident
+    ]
+    columns = jnp.stack(both, axis=1) if both else jnp.zeros((2, 0), jnp.float32)
+    row = jnp.concatenate([jnp.ones(1, jnp.float32), columns.ravel()])
+    return jnp.where(finite, row, jnp.zeros_like(row))
+
+
+def _root_mean_squares(
+    squares: jax.Array, channels: jax.Array, factor: jax.Array, spec: LeafSpec
+) -> jax.Array:
+    """Of one leaf's clipped gradient: float32 [deferred channels, selected channels]."""
+    layout = Layout(spec)
+    sums = on_each_device(_sums, spec, [layout.channels, layout.channels], SAME)
+    each = math.prod(spec.shape) // spec.n
+    counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
+    return jnp.sqrt(sums(squares, channels) * jnp.square(factor) / counts)
+
+
+def _sums(here: Here, squares: jax.Array, channels: jax.Array) -> jax.Array:
+    selected = contains(here.index(channels), here.part.n)
+    zeros = jnp.zeros_like(squares)
+    both = [jnp.where(selected, zeros, squares), jnp.where(selected, squares, zeros)]
+    return here.sum_channels(jnp.stack([jnp.sum(x) for x in both]))
+
+
+def kept_share(
+    scores: Sequence[jax.Array], channels: Sequence[jax.Array], specs: Sequence[LeafSpec]
+) -> jax.Array:
+    """How much of the score of the best k channels the selected ones have, by the leaves' sizes.
+
+    float32 () in [0, 1]; 1 where nothing has a score yet.
+    """
+    total = jnp.zeros((), jnp.float32)
+    size = sum(math.prod(spec.shape) for spec in specs)
+    for score, index, spec in zip(scores, channels, specs, strict=True):
+        layout = Layout(spec)
+        held, best = on_each_device(
+            _held_and_best, spec, [layout.channels, layout.channels], (SAME, SAME)
+        )(score, index)
+        share = jnp.where(best > 0, held / best, 1.0)
+        total += share * (math.prod(spec.shape) / size)
+    return total if specs else jnp.ones((), jnp.float32)
+
+
+def _held_and_best(
+    here: Here, scores: jax.Array, channels: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    k = here.part.k
+    held = jnp.take_along_axis(scores, here.index(channels), axis=-1)
+    # In the same order, so that equal scores have equal sums.
+    held, best = (jax.lax.top_k(x, k)[0] for x in (held, scores))
+    return here.sum_channels(jnp.sum(held)), here.sum_channels(jnp.sum(best))

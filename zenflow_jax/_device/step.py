@@ -1,0 +1,175 @@
+"""One step of the device half: look at every gradient once, judge the step, step what is selected.
+
+A leaf at a time, and on a mesh each device its own part of it (`shards.py`). What is left over,
+the deferred channels' gradient, is handed on as mail or stays for `in_graph.py`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zenflow_jax._device.adamw import adamw, add_gradient
+from zenflow_jax._device.channels import along, positions, spread, sum_squares, take
+from zenflow_jax._device.memory import to_host
+from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars
+
+
+class Seen(NamedTuple):
+    """What one leaf's step needs of its gradient."""
+
+    squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
+    gradient: Any  # float32, selected channels
+    mail: Any  # None if nothing travels
+
+
+def look(g: jax.Array, leaf: LeafState, delivery: str, rank: int) -> Seen:
+    """Everything that reads a whole gradient; `rank` is that of mail in host memory.
+
+    It is read in the dtype in which it arrives. Only mail is rounded, to the dtype that it has.
+    """
+    spec, layout = leaf.spec, Layout(leaf.spec)
+    travels = leaf.travels
+    leaves = travels and delivery == "step"
+    if not leaves:
+        rank = len(spec.shape)
+    see = on_each_device(
+        partial(_look, rank=rank if travels else None),
+        spec,
+        [layout.part, layout.channels],
+        Seen(layout.channels, layout.part, layout.mail(rank) if travels else None),
+    )
+    seen = see(g, leaf.channels)
+    return seen._replace(mail=to_host(seen.mail, rank)) if leaves else seen
+
+
+def _look(here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None) -> Seen:
+    spec = here.part
+    squares = sum_squares(g, spec)
+    if channels is None:
+        return Seen(here.sum(squares), g.astype(jnp.float32), None)
+    selected = take(g, here.index(channels), spec).astype(jnp.float32)
+    if rank is None:
+        return Seen(here.sum(squares), selected, None)
+    # The copy is made the gradient's last use: its end then frees the gradient, so the scheduler
+    # starts it as soon as the backward pass has made the leaf. Without the barrier XLA:GPU leaves
+    # some models' copies, and all their gradients, for after the last matmul (benchmarks/LOG.md,
+    # gpu_program). Where the gradient stays on the device, so does the barrier: the program is the
+    # same up to the copies, and so are its bits.
+    g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
+    return Seen(here.sum(squares), selected, here.to_mail(g.astype(spec.mail_dtype), rank))
+
+
+def judge(
+    squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
+) -> tuple[jax.Array, jax.Array]:
+    """Whether the step counts, and the factor that clips its gradient."""
+    per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
+    finite = jnp.all(jnp.isfinite(per_leaf))
+    if max_grad_norm is None:
+        return finite, jnp.ones((), jnp.float32)
+    norm = jnp.sqrt(jnp.sum(per_leaf))
+    limit = jnp.asarray(max_grad_norm, jnp.float32)
+    return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
+
+
+def step_selected(
+    p: jax.Array,
+    seen: Seen,
+    leaf: LeafState,
+    scalars: AdamScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """The float32 change of the whole leaf, and its state, after AdamW on what is selected."""
+    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
+    step = on_each_device(
+        _step,
+        leaf.spec,
+        [layout.block, layout.channels, layout.part, mine, SAME, SAME, SAME],
+        (layout.block, mine),
+    )
+    # What the step does not touch stays outside, where it needs no place.
+    bare = dataclasses.replace(leaf, deferred=None)
+    change, new = step(p, seen.squares, seen.gradient, bare, scalars, factor, finite)
+    return change, dataclasses.replace(new, deferred=leaf.deferred)
+
+
+def add_mail(
+    total: jax.Array, seen: Seen, spec: LeafSpec, factor: jax.Array, finite: jax.Array
+) -> jax.Array:
+    """One leaf's sum of the open window, with the step's gradient."""
+    layout = Layout(spec)
+    add = on_each_device(
+        lambda _, *args: add_gradient(*args),
+        spec,
+        [layout.part, layout.part, SAME, SAME],
+        layout.part,
+    )
+    return add(total, seen.mail, factor, finite)
+
+
+def _step(
+    here: Here,
+    p: jax.Array,
+    squares: jax.Array,
+    gradient: jax.Array,
+    leaf: LeafState,
+    scalars: AdamScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    spec = here.part
+    index = None if leaf.channels is None else here.index(leaf.channels)
+    old = p if index is None else take(p, index, here.block)
+    master = here.own(old)
+    if leaf.master is not None:
+        # What has taken no step yet is what its parameter is, though weights were loaded after
+        # `init`: to `optax.adamw`, which keeps no masters, the order makes no difference either.
+        fresh = leaf.steps == 0 if spec.resident else along(leaf.steps == 0, spec)
+        master = jnp.where(fresh, master.astype(jnp.float32), leaf.master)
+    steps = leaf.steps + 1
+    change, mu, nu = adamw(
+        master,
+        gradient * factor,
+        leaf.mu,
+        leaf.nu,
+        steps if spec.resident else along(steps, spec),
+        scalars,
+        decay=spec.decay,
+    )
+
+    def if_counted(new: Any, old: Any) -> Any:
+        return jnp.where(finite, new.astype(old.dtype), old)
+
+    leaf = dataclasses.replace(
+        leaf,
+        steps=if_counted(steps, leaf.steps),
+        mu=if_counted(mu, leaf.mu),
+        nu=if_counted(nu, leaf.nu),
+    )
+    if leaf.master is not None:
+        leaf = dataclasses.replace(leaf, master=if_counted(master + change, master))
+        # In float32 the difference of two low-precision numbers is exact but for a factor of
+        # 2**16 between them, so that adding it gives the cast of the master.
+        new = here.gather(leaf.master.astype(spec.dtype))
+        change = new.astype(jnp.float32) - old.astype(jnp.float32)
+    else:
+        change = here.gather(jnp.where(finite, change, jnp.zeros_like(change)))
+    if index is None:
+        return change, leaf
+    change = _spread_out(here, change, index)
+    scores = leaf.scores + squares * jnp.square(factor)
+    return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores))
+
+
+def _spread_out(here: Here, change: jax.Array, index: jax.Array) -> jax.Array:
+    """What changes on the selected channels of a block, as a change of all of it."""
+    place = positions(index, here.block.n)
+    change = spread(change, place, here.block)
+    return jnp.where(along(place >= 0, here.block), change, jnp.zeros_like(change))

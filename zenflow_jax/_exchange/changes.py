@@ -1,0 +1,56 @@
+"""Whether something else than zenflow has changed the parameters: what was found, and in words."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array
+
+from zenflow_jax._device.leaves import some
+
+
+class Doubts:
+    """How much of some leaves' samples had changed, as device programs have found; read late.
+
+    The counts are the same on all processes, and so is the call that raises. For one thread.
+    """
+
+    def __init__(self) -> None:
+        #: What is wrong, in words, once it has been read; empty before.
+        self.known = ""
+        self._unread: deque[tuple[int, list[str], Array]] = deque()
+
+    def add(self, step: int, names: Sequence[str], counts: Array) -> None:
+        """Has counts, int32 `(leaves,)`, of the parameters after a step."""
+        self._unread.append((step, list(names), counts))
+
+    def check(self, until: int) -> None:
+        """Reads the counts of the steps until that one, waiting for them.
+
+        Raises:
+            RuntimeError: If any of them, or of those that were read before, is not zero.
+        """
+        while not self.known and self._unread and self._unread[0][0] <= until:
+            step, names, counts = self._unread.popleft()
+            found = np.asarray(counts.addressable_data(0))
+            changed = [name for name, count in zip(names, found, strict=True) if count]
+            if changed:
+                self.known = _words(step, changed)
+        if self.known:
+            raise RuntimeError(self.known)
+
+
+def _words(step: int, names: Sequence[str]) -> str:
+    return (
+        f"expected parameters that nothing but zenflow changes, got other values of {some(names)} "
+        f"after step {step}. On deferred channels its next update undoes such changes, and with "
+        "them the run is not what its settings say. Give each step the parameters that the last "
+        "`exchange` or `flush` returned, and apply updates by `optax.apply_updates`, as rounded to "
+        "a leaf's dtype they are others. Let zenflow be the last of its chain: what "
+        "acts on gradients belongs in front, a rate that something else decides "
+        "(`optax.contrib.reduce_on_plateau`) into `learning_rate` by `optax.inject_hyperparams`, "
+        "what is not to be trained out of it by `optax.partition`; keep averages of the weights "
+        "(`optax.ema`, `optax.lookahead`) outside. For weights that are clipped, loaded or reset "
+        "in mid-run call `flush`, change them, and go on with a new `tx.init(params)` and a new "
+        "engine. This engine takes no more steps."
+    )

@@ -1,0 +1,253 @@
+"""What users may pass to `HostEngine`, and what they are told otherwise."""
+
+import math
+import operator
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zenflow_jax._device.memory import read
+from zenflow_jax._device.shards import Layout
+from zenflow_jax._device.state import ZenFlowState, leaf_layout
+from zenflow_jax._plan.leaf import LeafSpec
+
+
+def check_budget(prefetch_bytes: Any) -> None:
+    whole = isinstance(prefetch_bytes, Integral) and not isinstance(prefetch_bytes, bool)
+    if prefetch_bytes is not None and (not whole or prefetch_bytes < 0):
+        raise ValueError(
+            f"`prefetch_bytes` must be a whole number from 0 or None, got {prefetch_bytes!r}. Pass "
+            "the bytes that updates may take on each device before their boundary, or None for "
+            "all they need."
+        )
+
+
+def check_max_skipped(max_skipped: Any) -> None:
+    whole = isinstance(max_skipped, Integral) and not isinstance(max_skipped, bool)
+    if max_skipped is not None and (not whole or max_skipped < 1):
+        raise ValueError(
+            f"`max_skipped` must be a whole number from 1 or None, got {max_skipped!r}. Pass how "
+            "many skipped steps in a row are an error, or None for a warning only."
+        )
+
+
+def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
+    """Refuses what is around the state if jax could not trace its branches."""
+    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+    around = [
+        type(x).__name__.removesuffix("State")
+        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
+        if isinstance(x, kinds)
+    ]
+    if around and state.delivery == "exchange":
+        raise ValueError(
+            f'expected no `optax` wrapper that withholds updates with send_mail="exchange", got '
+            f"{around[0]}: what a step returns has another shape there than what it gets, and "
+            "both ways of a branch must return the same. Sum micro-batches inside the step (steps "
+            "that are not finite are skipped anyway), or leave `send_mail` out."
+        )
+
+
+def check_not_flattened(params: Any, state: ZenFlowState) -> None:
+    """Refuses the state of one vector that all parameters were joined to."""
+    leaves, specs = jax.tree.leaves(params), [leaf.spec for leaf in state.leaves]
+    if len(specs) != 1 or len(specs[0].shape) != 1:
+        return
+    shapes = [tuple(getattr(x, "shape", ())) for x in leaves]
+    if specs[0].shape not in shapes and specs[0].shape == (sum(map(math.prod, shapes)),):
+        raise ValueError(
+            f"expected a state with the leaves of `params`, {len(leaves)} of them, got one of a "
+            f"single vector of {specs[0].shape[0]}, as `optax.flatten` makes: it has no channels, "
+            "so that nothing would leave the device. Leave `optax.flatten` out."
+        )
+
+
+def check_not_numpy(tree: Any) -> None:
+    if any(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            "expected a state of jax arrays, got NumPy's ndarray, as from `jax.device_get` and "
+            "some checkpoints: it does not say on which device and in which memory it was. Put it "
+            "where `tx.init` does: `opt_state = jax.tree.map(lambda x, like: jax.device_put(x, "
+            "like.sharding), opt_state, tx.init(params))`; or go on from the arrays that it is a "
+            "copy of."
+        )
+
+
+def check_nnx(model: Any, optimizer: Any) -> None:
+    """Refuses what is no module with its optimizer, both of flax nnx."""
+    for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
+        if not isinstance(x, kind):
+            raise TypeError(
+                f"expected `{name}` to be an `nnx.{kind.__name__}`, got {type(x).__name__}. Pass "
+                "the model and the `nnx.Optimizer` themselves, in this order; for trees of arrays "
+                "there are the methods without `_nnx`."
+            )
+
+
+def check_one_run(state: ZenFlowState) -> None:
+    """Refuses what `jax.vmap(tx.init)` made: scalars that are none."""
+    shape = np.shape(state.step)
+    if shape:
+        raise ValueError(
+            f"expected the state of one run, got those of {math.prod(shape)} in one, as "
+            "`jax.vmap(tx.init)` makes them. Train them with `zenflow(..., offload=False)`, which "
+            "needs no engine, or give each its own state, step and engine; a stacked layer needs "
+            "no `vmap`, its leading axes are told from its channels."
+        )
+
+
+def check_fresh(state: ZenFlowState) -> None:
+    if not state.offload:
+        raise ValueError(
+            "expected a state of `zenflow(..., offload=True)`, got one that keeps its deferred "
+            "half on the device. It needs no engine: leave it out, or drop `offload=False`."
+        )
+    arrays = [x for x in jax.tree.leaves(state) if not isinstance(x, jax.Array)]
+    if arrays or isinstance(state.step, Tracer):
+        raise ValueError(
+            f"expected a state of arrays, got {type((arrays or [state.step])[0]).__name__}. Make "
+            "the engine outside of jit, from what `tx.init(params)` returned for real parameters."
+        )
+    step = int(read(state.step))
+    if step:
+        raise ValueError(
+            f"expected a state from `tx.init`, got one after {step} steps: the deferred "
+            "channels' moments are with the engine that made them. Make the engine before the "
+            "first step and keep it for the whole run."
+        )
+
+
+def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
+    """Refuses parameters on other devices than their state, or on the same in another order."""
+    for weight, leaf in zip(weights, state.leaves, strict=True):
+        mine, its = _devices(weight.sharding), _devices(leaf.mu.sharding)
+        if mine != its:
+            raise ValueError(
+                f"expected {leaf.spec.name} on the devices of its state, {its}, got it on {mine}. "
+                "Make the state with `tx.init` from the parameters that the engine gets, where "
+                "they are."
+            )
+
+
+class StatePlaces:
+    """Refuses a state whose arrays are not where the step keeps them, beside their parameters.
+
+    What is elsewhere has other pieces on each device, and would be read as those of other channels.
+
+    Args:
+        weights: Of each leaf of the state the parameter, where `check_placement` wants it.
+    """
+
+    def __init__(self, weights: Sequence[jax.Array]):
+        self._beside = [weight.sharding for weight in weights]
+        # Of each kind of call the shardings that were right last time. As a rule a compiled step
+        # gives the same objects every time, so that looking costs next to nothing.
+        self._right: dict[bool, list[Any]] = {}
+
+    def check(self, state: ZenFlowState, *, mail_only: bool) -> None:
+        """Looks at a state.
+
+        Args:
+            state: With real arrays.
+            mail_only: Whether the rest is not read now.
+
+        Raises:
+            ValueError: If an array is elsewhere.
+        """
+        read = state.mail if mail_only else (state.mail, state.leaves)
+        shardings = [x.sharding for x in jax.tree.leaves(read)]
+        right = self._right.get(mail_only, [])
+        if len(right) == len(shardings) and all(map(operator.is_, right, shardings)):
+            return
+        for beside, leaf, mail in zip(self._beside, state.leaves, state.mail, strict=True):
+            if not leaf.travels:
+                continue  # nobody here reads it
+            _check_place("mail", mail, Layout(leaf.spec).mail(mail.ndim), beside, leaf.spec)
+            if mail_only:
+                continue
+            layout = leaf_layout(leaf.spec, deferred=False)
+            for name in ("channels", "steps", "master", "mu", "nu", "scores"):
+                x = getattr(leaf, name)
+                if x is not None and x.size:
+                    _check_place(name, x, getattr(layout, name), beside, leaf.spec)
+        self._right[mail_only] = shardings
+
+
+def _check_place(
+    name: str,
+    x: jax.Array,
+    partition: PartitionSpec,
+    beside: jax.sharding.Sharding,
+    spec: LeafSpec,
+) -> None:
+    if len(beside.device_set) == 1:
+        there = x.sharding.device_set == beside.device_set
+        where: Any = beside
+    else:
+        assert isinstance(beside, NamedSharding)  # `check_placement` has seen to it
+        # In either memory: a checkpoint may have been read into the other one.
+        kind = x.sharding.memory_kind
+        where = NamedSharding(beside.mesh, partition, memory_kind=kind)
+        there = x.sharding.is_equivalent_to(where, x.ndim)
+    if not there:
+        raise ValueError(
+            f"expected `{name}` of {spec.name} in the state where `tx.init` put it, {where}, got "
+            f"it at {x.sharding}. Something has placed the state anew: leave it where it is, or "
+            "place it by the shardings that it has after `tx.init(params)`, "
+            "`jax.tree.map(lambda x: x.sharding, opt_state)`."
+        )
+
+
+def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        devices: Any = sharding.mesh.devices
+        return list(devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
+
+
+def check_arrays(state: ZenFlowState) -> None:
+    """Refuses a state that is a tree of something else; the letter stands for all of it."""
+    check_not_numpy(state.letter.ints)
+    if not isinstance(state.letter.ints, jax.Array) or isinstance(state.letter.ints, Tracer):
+        raise TypeError(
+            f"expected a state of jax arrays, got {type(state.letter.ints).__name__}. Pass what "
+            "the step returned, outside of jit."
+        )
+
+
+def check_pinned(
+    mail_bytes: int, mails: int, selected_bytes: int, platform: str, limit_gib: str | None
+) -> None:
+    """Says before training how much pinned memory a run needs, if jax would not give it.
+
+    Args:
+        mail_bytes: One step's mail.
+        mails: How many the engine keeps.
+        selected_bytes: What a hand-over takes from the device.
+        platform: Of the device; only GPUs have the limit.
+        limit_gib: What the environment says, `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return
+    try:
+        limit = float(limit_gib) if limit_gib else 64.0  # XLA's own default
+    except ValueError:
+        raise ValueError(
+            "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
+            f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
+        ) from None
+    needed = (mail_bytes * mails + selected_bytes) / 2**30
+    if needed > limit:
+        raise ValueError(
+            f"expected room for {mails} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over of "
+            f"{selected_bytes / 2**30:.1f} GiB in pinned host memory, got a limit of {limit:g} "
+            "GiB. Set the environment variable "
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
+        )

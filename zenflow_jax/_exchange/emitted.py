@@ -1,0 +1,142 @@
+"""Whether the updates that zenflow gives reach the parameters as they are.
+
+What stands behind `zenflow` in a chain sees no change of a deferred channel, so it acts on the few
+selected ones alone. There the state says what a step made of a parameter: a low-precision leaf's
+master, or what follows from the moments of a float32 one. Some numbers of some leaves are compared
+now and then, other leaves each time.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from zenflow_jax._device.adamw import change_of
+from zenflow_jax._device.channels import along, take
+from zenflow_jax._device.samples import sample_of
+from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState, Letter, leaf_layout
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars
+
+#: Leaves that are looked at together, and steps from one look to the next at least: what it costs
+#: is the dispatch of two small programs for each.
+TOGETHER = 8
+APART = 8
+#: Channels of each stack entry.
+_CHANNELS = 4
+#: What may be off in another program: of a step `1 - b**n`, by a few units in the last place of the
+#: power, which with b2 = 0.99999 are a hundredth; and of a float32 parameter. A false alarm would
+#: end a run that is right, and what acts behind `zenflow` changes steps by more.
+_OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
+
+
+class Emitted:
+    """One engine's looks at what its steps emitted. For one calling thread.
+
+    Args:
+        specs: All leaves of the state.
+    """
+
+    def __init__(self, specs: Sequence[LeafSpec]):
+        moving = [i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k)]
+        gap = -(-len(moving) // TOGETHER)
+        #: Groups of leaves from all over the tree.
+        self._groups = [moving[start::gap] for start in range(gap)]
+        self._turn = 0
+        self._since = APART
+        self._before: list[Array] | None = None
+
+    def compare(
+        self, weights: Sequence[Array], leaves: Sequence[LeafState], letter: Letter
+    ) -> tuple[list[int], Array] | None:
+        """After a step: of some leaves how many numbers are not what it has made of them.
+
+        None if nobody has looked at them before the step.
+        """
+        self._since += 1
+        before, self._before = self._before, None
+        if before is None:
+            return None
+        group = self._groups[self._turn]
+        self._turn = (self._turn + 1) % len(self._groups)
+        counts = [
+            _compare(weights[i], rows, _alone(leaves[i]), letter.floats, letter.ints)
+            for i, rows in zip(group, before, strict=True)
+        ]
+        return group, jnp.stack(counts)
+
+    def look(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
+        """Before a step, now and then: notes what some leaves are."""
+        if self._groups and self._since >= APART:
+            self._since = 0
+            group = self._groups[self._turn]
+            self._before = [_rows(weights[i], _alone(leaves[i])) for i in group]
+
+
+def _alone(leaf: LeafState) -> LeafState:
+    """Without what tells it from leaves that are alike."""
+    spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None)
+    return dataclasses.replace(leaf, deferred=None, scores=None, spec=spec)
+
+
+@jax.jit
+def _rows(weight: Array, leaf: LeafState) -> Array:
+    layout = Layout(leaf.spec)
+    takes = [layout.block, None if leaf.channels is None else layout.channels]
+    rows = on_each_device(_rows_here, leaf.spec, takes, layout.each_device)
+    return rows(weight, leaf.channels)
+
+
+def _rows_here(here: Here, weight: Array, channels: Array | None) -> Array:
+    """Some of what is selected of a parameter; of one number one in a vector."""
+    if channels is not None:
+        index = here.index(channels)[..., :_CHANNELS]
+        weight = here.own(take(weight, index, here.block))
+    return jnp.atleast_1d(sample_of(weight))
+
+
+@jax.jit
+def _compare(weight: Array, rows: Array, leaf: LeafState, floats: Array, ints: Array) -> Array:
+    # A letter that left in the step is in host memory.
+    scalars = jax.device_put(floats, jax.memory.Space.Device).ravel()[: len(AdamScalars._fields)]
+    finite = jax.device_put(ints, jax.memory.Space.Device).ravel()[-1]
+    layout = Layout(leaf.spec)
+    mine = dataclasses.replace(leaf_layout(leaf.spec, deferred=False), scores=None)
+    count = on_each_device(
+        _count, leaf.spec, [layout.block, layout.each_device, mine, SAME, SAME], SAME
+    )
+    return count(weight, rows, leaf, scalars, finite)
+
+
+def _count(
+    here: Here, weight: Array, rows: Array, leaf: LeafState, scalars: Array, finite: Array
+) -> Array:
+    spec = here.part
+
+    def some(x: Array) -> Array:
+        """Of what is there for each selected number those of `_rows_here`."""
+        if spec.axis is not None:
+            x = jax.lax.slice_in_dim(x, 0, min(_CHANNELS, spec.k), axis=spec.axis)
+        return jnp.atleast_1d(sample_of(x)).astype(jnp.float32)
+
+    old = rows.astype(jnp.float32)
+    new = _rows_here(here, weight, leaf.channels).astype(jnp.float32)
+    if leaf.master is not None:
+        # Whichever neighbour it was rounded to: a compiler for devices may round once less.
+        kind = jnp.finfo(spec.dtype)
+        expected = some(leaf.master)
+        slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)
+    else:
+        steps = jnp.maximum(leaf.steps, 1)
+        steps = steps if spec.resident else along(steps, spec)
+        steps = some(jnp.broadcast_to(steps, leaf.mu.shape)).astype(jnp.int32)
+        of_step = AdamScalars(*scalars)
+        change = change_of(old, some(leaf.mu), some(leaf.nu), steps, of_step, decay=spec.decay)
+        decay = jnp.abs(of_step.learning_rate * of_step.weight_decay * old)
+        expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
+    slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
+    wrong = (jnp.abs(new - expected) > slack) & (finite > 0)
+    return here.sum_everywhere(jnp.sum(wrong, dtype=jnp.int32))

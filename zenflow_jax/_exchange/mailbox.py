@@ -1,0 +1,201 @@
+"""Who has which buffers for mail, and the tickets that prove that none was lost.
+
+A step finds buffers for its mail in the state and returns its mail in others, or in the same ones
+where it was told to keep and donate them. `send` takes the mail out and gives it to the worker;
+`refill` puts buffers in. As a rule those are the same blank ones every time: no step reads them,
+jit drops arguments that are not read, and what is not used up can be given again. What was mailed
+is freed by the worker when it has used it: freeing an array takes 30 us, which the caller has not.
+
+Where the step leaves its gradients on the device (`ZenFlowState.delivery`), what is blank is one
+element per device, and where it adds them up there, zeros for the sums of the next window.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zenflow_jax._device.memory import in_host_memory, put_everywhere, read, zeros_like
+from zenflow_jax._device.state import LeafState, Letter, ZenFlowState
+from zenflow_jax._exchange.messages import Mail, Sums
+from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host.state import KEPT
+from zenflow_jax._plan.rules import longest
+
+#: Mails that may be unread, by how they get to the host, which lets Python run ahead of the device.
+#: Where gradients wait there for their copy, each that is unread takes device memory. Where they do
+#: not leave, a letter may be behind the sums of a window: `send` sees to it how far Python runs.
+IN_FLIGHT = {"step": 2, "exchange": 1}
+AHEAD = 2
+_POSITIVE = 0x7FFFFFFF
+
+
+def buffers(state: ZenFlowState) -> int:
+    """Mails that exist in host memory at most."""
+    if state.delivery == "window":
+        return 2  # the sums of a window that is updated, and of the next one
+    # Those that belong to the window that is updated or to the open one; those that are unread;
+    # and, where the step writes them, the one that it writes and what is blank in the state.
+    kept = min(KEPT, 2 * longest(state.schedule.window))
+    return kept + IN_FLIGHT[state.delivery] + (2 if state.delivery == "step" else 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Buffers:
+    """One step's worth."""
+
+    mail: tuple[jax.Array | None, ...]
+    letter: Letter
+
+
+class Mailbox:
+    """The caller's side of the mail. For one calling thread.
+
+    Args:
+        worker: Reads the mail.
+        state: The state before the first step.
+        number: Of the run: another one for each engine, the same in all processes.
+    """
+
+    def __init__(self, worker: Worker, state: ZenFlowState, number: int):
+        self._worker = worker
+        self._given = state.ticket
+        self._ticket = int(read(state.ticket))
+        # Of the first step's ticket, or of the checkpoint's, nothing is left from the next one on:
+        # runs that start from the same weights, or go on from the same checkpoint, are different.
+        self._number = number
+        self._delivery = state.delivery
+        self._blank = _Buffers(state.mail, state.letter)
+        if self._delivery == "step":
+            # A state that was read from somewhere may have them on the device.
+            self._blank = jax.tree.map(in_host_memory, self._blank)
+        if self._delivery == "window":
+            self._make_zeros = _zeros_maker(state.mail)
+            self._blank.mail = ()  # the state's alone, or they would not be freed
+        self._unread: deque[Mail | Sums] = deque()
+        # In two windows there are two sums.
+        self._most = IN_FLIGHT.get(state.delivery, 2 * longest(state.schedule.window) + 2)
+        self._letters: deque[Letter] = deque()  # of the steps that the device may be at
+        self._last: Mail | None = None
+        # The ticket, and its number, of the state that a flush since the last step has replaced.
+        self._replaced: tuple[jax.Array, int] | None = None
+
+    @property
+    def ticket(self) -> int:
+        """The next step's ticket."""
+        return self._ticket
+
+    def holds(self, state: ZenFlowState) -> bool:
+        """Whether this is the state last given: no step was made with it since."""
+        return state.ticket is self._given
+
+    def replaced(self, state: ZenFlowState) -> bool:
+        """Whether this is the state that the last flush was called with, or a step made from it.
+
+        Waits for the step, if there is one and a flush was made since the step before.
+        """
+        if self._replaced is None:
+            return False
+        given, ticket = self._replaced
+        if state.ticket is given:
+            return True
+        return not self.holds(state) and int(read(state.letter.ints).flat[1]) == ticket
+
+    def send(self, state: ZenFlowState, step: int) -> None:
+        """Hands the mail of `step` to the worker, waiting while too many are unread."""
+        self._replaced = None
+        while len(self._unread) >= self._most:
+            self._take_back()
+        ticket = self._ticket
+        # Before the mail is given away: this lets go of Python's lock, for which the caller would
+        # then have to wait until the worker's threads have looked at every leaf.
+        self._write_ticket(self._number + step, state.ticket)
+        if self._delivery == "window":
+            gradients = []
+            self._letters.append(state.letter)
+            if len(self._letters) > AHEAD:
+                jax.block_until_ready(self._letters.popleft())
+        else:
+            gradients = _gradients(state)
+        on_device = self._delivery != "step"
+        self._last = Mail(step, ticket, gradients, state.letter, on_device)
+        self._post(self._last)
+
+    def send_sums(self, state: ZenFlowState) -> ZenFlowState:
+        """Where the device adds up, hands the open window's sums over; the state without them."""
+        if self._delivery != "window":
+            return state
+        zeros = self._make_zeros(state.mail)
+        self._post(Sums(_gradients(state), self._last))
+        return dataclasses.replace(state, mail=zeros)
+
+    def renew(self, state: ZenFlowState) -> ZenFlowState:
+        """The state with another ticket, after a flush.
+
+        Who goes on from the one that was flushed, and from its parameters, has neither the updates
+        that the flush has brought nor the gradients that it has used up.
+        """
+        self._replaced = (self._given, self._ticket)
+        self._write_ticket(self._ticket + 500_009, state.ticket)
+        return dataclasses.replace(state, ticket=self._given)
+
+    def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
+        """The state for the next step: `leaves`, buffers for its mail, and a ticket."""
+        if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
+            self._blank = jax.tree.map(zeros_like, self._blank)
+        mail = state.mail if self._delivery == "window" else self._blank.mail
+        return dataclasses.replace(
+            state,
+            leaves=tuple(leaves),
+            mail=mail,
+            ticket=self._given,
+            letter=self._blank.letter,
+        )
+
+    def drain(self) -> None:
+        """Waits until all mail is read, so that whatever is wrong with it is known."""
+        while self._unread:
+            self._take_back()
+
+    def close(self) -> None:
+        """Drops the buffers."""
+        self._unread.clear()
+        self._letters.clear()
+        self._blank = _Buffers((), Letter(None, None))
+
+    def _write_ticket(self, number: int, like: jax.Array) -> None:
+        """The next state's ticket, made from a number and placed as `like` is."""
+        self._ticket = number & _POSITIVE  # never USED, which is negative
+        self._given = put_everywhere(np.int32(self._ticket), like)
+
+    def _post(self, mail: Mail | Sums) -> None:
+        self._worker.post(mail)
+        self._unread.append(mail)
+
+    def _take_back(self) -> None:
+        mail = self._unread[0]
+        self._worker.wait(mail.done, mail.letter if isinstance(mail, Mail) else ())
+        self._unread.popleft()
+
+
+def _gradients(state: ZenFlowState) -> list[jax.Array]:
+    """Of each leaf that travels."""
+    return [x for x in state.mail if x is not None]
+
+
+def _zeros_maker(sums: Sequence[jax.Array | None]) -> Any:
+    """A program that gives zeros like arrays of the shapes and placements of `sums`."""
+    # On a mesh the compiler would place what depends on nothing wherever it likes; on one device
+    # arrays are bound to it as those are that the program gets.
+    placed = tuple(
+        x.sharding if x is not None and isinstance(x.sharding, NamedSharding) else None
+        for x in sums
+    )
+    return jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placed, keep_unused=True)

@@ -1,0 +1,188 @@
+"""What this process has of each leaf that travels: parts of global arrays, and back again.
+
+Each part that some device of this process works on is kept once on the host, however many devices
+hold it. Arrays of one mesh have their local pieces in the same order: a device's *position*.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zenflow_jax._device.memory import read
+from zenflow_jax._device.shards import Here, Layout
+from zenflow_jax._device.state import LeafState
+from zenflow_jax._plan.leaf import LeafSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of one leaf, all of whose arrays are on one device at a time."""
+
+    leaf: int  # number among the leaves that travel
+    spec: LeafSpec  # as if the part were all of the leaf
+    index: tuple[slice, ...]  # where it is in the leaf
+    first: int  # the leaf's number of its first channel
+    positions: tuple[int, ...]  # which of this process's devices hold it
+    devices: tuple[Any, ...]  # the same, as jax devices
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """What its first device has of an array that lies as the leaf does."""
+        return x.addressable_data(self.positions[0])
+
+
+def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
+    """The parts that this process has of leaves that travel, as their mail shows."""
+    parts = []
+    for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
+        axis = spec.axis
+        assert axis is not None
+        units = sent.ndim - len(spec.shape)
+        # Not the shards' own indices: before a step mail may be smaller than the leaf.
+        shape = sent.shape[:units] + spec.shape
+        indices = sent.sharding.addressable_devices_indices_map(shape)
+        holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any]]] = {}
+        for position, shard in enumerate(sent.addressable_shards):
+            index = indices[shard.device]
+            ranges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+            key = tuple(ranges[units:])
+            holders.setdefault(key, []).append((position, shard.device))
+        for key, found in holders.items():
+            positions, devices = zip(*found, strict=True)
+            parts.append(
+                Part(
+                    leaf=number,
+                    spec=Here(spec).part,
+                    index=tuple(slice(*ends) for ends in key),
+                    first=key[axis][0],
+                    positions=positions,
+                    devices=devices,
+                )
+            )
+    return parts
+
+
+def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
+    """Of one step's mail, if all devices that hold a part send it, or the first of them."""
+    return sum(
+        math.prod(part.spec.shape)
+        * part.spec.mail_dtype.itemsize
+        * (len(part.devices) if every_device else 1)
+        for part in parts
+    )
+
+
+def selected_bytes(parts: Sequence[Part]) -> int:
+    """Of the device's state of all selected channels: float32 master and moments."""
+    return sum(3 * 4 * math.prod(part.spec.selected_shape) for part in parts)
+
+
+def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
+    """Of each part whether its leaf is among those whose uploads need at most `budget` bytes.
+
+    On each device, in the order of leaves; all of them if it is None. The same in every process.
+    """
+    used, found = 0, {}
+    for part in parts:
+        size = math.prod(part.spec.shape) * part.spec.dtype.itemsize
+        if part.leaf not in found:
+            found[part.leaf] = budget is None or used + size <= budget
+            used += size if found[part.leaf] else 0
+    return [found[part.leaf] for part in parts]
+
+
+def host_part(weight: jax.Array, part: Part) -> np.ndarray:
+    """A part of a parameter, in host memory."""
+    piece = piece_of(weight, part.index)
+    assert piece is not None, "a part of this process lies in one of its blocks"
+    return piece
+
+
+def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
+    """What an array has at `index`, in host memory, if one of this process's shards has all of it.
+
+    A view of the shard where that is in host memory.
+    """
+    for shard in x.addressable_shards:
+        ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
+        pairs = list(zip(index, ends, strict=True))
+        if all(low <= s.start and s.stop <= high for s, (low, high) in pairs):
+            inside = tuple(slice(s.start - low, s.stop - low) for s, (low, _) in pairs)
+            return read(shard.data)[inside]
+    return None
+
+
+def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
+    """What a part has of the selected channels, `(groups, k)`, from its first one on; a copy."""
+    # A live view of the array would block its donation.
+    shape = part.spec.view4(part.spec.k)[::2]
+    return np.array(read(channels)).reshape(shape) - part.first
+
+
+def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:
+    """How the parts of a parameter lie together."""
+    if not isinstance(weight.sharding, NamedSharding):
+        return weight.sharding
+    return NamedSharding(weight.sharding.mesh, Layout(spec).part)
+
+
+def assemble(
+    pieces: Sequence[jax.Array], shape: Sequence[int], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """One array of the pieces on this process's devices, without a copy."""
+    if not isinstance(sharding, NamedSharding):
+        return pieces[0]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
+
+
+def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new`, with its sharding written as that of `old`, where it is the same.
+
+    To jit `P("data")` and `P("data", None)` are two things, and a step is compiled for each.
+    """
+    if new.sharding == old.sharding:
+        return new
+    return assemble([s.data for s in new.addressable_shards], old.shape, old.sharding)
+
+
+def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The pieces of each leaf in the order of devices, from those of each part."""
+    found: list[dict[int, Any]] = [{} for _ in range(1 + max((p.leaf for p in parts), default=-1))]
+    for part, on_devices in zip(parts, pieces, strict=True):
+        found[part.leaf].update(zip(part.positions, on_devices, strict=True))
+    return [[x for _, x in sorted(leaf.items())] for leaf in found]
+
+
+def select_anew(
+    leaf: LeafState,
+    chosen: jax.Array,
+    scores: jax.Array,
+    pieces: Sequence[tuple[jax.Array, ...] | None],
+) -> tuple[LeafState, jax.Array | None]:
+    """The state of a leaf whose selected channels are other ones, and their masters.
+
+    Args:
+        leaf: The state until now.
+        chosen: Their numbers.
+        scores: To start from.
+        pieces: Of each device master, moments and step counts of its channels, if it has any.
+    """
+    leaf = dataclasses.replace(
+        leaf, channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
+    )
+    if leaf.spec.k == 0:
+        return leaf, None
+    master, mu, nu, steps = (
+        assemble(x, old.shape, old.sharding)
+        for x, old in zip(
+            zip(*filter(None, pieces), strict=True),
+            (leaf.mu, leaf.mu, leaf.nu, leaf.steps),
+            strict=True,
+        )
+    )
+    kept = None if leaf.master is None else master
+    return dataclasses.replace(leaf, master=kept, mu=mu, nu=nu, steps=steps), master

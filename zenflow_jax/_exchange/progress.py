@@ -1,0 +1,84 @@
+"""Where an engine's run is in its schedule, and what it has read to decide what comes next."""
+
+import jax
+import numpy as np
+
+from zenflow_jax._device.memory import view
+from zenflow_jax._plan.schedule import Boundary, Schedule, Tally, first_tally
+
+
+class Progress:
+    """The schedule's side of an engine. For one calling thread.
+
+    What a decision needs was computed before the step that it is about, so reading it waits for no
+    step that was only just dispatched; and it is the same on every process of a run, because it is
+    a sum over all of them.
+
+    Args:
+        schedule: What decides.
+        leaves: How many travel.
+
+    Attributes:
+        step: Steps that have passed.
+        reselections: Times that channels were selected, the first time included.
+        kept: Share of the score of the best k channels that the selected ones had, as it was last
+            read; None before, and where the schedule does not ask for it.
+    """
+
+    def __init__(self, schedule: Schedule, leaves: int):
+        self.step = 0
+        self.reselections = 0
+        self.kept: float | None = None
+        self._schedule = schedule
+        self._fresh = first_tally(schedule, leaves)
+        self._tally = self._fresh
+        # Of the last step, if its window is open; and of the last boundary. Not read yet.
+        self._statistics: jax.Array | None = None
+        self._measured: jax.Array | None = None
+
+    def boundary(self) -> Boundary:
+        """What happens after the step that comes."""
+        self._read()
+        boundary = self._schedule.boundary(self.step + 1, self._tally)
+        return Boundary(*(bool(x) for x in boundary))
+
+    def passed(
+        self, boundary: Boundary, statistics: jax.Array | None, measured: jax.Array | None
+    ) -> None:
+        """Goes one step on.
+
+        Args:
+            boundary: What happened after it.
+            statistics: What its mail says for the tally; None if nothing.
+            measured: The share that is kept, where a window closed and none was selected.
+        """
+        self.step += 1
+        if not boundary.closes:
+            self._tally = self._tally._replace(length=self._tally.length + 1)
+            self._statistics = statistics
+            return
+        windows = 0 if boundary.selects else self._tally.windows + 1
+        self._tally = self._fresh._replace(windows=windows)
+        self._statistics, self._measured = None, measured
+        self.reselections += boundary.selects
+
+    @property
+    def tally(self) -> Tally:
+        """What is known before the step that comes."""
+        self._read()
+        return self._tally
+
+    def resume(self, step: int, reselections: int, tally: Tally, kept: float | None) -> None:
+        """Goes on where another run was."""
+        self.step, self.reselections, self.kept = step, reselections, kept
+        self._tally = tally
+
+    def _read(self) -> None:
+        if self._statistics is not None:
+            row = view(self._statistics).ravel()
+            self._tally = self._tally.add(row)
+            self._statistics = None
+        if self._measured is not None:
+            self.kept = float(view(self._measured))
+            self._tally = self._tally._replace(kept=np.float32(self.kept))
+            self._measured = None

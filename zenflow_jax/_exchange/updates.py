@@ -1,0 +1,259 @@
+"""What goes between parameters, the device's state and the host half where a window closes.
+
+The caller's side of it: the update that is on its way, the merge into the parameters, channels that
+change hands. Everything here is dispatched in the same order on every process.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._device.boundary import Merged, choose, enter, measure, merge
+from zenflow_jax._device.memory import upload
+from zenflow_jax._device.samples import samples
+from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING, Close, HandOver
+from zenflow_jax._exchange.parts import (
+    Part,
+    as_before,
+    assemble,
+    by_leaf,
+    part_sharding,
+    select_anew,
+)
+from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host.state import HostHalf
+
+
+class Crossing:
+    """The updates and channels of one engine on their way. For one calling thread.
+
+    Args:
+        worker: Makes the updates.
+        half: What it works on; read here only while the worker has nothing to do.
+        parts: Of what `half` has the arrays.
+        travels: Of each leaf that travels its place among the leaves of the state.
+        prefetched: Of each part whether the worker uploads its update.
+        state: The state before the first step.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        half: HostHalf,
+        parts: Sequence[Part],
+        travels: Sequence[int],
+        prefetched: Sequence[bool],
+        state: ZenFlowState,
+    ):
+        self._worker = worker
+        self._half = half
+        self._parts = parts
+        self._travels = travels
+        self._prefetched = prefetched
+        #: Of updates that were not prefetched.
+        self.late_bytes = 0
+        self._specs = tuple(state.leaves[i].spec for i in travels)
+        #: An update that has not reached the parameters.
+        self.pending: Future | None = None
+        #: Of merges, since they were last taken from here, how much had changed of which leaves.
+        self.changed: list[tuple[list[int], jax.Array]] = []
+        self._samples: list[jax.Array] = []
+        #: Channels that were selected while its window was open, if that was not so ever since.
+        self.before: list[jax.Array] | None = None
+
+    def close_window(self, hand_over: HandOver | None = None) -> None:
+        """Starts the update of the window that ends here."""
+        close = Close(hand_over)
+        self.pending = close.done
+        self._worker.post(close)
+
+    def wait(self) -> int:
+        """Waits for the update that is on its way; says what there is of it."""
+        if self.pending is None:
+            return NONE
+        return PENDING if self._worker.wait(self.pending, None) else EMPTY
+
+    def collect(
+        self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
+    ) -> list[jax.Array]:
+        """The parameters with the update that is on its way, if one is.
+
+        Args:
+            weights: Of each leaf that travels its parameter.
+            after: What to wait for before memory is taken that only then is free.
+            leaves: The states of all leaves, as they are now.
+        """
+        if self.pending is None:
+            return weights
+        uploads = self._worker.wait(self.pending, after)
+        before, self.pending, self.before = self.before, None, None
+        if not uploads:
+            # Channels that left at the boundary before this one are in no `before` any more.
+            self.look(weights)
+            return weights
+        merged = self._merge(weights, self._fetch_rest(uploads, after), before, leaves)
+        self._samples = merged.samples
+        self.changed += merged.changed
+        return merged.weights
+
+    def look(self, weights: Sequence[jax.Array]) -> None:
+        """Notes what the parameters are: until the next merge only steps may change them."""
+        self._samples = samples(weights, self._specs)
+
+    def peek(
+        self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
+    ) -> list[jax.Array]:
+        """The same, and the update stays on its way. What it is in is in new arrays."""
+        uploads = None if self.pending is None else self._worker.wait(self.pending, after)
+        if not uploads:
+            return weights
+        uploads = self._fetch_rest(uploads, after)
+        return self._merge(weights, uploads, self.before, leaves, keep=True).weights
+
+    def _merge(
+        self,
+        weights: list[jax.Array],
+        uploads: Sequence[Sequence[jax.Array]],
+        before: Sequence[jax.Array] | None,
+        leaves: Sequence[LeafState],
+        *,
+        keep: bool = False,
+    ) -> Merged:
+        """The parameters with an update, whose arrays stay if `keep`."""
+        now = [leaves[i].channels for i in self._travels]
+        new = [
+            assemble(pieces, weight.shape, part_sharding(weight, spec))
+            for weight, spec, pieces in zip(
+                weights, self._specs, by_leaf(self._parts, uploads), strict=True
+            )
+        ]
+        before = now if before is None else before
+        merged = merge(weights, new, before, now, self._samples, self._specs, keep=keep)
+        placed = [as_before(x, weight) for x, weight in zip(merged.weights, weights, strict=True)]
+        return merged._replace(weights=placed)
+
+    def _fetch_rest(self, uploads: list[Any], after: Any) -> list[Any]:
+        """An update with the parts that were not prefetched; waits until those are there."""
+        late = [i for i, pieces in enumerate(uploads) if not pieces]
+        if not late:
+            return uploads
+        begin = time.perf_counter()
+        # The step's own memory is what they are to have.
+        jax.block_until_ready(after)
+        start = time.perf_counter()
+        leaves = self._worker.leaves()
+        uploads = list(uploads)
+        for i in late:
+            uploads[i] = [upload(leaves[i].upload, device) for device in self._parts[i].devices]
+        # Before the next update writes to where they come from.
+        jax.block_until_ready(uploads)
+        self._worker.waited(begin, start)
+        self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
+        return uploads
+
+    def reselect(
+        self, weights: list[jax.Array], state: ZenFlowState
+    ) -> tuple[list[jax.Array], list[LeafState]]:
+        """Closes the window and hands channels over; entering ones are up to date at once.
+
+        Args:
+            weights: Of each leaf that travels its parameter.
+            state: Of now.
+
+        Returns:
+            The parameters, and the states of all leaves.
+        """
+        weights = list(weights)
+        leaves = list(state.leaves)
+        states = [leaves[i] for i in self._travels]
+        self.before = [s.channels for s in states]
+        chosen, current, scores = choose(
+            weights,
+            [s.scores for s in states],
+            self.before,
+            [s.master for s in states],
+            specs=self._specs,
+        )
+        hand_over = HandOver(
+            [
+                (master, s.mu, s.nu, s.steps) if s.spec.k else None
+                for s, master in zip(states, current, strict=True)
+            ],
+            chosen,
+        )
+        self.close_window(hand_over)
+        entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
+        masters: list[jax.Array | None] = [None] * len(states)
+        for j, (i, s) in enumerate(zip(self._travels, states, strict=True)):
+            leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
+        some = [j for j, master in enumerate(masters) if master is not None]
+        merged = enter(
+            [weights[j] for j in some],
+            [masters[j] for j in some],
+            [leaves[self._travels[j]].channels for j in some],
+            specs=tuple(self._specs[j] for j in some),
+        )
+        for j, weight in zip(some, merged, strict=True):
+            weights[j] = as_before(weight, weights[j])
+        return weights, leaves
+
+    def measure(self, leaves: Sequence[LeafState]) -> jax.Array:
+        """Starts to compute the share of the score that the selected channels have."""
+        states = [leaves[i] for i in self._travels]
+        scores, channels = [s.scores for s in states], [s.channels for s in states]
+        return measure(scores, channels, specs=self._specs)
+
+    def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
+        """Of each leaf that travels the host's masters, on the devices, in parts; one at a time.
+
+        The worker must have nothing to do. The rows of selected channels are not current.
+        """
+        leaves = self._worker.leaves()
+        for i, spec in zip(self._travels, self._specs, strict=True):
+            parts, pieces = [], []
+            for part, half in zip(self._parts, leaves, strict=True):
+                if self._travels[part.leaf] == i:
+                    master = half.master.reshape(part.spec.shape)
+                    parts.append(dataclasses.replace(part, leaf=0))
+                    pieces.append([upload(master, device) for device in part.devices])
+            # They are copies of live masters, which the next update writes.
+            jax.block_until_ready(pieces)
+            yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
+
+    def resume(
+        self, pending: int, before: Sequence[np.ndarray], states: Sequence[LeafState]
+    ) -> None:
+        """Has an update on its way as another run had it, from masters that are resumed already.
+
+        Args:
+            pending: What `wait` said there.
+            before: Of each part the channels that were selected while its window was open.
+            states: Of the leaves that travel.
+        """
+        if pending == NONE:
+            return
+        uploads = []
+        if pending == PENDING:
+            for part, cast, early in zip(
+                self._parts, self._half.casts(), self._prefetched, strict=True
+            ):
+                devices = part.devices if early else ()
+                uploads.append([upload(cast, device) for device in devices])
+            # The arrays that they come from are written again by the next update.
+            jax.block_until_ready(uploads)
+        self.pending = Future()
+        self.pending.set_result(uploads)
+        channels = [
+            [upload(x, device) for device in part.devices]
+            for part, x in zip(self._parts, before, strict=True)
+        ]
+        self.before = [
+            assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
+            for pieces, leaf in zip(by_leaf(self._parts, channels), states, strict=True)
+        ]

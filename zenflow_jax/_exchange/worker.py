@@ -1,0 +1,481 @@
+"""The only thread: takes in mail, makes host updates, hands channels over.
+
+Work comes in order through `post`. A host update is cut into pieces and runs whenever nothing else
+can: mail of the next window is taken in between two pieces, so that the caller never waits for an
+update that still has time. What a run computes does not depend on that order, because a window's
+sum and the next one's are different arrays.
+
+The thread never runs a jitted computation or a collective. It reads arrays in host memory, does
+NumPy, and copies arrays to single devices.
+"""
+
+import concurrent.futures
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._device.memory import copy_to_host, upload, view
+from zenflow_jax._device.state import USED
+from zenflow_jax._diagnostics.skipped import tell_of_skipped
+from zenflow_jax._diagnostics.stats import WorkerStats
+from zenflow_jax._diagnostics.timeline import Recorder
+from zenflow_jax._exchange.messages import Close, HandOver, Mail, Sums
+from zenflow_jax._exchange.parts import Part, host_channels
+from zenflow_jax._exchange.peers import Watch
+from zenflow_jax._host.state import ClosedWindow, HostHalf, HostLeaf, SelectedRows
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars
+
+# Bytes of selected channels that are uploaded in one call, about.
+_TOGETHER = 8 * 2**20
+
+
+class Worker:
+    """Owns the thread. Failures travel to the caller through `check` and every open `done`.
+
+    `start` it before anything is waited for, once nothing can fail any more that its owner needs:
+    a thread that runs keeps all host arrays.
+
+    Args:
+        half: The arrays that the thread works on; nobody else touches them from now on.
+        parts: For each leaf of `half` of what it is a part, and where its uploads go.
+        watch: Tells the other processes of a failure, and this worker of theirs.
+        prefetched: Of each part whether its update is uploaded at once, or left to the caller.
+        skipped: Steps that were skipped before.
+        skipped_in_a_row: How many of them were the last ones.
+        max_skipped: So many in a row end the thread; None for any number.
+    """
+
+    def __init__(
+        self,
+        half: HostHalf,
+        parts: Sequence[Part],
+        watch: Watch,
+        prefetched: Sequence[bool],
+        skipped: int = 0,
+        skipped_in_a_row: int = 0,
+        max_skipped: int | None = None,
+    ):
+        # Replaced as a whole, so it can be read at any time.
+        self.stats = WorkerStats(
+            skipped_steps=skipped, skipped_in_a_row=skipped_in_a_row, host_bytes=half.nbytes
+        )
+        self._max_skipped = max_skipped
+        self.wait_s = 0.0  # the caller's; see `wait`
+        self.recorder = Recorder()
+        self._half = half
+        self._parts = list(parts)
+        self._prefetched = list(prefetched)
+        self._inbox: deque[Mail | Sums | Close] = deque()
+        self._promised: list[Future] = []  # what the caller may be waiting for
+        self._condition = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._reason = ""  # the failure in words, set before it
+        self._other: str | None = None  # another process's failure, which becomes this one's
+        self._watch = watch
+        # The caller's. Every process makes the same calls in the same order, so where two raise a
+        # failure after the same number of points they have dispatched the same programs.
+        self._passed = 0
+        self._update: Iterator[str] | None = None
+        self._window = half.windows + 1  # the one being summed, for messages
+        self._where = "the first mail"  # what the thread is at, for messages
+        self._next_piece = ""  # and what the update's next piece is
+        # Waiting for the device must not keep the thread from an update: it is done here.
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
+        # And behind the sums of a window no letter of the next one should have to wait.
+        self._sums_receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
+        # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
+
+    def start(self) -> None:
+        """Begins to work."""
+        self._thread.start()
+        self._watch.start(self.fail)
+
+    def post(self, item: Mail | Sums | Close) -> None:
+        promised = [item.done]
+        if not isinstance(item, Close):
+            try:
+                if isinstance(item, Mail):
+                    given = self.recorder.given()
+                    item.arrived = self._receiver.submit(self._receive, item, given)
+                else:
+                    item.arrived = self._sums_receiver.submit(self._receive_sums, item)
+            except RuntimeError:
+                self.check()  # that the thread has ended says less than why
+                raise
+            item.arrived.add_done_callback(lambda _: self._wake())
+        elif item.hand_over is not None:
+            promised.append(item.hand_over.done)
+        with self._condition:
+            self._promised = [f for f in self._promised if not f.done()] + promised
+            self._inbox.append(item)
+            self._condition.notify()
+        # After the append, so that a failure on either side of it reaches the item.
+        self._break_promises()
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    @property
+    def reason(self) -> str:
+        """The failure in words; empty if there is none."""
+        return self._reason
+
+    def check(self) -> None:
+        """Raises what ended the thread, if anything did."""
+        if self._failure is None:
+            self._passed += 1
+        else:
+            self._watch.raised(f"point {self._passed}")
+            raise RuntimeError(
+                f"{self._reason}. "
+                "Deferred channels are not up to date and this engine takes no more work; go on "
+                "from the last checkpoint."
+            ) from self._failure
+
+    def leaves(self) -> list[HostLeaf]:
+        """The host's arrays, of each part; for the caller, while the thread has nothing to do.
+
+        Who has the list has the arrays, although another process may fail at any moment: the
+        thread then ends, and lets go of them without writing to them.
+
+        Raises:
+            RuntimeError: If that has happened already.
+        """
+        leaves = self._half.leaves
+        if len(leaves) != len(self._parts):
+            self.check()
+        return leaves
+
+    def wait(self, future: Future, after: Any) -> Any:
+        """What `future` gives, on the caller's thread.
+
+        Only what is left once `after` (arrays of the last step) is computed counts as waiting for
+        the host: until then the device is the one that is waited for.
+        """
+        if not future.done():
+            begin = time.perf_counter()
+            jax.block_until_ready(after)
+            start = time.perf_counter()
+            with jax.profiler.TraceAnnotation("zenflow: wait for host"):
+                concurrent.futures.wait([future])
+            self.waited(begin, start)
+        if future.exception() is not None:
+            self.check()
+        self._passed += 1
+        return future.result()
+
+    def waited(self, begin: float, device_done: float) -> None:
+        """The caller waited until now: since `begin`, for the host since `device_done`."""
+        end = time.perf_counter()
+        self.wait_s += end - device_done
+        self.recorder.waited(begin, device_done, end)
+
+    def fail(self, message: str) -> None:
+        """Another process failed. The thread ends after the piece it is at, with that failure.
+
+        For the watch's thread. All promises are broken by the worker's own.
+        """
+        with self._condition:
+            self._other = message
+            self._condition.notify()
+
+    def ask_to_stop(self) -> None:
+        """Lets the thread end after the piece it is at, without waiting for it.
+
+        For the garbage collector, which may be on any thread, one that the worker needs included.
+        """
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+
+    def stop(self) -> None:
+        """Ends the thread after the piece it is at. Safe twice."""
+        self.ask_to_stop()
+        self._thread.join()
+        self._break_promises()
+
+    def _receive(
+        self, item: Mail, given: tuple[float, float]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Once it is in host memory, of each part what its first device has of the gradients.
+
+        And the letter.
+        """
+        letter = [x.addressable_data(0) for x in jax.tree.leaves(item.letter)]
+        pieces = self._pieces(item) if item.gradients else []
+        if item.on_device:
+            letter, pieces = copy_to_host(letter), copy_to_host(pieces)
+        jax.block_until_ready((letter, item.letter))
+        self.recorder.step_ended(item.step, given)
+        jax.block_until_ready(pieces)
+        self.recorder.mail_arrived(item.step)
+        # Only now, when the caller has forgotten them: whoever is last has to free them.
+        item.gradients.clear()
+        return pieces, letter
+
+    def _receive_sums(self, item: Sums) -> list[jax.Array]:
+        """Of each part what its first device has of the sums, once it is in host memory."""
+        pieces = copy_to_host(self._pieces(item))
+        if item.last is not None:
+            item.last.arrived.result()  # the step is over, so the copy begins
+        start = time.perf_counter()
+        jax.block_until_ready(pieces)
+        item.gradients.clear()
+        if item.last is not None:
+            self.recorder.sums_arrived(item.last.step, start)
+        return pieces
+
+    def _pieces(self, item: Mail | Sums) -> list[jax.Array]:
+        """Of each part what its first device has of the gradients."""
+        return [part.of(item.gradients[part.leaf]) for part in self._parts]
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
+
+    def _break_promises(self) -> None:
+        if self._failure is None and not self._closed:
+            return
+        error = self._failure or RuntimeError("the engine was closed")
+        with self._condition:
+            self._inbox.clear()
+            broken = [f for f in self._promised if not f.done()]
+            self._promised = []
+        for future in broken:
+            future.set_exception(error)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            if self._other is None:
+                self._reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
+                self._watch.report(self._reason)
+            else:
+                self._reason = self._other
+            self._failure = error
+        finally:
+            self._break_promises()
+            self._update = None
+            self.recorder.works_at(None)
+            self._half.close()
+            self._receiver.shutdown(wait=False)
+            self._sums_receiver.shutdown(wait=False)
+
+    def _turn(self) -> bool:
+        """Does one thing; False when closed."""
+        with self._condition:
+            while not (self._closed or self._other or self._ready() or self._update is not None):
+                self.recorder.works_at(None)
+                self._condition.wait()
+            if self._closed:
+                return False
+            if self._other is not None:
+                raise RuntimeError(self._other)
+            item = self._inbox.popleft() if self._ready() else None
+        if item is None:
+            self._go_on()
+        elif isinstance(item, Close):
+            self._begin(item)
+        else:
+            with jax.profiler.TraceAnnotation("zenflow: take in mail"):
+                if isinstance(item, Mail):
+                    self.recorder.works_at("take in", item.step)
+                    self._take_in(item)
+                else:
+                    self.recorder.works_at("take in sums", self._window)
+                    self._take_in_sums(item)
+            item.done.set_result(None)
+        return True
+
+    def _ready(self) -> bool:
+        if not self._inbox:
+            return False
+        first = self._inbox[0]
+        return isinstance(first, Close) or first.arrived.done()
+
+    def _take_in(self, mail: Mail) -> None:
+        self._where = f"the mail of step {mail.step}, window {self._window}"
+        gradients, letter = mail.arrived.result()
+        *scalars, factor = view(letter[0]).ravel().tolist()
+        step, ticket, finite = view(letter[1]).ravel().tolist()
+        _check_ticket(mail, step, ticket)
+        scalars = AdamScalars(*scalars)
+        if not np.isfinite(scalars).all():
+            raise ValueError(
+                f"expected finite hyperparameters at step {step}, got {scalars}. Check the "
+                "learning rate schedule and whatever else is computed."
+            )
+        self._half.note(scalars)
+        read = _nbytes((gradients, letter))
+        if finite and gradients:
+            self._half.add([view(g) for g in gradients], factor)
+        elif finite:
+            self._half.count()
+        gradients.clear()
+        letter.clear()
+        before = self.stats.skipped_in_a_row
+        self._count(
+            skipped_steps=0 if finite else 1,
+            skipped_in_a_row=-before if finite else 1,
+            bytes_to_host=read,
+            host_bytes=self._half.nbytes - self.stats.host_bytes,
+        )
+        if not finite:
+            tell_of_skipped(before + 1, step, self._max_skipped)
+
+    def _take_in_sums(self, item: Sums) -> None:
+        self._where = f"the sums of window {self._window}"
+        sums = item.arrived.result()
+        read = _nbytes(sums)
+        self._half.take_sums([view(x) for x in sums])
+        sums.clear()
+        self._count(bytes_to_host=read, host_bytes=self._half.nbytes - self.stats.host_bytes)
+
+    def _begin(self, close: Close) -> None:
+        assert self._update is None, "a window closed before the last one's update was collected"
+        self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
+        window = self._half.close_window()
+        self._window = window.number + 1
+        if close.hand_over is not None:
+            self._where = f"the hand-over after window {window.number}"
+            with jax.profiler.TraceAnnotation("zenflow: hand over"):
+                entering = self._hand_over(close.hand_over, window)
+            close.hand_over.done.set_result(entering)
+            # The caller has it from here; the old arrays must not outlive the hand-over.
+            close.hand_over = None
+        self._update = self._make_update(close, window)
+        self._next_piece = f"the update of window {window.number}"
+
+    def _hand_over(self, item: HandOver, window: ClosedWindow) -> list[Any]:
+        # Of a leaf without selected channels nothing: GPUs have no empty arrays in host memory.
+        leaving = [
+            [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
+            for part in self._parts
+            for old in [item.leaving[part.leaf]]
+        ]
+        here = copy_to_host(leaving)
+        entering: list[list[Any]] = [[None] * len(part.devices) for part in self._parts]
+        ready: dict[int, tuple[np.ndarray, ...]] = {}
+        size = 0
+        # Leaves are on their way out and in while others are worked on, small ones together: a
+        # call costs as much as some megabytes.
+        for i, (moved, part) in enumerate(zip(here, self._parts, strict=True)):
+            if not moved:
+                continue
+            chosen, *rows = moved
+            new = self._half.hand_over(
+                window, i, _as_rows(rows, part.spec), host_channels(chosen, part)
+            )
+            ready[i] = _as_on_device(new, part.spec)
+            size += _nbytes(ready[i])
+            if size > _TOGETHER:
+                self._send(ready, entering)
+                size = 0
+        self._send(ready, entering)
+        self._count(bytes_to_host=_nbytes(here), bytes_to_device=_nbytes(entering))
+        return entering
+
+    def _send(self, ready: dict[int, tuple[np.ndarray, ...]], entering: list[list[Any]]) -> None:
+        """Uploads what is ready of some parts to each of their devices."""
+        devices = {device for i in ready for device in self._parts[i].devices}
+        for device in sorted(devices, key=lambda device: device.id):
+            mine = {i: x for i, x in ready.items() if device in self._parts[i].devices}
+            for i, x in upload(mine, device).items():
+                entering[i][self._parts[i].devices.index(device)] = x
+        ready.clear()
+
+    def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
+        uploads: list[list[jax.Array]] = []
+        first = 0.0  # when the first of them was begun
+
+        def finished(i: int, leaf: HostLeaf) -> None:
+            nonlocal first
+            early = self._parts[i].devices if self._prefetched[i] else ()
+            if early:
+                first = first or time.perf_counter()
+            uploads.append([upload(leaf.upload, device) for device in early])
+
+        for name in self._half.update(window, finished):
+            yield f"the update of leaf {name}, window {window.number}"
+        if first:
+            self.recorder.works_at("wait for uploads", window.number)
+            # The arrays that they come from are written again by the next update.
+            with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
+                jax.block_until_ready(uploads)
+            self.recorder.uploaded(window.number, first)
+        self._count(bytes_to_device=_nbytes(uploads))
+        close.done.set_result(uploads)
+
+    def _go_on(self) -> None:
+        assert self._update is not None
+        self.recorder.works_at("update", self._window - 1)
+        # Again for each piece: mail may have come in between.
+        self._where = self._next_piece
+        with jax.profiler.TraceAnnotation("zenflow: host update"):
+            piece = next(self._update, None)
+        if piece is None:
+            self._update = None
+        else:
+            self._next_piece = piece
+
+    def _count(self, **more: Any) -> None:
+        self.stats = replace(
+            self.stats, **{name: getattr(self.stats, name) + x for name, x in more.items()}
+        )
+
+
+def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
+    if ticket == USED:
+        raise RuntimeError(
+            f"two steps were made without `exchange` between them (at step {step}), so the first "
+            "one's mail is lost and deferred channels would not learn. Call `params, opt_state = "
+            "engine.exchange(params, opt_state)` after every step."
+        )
+    if step == 0:  # a letter that no step has written
+        raise RuntimeError(
+            f"expected the mail of step {mail.step}, got a state that `update` had no part in: a "
+            "wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` around "
+            "`tx.update`), or the state is one that `tx.init` has just made. Make every step "
+            "update: sum micro-batches inside the step, or call `exchange` only where "
+            "`multi_steps.has_updated(opt_state)`; steps that are not finite are skipped without "
+            "`apply_if_finite`. Give each run an engine of its own."
+        )
+    if (step, ticket) != (mail.step, mail.ticket):
+        raise RuntimeError(
+            f"expected the mail of this run's step {mail.step}, got step {step} of a state that "
+            "this engine did not return. Give each run an engine of its own, and each step the "
+            "state that the last `exchange` returned."
+        )
+
+
+def _as_rows(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:
+    shape = spec.view4(spec.k)
+    master, mu, nu, steps = map(view, arrays)
+    return SelectedRows(
+        master.reshape(shape),
+        mu.reshape(shape),
+        nu.reshape(shape),
+        steps.reshape(shape[::2]),
+    )
+
+
+def _as_on_device(rows: SelectedRows, spec: LeafSpec) -> tuple[np.ndarray, ...]:
+    wide = (x.reshape(spec.selected_shape) for x in (rows.master, rows.mu, rows.nu))
+    return (*wide, rows.steps.reshape(*spec.stack, spec.k))
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))

@@ -1,0 +1,305 @@
+"""AdamW on NumPy arrays: the arithmetic of the deferred channels, and how they get in and out.
+
+Two kernels give the same bits. "numba" makes one pass over memory in compiled loops; "numpy" needs
+no compiler and works through blocks that fit the cache. float16 leaves always take the NumPy
+kernel, as Numba has no float16 on CPUs. Which channels are worked on, with which window's
+gradient, and when, is the engine's business; this file knows neither windows nor mail.
+
+The bits depend neither on the number of threads nor on the size of the blocks: `numba_loops.py`
+says why.
+
+Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
+the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
+run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What
+exists once a channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+
+from zenflow_jax._host.numba_kernel import NumbaKernel
+from zenflow_jax._host.numba_loops import TOGETHER
+from zenflow_jax._host.numpy_kernel import Block, Moving, NumpyKernel, Step, flat
+from zenflow_jax._plan.scalars import AdamScalars
+
+_KERNELS = ("numba", "numpy")
+# Elements that a thread takes at once, at most. Numba streams; coming back to an interpreter whose
+# memory it has evicted costs up to 50 us a block, 3 % of the time with half of this.
+_NUMBA_BLOCK = 2 * 1024 * 1024
+# The NumPy kernel's block should stay in a core's second-level cache. Several threads meet at the
+# interpreter lock between any two NumPy calls: longer calls, though out of the cache, halve the
+# time that they then lose.
+_NUMPY_BLOCK, _NUMPY_BLOCK_SHARED = 128 * 1024, 256 * 1024
+# Smaller leaves get smaller blocks, so that every thread has some; not less than this is worth it.
+_LEAST_BLOCK = 64 * 1024
+# Where there are more gradients than a loop adds up on its way, some are added up in front of it,
+# block by block; their sum should still be in the cache when the loop reads it.
+_SUM_BLOCK = 256 * 1024
+# Elements between two yields of `adamw`, unless the threads need more to stay busy.
+_CHUNK = 2 * 1024 * 1024
+
+#: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
+Sources = Sequence[tuple[np.ndarray, float]]
+
+_FLOAT16 = np.dtype(np.float16)
+
+
+class HostAdam:
+    """Adds up gradients, takes AdamW steps, moves channels: a leaf at a time, on several threads.
+
+    For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
+    nobody else may write the arrays, nor read those that it writes. End with `close`.
+
+    Args:
+        kernel: "numba" or "numpy".
+        threads: How many threads share the work; one works in the caller's. None: one less
+            than the cores this process may use, which leaves one to the training loop.
+        block: Elements that a thread takes at once; no result depends on it. None: what was
+            found best for the kernel.
+
+    Raises:
+        ValueError: If `kernel` is unknown, or `threads` is no positive integer.
+    """
+
+    def __init__(
+        self, kernel: str = "numba", threads: int | None = None, *, block: int | None = None
+    ):
+        if kernel not in _KERNELS:
+            raise ValueError(
+                f"`host_kernel` must be one of {', '.join(map(repr, _KERNELS))}, got {kernel!r}. "
+                "Leave it at 'numba' unless Numba does not work on this machine."
+            )
+        if threads is None:
+            threads = max(1, available_cores() - 1)
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise ValueError(
+                f"`threads` must be a positive integer or None, got {threads!r}. Pass the number "
+                "of cores the host updates may use, or None for all but one."
+            )
+        self.threads = threads
+        numpy_block = _NUMPY_BLOCK if threads == 1 else _NUMPY_BLOCK_SHARED
+        self._portable = NumpyKernel(block or numpy_block)
+        numba_kernel = NumbaKernel(block or _NUMBA_BLOCK)
+        self._kernel = numba_kernel if kernel == "numba" else self._portable
+        # Numba's own parallel layer must not be entered from two threads; ours only ever runs
+        # serial functions that release the GIL.
+        self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
+
+    def accumulate(self, total: np.ndarray, gradients: Sources, *, first: bool) -> None:
+        """Adds gradients to `total` one after the other, each times its factor.
+
+        The bits are those of as many calls with one each; memory is gone through once.
+
+        Args:
+            total: float32 sum of a window; written.
+            gradients: Of the same shape. Factors are held in float32, as are the products.
+            first: True replaces what `total` held.
+        """
+        assert all(total.shape == g.shape for g, _ in gradients)
+        kernel = self._kernel_for(*(g for g, _ in gradients))
+        sums = flat(total)
+        addends = [(flat(g), np.float32(factor)) for g, factor in gradients]
+
+        def work(block: Block) -> None:
+            part = slice(block[2], block[3])
+            kernel.accumulate(sums[part], [(g[part], factor) for g, factor in addends], first)
+
+        limit = self._limit(kernel, total.size, len(gradients))
+        self._run(work, _blocks(1, total.size, limit))
+
+    def adamw(
+        self,
+        master: np.ndarray,
+        mu: np.ndarray,
+        nu: np.ndarray,
+        steps: np.ndarray,
+        gradients: Sources,
+        scale: float,
+        active: np.ndarray,
+        scalars: AdamScalars,
+        out: np.ndarray | None,
+    ) -> Iterator[None]:
+        """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
+
+        The bits are those of adding them up first, as `accumulate` does.
+
+        A generator, so that the caller can do something else between chunks, which take some
+        milliseconds each: the step is done when it is exhausted. `steps` and `active` are read, and
+        `steps` written, when it is started. Inactive channels keep every bit of master, moments,
+        steps and `out`, whatever gradients hold there (in the trailing layout they may be written
+        with what they hold).
+
+        Args:
+            master: float32 parameters, `(groups, rows, n, tail)`; written.
+            mu: First moment, like `master`.
+            nu: Second moment, like `master`.
+            steps: int32 `(groups, n)`, Adam steps taken by each channel before this one; written.
+            gradients: With their factors, in order; shape of `master`.
+            scale: Held in float32, as the factors are.
+            active: bool `(groups, n)`; the channels that take the step.
+            scalars: Learning rate, betas, eps, weight decay.
+            out: Gets the new master, rounded to its dtype (float32, bfloat16 or float16; to the
+                nearest, ties to even). None: nothing is cast.
+
+        Yields:
+            None, after each chunk.
+        """
+        assert all(x.dtype == np.float32 and x.flags.writeable for x in (master, mu, nu))
+        assert all(x is None or x.shape == master.shape for x in (mu, nu, out))
+        assert gradients
+        assert all(g.shape == master.shape for g, _ in gradients)
+        assert steps.dtype == np.int32
+        assert steps.shape == active.shape == master.shape[::2]
+        groups, rows, n, tail = master.shape
+        if n == 1:  # One channel: its elements are contiguous in either layout.
+            rows, tail = 1, rows * tail
+        assert rows == 1 or tail == 1
+        active = active.copy()  # The caller may select again while the step is under way.
+        if master.size == 0 or not active.any():
+            return
+        steps += active
+
+        trailing = tail == 1
+        width = n if trailing else tail
+
+        def segments(x: np.ndarray) -> np.ndarray:
+            return flat(x).reshape(-1, width)
+
+        step = Step(
+            p=segments(master),
+            m=segments(mu),
+            v=segments(nu),
+            gradients=[(segments(g), np.float32(factor)) for g, factor in gradients],
+            out=None if out is None else segments(out),
+            active=active.reshape(-1),
+            m_scale=_debias(steps, scalars.b1),
+            v_scale=_debias(steps, scalars.b2),
+            rows=rows,
+            trailing=trailing,
+            scale=np.float32(scale),
+            scalars=AdamScalars(*map(np.float32, scalars)),
+        )
+        kernel = self._kernel_for(*(g for g, _ in gradients), out)
+        limit = self._limit(kernel, master.size, len(gradients))
+        blocks = _blocks(step.p.shape[0], width, limit)
+        if not trailing:
+            blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
+
+        work = kernel.adamw(step)
+        chunk = max(_CHUNK // limit, 2 * self.threads if self.threads > 1 else 1)
+        for i in range(0, len(blocks), chunk):
+            self._run(work, blocks[i : i + chunk])
+            yield
+
+    def take(self, arrays: Sequence[np.ndarray], channels: np.ndarray) -> list[np.ndarray]:
+        """Copies some channels out of float32 arrays of one leaf.
+
+        Args:
+            arrays: `(groups, rows, n, tail)` each.
+            channels: int32 `(groups, k)`.
+
+        Returns:
+            New arrays `(groups, rows, k, tail)`.
+        """
+        groups, rows, _, tail = arrays[0].shape
+        taken = [np.empty((groups, rows, channels.shape[1], tail), np.float32) for _ in arrays]
+        self._move(Moving(list(zip(arrays, taken, strict=True)), channels, inward=False))
+        return taken
+
+    def put(
+        self, arrays: Sequence[np.ndarray], channels: np.ndarray, rows: Sequence[np.ndarray]
+    ) -> None:
+        """Writes `rows` over some channels of `arrays`; shapes and dtypes as for `take`."""
+        self._move(Moving(list(zip(arrays, rows, strict=True)), channels, inward=True))
+
+    def close(self) -> None:
+        """Ends the threads. Safe twice."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _move(self, moving: Moving) -> None:
+        kernel, (x, rows), channels = self._kernel, moving.pairs[0], moving.channels
+        groups, height, n, tail = x.shape
+        k = channels.shape[1]
+        # Compiled code would read and write anywhere.
+        assert channels.dtype == np.int32
+        assert channels.shape == (groups, k)
+        assert all(x.shape == (groups, height, n, tail) for x, _ in moving.pairs)
+        assert all(rows.shape == (groups, height, k, tail) for _, rows in moving.pairs)
+        assert all(x.dtype == np.float32 for pair in moving.pairs for x in pair)
+        if rows.size == 0:
+            return
+        if not 0 <= channels.min() <= channels.max() < n:
+            raise ValueError(
+                f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}."
+            )
+        segments, width = (groups * k, tail) if height == 1 else (groups * height, k)
+        # NumPy holds Python's lock while it picks, so that threads would be of no use to it.
+        limit = rows.size if kernel is self._portable else self._limit(kernel, rows.size, 1)
+        self._run(kernel.move(moving), _blocks(segments, width, limit))
+
+    def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
+        half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
+        return self._portable if half else self._kernel
+
+    def _limit(self, kernel: "NumbaKernel | NumpyKernel", size: int, gradients: int) -> int:
+        together = gradients <= TOGETHER
+        block = kernel.block if together else min(kernel.block, _SUM_BLOCK)
+        return min(block, max(_LEAST_BLOCK, size // (2 * self.threads)))
+
+    def _run(self, work: Callable[[Block], None], blocks: list[Block]) -> None:
+        if self._pool is None or len(blocks) == 1:
+            for block in blocks:
+                work(block)
+            return
+        todo = deque(blocks)
+
+        def share() -> None:
+            while todo:
+                try:
+                    block = todo.popleft()
+                except IndexError:  # another thread has just taken the last one
+                    return
+                work(block)
+
+        # One task a thread: one a block would cost another 45 us each time.
+        futures = [self._pool.submit(share) for _ in range(min(self.threads, len(blocks)))]
+        wait(futures)  # All of them: after an exception nobody may still be writing.
+        for future in futures:
+            future.result()
+
+
+def available_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS and Windows do not tell
+        return os.cpu_count() or 1
+
+
+def _blocks(segments: int, width: int, limit: int) -> list[Block]:
+    """Cuts `segments` of `width` elements into contiguous blocks of at most `limit` elements."""
+    if width <= limit:
+        k = limit // max(width, 1)
+        return [(i, min(i + k, segments), 0, width) for i in range(0, segments, k)]
+    part = -(-width // -(-width // limit))
+    return [
+        (i, i + 1, left, min(left + part, width))
+        for i in range(segments)
+        for left in range(0, width, part)
+    ]
+
+
+def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
+    """`1 / (1 - beta**steps)`, worked out in float64; inf where no step was taken."""
+    steps = steps.reshape(-1)
+    low, high = steps.min(), steps.max()
+    # A power takes as long as twenty elements of the update, and most channels share a count.
+    shared = high - low < steps.size
+    with np.errstate(divide="ignore"):
+        counts = np.arange(low, high + 1) if shared else steps
+        scale = (1 / (1 - np.float64(beta) ** counts)).astype(np.float32)
+    return scale[steps - low] if shared else scale

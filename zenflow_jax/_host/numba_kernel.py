@@ -1,0 +1,94 @@
+"""The compiled kernel: blocks of a leaf for the loops in `numba_loops.py`."""
+
+import functools
+import threading
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from zenflow_jax._host import numba_loops
+from zenflow_jax._host.numpy_kernel import Block, Moving, Step, Weighed, flat
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class NumbaKernel:
+    """One pass over memory, compiled when a combination of dtypes is first met."""
+
+    def __init__(self, block: int):
+        self.block = block
+        self._local = threading.local()
+
+    def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
+        addends = [(_readable(g), factor) for g, factor in gradients]
+        for i in range(0, len(addends), numba_loops.TOGETHER):
+            some = _padded(addends[i : i + numba_loops.TOGETHER])
+            numba_loops.accumulate(total, *some, first and i == 0)
+
+    def adamw(self, step: Step) -> Callable[[Block], None]:
+        """What does the step on a block."""
+        out = None if step.out is None else _bits(step.out).reshape(-1)
+        p, m, v = (x.reshape(-1) for x in (step.p, step.m, step.v))
+        per_channel = (step.active, step.m_scale, step.v_scale)
+        width = step.p.shape[1]
+        if step.trailing:
+            advance, sizes = numba_loops.adamw_trailing, (step.rows, width)
+        else:
+            advance, sizes = numba_loops.adamw_leading, (width,)
+        more = (out, *per_channel, (step.scale, *step.scalars), *sizes)
+        gradients = [(_readable(g.reshape(-1)), factor) for g, factor in step.gradients]
+        if len(gradients) <= numba_loops.TOGETHER:
+            return functools.partial(advance, p, m, v, *_padded(gradients), 0, *more)
+        early, late = gradients[: 1 - numba_loops.TOGETHER], gradients[1 - numba_loops.TOGETHER :]
+
+        def add_up_and_advance(block: Block) -> None:
+            first, last, left, right = block
+            i, j = first * width + left, (last - 1) * width + right
+            total = self._scratch(j - i)
+            self.accumulate(total, [(g[i:j], factor) for g, factor in early], first=True)
+            gs = _padded([(_readable(total), np.float32(1)), *late])
+            advance(p, m, v, *gs, i, *more, block)
+
+        return add_up_and_advance
+
+    def move(self, moving: Moving) -> Callable[[Block], None]:
+        """What moves a block: some of the channels if those are leading, else some of the rows."""
+        _, height, n, tail = moving.pairs[0][0].shape
+        pairs = [(flat(x), flat(rows)) for x, rows in moving.pairs]
+        if moving.inward:
+            pairs = [(x, _readable(rows)) for x, rows in pairs]
+        move, size = (
+            (numba_loops.move_leading, tail) if height == 1 else (numba_loops.move_trailing, height)
+        )
+        inward = moving.inward or None  # of another type, so that each is compiled
+
+        def work(block: Block) -> None:
+            for x, rows in pairs:
+                move(x, rows, moving.channels, inward, n, size, block)
+
+        return work
+
+    def _scratch(self, size: int) -> np.ndarray:
+        """A float32 array that belongs to the calling thread; its contents are garbage."""
+        if getattr(self._local, "size", 0) < size:
+            self._local.size, self._local.scratch = size, np.empty(size, np.float32)
+        return self._local.scratch[:size]
+
+
+def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
+    """Gradients and their factors as the compiled loops take them."""
+    none = numba_loops.TOGETHER - len(gradients)
+    gs = (*(g for g, _ in gradients), *[None] * none)
+    return gs, (*(factor for _, factor in gradients), *[np.float32(0)] * none)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16) if x.dtype == _BFLOAT16 else x
+
+
+def _readable(x: np.ndarray) -> np.ndarray:
+    """A view as Numba likes it; always read-only, as to Numba that is a type of its own."""
+    x = _bits(x).view()
+    x.flags.writeable = False
+    return x

@@ -1,0 +1,271 @@
+"""Compiled loops: AdamW and the sum of gradients in one pass over memory, and rows that move.
+
+`numba_kernel.py` runs them on each block. bfloat16 arrives as its bits, in uint16 arrays. float16
+does not arrive, because Numba has none on CPUs. Every operation rounds on its own, once, as IEEE
+754 says: no fastmath flag is set, not even "contract", so the vectorized body of a loop and its
+scalar tail give the same bits, and the same as NumPy. That costs nothing, because the loops wait
+for memory (`benchmarks/host_adam.py`).
+
+The functions carry no annotations, and `no_type_check` keeps jaxtyping's import hook from wrapping
+them: Numba could not compile the wrapper. Numba makes uint64 of the sum of two uint32, so each step
+of bit arithmetic is cast back. Loops count over slices, from zero: an index that Numba cannot prove
+to be positive is checked in the loop, and the check keeps LLVM from vectorizing.
+
+Letters: `p, m, v` master and moments, each `(segments, width)`; `out` like them or None. `gs` are
+four gradients like them, of which some may be None, and `fs` their factors, for which 0 stands
+there; the first one may begin at the element `origin` of the others. A block is segments `first` to
+`last`, in each the elements `left` to `right`.
+
+Where rows move, `x` is a leaf's array and `some` has the rows of its `channels`, `(groups, k)` of
+`n`; both are flat. A segment is one of these channels, of `width` elements (leading), or one row of
+all of them (trailing, `height` rows in a group). `inward` is True, or None for the other way.
+"""
+
+from collections.abc import Callable
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+#: Gradients that a step adds up on its way: as many as a window of the default length has. Each
+#: number of them, and each set of dtypes, is compiled for when it is first met, in half a second.
+TOGETHER = 4
+
+
+def _compiled(function: Callable) -> Any:
+    """Serial machine code that releases the GIL and divides as NumPy does, kept on disk.
+
+    Numba keeps it beside this file, else in the user's cache folder. Where neither can be
+    written it raises, at import; then every process compiles for itself.
+    """
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
+
+
+def _widened(x):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_widened)
+@no_type_check
+def _(x):
+    if x == numba.uint16:  # the bits of a bfloat16 are the upper half of a float32
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def _piece(x, begin, end):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_piece)
+@no_type_check
+def _(x, begin, end):
+    if x == numba.none:
+        return lambda x, begin, end: None
+    return lambda x, begin, end: x[begin:end]
+
+
+def _plus(total, g, f, i):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_plus)
+@no_type_check
+def _(total, g, f, i):
+    if g == numba.none:
+        return lambda total, g, f, i: total
+    if total == numba.none:
+        return lambda total, g, f, i: _widened(g[i]) * f
+    return lambda total, g, f, i: total + _widened(g[i]) * f
+
+
+@_compiled
+@no_type_check
+def _sum(total, gs, fs, i):
+    """One after the other, each product and each sum rounded, as if there were a pass for each."""
+    a, b, c, d = gs
+    e, f, g, h = fs
+    return _plus(_plus(_plus(_plus(total, a, e, i), b, f, i), c, g, i), d, h, i)
+
+
+def _rounded(x, out):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_rounded)
+@no_type_check
+def _(x, out):
+    if out.dtype == numba.uint16:
+        return lambda x, out: bfloat16_bits(x)
+    return lambda x, out: x
+
+
+@_compiled
+@no_type_check
+def bfloat16_bits(x):
+    """To nearest, ties to even; a NaN becomes the quiet one of its sign, as in ml_dtypes."""
+    bits = np.float32(x).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd))
+    nan = np.uint32(np.uint32(bits & np.uint32(0x80000000)) | np.uint32(0x7FC00000))
+    return np.uint16(np.uint32(nearest if x == x else nan) >> np.uint32(16))
+
+
+@_compiled
+@no_type_check
+def _pieces(gs, origin, begin, end):
+    a, b, c, d = gs
+    first = _piece(a, begin - origin, end - origin)
+    return first, _piece(b, begin, end), _piece(c, begin, end), _piece(d, begin, end)
+
+
+@_compiled
+@no_type_check
+def _element(p, m, v, g, m_scale, v_scale, scalars):
+    scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
+    g = g * scale
+    m = m * b1 + g * one_minus_b1
+    v = v * b2 + (g * g) * one_minus_b2
+    direction = (m * m_scale) / (np.sqrt(v * v_scale) + eps) + p * weight_decay
+    return p - direction * learning_rate, m, v
+
+
+@_compiled
+@no_type_check
+def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, width, block):
+    first, last, left, right = block
+    s = first
+    while s < last:
+        if not active[s]:
+            s += 1
+            continue
+        # Neighbours that take the same step are one piece: narrow channels would cost more to
+        # begin than to work on.
+        end = s + 1
+        while (
+            end < last and active[end] and m_scale[end] == m_scale[s] and v_scale[end] == v_scale[s]
+        ):
+            end += 1
+        i, j = s * width + left, (end - 1) * width + right
+        _advance_channels(
+            p[i:j],
+            m[i:j],
+            v[i:j],
+            _pieces(gs, origin, i, j),
+            fs,
+            _piece(out, i, j),
+            m_scale[s],
+            v_scale[s],
+            scalars,
+        )
+        s = end
+
+
+@_compiled
+@no_type_check
+def _advance_channels(p, m, v, gs, fs, out, m_scale, v_scale, scalars):
+    for i in range(p.size):
+        g = _sum(None, gs, fs, i)
+        p_i, m_i, v_i = _element(p[i], m[i], v[i], g, m_scale, v_scale, scalars)
+        p[i] = p_i
+        m[i] = m_i
+        v[i] = v_i
+        if out is not None:
+            out[i] = _rounded(p_i, out)
+
+
+@_compiled
+@no_type_check
+def adamw_trailing(
+    p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, rows, width, block
+):
+    first, last, left, right = block
+    for s in range(first, last):
+        i, j = s * width + left, s * width + right
+        group = (s // rows) * width
+        channels = slice(group + left, group + right)
+        _advance_row(
+            p[i:j],
+            m[i:j],
+            v[i:j],
+            _pieces(gs, origin, i, j),
+            fs,
+            _piece(out, i, j),
+            active[channels],
+            m_scale[channels],
+            v_scale[channels],
+            scalars,
+        )
+
+
+@_compiled
+@no_type_check
+def _advance_row(p, m, v, gs, fs, out, active, m_scale, v_scale, scalars):
+    # Writes every lane, its new value or its old one: a branch around the stores is vectorized
+    # only where the machine has masked ones.
+    for i in range(p.size):
+        g = _sum(None, gs, fs, i)
+        p_i, m_i, v_i = _element(p[i], m[i], v[i], g, m_scale[i], v_scale[i], scalars)
+        p[i] = p_i if active[i] else p[i]
+        m[i] = m_i if active[i] else m[i]
+        v[i] = v_i if active[i] else v[i]
+    if out is not None:
+        for i in range(p.size):
+            out[i] = _rounded(p[i], out) if active[i] else out[i]
+
+
+def _move(x, i, some, j, inward):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_move)
+@no_type_check
+def _(x, i, some, j, inward):
+    # Known when it is compiled: what moves inward is read-only.
+    def out_of(x, i, some, j, inward):
+        some[j] = x[i]
+
+    def into(x, i, some, j, inward):
+        x[i] = some[j]
+
+    return out_of if inward == numba.none else into
+
+
+@_compiled
+@no_type_check
+def move_leading(x, some, channels, inward, n, width, block):
+    first, last, left, right = block
+    for s in range(first, last):
+        group, j = divmod(s, channels.shape[1])
+        i = (group * n + channels[group, j]) * width
+        here, there = x[i + left : i + right], some[s * width + left : s * width + right]
+        for e in range(there.size):
+            _move(here, e, there, e, inward)
+
+
+@_compiled
+@no_type_check
+def move_trailing(x, some, channels, inward, n, height, block):
+    first, last, left, right = block
+    k = channels.shape[1]
+    for s in range(first, last):
+        index = channels[s // height, left:right]
+        here, there = x[s * n : (s + 1) * n], some[s * k + left : s * k + right]
+        for e in range(there.size):
+            _move(here, index[e], there, e, inward)
+
+
+@_compiled
+@no_type_check
+def accumulate(total, gs, fs, first):
+    if first:
+        for i in range(total.size):
+            total[i] = _sum(None, gs, fs, i)
+    else:
+        for i in range(total.size):
+            total[i] = _sum(total[i], gs, fs, i)

@@ -1,0 +1,170 @@
+"""The portable kernel: AdamW in NumPy calls on blocks that fit the cache.
+
+What `adam.py` runs where Numba is not wanted or, for float16, not able. `numba_loops.py` is
+its twin and gives the same bits. Here too is what both are given: a step or rows that move, and a
+block of them.
+
+Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from zenflow_jax._plan.scalars import AdamScalars
+
+# The NumPy kernel leaves out inactive channels run by run where runs of active ones have at least
+# this many elements on average; below it the calls cost more than computing all and masking.
+_LONG_RUN = 8 * 1024
+
+#: float32, bfloat16 or float16, and the factor of each.
+Weighed = list[tuple[np.ndarray, np.float32]]
+Block = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each
+
+
+class Step(NamedTuple):
+    """One AdamW step of one leaf, as the kernels see it.
+
+    A segment is a contiguous piece of `width` elements: a channel in the leading layout, a row of
+    all channels in the trailing one.
+    """
+
+    p: np.ndarray  # (segments, width) float32, as are m and v
+    m: np.ndarray
+    v: np.ndarray
+    gradients: Weighed  # (segments, width)
+    out: np.ndarray | None  # (segments, width) float32, bfloat16 or float16
+    active: np.ndarray  # (groups * n,) bool
+    m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
+    v_scale: np.ndarray
+    rows: int  # segments a group has in the trailing layout
+    trailing: bool
+    scale: np.float32
+    scalars: AdamScalars  # of np.float32
+
+
+class Moving(NamedTuple):
+    """Some channels of a leaf's arrays on their way out of them, or in."""
+
+    pairs: list[tuple[np.ndarray, np.ndarray]]  # float32 (groups, rows, n, tail) and (..., k, tail)
+    channels: np.ndarray  # int32 (groups, k)
+    inward: bool
+
+
+class NumpyKernel:
+    """Blocks in the cache, `out=` everywhere: no step allocates but the first of a thread."""
+
+    def __init__(self, block: int):
+        self.block = block
+        self._local = threading.local()
+
+    def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
+        with np.errstate(all="ignore"):  # what is not finite is the device's to judge
+            for i, (g, factor) in enumerate(gradients):
+                if first and i == 0:
+                    _widen_into(total, g, factor)
+                else:
+                    (x,) = self._scratch(1, total.shape)
+                    _widen_into(x, g, factor)
+                    total += x
+
+    def adamw(self, step: Step) -> Callable[[Block], None]:
+        """What does the step on a block."""
+        return functools.partial(self._work, step)
+
+    def move(self, moving: Moving) -> Callable[[Block], None]:
+        """What moves the rows, all of them at once."""
+
+        def work(_: Block) -> None:
+            for x, rows in moving.pairs:
+                for group, index, some in zip(x, moving.channels, rows, strict=True):
+                    if moving.inward:
+                        group[:, index] = some
+                    else:
+                        # With its default mode it would fill a buffer of its own first.
+                        np.take(group, index, axis=1, out=some, mode="clip")
+
+        return work
+
+    def _work(self, step: Step, block: Block) -> None:
+        first, last, left, right = block
+        columns = slice(left, right)
+        if not step.trailing:
+            channels = slice(first, last)
+            active = step.active[channels]
+            edges = np.flatnonzero(np.diff(active, prepend=False, append=False))
+            if active.sum() * (right - left) >= len(edges) // 2 * _LONG_RUN:
+                for a, b in edges.reshape(-1, 2) + first:
+                    self._update(step, slice(a, b), columns, slice(a, b), masked=False)
+            else:
+                self._update(step, channels, columns, channels, masked=True)
+            return
+        n = step.p.shape[1]
+        for group in range(first // step.rows, -(-last // step.rows)):
+            segments = slice(max(first, group * step.rows), min(last, (group + 1) * step.rows))
+            channels = slice(group * n + left, group * n + right)
+            active = step.active[channels]
+            if active.any():
+                self._update(step, segments, columns, channels, masked=not active.all())
+
+    def _update(
+        self, step: Step, segments: slice, columns: slice, channels: slice, *, masked: bool
+    ) -> None:
+        def by_channel(x: np.ndarray) -> np.ndarray:
+            return x[channels][None, :] if step.trailing else x[channels][:, None]
+
+        p, m, v = (x[segments, columns] for x in (step.p, step.m, step.v))
+        x, y, *spare = self._scratch(5 if masked else 2, p.shape)
+        new_p, new_m, new_v = spare if masked else (p, m, v)
+        s = step.scalars
+        with np.errstate(all="ignore"):
+            for i, (g, factor) in enumerate(step.gradients):
+                _widen_into(y if i else x, g[segments, columns], factor)
+                if i:
+                    x += y
+            x *= step.scale
+            np.multiply(x, s.one_minus_b1, out=y)
+            np.multiply(m, s.b1, out=new_m)
+            new_m += y
+            np.multiply(x, x, out=x)
+            x *= s.one_minus_b2
+            np.multiply(v, s.b2, out=new_v)
+            new_v += x
+            np.multiply(new_v, by_channel(step.v_scale), out=x)
+            np.sqrt(x, out=x)
+            x += s.eps
+            np.multiply(new_m, by_channel(step.m_scale), out=y)
+            y /= x
+            np.multiply(p, s.weight_decay, out=x)
+            y += x
+            y *= s.learning_rate
+            np.subtract(p, y, out=new_p)
+            where = by_channel(step.active) if masked else True
+            if masked:
+                for old, new in ((p, new_p), (m, new_m), (v, new_v)):
+                    np.copyto(old, new, where=where)
+            if step.out is not None:
+                np.copyto(step.out[segments, columns], new_p, where=where, casting="same_kind")
+
+    def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = np.empty((5, self.block), np.float32)
+        size = int(np.prod(shape))
+        return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
+
+
+def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:
+    if g.dtype == np.float32:
+        np.multiply(g, factor, out=x)
+    else:
+        np.copyto(x, g)  # exact, releases the GIL, and beats shifting bits
+        x *= factor
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    assert x.flags.c_contiguous  # else `reshape` would copy, and writes be lost
+    return x.reshape(-1)

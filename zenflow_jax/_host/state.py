@@ -1,0 +1,325 @@
+"""The host truth of every deferred channel: masters, moments, counts, and the open window.
+
+NumPy arrays in, NumPy arrays out, no thread and no jax array: `_exchange/worker.py` decides when
+these methods run, and `adam.py` does the arithmetic. Arrays have the leaf's full shape, viewed as
+`(groups, rows, n, tail)`; rows of selected channels are not current, their truth is on the device.
+
+Letters: `n` channels in a group, `k` of them selected.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.aligned import blank, copied
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars
+
+#: Mails that are kept at most. An update frees the closed window's leaf by leaf while those of the
+#: next one come in, so that windows of four steps need no sums as long as it keeps up.
+KEPT = 5
+
+
+@dataclasses.dataclass
+class HostLeaf:
+    """One leaf's arrays, all `(groups, rows, n, tail)` unless said otherwise."""
+
+    spec: LeafSpec
+    master: np.ndarray  # float32
+    mu: np.ndarray  # float32
+    nu: np.ndarray  # float32
+    steps: np.ndarray  # int32 (groups, n): Adam steps of each channel
+    channels: np.ndarray  # int32 (groups, k), ascending: selected now
+    out: np.ndarray | None  # the leaf's dtype, what is uploaded; None if that is the master
+    # Of the open window: the float32 sum of its first mails, if they have been added up, and the
+    # others in their order, each with its factor. Views of host memory that is freed with them.
+    total: np.ndarray | None = None
+    mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
+    # Sums not in use. While an update runs there may be two: of its window, and of the next.
+    spare: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def upload(self) -> np.ndarray:
+        """What the device gets of it after an update, in the leaf's shape. Not a copy."""
+        return (self.master if self.out is None else self.out).reshape(self.spec.shape)
+
+    def take_master(self, weight: np.ndarray) -> None:
+        """Has the masters be these parameters."""
+        np.copyto(self.master, weight.reshape(self.master.shape), casting="unsafe")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedWindow:
+    """What a window's update needs, frozen where the window closed."""
+
+    number: int
+    scale: float  # one over the steps that counted
+    scalars: AdamScalars  # of its last step
+    # Of each leaf the gradients that the update sums, with their factors; the leaf's own sum first,
+    # if there is one. Empty if no step counted. What a leaf has is dropped once it is updated.
+    gradients: list[list[tuple[np.ndarray, float]]]
+    # Bool (groups, n): channels it is about. Those that enter before it is made are taken out.
+    active: list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedRows:
+    """A leaf's selected channels as they cross in a hand-over; shapes as on the device."""
+
+    master: np.ndarray  # float32 (groups, rows, k, tail)
+    mu: np.ndarray
+    nu: np.ndarray
+    steps: np.ndarray  # int32 (groups, k)
+
+
+class HostHalf:
+    """The deferred half of a run on the host. For one thread at a time.
+
+    Args:
+        specs: The leaves that travel.
+        weights: Their parameters, in the order of `specs`.
+        channels: Their selected channels, `(*stack, k)`.
+        adam: The kernels.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        weights: Iterable[np.ndarray],
+        channels: Iterable[np.ndarray],
+        adam: HostAdam,
+    ):
+        self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
+        self._adam = adam
+        self.counted = 0  # steps summed in the open window
+        self.windows = 0
+        self._closed: list[list[tuple[np.ndarray, float]]] = []  # of the last window that closed
+        self._overflowed = False  # so that sums are needed now and then, and worth keeping
+        self.scalars: AdamScalars | None = None  # of the last step, skipped or not
+        self.update_scalars: AdamScalars | None = None  # of the last window that closed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, spare ones included."""
+        return sum(
+            x.nbytes
+            for leaf in self.leaves
+            for x in (*vars(leaf).values(), *leaf.spare)
+            if isinstance(x, np.ndarray)
+        )
+
+    @property
+    def kept(self) -> float:
+        """Mails that are kept, of the open window and of the one whose update is under way."""
+        sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
+        opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
+        # There is none before the first window closes, nor of one of which no step counted.
+        closed = sum(n * len(rest) for n, rest in zip(sizes, self._closed, strict=False))
+        return (opened + closed) / max(sum(sizes), 1)
+
+    def resume(
+        self,
+        arrays: Iterable[Mapping[str, np.ndarray]],
+        *,
+        counted: int,
+        windows: int,
+        scalars: AdamScalars | None,
+        update_scalars: AdamScalars | None,
+    ) -> None:
+        """Goes on where another half was, with the selected channels that are there already.
+
+        Args:
+            arrays: Of each leaf "master", "mu", "nu", "steps", and "total" if any step is in it,
+                unless the device adds up.
+            counted: Steps summed in the open window.
+            windows: Windows closed.
+            scalars: Of the last step.
+            update_scalars: Of the last window that closed.
+        """
+        self.counted, self.windows = counted, windows
+        self.scalars, self.update_scalars = scalars, update_scalars
+        for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
+            for name in ("master", "mu", "nu", "steps"):
+                array = getattr(leaf, name)
+                array[...] = of_leaf[name].reshape(array.shape)
+            if counted and "total" in of_leaf:
+                leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
+
+    def casts(self) -> Iterator[np.ndarray]:
+        """Of each leaf what is uploaded of it: all masters, in the leaf's dtype."""
+        for leaf in self.leaves:
+            if leaf.out is not None:
+                np.copyto(leaf.out, leaf.master, casting="unsafe")
+            yield leaf.upload
+
+    def close(self) -> None:
+        """Frees the arrays and ends the kernels' threads."""
+        # Who waits for an update that failed may still hold these lists.
+        for gradients in self._closed:
+            gradients.clear()
+        self.leaves, self._closed = [], []
+        self._adam.close()
+
+    def note(self, scalars: AdamScalars) -> None:
+        """Takes in the scalars of a step; the last ones before a window closes are the window's."""
+        self.scalars = scalars
+
+    def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
+        """Has one step's gradients in the open window, `factor` times.
+
+        They are kept until its update, which adds them up on its way through memory, unless there
+        are too many. When they are added up does not change a bit.
+        """
+        self._keep(gradients, factor)
+        self.counted += 1
+        if self.kept > KEPT:
+            self._overflowed = True
+            self.add_up()
+
+    def count(self) -> None:
+        """Counts one step into the open window, whose gradients the device adds up."""
+        self.counted += 1
+
+    def take_sums(self, sums: Sequence[np.ndarray]) -> None:
+        """Takes in what the device added up in the open window, which closes now."""
+        if self.counted:
+            self._keep(sums, 1.0)
+
+    def add_up(self) -> None:
+        """Adds up the open window's gradients that are kept, and drops them."""
+        for leaf in self.leaves:
+            if not leaf.mails:
+                continue
+            first = leaf.total is None
+            if leaf.total is None:
+                leaf.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
+            self._adam.accumulate(leaf.total, leaf.mails, first=first)
+            leaf.mails.clear()
+
+    def _keep(self, gradients: Sequence[np.ndarray], factor: float) -> None:
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            mail = gradient.reshape(leaf.master.shape)
+            mail.flags.writeable = False  # of this view
+            leaf.mails.append((mail, factor))
+
+    def close_window(self) -> ClosedWindow:
+        """Ends the open window; the next mail begins another."""
+        assert self.scalars is not None
+        self.windows += 1
+        counted, self.counted = self.counted, 0
+        closed = ClosedWindow(
+            number=self.windows,
+            scale=1 / max(counted, 1),
+            scalars=self.scalars,
+            gradients=[
+                [*([] if leaf.total is None else [(leaf.total, 1.0)]), *leaf.mails]
+                for leaf in self.leaves
+                if counted
+            ],
+            active=[~_members(leaf.channels, leaf.spec.n) for leaf in self.leaves],
+        )
+        for leaf in self.leaves:
+            leaf.total, leaf.mails = None, []
+        self._closed, self.update_scalars = closed.gradients, self.scalars
+        return closed
+
+    def update(
+        self,
+        window: ClosedWindow,
+        finished: Callable[[int, HostLeaf], None],
+    ) -> Iterator[str]:
+        """Makes a window's update, a bounded piece at a time.
+
+        Args:
+            window: What to do.
+            finished: Told the number and arrays of each leaf that is done.
+
+        Yields:
+            The leaf's name before each piece. In between other methods may be called, except for
+            a hand-over.
+        """
+        if not window.gradients:
+            return
+        for i, (leaf, gradients, active) in enumerate(
+            zip(self.leaves, window.gradients, window.active, strict=True)
+        ):
+            scalars = _for_leaf(window.scalars, leaf.spec)
+            yield leaf.spec.name
+            for _ in self._adam.adamw(
+                leaf.master,
+                leaf.mu,
+                leaf.nu,
+                leaf.steps,
+                gradients,
+                window.scale,
+                active,
+                scalars,
+                leaf.out,
+            ):
+                yield leaf.spec.name
+            if self._overflowed and gradients[0][0].flags.writeable:  # the leaf's own; mail is not
+                leaf.spare.append(gradients[0][0])
+            gradients.clear()
+            finished(i, leaf)
+
+    def hand_over(
+        self, window: ClosedWindow, i: int, leaving: SelectedRows, chosen: np.ndarray
+    ) -> SelectedRows:
+        """Takes one leaf's selected channels back and gives the state of the newly chosen ones.
+
+        The window that just closed has not been applied yet: entering channels get its update
+        here, on their own, and are taken out of it.
+
+        Args:
+            window: The window that just closed.
+            i: The leaf's number.
+            leaving: What the device holds.
+            chosen: The channels that are selected from now on, int32 (groups, k).
+
+        Returns:
+            What the device holds from now on; copies.
+        """
+        leaf, active = self.leaves[i], window.active[i]
+        wide = (leaf.master, leaf.mu, leaf.nu)
+        self._adam.put(wide, leaf.channels, (leaving.master, leaving.mu, leaving.nu))
+        np.put_along_axis(leaf.steps, leaf.channels, leaving.steps, axis=-1)
+        entering = active & _members(chosen, leaf.spec.n)
+        if window.gradients and entering.any():
+            scalars = _for_leaf(window.scalars, leaf.spec)
+            for _ in self._adam.adamw(
+                *wide, leaf.steps, window.gradients[i], window.scale, entering, scalars, None
+            ):
+                pass
+        window.active[i] = active & ~entering
+        leaf.channels = chosen
+        master, mu, nu = self._adam.take(wide, chosen)
+        steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
+        return SelectedRows(master, mu, nu, steps)
+
+
+def _new_leaf(spec: LeafSpec, weight: np.ndarray, channels: np.ndarray) -> HostLeaf:
+    shape = spec.view4(spec.n)
+    groups = shape[0]
+    return HostLeaf(
+        spec=spec,
+        # Copied: the parameter's memory belongs to the device.
+        master=copied(weight.reshape(shape), np.float32),
+        mu=blank(shape),
+        nu=blank(shape),
+        steps=blank((groups, spec.n), np.int32),
+        channels=np.array(channels, np.int32).reshape(groups, spec.k),
+        out=np.zeros(shape, spec.dtype) if spec.keeps_master else None,
+    )
+
+
+def _for_leaf(scalars: AdamScalars, spec: LeafSpec) -> AdamScalars:
+    return scalars if spec.decay else scalars._replace(weight_decay=0.0)
+
+
+def _members(channels: np.ndarray, n: int) -> np.ndarray:
+    """Bool (groups, n): whether a channel is among `channels` (groups, k)."""
+    members = np.zeros((channels.shape[0], n), bool)
+    np.put_along_axis(members, channels, True, axis=-1)
+    return members

@@ -1,0 +1,79 @@
+"""What is static about one leaf: its shape, its channels, and how much of them is selected."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zenflow_jax._plan.mesh import Placement
+
+#: Dtypes a leaf may have. Wider ones would lose bits to the float32 arithmetic.
+DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """What is static about one leaf; rides in the state's treedef, so it is hashable."""
+
+    name: str  # key path, as `plain_name` writes it
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axis: int | None  # channel axis, counted from the front; None for a resident leaf
+    k: int  # selected channels in each stack entry; 0 for a resident leaf
+    decay: bool  # whether weight decay applies
+    placement: Placement | None = None  # None on one device
+    transfer_dtype: np.dtype | None = None  # of its mail; None for the leaf's own
+
+    @property
+    def anonymous(self) -> "LeafSpec":
+        """Equal for leaves that are alike, so that what is compiled for one serves the others."""
+        return dataclasses.replace(self, name="", decay=False)
+
+    @property
+    def mail_dtype(self) -> np.dtype:
+        return self.transfer_dtype or self.dtype
+
+    @property
+    def resident(self) -> bool:
+        return self.axis is None
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether the device holds a float32 master beside the parameter."""
+        return self.dtype != np.float32
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        assert self.axis is not None
+        return self.shape[: min(self.axis, len(self.shape) - 2)]
+
+    @property
+    def n(self) -> int:
+        assert self.axis is not None
+        return self.shape[self.axis]
+
+    @property
+    def selected_shape(self) -> tuple[int, ...]:
+        """Shape of what the device keeps: the leaf's, with `k` channels."""
+        assert self.axis is not None
+        return (*self.shape[: self.axis], self.k, *self.shape[self.axis + 1 :])
+
+    def view4(self, channels: int) -> tuple[int, int, int, int]:
+        """The leaf as `(groups, rows, channels, tail)`, for host kernels."""
+        assert self.axis is not None
+        return (
+            math.prod(self.stack),
+            math.prod(self.shape[len(self.stack) : self.axis]),
+            channels,
+            math.prod(self.shape[self.axis + 1 :]),
+        )
+
+
+def plain_name(path: tuple[Any, ...]) -> str:
+    """The key path of a leaf, the same whether flax nnx has wrapped the leaf or not."""
+    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path)

@@ -1,0 +1,19 @@
+"""The hyperparameters of a step."""
+
+from typing import Any, NamedTuple
+
+
+class AdamScalars(NamedTuple):
+    """What all leaves share. Python numbers or float32 scalars, traced or not.
+
+    `1 - b` is made where `b` is still a Python number, as optax does: in float32, 1 - 0.999 is
+    off by 1e-5 of itself.
+    """
+
+    learning_rate: Any
+    b1: Any
+    b2: Any
+    one_minus_b1: Any
+    one_minus_b2: Any
+    eps: Any
+    weight_decay: Any
