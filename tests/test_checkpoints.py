@@ -5,6 +5,7 @@ are shown on a few small arrays.
 """
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import json
@@ -32,6 +33,7 @@ from train.checkpoints import (
     Checkpoints,
     description,
     saved_rounds,
+    with_saved_rounds,
     write_model,
 )
 from train.command_line import load_settings
@@ -570,6 +572,22 @@ def test_the_rounds_of_a_warm_up_are_those_that_the_run_began_with(tmp_path):
     saved_run(tmp_path, 10, 20, steps=40, full_warm_up_share=0.05)
     (tmp_path / "checkpoints" / "10" / "run" / "metadata").write_text("{", encoding="utf-8")
     assert saved_rounds(tmp_path / "checkpoints") == 2
+    folder = {"output_dir": str(tmp_path.parent), "run": tmp_path.name}
+    for share, steps, told in (
+        (0.05, 40, None),
+        (
+            0.05,
+            80,
+            "full_warm_up_share 0.05 would be 4 of 80 steps: .* has the 2 that the run began",
+        ),
+        (0.5, 40, "full_warm_up_share 0.5 would be 20 of 40 steps"),
+    ):
+        given = Settings(steps=steps, full_warm_up_share=share, **folder)
+        settings, said = with_saved_rounds(given)
+        assert (settings.full_warm_up_share, settings.full_warm_up_rounds) == (None, 2)
+        assert re.match(told or "None", str(said))
+    new = dataclasses.replace(given, run="new")
+    assert with_saved_rounds(new) == (new, None)
 
 
 def test_without_a_folder_there_is_nothing_to_go_on_from(tmp_path):

@@ -537,6 +537,34 @@ def saved_rounds(folder: Path) -> int | None:
     return int(rounds) if rounds else None
 
 
+def with_saved_rounds(settings: Settings) -> tuple[Settings, str | None]:
+    """The settings, with the full warm-up of the run that they go on with in place of a share.
+
+    A share is one of the steps that the run was to have when it began.
+
+    Args:
+        settings: Of the run, with `steps`. All processes must call it.
+
+    Returns:
+        The settings, and a sentence to be shown where the share has come to another number.
+    """
+    if settings.run is None or settings.full_warm_up_share is None:
+        return settings, None
+    rounds = saved_rounds(Path(settings.output_dir) / settings.run / "checkpoints")
+    if rounds is None:
+        return settings, None
+    told = None
+    if rounds != settings.warm_up_rounds:
+        told = (
+            f"full_warm_up_share {settings.full_warm_up_share:g} would be {settings.warm_up_rounds}"
+            f" of {settings.steps} steps: the full warm-up has the {rounds} that the run began with"
+        )
+    return (
+        dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds),
+        told,
+    )
+
+
 def description(settings: Settings, data: int, config: Any = None) -> dict[str, Any]:
     """What a run must have in common with the one it goes on from: JSON.
 

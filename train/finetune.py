@@ -34,7 +34,7 @@ from rich.console import Console
 
 import zenflow_jax
 from train import models, processes
-from train.checkpoints import CheckpointError, Checkpoints, description, saved_rounds
+from train.checkpoints import CheckpointError, Checkpoints, description, with_saved_rounds
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
 from train.export import export
@@ -148,13 +148,7 @@ def train(
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)
     settings = in_force(settings, batches.per_epoch)
-    if settings.run is not None and settings.full_warm_up_share is not None:
-        checkpoints_before = Path(settings.output_dir) / settings.run / "checkpoints"
-        if (rounds := saved_rounds(checkpoints_before)) is not None:
-            # A share is one of the steps that the run was to have when it began.
-            settings = dataclasses.replace(
-                settings, full_warm_up_share=None, full_warm_up_rounds=rounds
-            )
+    settings, of_warm_up = with_saved_rounds(settings)
     processes.check_same(to_toml(settings), task.checksum)
 
     model = models.make(settings, task, mesh, origin)
@@ -179,6 +173,8 @@ def train(
         say(line)
     for note in task.notes:
         say(note)
+    if of_warm_up is not None:
+        say(of_warm_up)
     if model.drawn:
         say(f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}")
     rows: list[tuple[Row, ScheduleRow]] = []
