@@ -1,11 +1,16 @@
 """When one of several processes is gone, the others say so and end; without jax's own service."""
 
+import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from benchmarks import kill_test
+from train import finetune
+from train.data import DataError
+from train.peers import Peers
 
 PEER = """
 import os, sys, time
@@ -26,10 +31,19 @@ def from_first(text):
     return meeting.read_text()
 
 processes.from_first = from_first
+
+def no_more():
+    raise AssertionError("jax is asked when it may have been taken down")
+
 with Peers("127.0.0.1", go_on="Go on.", say=print):
     print("here", flush=True)
-    if sys.stdin.readline() == "fail\\n":
+    jax.process_count = jax.process_index = no_more
+    word = sys.stdin.readline()
+    if word == "fail\\n":
         raise SystemExit(2)
+    if word == "hang\\n":  # in jax's end, which waits for the others
+        sys.excepthook = lambda *_: time.sleep(600)
+        raise RuntimeError
 print("done", flush=True)
 sys.stdin.read()
 """
@@ -85,6 +99,25 @@ def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers
     assert text.startswith("error: process 1 has ended with an error, which it shows. This one")
 
 
+def test_news_that_come_at_once_are_news(peers):
+    peers[2].send_signal(signal.SIGSTOP)
+    for me in (1, 0):  # 0 passes on what it hears of 1
+        tell(peers[me], "fail")
+        peers[me].wait(timeout=15)
+    peers[2].send_signal(signal.SIGCONT)
+    code, text = ended(peers[2])
+    assert code == 1
+    assert re.match("error: process . has ended with an error, which it shows", text)
+
+
+def test_one_that_has_failed_ends_without_a_word_on_the_others(peers):
+    for me in (1, 0):
+        tell(peers[me], "hang")
+    assert ended(peers[1]) == (2, "")
+    assert ended(peers[0]) == (2, "")
+    assert ended(peers[2])[0] == 1
+
+
 def test_one_that_is_done_ends_no_other(peers):
     for process in peers:
         tell(process, "done")
@@ -97,3 +130,27 @@ def test_one_that_is_done_ends_no_other(peers):
 def tell(process, word):
     process.stdin.write(f"{word}\n")
     process.stdin.flush()
+
+
+def test_processes_watch_each_other_before_anything_is_read(tmp_path, monkeypatch):
+    events = []
+
+    class Recorded(Peers):
+        def __enter__(self):
+            events.append("met")
+            return super().__enter__()
+
+        def __exit__(self, kind, *rest):
+            events.append(kind)
+            super().__exit__(kind, *rest)
+
+    def read(*_):
+        events.append("read")
+        raise DataError("none")
+
+    monkeypatch.setattr(finetune, "Peers", Recorded)
+    monkeypatch.setattr(finetune, "make_task", read)
+    config = tmp_path / "job.toml"
+    config.write_text("")
+    assert finetune.main([str(config)]) == 2
+    assert events == ["met", "read", DataError]

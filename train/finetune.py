@@ -82,10 +82,10 @@ def train(
     settings: Settings,
     console: Console,
     stop: StopRequest,
+    peers: Peers,
     *,
     fresh: bool = False,
     timeline: Path | None = None,
-    host: str | None = None,
 ) -> Summary:
     """Trains once, or the rest of a run; leaves all that it has to show in the run's folder.
 
@@ -94,9 +94,9 @@ def train(
             newest whole checkpoint in there.
         console: Where to show it.
         stop: Hears the signals that ask for the end.
+        peers: Hears of the end of other processes.
         fresh: Refuse to go on with anything.
         timeline: Where to write what the last steps were made of; the ending says how.
-        host: At which the other processes reach process 0; None for the name of its machine.
 
     Raises:
         SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
@@ -168,6 +168,10 @@ def train(
     validate = make_validate(model.graphdef, per_example, task, samples, stop.check)
 
     folder = make_run_folder(settings, fresh=fresh)
+    peers.go_on = (
+        f"Start all of them again with --run {folder.name}: the run goes on from its last "
+        "checkpoint, if it has one."
+    )
 
     for line in said_of_deepspeed(asked, settings, untranslated):
         say(line)
@@ -181,8 +185,6 @@ def train(
     tokens_per_step = settings.batch_size * settings.sequence_length
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, say))
-        go_on = f"Start all of them again with --run {folder.name}: the run goes on from its last "
-        stack.enter_context(Peers(host, go_on=f"{go_on}checkpoint, if it has one.", say=say))
         checkpoints = stack.enter_context(
             Checkpoints(
                 folder / "checkpoints",
@@ -452,18 +454,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = read_command_line(sys.argv[1:] if argv is None else argv, program=PROGRAM)
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())
+        say = partial(console.print, highlight=False, soft_wrap=True)
         start = command.start
         if start.export is not None:
             if processes.is_first():
                 which, target = start.export
-                say = partial(console.print, highlight=False, soft_wrap=True)
                 export(command.settings, which, Path(target), say)
             processes.leave()
             return 0
         timeline = Path(start.timeline) if start.timeline else None
-        with StopRequest(partial(console.print, highlight=False, soft_wrap=True)) as stop:
-            host = (command.launch.coordinator or "").rpartition(":")[0] or None
-            train(command.settings, console, stop, fresh=start.fresh, timeline=timeline, host=host)
+        host = (command.launch.coordinator or "").rpartition(":")[0] or None
+        # Before anything is read, which may take minutes.
+        again = Peers(host, go_on="Start all of them again.", say=say)
+        with StopRequest(say) as stop, again as peers:
+            train(command.settings, console, stop, peers, fresh=start.fresh, timeline=timeline)
     except Stopped as stopped:
         if processes.is_first():
             sys.stderr.write(f"{stopped}\n")

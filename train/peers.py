@@ -39,24 +39,28 @@ class Peers:
 
     Args:
         host: At which the others reach process 0; None for the name of its machine.
-        go_on: How to start the run again.
+        go_on: How to start the run again; may be changed when more is known.
         say: Shows a line to the user.
     """
 
     def __init__(self, host: str | None, *, go_on: str, say: Callable[[str], None]):
         self._host = host
-        self._go_on = go_on
+        self.go_on = go_on
         self._say = say
         self._connections: dict[socket.socket, int] = {}  # to which process
+        self._has_failed = False  # this process, which shows why and ends by itself
 
     def __enter__(self) -> Peers:
         if jax.process_count() > 1:
+            # Not to be asked later: by then this process may have taken jax down.
+            self._is_first = processes.is_first()
             self._meet()
             threading.Thread(target=self._watch, name="peers", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        news = BYE if kind is None or issubclass(kind, Stopped) else FAILED
+        self._has_failed = not (kind is None or issubclass(kind, Stopped))
+        news = FAILED if self._has_failed else BYE
         for connection in list(self._connections):
             _tell(connection, news)
 
@@ -101,7 +105,8 @@ class Peers:
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
                     try:
-                        heard = connection.recv(64)
+                        # Two may come at once; the first one says it.
+                        heard = connection.recv(64).partition(b"\n")[0]
                     except OSError:
                         heard = b""
                     index = self._connections[connection]
@@ -122,14 +127,16 @@ class Peers:
                         self._end(f"process {index} is gone: it was killed, or its machine was")
 
     def _pass_on(self, news: bytes) -> None:
-        if processes.is_first():
+        if self._is_first:
             for connection in self._connections:
                 _tell(connection, news)
 
     def _end(self, why: str) -> NoReturn:
+        if self._has_failed:
+            os._exit(2)  # it has shown its own error, and waits for the others to take jax down
         # Past `sys.stderr`: the main thread may be stuck with its lock. What jax and gloo have to
         # say of the same end, from other threads, hides the line.
-        os.write(2, f"error: {why}. This one ends, too. {self._go_on}\n".encode())
+        os.write(2, f"error: {why}. This one ends, too. {self.go_on}\n".encode())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os._exit(1)
 
@@ -151,6 +158,6 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 def _tell(connection: socket.socket, news: bytes) -> None:
     try:
-        connection.sendall(news)
+        connection.sendall(news + b"\n")
     except OSError:
         pass  # it is gone, which the thread hears
