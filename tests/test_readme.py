@@ -56,5 +56,24 @@ def test_the_program_is_the_blocks_and_nothing_else():
     assert "".join(BLOCKS).split() == program().split()
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_inside_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if ":" in target:
+            continue  # another site
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        assert not heading or heading in headings(there), target
+
+
+def headings(page: Path) -> list[str]:
+    """Of a page the anchors of its headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found]
+
+
 def test_the_readme_is_short():
     assert len(TEXT.splitlines()) <= MOST_LINES
