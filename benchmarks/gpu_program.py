@@ -274,7 +274,7 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     """The engine's program that brings a window's update into the parameters."""
     params, state, _ = arguments(program, shape, mesh)
     columns = zip(jax.tree.leaves(params), state.leaves, state.mail, strict=True)
-    mine, leaves, sent = zip(*(x for x in columns if x[1].travels), strict=True)
+    mine, leaves, sent = zip(*(x for x in columns if x[1].offloaded), strict=True)
     uploads = [
         jax.ShapeDtypeStruct(
             p.shape,

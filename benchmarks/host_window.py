@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.state import HostHalf, SelectedRows
+from zenflow_jax._host.state import HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
@@ -30,7 +30,7 @@ SELECTED = 0.05
 SCALARS = AdamScalars(1e-4, 0.9, 0.999, 0.1, 0.001, 1e-8, 0.01)
 
 
-def new_half(leaves: int, adam: HostAdam, axis: int = 0) -> HostHalf:
+def new_host(leaves: int, adam: HostAdam, axis: int = 0) -> HostState:
     """Square bf16 matrices."""
     k = int(SELECTED * WIDTH)
     specs = [
@@ -40,34 +40,34 @@ def new_half(leaves: int, adam: HostAdam, axis: int = 0) -> HostHalf:
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal(spec.shape, np.float32).astype(BFLOAT16) for spec in specs)
     chosen = (np.sort(rng.choice(WIDTH, k, replace=False))[None].astype(np.int32) for _ in specs)
-    return HostHalf(specs, weights, chosen, adam)
+    return HostState(specs, weights, chosen, adam)
 
 
-def window(half: HostHalf, mails: list[list[np.ndarray]], length: int, *, keep: bool) -> float:
+def window(host: HostState, mails: list[list[np.ndarray]], length: int, *, keep: bool) -> float:
     """Makes one window; the most mails that were kept, sums that are no state included."""
     most = 0.0
     for step in range(length):
-        half.note(SCALARS)
-        half.add(mails[step % len(mails)], 0.9)
+        host.note(SCALARS)
+        host.add(mails[step % len(mails)], 0.9)
         if not keep:
-            half.add_up()
-        sums = sum(leaf.total is not None for leaf in half.leaves) / len(half.leaves)
-        most = max(most, half.kept + 2 * sums)  # float32, so twice a mail
-    for _ in half.update(half.close_window(), lambda i, leaf: None):
+            host.add_up()
+        sums = sum(leaf.total is not None for leaf in host.leaves) / len(host.leaves)
+        most = max(most, host.kept + 2 * sums)  # float32, so twice a mail
+    for _ in host.update(host.close_window(), lambda i, leaf: None):
         pass
     return most
 
 
 def hand_over(
-    half: HostHalf, mails: list[list[np.ndarray]], rng: np.random.Generator
+    host: HostState, mails: list[list[np.ndarray]], rng: np.random.Generator
 ) -> tuple[float, float]:
     """The times of a hand-over and of the update that follows, in ms."""
     for step in range(4):
-        half.note(SCALARS)
-        half.add(mails[step % len(mails)], 0.9)
-    closed = half.close_window()
+        host.note(SCALARS)
+        host.add(mails[step % len(mails)], 0.9)
+    closed = host.close_window()
     moved = []
-    for leaf in half.leaves:
+    for leaf in host.leaves:
         shape = leaf.spec.view4(leaf.spec.k)
         chosen = rng.choice(np.setdiff1d(np.arange(WIDTH), leaf.channels), leaf.spec.k, False)
         rows = [np.ones(shape, np.float32) for _ in range(3)]
@@ -75,9 +75,9 @@ def hand_over(
         moved.append((leaving, np.sort(chosen)[None].astype(np.int32)))
     start = time.perf_counter()
     for i, (leaving, chosen) in enumerate(moved):
-        half.hand_over(closed, i, leaving, chosen)
+        host.hand_over(closed, i, leaving, chosen)
     middle = time.perf_counter()
-    for _ in half.update(closed, lambda i, leaf: None):
+    for _ in host.update(closed, lambda i, leaf: None):
         pass
     return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
 
@@ -90,7 +90,7 @@ def main() -> None:
     args = parser.parse_args()
     adam = HostAdam(threads=args.threads)
     leaves = max(1, args.millions * 2**20 // WIDTH**2)
-    halves = {keep: new_half(leaves, adam) for keep in (False, True)}
+    halves = {keep: new_host(leaves, adam) for keep in (False, True)}
     rng = np.random.default_rng(1)
     mails = []
     for _ in range(2):  # two, so that none is in the cache when it comes again
@@ -125,8 +125,8 @@ def main() -> None:
     print("the same bits")
     del halves, a, b
     for axis, name in ((0, "leading"), (1, "trailing")):
-        half = new_half(leaves, adam, axis)
-        both = [hand_over(half, mails, rng) for _ in range(args.rounds + 1)][1:]
+        host = new_host(leaves, adam, axis)
+        both = [hand_over(host, mails, rng) for _ in range(args.rounds + 1)][1:]
         print(
             f"hand-over, {name} channel axis: {statistics.median(x for x, _ in both):.1f} ms,"
             f" {statistics.median(x / y for x, y in both):.2f} of the update",

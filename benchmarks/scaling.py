@@ -117,7 +117,7 @@ def measure(variant: Variant) -> Result:
     )
     state = tx.init(params)
     step = compiled(tx, params, state)
-    mail = jax.tree.leaves((state.mail, state.letter))
+    mail = jax.tree.leaves((state.mail, state.step_scalars))
     times: dict[bool, list[float]] = {False: [], True: []}
     with zenflow_jax.HostEngine(params, state) as engine:
         before = engine.stats

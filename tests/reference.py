@@ -73,7 +73,7 @@ class _Leaf:
         return (channel for group in self.groups for channel in group)
 
     @property
-    def travels(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether anything of it is deferred."""
         return any(len(group) > self.k for group in self.groups)
 
@@ -174,7 +174,7 @@ class Reference:
             self._open_steps_taken += 1
             factor = _clipping_factor(squares, self._settings.max_grad_norm)
             if isinstance(self._settings.update_interval, AutoWindow):
-                weights = [_weigh(leaf, factor * g) for leaf, g in self._travelling(gradients)]
+                weights = [_weigh(leaf, factor * g) for leaf, g in self._not_resident(gradients)]
             for leaf, g in zip(self._leaves, gradients, strict=True):
                 for channel in leaf.channels:
                     self._take_gradient(leaf, channel, g[channel.where], factor)
@@ -305,15 +305,15 @@ class Reference:
     def _last_boundary(self) -> int:
         return self.boundaries[-1] if self.boundaries else 0
 
-    def _travelling(self, gradients: Sequence[np.ndarray]) -> list[tuple[_Leaf, np.ndarray]]:
+    def _not_resident(self, gradients: Sequence[np.ndarray]) -> list[tuple[_Leaf, np.ndarray]]:
         pairs = zip(self._leaves, gradients, strict=True)
-        return [(leaf, g) for leaf, g in pairs if leaf.axis is not None and leaf.travels]
+        return [(leaf, g) for leaf, g in pairs if leaf.axis is not None and leaf.offloaded]
 
     def _kept_share(self) -> float:
         """How much of the best channels' score the selected ones have, by the leaves' sizes."""
         total = size = 0.0
         for leaf in self._leaves:
-            if leaf.axis is None or not leaf.travels:
+            if leaf.axis is None or not leaf.offloaded:
                 continue
             held = sum(float(c.score) for c in leaf.channels if c.selected)
             best = sum(

@@ -265,8 +265,8 @@ class Training:
         """Waits until the worker has nothing to do; no public call does that without flushing."""
         if self.engine is not None:
             self.engine._mailbox.drain()
-            if self.engine._crossing.pending is not None:
-                self.engine._crossing.pending.result(timeout=60)
+            if self.engine._updates.pending is not None:
+                self.engine._updates.pending.result(timeout=60)
 
     def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Each step of the plan, with the parameters after it."""
@@ -298,7 +298,7 @@ class Training:
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
         """All that is known of every channel, from whichever side it lives on; settle first."""
         found = {}
-        travels = 0
+        offloaded = 0
         for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
             mine = (self.params[leaf.name] if s.master is None else s.master, s.mu, s.nu)
             if s.channels is None:
@@ -308,8 +308,8 @@ class Training:
             if s.master is None:
                 rows = np.take_along_axis(np.array(mine[0]), _along(channels, leaf), leaf.axis)
                 mine = (rows, s.mu, s.nu)
-            full = self._on_host(travels, s) if s.deferred is None else s.deferred
-            travels += 1
+            full = self._on_host(offloaded, s) if s.deferred is None else s.deferred
+            offloaded += 1
             found[leaf.name] = tuple(
                 _put(np.array(x), channels, np.asarray(rows), leaf)
                 for x, rows in zip((full.master, full.mu, full.nu), mine, strict=True)
@@ -324,7 +324,7 @@ class Training:
         spec, worker = state.spec, self.engine._worker
         wide = {name: np.empty(spec.shape, np.float32) for name in ("master", "mu", "nu")}
         steps = np.empty(state.scores.shape, np.int32)
-        for part, half in zip(worker._parts, worker._half.leaves, strict=True):
+        for part, half in zip(worker._parts, worker._host.leaves, strict=True):
             if part.leaf != number:
                 continue
             for name, x in wide.items():

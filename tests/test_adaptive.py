@@ -37,11 +37,11 @@ def all_three(leaves, settings, plan, gradients=runs.gradients, seed=0):
                 assert stats.windows == sum(stats.window_lengths.values())
                 assert stats.reselections == slow.reselections
             else:
-                tally, schedule = training.state.tally, training.state.schedule
+                schedule_state, schedule = training.state.schedule_state, training.state.schedule
                 if schedule.adaptive:
-                    assert tally.length == plan.steps - slow.boundaries[-1]
-                if schedule.measures:
-                    np.testing.assert_allclose(tally.kept, slow.kept[-1], rtol=1e-5)
+                    assert schedule_state.length == plan.steps - slow.boundaries[-1]
+                if schedule.needs_kept_share:
+                    np.testing.assert_allclose(schedule_state.kept, slow.kept[-1], rtol=1e-5)
     return slow, stats
 
 

@@ -638,7 +638,7 @@ def test_a_checkpoint_of_an_engine_of_another_version_is_refused_by_name(tmp_pat
     training, checkpoints = engine_run(tmp_path, [])
     with training, checkpoints:
         old = training.engine.state()
-        old["counts"]["run"] = old["counts"]["ticket"]
+        old["counts"]["run"] = old["counts"]["token"]
         del old["counts"]["update_scalars"]
         checkpoints.save(7, training.params, training.state, old, {})
         checkpoints.finish()

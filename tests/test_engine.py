@@ -28,7 +28,7 @@ from zenflow_jax._exchange import worker
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host import state as host_state
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.state import HostHalf
+from zenflow_jax._host.state import HostState
 
 TIMEOUT_S = 60  # after it a test that would hang fails instead
 
@@ -77,7 +77,7 @@ def gate(monkeypatch):
     gate = Gate()
     gate.open()
 
-    class Noted(HostHalf):
+    class Noted(HostState):
         def add(self, *args):
             gate.log.append("mail")
             super().add(*args)
@@ -87,7 +87,7 @@ def gate(monkeypatch):
             gate.pass_through("piece")
             yield from super().adamw(*args)
 
-    monkeypatch.setattr(_engine, "HostHalf", Noted)
+    monkeypatch.setattr(_engine, "HostState", Noted)
     monkeypatch.setattr(_engine, "HostAdam", Gated)
     return gate
 
@@ -113,7 +113,7 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(monkeypatch
     # Late: it does nothing unless the caller waits for it.
     waiting, wait = threading.Event(), Worker.wait
 
-    class LateToRead(HostHalf):
+    class LateToRead(HostState):
         def add(self, *args):
             assert waiting.wait(TIMEOUT_S)
             super().add(*args)
@@ -130,7 +130,7 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(monkeypatch
         finally:
             waiting.clear()
 
-    monkeypatch.setattr(_engine, "HostHalf", LateToRead)
+    monkeypatch.setattr(_engine, "HostState", LateToRead)
     monkeypatch.setattr(_engine, "HostAdam", Late)
     monkeypatch.setattr(Worker, "wait", wait_and_let_work)
     with started() as training:
@@ -162,7 +162,7 @@ def test_no_exchange_before_a_boundary_waits_for_the_sums_of_a_window(monkeypatc
         training.go(7)
         copied.clear()
         training.go(4)  # one step closes a window
-        assert not training.engine._crossing.pending.done()
+        assert not training.engine._updates.pending.done()
         copied.set()
         training.go(1)
         runs.assert_same_bits(training.values(), expected)
@@ -236,11 +236,11 @@ def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
     for kept in (0, 3, 100):
         monkeypatch.setattr(host_state, "KEPT", kept)
         with started(settings) as training:
-            half = training.engine._worker._half
+            host = training.engine._worker._host
             params = []
             for _, values in training.follow(PLAN._replace(steps=20)):
                 training.settle()
-                assert half.kept <= kept
+                assert host.kept <= kept
                 params.append(values)
             outcomes.append((params, training.moments()))
     for outcome in outcomes[1:]:
@@ -257,7 +257,7 @@ def test_how_much_is_prefetched_does_not_change_a_bit():
                 if t == 9:
                     training.settle()
                     # What is on its way lies on the device as far as it may.
-                    done = training.engine._crossing.pending.result()
+                    done = training.engine._updates.pending.result()
                     early.append(sum(x.nbytes for pieces in done for x in pieces))
                 params.append(values)
             training.settle()
@@ -265,7 +265,7 @@ def test_how_much_is_prefetched_does_not_change_a_bit():
             uploaded.append(training.engine.stats.bytes_to_device)
     for outcome in outcomes[1:]:
         runs.assert_same_bits(outcome, outcomes[0])
-    assert early == [whole, 80, 0]  # the first leaf that travels has 80 bytes, the next one 240
+    assert early == [whole, 80, 0]  # the first offloaded leaf has 80 bytes, the next one 240
     # The last window's update has not reached its boundary.
     assert uploaded == [uploaded[0], uploaded[0] - 240, uploaded[0] - whole]
 
@@ -296,7 +296,7 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
         gate.shut()
         gate.log.clear()
         gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
-        update = training.engine._crossing.pending
+        update = training.engine._updates.pending
         # Two mails of the next window fit in the box while the worker is in a piece.
         training.go(2)
         assert gate.log.count("piece") == 0
@@ -344,7 +344,7 @@ def bomb(monkeypatch):
 
     bomb = Bomb()
 
-    class ExplosiveHalf(HostHalf):
+    class ExplosiveHalf(HostState):
         def add(self, *args):
             bomb.count("add")
             super().add(*args)
@@ -355,7 +355,7 @@ def bomb(monkeypatch):
             yield from super().adamw(*args)
             bomb.count("adamw's end")
 
-    monkeypatch.setattr(_engine, "HostHalf", ExplosiveHalf)
+    monkeypatch.setattr(_engine, "HostState", ExplosiveHalf)
     monkeypatch.setattr(_engine, "HostAdam", Explosive)
     return bomb
 
@@ -596,7 +596,7 @@ def test_close_frees_the_host_memory():
         training.go(5)
         arrays = [
             weakref.ref(x)
-            for leaf in training.engine._worker._half.leaves
+            for leaf in training.engine._worker._host.leaves
             for x in (leaf.master, leaf.mu, leaf.nu)
         ]
         training.engine.close()
@@ -622,7 +622,7 @@ def leave_open(steps):
     training.go(steps)
     globals()["kept"] = training
     if steps:
-        assert not training.engine._crossing.pending.done()
+        assert not training.engine._updates.pending.done()
 
 
 @pytest.mark.slow
@@ -751,7 +751,7 @@ def test_mail_that_some_saver_left_on_the_device_is_in_host_memory_after_a_step(
         training.engine = HostEngine(training.params, training.state, host_kernel="numpy")
         for (_, values), before in zip(training.follow(Plan(4)), expected, strict=True):
             runs.assert_same_bits(values, before)
-            mail = jax.tree.leaves((training.state.mail, training.state.letter))
+            mail = jax.tree.leaves((training.state.mail, training.state.step_scalars))
             assert {x.sharding.memory_kind for x in mail} == {"pinned_host"}
 
 
@@ -931,13 +931,13 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(monkey
     # The collector runs wherever something is allocated, on a kernel's thread too.
     forgotten, ended = threading.Event(), []
 
-    class Collecting(HostHalf):
+    class Collecting(HostState):
         def add(self, *args):
             assert forgotten.wait(TIMEOUT_S)
             gc.collect()
             super().add(*args)
 
-    monkeypatch.setattr(_engine, "HostHalf", Collecting)
+    monkeypatch.setattr(_engine, "HostState", Collecting)
 
     def run():
         training = started(threads=2)

@@ -47,8 +47,8 @@ def test_lent_arrays_are_the_engines_own_and_copies_are_not():
     with HERE(FIRST) as training:
         training.go(7)  # in mid-window
         copies = arrays(training.engine.state())  # and now the worker is at rest
-        half = training.engine._half
-        own = memory(x for leaf in half.leaves for x in (leaf.master, leaf.mu, leaf.nu, leaf.total))
+        host = training.engine._host
+        own = memory(x for leaf in host.leaves for x in (leaf.master, leaf.mu, leaf.nu, leaf.total))
         assert memory(copies).isdisjoint(own)
         with training.engine.lend() as lent:
             assert memory(arrays(lent)) >= own

@@ -236,7 +236,7 @@ def test_a_note_says_that_a_call_was_interrupted(monkeypatch):
         raise KeyboardInterrupt
 
     def be_interrupted(training):
-        monkeypatch.setattr(training.engine._crossing, "collect", interrupt)
+        monkeypatch.setattr(training.engine._updates, "collect", interrupt)
         with pytest.raises(KeyboardInterrupt):
             training.go(5)
 

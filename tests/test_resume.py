@@ -65,8 +65,8 @@ def go(training, plan, until):
 
 def end(training):
     training.flush()
-    # Two engines in one process have tickets of their own.
-    return training.params, dataclasses.replace(training.state, ticket=None)
+    # Two engines in one process have tokens of their own.
+    return training.params, dataclasses.replace(training.state, token=None)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def continued(training, **changes):
     params, state, engine_state = saved(training)
     settings = dataclasses.replace(training.settings, **changes)
     fresh = runs.transformation(training.leaves, settings).init(runs.initial(training.leaves))
-    fresh = dataclasses.replace(fresh, step=state.step, ticket=state.ticket)
+    fresh = dataclasses.replace(fresh, step=state.step, token=state.token)
     return lambda: zenflow_jax.HostEngine(params, fresh, engine_state=engine_state)
 
 
@@ -239,7 +239,7 @@ def test_an_engine_state_of_another_step_or_another_run_is_refused():
         params, state, engine_state = saved(training)
         with pytest.raises(ValueError, match=r"after step 5, got one after step 6\. Save and"):
             zenflow_jax.HostEngine(params, state, engine_state=earlier)
-        other = dataclasses.replace(state, ticket=state.ticket + 1)
+        other = dataclasses.replace(state, token=state.token + 1)
         with pytest.raises(ValueError, match="got one after step 6 of another run"):
             zenflow_jax.HostEngine(params, other, engine_state=engine_state)
         with pytest.raises(ValueError, match="a state from `tx.init`, got one after 6 steps"):
@@ -360,7 +360,7 @@ def test_masters_that_are_being_read_stay_those_of_their_step_when_another_proce
 def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(monkeypatch):
     arrays = []
 
-    class Remembered(host_state.HostHalf):
+    class Remembered(host_state.HostState):
         def __init__(self, *args):
             super().__init__(*args)
             arrays.extend(weakref.ref(leaf.master) for leaf in self.leaves)
@@ -372,8 +372,8 @@ def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(mo
         go(training, PLAN, 11)
         checkpoint = saved(training)
         before = threading.active_count()
-        monkeypatch.setattr(_engine, "HostHalf", Remembered)
-        monkeypatch.setattr(updates.Crossing, "resume", explode)
+        monkeypatch.setattr(_engine, "HostState", Remembered)
+        monkeypatch.setattr(updates.Updates, "resume", explode)
         with pytest.raises(MemoryError, match="no room"):
             resumed(training, checkpoint)
         assert threading.active_count() == before

@@ -108,10 +108,10 @@ def test_the_number_of_a_run_is_in_nothing_but_tickets():
         go(one, PLAN, 11)
         go(another, PLAN, 11)
         mine, yours = saved(one), saved(another)
-        assert mine[1].ticket != yours[1].ticket
-        assert mine[2]["counts"].pop("ticket") != yours[2]["counts"].pop("ticket")
+        assert mine[1].token != yours[1].token
+        assert mine[2]["counts"].pop("token") != yours[2]["counts"].pop("token")
         without = [
-            (params, dataclasses.replace(state, ticket=None), engine_state)
+            (params, dataclasses.replace(state, token=None), engine_state)
             for params, state, engine_state in (mine, yours)
         ]
         runs.assert_same_bits(*(jax.tree.map(np.asarray, tree) for tree in without))

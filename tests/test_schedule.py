@@ -6,7 +6,7 @@ import pytest
 
 import zenflow_jax
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._plan.schedule import Schedule, Tally
+from zenflow_jax._plan.schedule import Schedule, ScheduleState
 
 # What happens after each step: "." nothing, "c" a window closes, "s" and channels are selected;
 # in capitals where the update reaches the parameters at once.
@@ -24,7 +24,7 @@ BOUNDARIES = [
 ]
 
 
-# The same with a tally: for each step [its length so far, ripe leaves of four, windows since the
+# The same with a state: for each step [its length so far, ripe leaves of four, windows since the
 # selection, share kept], and what happens after it.
 ADAPTIVE = [
     # At least 0.7 of four is three leaves; a window's first step decides nothing.
@@ -94,7 +94,7 @@ def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected, 
     got = []
     for t, (length, ripe, windows, kept) in enumerate(known, start=1):
         # Two steps counted: a sum is ripe from half of the other side's on.
-        tally = Tally(
+        schedule_state = ScheduleState(
             length=xp.int32(length),
             counted=xp.float32(2 if length else 0),
             deferred=xp.asarray([1.0] * ripe + [0.99] * (4 - ripe), xp.float32),
@@ -102,7 +102,9 @@ def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected, 
             windows=xp.int32(windows),
             kept=xp.float32(kept),
         )
-        got.append(letter(schedule.boundary(t if kind == "numpy" else jnp.int32(t), tally)))
+        got.append(
+            letter(schedule.boundary(t if kind == "numpy" else jnp.int32(t), schedule_state))
+        )
     assert "".join(got) == expected
 
 

@@ -20,7 +20,7 @@ from tests import elastic, meshes, processes, runs
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
-from zenflow_jax._host.state import HostHalf
+from zenflow_jax._host.state import HostState
 
 SUMMED = dataclasses.replace(STALE, accumulate="device")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
@@ -99,8 +99,8 @@ def share(me: int, port: int, count: int) -> None:
         with Training(LEAVES, STALE, threads=1, **options) as training:
             training.go(9)
             training.settle()
-            half = training.engine._worker._half
-            updated = sum(x.master.size for x in half.leaves)
+            host = training.engine._worker._host
+            updated = sum(x.master.size for x in host.leaves)
             stats = training.engine.stats
             done.append((updated, stats.bytes_to_host - 9 * 44, stats.bytes_to_device))
     ours, alone = np.array(done)
@@ -114,7 +114,7 @@ def adapt(me: int, port: int, count: int) -> None:
     join(me, port, count)
     rng = np.random.default_rng(me)
 
-    class Slow(HostHalf):
+    class Slow(HostState):
         def add(self, *args):
             time.sleep(0.1 * rng.random())
             super().add(*args)
@@ -122,7 +122,7 @@ def adapt(me: int, port: int, count: int) -> None:
     late = me == count - 1
     with pytest.MonkeyPatch.context() as monkeypatch:
         if late:
-            monkeypatch.setattr(_engine, "HostHalf", Slow)
+            monkeypatch.setattr(_engine, "HostState", Slow)
         adapt_beside(late, rng)
 
 
@@ -179,21 +179,21 @@ def check_refusal(training: Training, me: int, count: int) -> None:
     words = r"values of .* differ" if last else f"process {count - 1} has refused"
     with pytest.raises(ValueError, match=words):
         zenflow_jax.HostEngine(params, training.state, engine_state=training.engine.state())
-    tickets = multihost_utils.process_allgather(np.int32(training.engine._mailbox.ticket))
-    assert np.unique(tickets).size == 1
+    tokens = multihost_utils.process_allgather(np.int32(training.engine._mailbox.token))
+    assert np.unique(tokens).size == 1
 
 
 def fail(me: int, port: int, count: int) -> None:
     """One of the processes: the worker of the last one fails, the others wait for it."""
     join(me, port, count)
-    _engine.Watch = functools.partial(_engine.Watch, poll_s=0.2, grace_s=5.0)
+    _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=5.0)
 
-    class Broken(HostHalf):
+    class Broken(HostState):
         def add(self, *args):
             raise OSError("the memory is gone")
 
     if me == count - 1:
-        _engine.HostHalf = Broken
+        _engine.HostState = Broken
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with Training(LEAVES, STALE, shardings=shardings, threads=1) as training:
         training.go(1000)

@@ -206,10 +206,10 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     assert [len(r.step_s) for r in found.results] == [4, 4]
     assert [len(r.work_s) for r in found.results] == [2, 2]
     ours, parked = figures(found).values()
-    # 2 bytes of bf16 in each step, and once a window, and the scalars of a letter.
-    n, travels, letter = 32 * 16 * 2 + 16, 32 * 16 * 2, 4 * (8 + 3)
-    assert ours["to_host"] == (2 * travels + letter) / n
-    assert ours["to_device"] == 2 * travels / 4 / n
+    # 2 bytes of bf16 in each step, and once a window, and the step's scalars.
+    n, offloaded, step_scalars = 32 * 16 * 2 + 16, 32 * 16 * 2, 4 * (8 + 3)
+    assert ours["to_host"] == (2 * offloaded + step_scalars) / n
+    assert ours["to_device"] == 2 * offloaded / 4 / n
     assert ours["host_ms"] > 0
     assert parked["to_host"] == parked["to_device"] == 12
     assert parked["idle"] is None

@@ -125,7 +125,7 @@ def test_an_update_runs_beside_the_next_steps_and_a_slow_one_is_waited_for(monke
     settings = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=100)
     with runs.Training(ONE, settings) as training:
         worker = training.engine._worker
-        adamw = worker._half._adam.adamw
+        adamw = worker._host._adam.adamw
 
         def slow(*args):
             entered.set()
@@ -138,8 +138,8 @@ def test_an_update_runs_beside_the_next_steps_and_a_slow_one_is_waited_for(monke
 
         futures_wait = futures.wait
         training.go(3)
-        training.engine._crossing.pending.result(60)
-        monkeypatch.setattr(worker._half._adam, "adamw", slow)
+        training.engine._updates.pending.result(60)
+        monkeypatch.setattr(worker._host._adam, "adamw", slow)
         training.go(1)
         assert entered.wait(60)
         monkeypatch.setattr(futures, "wait", wait)

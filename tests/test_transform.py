@@ -94,7 +94,7 @@ def assert_close(actual, desired):
 
 def exchanged(state):
     """What an engine's exchange does to a state, as far as the next step can see."""
-    return dataclasses.replace(state, ticket=jnp.zeros_like(state.ticket))
+    return dataclasses.replace(state, token=jnp.zeros_like(state.token))
 
 
 def describe(tree):
@@ -750,7 +750,7 @@ def test_the_mail_is_in_pinned_host_memory_and_the_rest_on_the_device():
     mail = jax.tree.leaves(state.mail)
     assert len(mail) == 2
     ours = {id(x) for x in host_leaves(state)}
-    assert ours == {id(x) for x in jax.tree.leaves((mail, state.letter))}
+    assert ours == {id(x) for x in jax.tree.leaves((mail, state.step_scalars))}
     others = {x.sharding.memory_kind for x in jax.tree.leaves(state) if id(x) not in ours}
     assert others == {DEVICE.default_memory().kind}
 
@@ -800,12 +800,12 @@ def test_the_letter_holds_the_scalars_of_the_step():
     )
     update = jax.jit(tx.update)
     state = tx.init(params)
-    for step, rate, ticket in [(1, 0.5, 0), (2, 0.25, 77)]:
-        state = dataclasses.replace(state, ticket=jax.device_put(jnp.int32(ticket), DEVICE))
+    for step, rate, token in [(1, 0.5, 0), (2, 0.25, 77)]:
+        state = dataclasses.replace(state, token=jax.device_put(jnp.int32(token), DEVICE))
         _, state = update(gradients_at(step), state, params)
-        floats, ints = (np.asarray(x).ravel().tolist() for x in state.letter[:2])
+        floats, ints = (np.asarray(x).ravel().tolist() for x in state.step_scalars[:2])
         assert floats == [rate, 0.75, 0.5, 0.25, 0.5, 0.125, 0.25, 1.0]
-        assert ints == [step, ticket, 1]
+        assert ints == [step, token, 1]
 
 
 def test_the_letter_holds_the_clipping_factor_of_the_whole_gradient():
@@ -816,7 +816,7 @@ def test_the_letter_holds_the_clipping_factor_of_the_whole_gradient():
     for limit, factor in [(1.25, 0.25), (5.0, 1.0), (10.0, 1.0)]:
         tx = make(offload=True, max_grad_norm=limit)
         _, state = tx.update(gradients, tx.init(params), params)
-        assert np.asarray(state.letter.floats).ravel()[-1] == factor
+        assert np.asarray(state.step_scalars.floats).ravel()[-1] == factor
 
 
 def test_the_letter_says_that_a_gradient_was_not_finite():
@@ -826,7 +826,7 @@ def test_the_letter_says_that_a_gradient_was_not_finite():
     tx = make(offload=True)
     before = tx.init(params)
     _, state = tx.update(gradients, before, params)
-    assert np.asarray(state.letter.ints).ravel().tolist() == [1, int(before.ticket), 0]
+    assert np.asarray(state.step_scalars.ints).ravel().tolist() == [1, int(before.token), 0]
 
 
 def test_flush_warns_where_the_last_steps_of_an_in_graph_run_were_all_skipped(caplog):

@@ -168,7 +168,7 @@ def test_every_array_that_is_donated_is_given_up():
     with Training(FEW, OPTIONS, donate=True, host_kernel="numpy") as training:
         for t in range(1, 9):
             # Mail is not an input of the program, so it is dropped rather than donated.
-            given = dataclasses.replace(training.state, letter=None, mail=None)
+            given = dataclasses.replace(training.state, step_scalars=None, mail=None)
             paths = jax.tree_util.tree_leaves_with_path((training.params, given))
             training.step()
             kept = [jax.tree_util.keystr(path) for path, x in paths if not x.is_deleted()]
@@ -236,7 +236,7 @@ def test_empty_leaves_and_vectors_have_no_host_memory():
     params = [jnp.zeros(shape) for shape in shapes]
     state = zenflow_jax.zenflow(1e-2, topk_ratio=0.5).init(params)
     assert [x is not None for x in state.mail] == [False] * 5 + [True]
-    assert all(x.size for x in jax.tree.leaves((state.letter, state.leaves[5], state.mail)))
+    assert all(x.size for x in jax.tree.leaves((state.step_scalars, state.leaves[5], state.mail)))
 
 
 def test_a_step_only_copies_whole_arrays_to_host_memory():

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 from zenflow_jax._checkpoint.lending import Loan
-from zenflow_jax._checkpoint.resume import channels_before, check_resumed, other_moment, resume_half
+from zenflow_jax._checkpoint.resume import channels_before, check_resumed, other_moment, resume_host
 from zenflow_jax._checkpoint.same_run import agree, sample, what_differs
 from zenflow_jax._checkpoint.tree import (
     Counts,
@@ -68,13 +68,13 @@ from zenflow_jax._exchange.parts import (
     selected_bytes,
     within,
 )
-from zenflow_jax._exchange.peers import Watch
+from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Progress
-from zenflow_jax._exchange.updates import Crossing
+from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import copied
-from zenflow_jax._host.state import HostHalf
+from zenflow_jax._host.state import HostState
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -201,11 +201,11 @@ class HostEngine:
         self._state_places = StatePlaces(weights)
         self._state_places.check(state, mail_only=False)
         self._places = Places(self._specs)
-        self._travels = [i for i, leaf in enumerate(state.leaves) if leaf.travels]
-        mine = [weights[i] for i in self._travels]
-        travelling = [state.leaves[i] for i in self._travels]
-        specs = [leaf.spec for leaf in travelling]
-        mail = [state.mail[i] for i in self._travels]
+        self._offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
+        mine = [weights[i] for i in self._offloaded]
+        offloaded = [state.leaves[i] for i in self._offloaded]
+        specs = [leaf.spec for leaf in offloaded]
+        mail = [state.mail[i] for i in self._offloaded]
         self._parts = parts_of(specs, mail)
         check_pinned(
             mail_bytes(self._parts, every_device=state.delivery == "step"),
@@ -215,19 +215,19 @@ class HostEngine:
             os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
         )
         adam = HostAdam(host_kernel, threads)
-        half = HostHalf(
+        host = HostState(
             [part.spec for part in self._parts],
             # One at a time: the host copy of one part is enough to have beside the masters.
             (host_part(mine[part.leaf], part) for part in self._parts),
-            (host_channels(part.of(travelling[part.leaf].channels), part) for part in self._parts),
+            (host_channels(part.of(offloaded[part.leaf].channels), part) for part in self._parts),
             adam,
         )
         counts, before, refusal = None, [], None
         if engine_state is not None:
             counts = counts_from_tree(engine_state["counts"])
             before = channels_before(self._parts, specs, engine_state["leaves"])
-            samples = sample(half.leaves)
-            resume_half(half, self._parts, specs, engine_state["leaves"], counts)
+            samples = sample(host.leaves)
+            resume_host(host, self._parts, specs, engine_state["leaves"], counts)
             refusal = other_moment(engine_state, state)
             # Before the first step the parameters may be others: the engine will follow them.
             if refusal is None and counts.step:
@@ -235,20 +235,20 @@ class HostEngine:
                     weights,
                     state.leaves,
                     samples,
-                    half.leaves,
+                    host.leaves,
                     self._parts,
                     before,
                     counts.update_scalars if counts.pending == PENDING else None,
                 )
         devices = {d for s in {weight.sharding for weight in weights} for d in s.device_set}
-        number = agree(refusal, int(read(state.step)), int(read(state.ticket)), devices)
-        self._watch = Watch(
+        number = agree(refusal, int(read(state.step)), int(read(state.token)), devices)
+        self._peers = PeerMonitor(
             f"run {number}", {d.process_index for d in devices}, exit_if_stuck=exit_if_stuck
         )
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
-        self._made_with = checksums(mine, travelling) if engine_state is None else None
-        self._half = half
+        self._made_with = checksums(mine, offloaded) if engine_state is None else None
+        self._host = host
         self._arrays = [
             arrays_of(spec, x, state.delivery) for spec, x in zip(specs, mail, strict=True)
         ]
@@ -257,25 +257,25 @@ class HostEngine:
         prefetched = within(self._parts, prefetch_bytes)
         in_a_row = int(read(state.skipped_in_a_row))
         self._worker = Worker(
-            half, self._parts, self._watch, prefetched, skipped, in_a_row, max_skipped
+            host, self._parts, self._peers, prefetched, skipped, in_a_row, max_skipped
         )
         self._mailbox = Mailbox(self._worker, state, number)
-        self._progress = Progress(self._schedule, len(self._travels))
+        self._progress = Progress(self._schedule, len(self._offloaded))
         self._open_steps = 0
         self._window_lengths: Counter[int] = Counter()
-        self._crossing = Crossing(
+        self._updates = Updates(
             self._worker,
-            half,
+            host,
             self._parts,
-            self._travels,
+            self._offloaded,
             prefetched,
             state,
         )
         self._doubts = Doubts()
         self._emitted = Emitted(self._specs)
         if counts is not None:
-            self._crossing.look(mine)
-            self._resume(counts, before, travelling)
+            self._updates.note_parameters(mine)
+            self._resume(counts, before, offloaded)
         self._closed = False
         self._interrupted = False
         self._loan: Loan | None = None  # the last one
@@ -284,7 +284,7 @@ class HostEngine:
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
         # waited for, before the modules go that it works with.
         weakref.finalize(self, self._worker.ask_to_stop)
-        weakref.finalize(self, self._watch.close)
+        weakref.finalize(self, self._peers.close)
         self._at_exit = partial(_stop, weakref.ref(self._worker))
         atexit.register(self._at_exit)
 
@@ -292,7 +292,7 @@ class HostEngine:
     def stats(self) -> EngineStats:
         """What was done so far: counts, seconds and bytes."""
         worker = dataclasses.asdict(self._worker.stats)
-        worker["bytes_to_device"] += self._crossing.late_bytes
+        worker["bytes_to_device"] += self._updates.late_bytes
         return EngineStats(
             steps=self._progress.step,
             windows=self._window_lengths.total(),
@@ -360,9 +360,9 @@ class HostEngine:
         self._state_places.check(state, mail_only=not boundary.closes)
         if first:
             self._follow(state, taken.weights)
-            self._crossing.look(taken.travelling)
+            self._updates.note_parameters(taken.offloaded)
         with self._all_or_nothing():
-            emitted = self._emitted.compare(taken.weights, state.leaves, state.letter)
+            emitted = self._emitted.compare(taken.weights, state.leaves, state.step_scalars)
             step = self._progress.step + 1
             self._open_steps += 1
             self._mailbox.send(state, step)
@@ -370,22 +370,22 @@ class HostEngine:
             measured = None
             if boundary.closes:
                 state = self._mailbox.send_sums(state)
-                weights = self._crossing.collect(taken.travelling, state.step, leaves)
+                weights = self._updates.collect(taken.offloaded, state.step, leaves)
                 if boundary.selects:
-                    weights, leaves = self._crossing.reselect(weights, state)
+                    weights, leaves = self._updates.reselect(weights, state)
                 else:
-                    self._crossing.close_window()
-                    if self._schedule.measures:
-                        measured = self._crossing.measure(leaves)
+                    self._updates.close_window()
+                    if self._schedule.needs_kept_share:
+                        measured = self._updates.measure(leaves)
                 self._count_window()
                 if boundary.synchronous:
-                    weights = self._crossing.collect(weights, state.step, leaves)
-                taken = taken.with_travelling(weights)
+                    weights = self._updates.collect(weights, state.step, leaves)
+                taken = taken.with_offloaded(weights)
                 params = taken.tree
-            self._progress.passed(boundary, state.letter.statistics, measured)
+            self._progress.passed(boundary, state.step_scalars.statistics, measured)
             self._note_changes(emitted)
             if boundary.closes or first:
-                self._emitted.look(taken.weights, leaves)
+                self._emitted.note_parameters(taken.weights, leaves)
             new = self._mailbox.refill(state, leaves)
             return params, replace_state(opt_state, new)
 
@@ -416,17 +416,17 @@ class HostEngine:
             self._doubts.check(self._progress.step)
             return params, opt_state
         with self._all_or_nothing():
-            weights = self._crossing.collect(taken.travelling, state.step, state.leaves)
+            weights = self._updates.collect(taken.offloaded, state.step, state.leaves)
             if self._open_steps:
                 state = self._mailbox.send_sums(state)
-                self._crossing.close_window()
+                self._updates.close_window()
                 self._count_window()
-                weights = self._crossing.collect(weights, state.step, state.leaves)
+                weights = self._updates.collect(weights, state.step, state.leaves)
             self._mailbox.drain()
             self._note_changes(None)
             self._doubts.check(self._progress.step)
             state = self._mailbox.renew(state)
-            return taken.with_travelling(weights).tree, replace_state(opt_state, state)
+            return taken.with_offloaded(weights).tree, replace_state(opt_state, state)
 
     @_recorded("state")
     def peek(self, params: Any, opt_state: Any) -> Any:
@@ -456,13 +456,13 @@ class HostEngine:
             TypeError: If they are no jax arrays.
         """
         state, taken = self._between_steps(params, opt_state, "peek")
-        weights = self._crossing.peek(taken.travelling, state.step, state.leaves)
+        weights = self._updates.peek(taken.offloaded, state.step, state.leaves)
         given = {id(x) for x in taken.leaves}
 
         def of_its_own(x: Any) -> Any:
             return as_before(_copy(x), x) if id(x) in given and isinstance(x, jax.Array) else x
 
-        return jax.tree.map(of_its_own, taken.with_travelling(weights).tree)
+        return jax.tree.map(of_its_own, taken.with_offloaded(weights).tree)
 
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
@@ -474,7 +474,7 @@ class HostEngine:
 
         Returns:
             A tree of dicts, lists and arrays. The large ones are in host memory (on a GPU pinned)
-            and take 16 bytes per parameter that travels, for as long as they live; they never
+            and take 16 bytes per offloaded parameter, for as long as they live; they never
             change. Shapes and placements are those of `abstract_engine_state(opt_state)`.
 
         Raises:
@@ -520,9 +520,9 @@ class HostEngine:
         # A checkpoint of parameters that something else has changed would be of no run.
         self._doubts.check(self._progress.step)
         pending = self._settle()
-        half, stats = self._half, self._worker.stats
+        host, stats = self._host, self._worker.stats
         try:
-            half.add_up()  # mail is in no checkpoint
+            host.add_up()  # mail is in no checkpoint
         except RuntimeError:
             self._worker.check()  # it failed meanwhile, and the kernels' threads are gone
             raise
@@ -530,21 +530,21 @@ class HostEngine:
         counts = Counts(
             step=self._progress.step,
             open_steps=self._open_steps,
-            counted=half.counted,
-            windows=half.windows,
+            counted=host.counted,
+            windows=host.windows,
             pending=pending,
-            ticket=self._mailbox.ticket,
+            token=self._mailbox.token,
             skipped=stats.skipped_steps,
             reselections=self._progress.reselections,
             window_lengths=self._window_lengths,
-            scalars=half.scalars,
-            update_scalars=half.update_scalars,
-            tally=self._progress.tally,
+            scalars=host.scalars,
+            update_scalars=host.update_scalars,
+            schedule_state=self._progress.schedule_state,
             kept=self._progress.kept,
         )
         return {
             "leaves": leaves_to_trees(
-                leaves, half.counted, self._parts, self._arrays, self._crossing.before, take
+                leaves, host.counted, self._parts, self._arrays, self._updates.before, take
             ),
             "counts": counts_to_tree(counts, self._schedule),
             "options": self._options,
@@ -559,21 +559,21 @@ class HostEngine:
         self._check_open()
         if self._progress.step:
             return
-        mine = [weights[i] for i in self._travels]
-        now = checksums(mine, [state.leaves[i] for i in self._travels])
+        mine = [weights[i] for i in self._offloaded]
+        now = checksums(mine, [state.leaves[i] for i in self._offloaded])
         loaded = range(len(mine)) if self._made_with is None else differing(now, self._made_with)
-        for part, leaf in zip(self._parts, self._half.leaves, strict=True):
+        for part, leaf in zip(self._parts, self._host.leaves, strict=True):
             if part.leaf in loaded:
                 leaf.take_master(host_part(mine[part.leaf], part))
         self._made_with = now
 
     @_recorded("state")
     def _masters(self, opt_state: Any) -> Iterator[jax.Array]:
-        """Of each leaf that travels the host's masters, for `_master.py`."""
+        """The host's masters of each offloaded leaf, for `_master.py`."""
         state = self._check(opt_state)
         self._doubts.check(self._progress.step)
         self._settle()
-        return self._crossing.masters(state)
+        return self._updates.masters(state)
 
     def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """`exchange` for flax nnx: updates `model` and `optimizer` in place.
@@ -624,9 +624,9 @@ class HostEngine:
         """
         self._closed = True
         self._worker.stop()
-        self._watch.close()
+        self._peers.close()
         self._mailbox.close()
-        self._crossing.pending = None
+        self._updates.pending = None
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> "HostEngine":
@@ -656,7 +656,7 @@ class HostEngine:
     @property
     def _behind(self) -> bool:
         """Whether there are gradients or updates that have not reached the parameters."""
-        return self._open_steps > 0 or self._crossing.pending is not None
+        return self._open_steps > 0 or self._updates.pending is not None
 
     def _what_is_lost(self, error: BaseException) -> str | None:
         """What an exception leaves behind that goes through the `with` block; None for nothing."""
@@ -680,18 +680,18 @@ class HostEngine:
         )
 
     def _resume(
-        self, counts: Counts, before: Sequence[np.ndarray], travelling: Sequence[LeafState]
+        self, counts: Counts, before: Sequence[np.ndarray], offloaded: Sequence[LeafState]
     ) -> None:
         """Goes on where the engine was that `counts` and `before` are of."""
-        self._progress.resume(counts.step, counts.reselections, counts.tally, counts.kept)
+        self._progress.resume(counts.step, counts.reselections, counts.schedule_state, counts.kept)
         self._open_steps = counts.open_steps
         self._window_lengths.update(counts.window_lengths)
-        self._crossing.resume(counts.pending, before, travelling)
+        self._updates.resume(counts.pending, before, offloaded)
 
     def _settle(self) -> int:
         """Waits until the worker has nothing to do; what there is of an update on its way."""
         self._mailbox.drain()
-        return self._crossing.wait()
+        return self._updates.wait()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -733,7 +733,7 @@ class HostEngine:
 
     def _take(self, params: Any) -> "_Taken":
         leaves, treedef, places = self._places(params)
-        return _Taken(leaves, treedef, places, self._travels)
+        return _Taken(leaves, treedef, places, self._offloaded)
 
     def _check_params(self, taken: "_Taken") -> None:
         check_leaves(taken.weights, self._specs)
@@ -744,10 +744,10 @@ class HostEngine:
         if emitted is not None:
             which, counts = emitted
             self._doubts.add(self._progress.step, [self._specs[i].name for i in which], counts)
-        for which, counts in self._crossing.changed:
-            names = [self._specs[self._travels[i]].name for i in which]
+        for which, counts in self._updates.changed:
+            names = [self._specs[self._offloaded[i]].name for i in which]
             self._doubts.add(self._progress.step, names, counts)
-        self._crossing.changed = []
+        self._updates.changed = []
 
     def _check_flushed(self, state: ZenFlowState) -> None:
         if self._mailbox.replaced(state):
@@ -793,7 +793,7 @@ class _Taken:
     leaves: list[Any]
     treedef: Any
     places: list[int]  # of each leaf of the state among `leaves`
-    travels: list[int]  # those of them that travel
+    of_offloaded: list[int]  # those of them that are offloaded
 
     @property
     def weights(self) -> list[Any]:
@@ -801,19 +801,19 @@ class _Taken:
         return [self.leaves[i] for i in self.places]
 
     @property
-    def travelling(self) -> list[Any]:
-        """Of each leaf that travels its parameter."""
-        return [self.leaves[self.places[i]] for i in self.travels]
+    def offloaded(self) -> list[Any]:
+        """The parameter of each offloaded leaf."""
+        return [self.leaves[self.places[i]] for i in self.of_offloaded]
 
     @property
     def tree(self) -> Any:
         """The tree again."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
-    def with_travelling(self, weights: list[jax.Array]) -> "_Taken":
+    def with_offloaded(self, weights: list[jax.Array]) -> "_Taken":
         """With others in the places of those that travel."""
         leaves = list(self.leaves)
-        for i, weight in zip(self.travels, weights, strict=True):
+        for i, weight in zip(self.of_offloaded, weights, strict=True):
             leaves[self.places[i]] = weight
         return dataclasses.replace(self, leaves=leaves)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from zenflow_jax._device.channels import along, positions, spread
+from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
 from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.shards import Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
@@ -73,16 +73,16 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
         return wide if leaf.master is None else jnp.where(leaf.steps == 0, wide, leaf.master)
 
     def one(here: Here, weight: Array, leaf: LeafState, host: Array, steps: Array | None) -> Array:
-        place = positions(here.index(leaf.channels), here.block.n)
+        place = positions(here.to_local(leaf.channels), here.block.n)
         wide = mine = weight.astype(jnp.float32)
         if leaf.master is not None:
-            mine = spread(here.gather(leaf.master), place, here.block)
+            mine = gather_to_channels(here.gather(leaf.master), place, here.block)
             fresh = _of_all(leaf.steps == 0, place)
-            mine = jnp.where(along(fresh, here.block), wide, mine)
+            mine = jnp.where(broadcast_channels(fresh, here.block), wide, mine)
         host = here.gather(host)
         if steps is not None:
-            host = jnp.where(along(steps == 0, here.block), wide, host)
-        return jnp.where(along(place >= 0, here.block), mine, host)
+            host = jnp.where(broadcast_channels(steps == 0, here.block), wide, host)
+        return jnp.where(broadcast_channels(place >= 0, here.block), mine, host)
 
     takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]
     takes.append(None if steps is None else layout.channels)

@@ -21,9 +21,9 @@ from zenflow_jax._device.checks import check_outside_of_shard_map, check_placeme
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.shards import as_its_parameter
-from zenflow_jax._device.state import USED, Letter
-from zenflow_jax._device.statistics import weigh
-from zenflow_jax._device.step import add_mail, judge, look, step_selected
+from zenflow_jax._device.statistics import window_statistics
+from zenflow_jax._device.step import add_mail, finite_and_clip_factor, split_gradient, step_selected
+from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._plan.arguments import (
     check_arguments,
     check_delivery,
@@ -238,10 +238,10 @@ def zenflow(
 
         # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
         seen = [
-            look(g, leaf, state.delivery, rank)
+            split_gradient(g, leaf, state.delivery, rank)
             for g, leaf in zip(gradients, state.leaves, strict=True)
         ]
-        finite, factor = judge([s.squares for s in seen], max_grad_norm)
+        finite, factor = finite_and_clip_factor([s.squares for s in seen], max_grad_norm)
 
         stepped = [
             step_selected(p, s, leaf, scalars, factor, finite)
@@ -249,8 +249,8 @@ def zenflow(
         ]
         changes = [change for change, _ in stepped]
         statistics = None
-        if state.schedule.weighs:
-            statistics = weigh([s.squares for s in seen], state.leaves, factor, finite)
+        if state.schedule.needs_statistics:
+            statistics = window_statistics([s.squares for s in seen], state.leaves, factor, finite)
         leaves = tuple(leaf for _, leaf in stepped)
         new = dataclasses.replace(
             state,
@@ -262,7 +262,7 @@ def zenflow(
         if offload:
             # Without `exchange` in between, the last step's mail is lost: deferred channels would
             # silently stop learning. A jitted update cannot raise; NaN is seen.
-            lost = state.ticket == USED
+            lost = state.token == USED
             _raise_if_lost(lost)
             changes = [jnp.where(lost, jnp.nan, change) for change in changes]
             mail = tuple(s.mail for s in seen)
@@ -271,11 +271,13 @@ def zenflow(
                     None if total is None else add_mail(total, s, leaf.spec, factor, finite)
                     for total, s, leaf in zip(state.mail, seen, state.leaves, strict=True)
                 )
-            letter = _write_letter(scalars, factor, step, state.ticket, finite, statistics)
+            step_scalars = StepScalars.pack(scalars, factor, step, state.token, finite, statistics)
             if state.delivery == "step":
-                letter = Letter(*(x if x is None else to_host(x, rank) for x in letter))
-            used = jnp.full_like(state.ticket, USED)
-            new = dataclasses.replace(new, mail=mail, ticket=used, letter=letter)
+                step_scalars = StepScalars(
+                    *(x if x is None else to_host(x, rank) for x in step_scalars)
+                )
+            used = jnp.full_like(state.token, USED)
+            new = dataclasses.replace(new, mail=mail, token=used, step_scalars=step_scalars)
         else:
             new, changes = in_graph.advance(
                 new, weights, gradients, changes, scalars, factor, finite, statistics
@@ -298,16 +300,3 @@ def _raise_if_lost(lost: jax.Array) -> None:
             "`params, opt_state = engine.exchange(params, opt_state)` after every step, or use "
             "`zenflow(..., offload=False)` where there is no engine."
         )
-
-
-def _write_letter(
-    scalars: AdamScalars,
-    factor: jax.Array,
-    step: jax.Array,
-    ticket: jax.Array,
-    finite: jax.Array,
-    statistics: jax.Array | None,
-) -> Letter:
-    floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*scalars, factor)])
-    ints = jnp.stack([step, ticket, finite.astype(jnp.int32)])
-    return Letter(floats, ints, statistics)

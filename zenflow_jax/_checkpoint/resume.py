@@ -10,7 +10,7 @@ from zenflow_jax._checkpoint.tree import WIDE, Counts, _specs, abstract_engine_s
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import Part, piece_of
-from zenflow_jax._host.state import HostHalf
+from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.leaf import LeafSpec
 
 
@@ -37,8 +37,8 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
     )
 
 
-def resume_half(
-    half: HostHalf,
+def resume_host(
+    host: HostState,
     parts: Sequence[Part],
     specs: Sequence[LeafSpec],
     leaves: Sequence[Mapping[str, Any]],
@@ -49,7 +49,7 @@ def resume_half(
     Raises:
         ValueError: If channels cannot be on the devices of now.
     """
-    for leaf, part in zip(half.leaves, parts, strict=True):
+    for leaf, part in zip(host.leaves, parts, strict=True):
         if leaf.channels.size and not 0 <= leaf.channels.min() <= leaf.channels.max() < part.spec.n:
             raise ValueError(
                 f"expected each device to have its share of the selected channels of "
@@ -64,7 +64,7 @@ def resume_half(
             names.append("total")
         return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
 
-    half.resume(
+    host.resume(
         map(arrays, parts),
         counted=counts.counted,
         windows=counts.windows,
@@ -117,9 +117,9 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 def other_moment(saved: Any, state: ZenFlowState) -> str | None:
     """What says that an engine state is not of the moment, or the run, of `state`; or None."""
-    step, ticket = int(saved["counts"]["step"]), int(saved["counts"]["ticket"])
+    step, token = int(saved["counts"]["step"]), int(saved["counts"]["token"])
     given = int(read(state.step))
-    if (given, int(read(state.ticket))) == (step, ticket):
+    if (given, int(read(state.token))) == (step, token):
         return None
     return (
         "expected the `opt_state` that `exchange` or `flush` returned when the engine's state was "

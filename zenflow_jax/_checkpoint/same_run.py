@@ -1,7 +1,7 @@
 """Whether parameters, optimizer state and engine state that are resumed are all of one run.
 
-Each engine draws a number, which every process of the run has alike. The tickets that it gives to
-the optimizer state are made from it, and so is the one in its own state: where step and ticket are
+Each engine draws a number, which every process of the run has alike. The tokens that it gives to
+the optimizer state are made from it, and so is the one in its own state: where step and token are
 the same, both are of the same engine and the same moment. The number is in no arithmetic. Nor can
 parameters carry it, so a few hundred values of each leaf are compared with what host and device
 have as their masters.
@@ -94,10 +94,10 @@ def what_differs(
             update's window was open.
         update: The hyperparameters of the pending update; None if none is pending.
     """
-    travelling = [state for state in states if state.travels]
+    offloaded = [state for state in states if state.offloaded]
     on_host, on_device = [{state.spec.name: _Found() for state in states} for _ in range(2)]
     for taken, leaf, part, then in zip(samples, leaves, parts, before, strict=True):
-        state = travelling[part.leaf]
+        state = offloaded[part.leaf]
         group, _, channel, _ = taken.at
         now = _places(leaf.channels, leaf.spec.n)[group, channel] >= 0
         then = np.asarray(then).reshape(leaf.channels.shape) - part.first
@@ -206,7 +206,7 @@ def _places(channels: np.ndarray, n: int) -> np.ndarray:
     return places
 
 
-def agree(refusal: str | None, step: int, ticket: int, devices: Collection[Any]) -> int:
+def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
     """The run's number, the same in every process that has some of these devices.
 
     Random, and so another one for each engine that is ever made. In a run of several processes
@@ -215,14 +215,14 @@ def agree(refusal: str | None, step: int, ticket: int, devices: Collection[Any])
     Args:
         refusal: Why this process cannot go on with what it has read; None if it can.
         step: Of the state.
-        ticket: Of the state.
+        token: Of the state.
         devices: Of the parameters.
 
     Raises:
         ValueError: With the refusal; if another process has one; or if the processes have states of
             different moments.
     """
-    mine = [secrets.randbits(31), int(refusal is not None), step, ticket]
+    mine = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1
     found = _gather(mine, devices) if several else {0: mine}
     if refusal is not None:

@@ -25,7 +25,7 @@ from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Schedule, Tally, first_tally
+from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 
 #: Arrays of a leaf's shape.
 WIDE = ("master", "mu", "nu", "total")
@@ -33,15 +33,15 @@ WIDE = ("master", "mu", "nu", "total")
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What an engine counts. Python numbers, and what a `Tally` has."""
+    """What an engine counts. Python numbers, and what a `ScheduleState` has."""
 
-    tally: Tally
+    schedule_state: ScheduleState
     step: int = 0
     open_steps: int = 0  # of the open window, skipped ones included
     counted: int = 0  # of them those that are in the sums
     windows: int = 0  # closed so far
     pending: int = NONE
-    ticket: int = 0  # that the next step carries
+    token: int = 0  # that the next step carries
     skipped: int = 0
     reselections: int = 0
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ _NUMBERS = (
     "counted",
     "windows",
     "pending",
-    "ticket",
+    "token",
     "skipped",
     "reselections",
 )
@@ -72,9 +72,9 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
         "scalars": _scalars_to_tree(counts.scalars),
         "update_scalars": _scalars_to_tree(counts.update_scalars),
         "kept": np.array(np.nan if counts.kept is None else counts.kept, np.float32),
-        "tally": {
+        "schedule_state": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
-            for name, x in counts.tally._asdict().items()
+            for name, x in counts.schedule_state._asdict().items()
             if np.size(x)  # orbax writes no empty arrays
         },
     }
@@ -85,7 +85,7 @@ def _scalars_to_tree(scalars: AdamScalars | None) -> np.ndarray:
 
 
 def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
-    tally = {name: np.asarray(x) for name, x in tree["tally"].items()}
+    schedule_state = {name: np.asarray(x) for name, x in tree["schedule_state"].items()}
     nothing = np.zeros(0, np.float32)
     lengths = np.asarray(tree["window_lengths"])
     kept = float(tree["kept"])
@@ -94,13 +94,13 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
         window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
         scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
         update_scalars=AdamScalars(*map(float, np.asarray(tree["update_scalars"]))),
-        tally=Tally(
-            length=int(tally["length"]),
-            counted=np.float32(tally["counted"]),
-            deferred=tally.get("deferred", nothing),
-            selected=tally.get("selected", nothing),
-            windows=int(tally["windows"]),
-            kept=np.float32(tally["kept"]),
+        schedule_state=ScheduleState(
+            length=int(schedule_state["length"]),
+            counted=np.float32(schedule_state["counted"]),
+            deferred=schedule_state.get("deferred", nothing),
+            selected=schedule_state.get("selected", nothing),
+            windows=int(schedule_state["windows"]),
+            kept=np.float32(schedule_state["kept"]),
         ),
         kept=None if math.isnan(kept) else kept,
     )
@@ -153,21 +153,21 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
             "expected a state of `zenflow(..., offload=True)`, got one that has its deferred half "
             "in itself. Save that state alone: it is all there is."
         )
-    travelling = [
+    offloaded = [
         (leaf.spec, mail)
         for leaf, mail in zip(state.leaves, state.mail, strict=True)
-        if leaf.travels
+        if leaf.offloaded
     ]
-    tally = first_tally(state.schedule, len(travelling))
+    schedule_state = first_schedule_state(state.schedule, len(offloaded))
     return {
         "leaves": [
             {
                 name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
                 for name, (shape, dtype, sharding) in arrays_of(spec, mail, state.delivery).items()
             }
-            for spec, mail in travelling
+            for spec, mail in offloaded
         ],
-        "counts": counts_to_tree(Counts(tally=tally), state.schedule),
+        "counts": counts_to_tree(Counts(schedule_state=schedule_state), state.schedule),
         "options": options_of(state),
     }
 
@@ -210,7 +210,7 @@ def leaves_to_trees(
     before: Sequence[jax.Array] | None,
     take: Callable[[np.ndarray], np.ndarray],
 ) -> list[dict[str, jax.Array]]:
-    """What the host half has of each leaf that travels.
+    """What the host half has of each offloaded leaf.
 
     Args:
         leaves: Its arrays, at rest.

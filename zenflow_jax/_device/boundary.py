@@ -13,9 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from zenflow_jax._device.channels import along, contains, positions, spread, take, top_channels
+from zenflow_jax._device.channels import (
+    broadcast_channels,
+    contains,
+    gather_to_channels,
+    positions,
+    take,
+    top_channels,
+)
 from zenflow_jax._device.samples import differ, sample_of
-from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._plan.leaf import LeafSpec
 
@@ -74,7 +81,9 @@ def _merge(
         here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array
     ) -> tuple[Array, Array, Array]:
         n = here.block.n
-        kept = along(contains(here.index(before), n) | contains(here.index(now), n), here.block)
+        kept = broadcast_channels(
+            contains(here.to_local(before), n) | contains(here.to_local(now), n), here.block
+        )
         new = jnp.where(kept, weight, here.gather(upload))
         # Other channels no step has moved since their last merge.
         moved = sample_of(jnp.broadcast_to(kept, weight.shape))
@@ -86,7 +95,7 @@ def _merge(
             one,
             spec,
             [lay.block, lay.part, lay.channels, lay.channels, lay.each_device],
-            (lay.block, lay.each_device, SAME),
+            (lay.block, lay.each_device, REPLICATED),
         )(*args)
         for spec, lay, *args in zip(
             specs, map(Layout, specs), weights, uploads, before, now, samples, strict=True
@@ -116,9 +125,9 @@ def choose(
     def one(
         here: Here, weight: Array, scores: Array, channels: Array, master: Array | None
     ) -> tuple[Array, Array, Array]:
-        chosen = here.number(top_channels(scores, here.part.k))
+        chosen = here.to_global(top_channels(scores, here.part.k))
         if master is None:
-            master = here.own(take(weight, here.index(channels), here.block))
+            master = here.own(take(weight, here.to_local(channels), here.block))
         return chosen, master, jnp.zeros_like(scores)
 
     made = [
@@ -141,9 +150,9 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
     """The parameters, with the masters' casts on the selected channels."""
 
     def one(here: Here, weight: Array, master: Array, channels: Array) -> Array:
-        place = positions(here.index(channels), here.block.n)
-        new = spread(here.gather(master.astype(here.block.dtype)), place, here.block)
-        return jnp.where(along(place >= 0, here.block), new, weight)
+        place = positions(here.to_local(channels), here.block.n)
+        new = gather_to_channels(here.gather(master.astype(here.block.dtype)), place, here.block)
+        return jnp.where(broadcast_channels(place >= 0, here.block), new, weight)
 
     return tuple(
         on_each_device(one, spec, [lay.block, lay.part, lay.channels], lay.block)(*args)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from zenflow_jax._plan.leaf import LeafSpec
 
 
-def along(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:
+def broadcast_channels(per_channel: Shaped[Array, "..."], spec: LeafSpec) -> Shaped[Array, "..."]:
     """`(*stack, channels)` with unit axes, so that it broadcasts against the leaf."""
     assert spec.axis is not None
     rows = spec.axis - len(spec.stack)
@@ -61,7 +61,7 @@ def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
     return one(channels)
 
 
-def spread(
+def gather_to_channels(
     x: Shaped[Array, "..."], place: Int[Array, "... n"], spec: LeafSpec
 ) -> Shaped[Array, "..."]:
     """Selected slices `x` at the places of their channels; elsewhere any of them.

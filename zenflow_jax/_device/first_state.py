@@ -11,30 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax._device import in_graph
 from zenflow_jax._device.channels import first_channels, take
 from zenflow_jax._device.memory import HOST, commit, host_zeros, mail_rank, to_host
-from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState, Letter, ZenFlowState, leaf_layout
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
+from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Schedule, first_tally
-
-
-def _letter_sizes(specs: tuple[LeafSpec, ...], schedule: Schedule) -> list[tuple[int, Any]]:
-    """Of a letter: the fields of AdamScalars and the factor; step, ticket, finite; statistics."""
-    sizes = [(8, np.dtype(np.float32)), (3, np.dtype(np.int32))]
-    if schedule.weighs:
-        sizes.append((1 + 2 * _travelling(specs), np.dtype(np.float32)))
-    return sizes
-
-
-def _travelling(specs: tuple[LeafSpec, ...]) -> int:
-    return sum(not spec.resident for spec in specs)
+from zenflow_jax._plan.schedule import Schedule, first_schedule_state
 
 
 def first_state(
@@ -69,9 +57,11 @@ def first_state(
         for p, spec in zip(weights, specs, strict=True)
     )
     # The parameters are there for their devices alone.
-    make_letter = partial(_letter, specs=specs, schedule=schedule, delivery=delivery, rank=rank)
-    letter = jax.jit(make_letter, keep_unused=True)(weights)
-    return dataclasses.replace(state, mail=each, letter=letter)
+    make_scalars = partial(
+        _first_scalars, specs=specs, schedule=schedule, delivery=delivery, rank=rank
+    )
+    step_scalars = jax.jit(make_scalars, keep_unused=True)(weights)
+    return dataclasses.replace(state, mail=each, step_scalars=step_scalars)
 
 
 def _build(
@@ -105,15 +95,19 @@ def _build(
         )
         if offload and mail
         else None,
-        ticket=_fingerprint(weights[few], specs[few]) if offload else None,
-        letter=_letter(weights, specs, schedule, delivery, rank) if offload and mail else None,
+        token=_fingerprint(weights[few], specs[few]) if offload else None,
+        step_scalars=_first_scalars(weights, specs, schedule, delivery, rank)
+        if offload and mail
+        else None,
         open_steps=None if offload else jnp.zeros((), jnp.int32),
         scalars=None
         if offload
         else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
-        tally=None
+        schedule_state=None
         if offload or not schedule.adaptive
-        else jax.tree.map(jnp.array, first_tally(schedule, _travelling(specs))),
+        else jax.tree.map(
+            jnp.array, first_schedule_state(schedule, sum(not s.resident for s in specs))
+        ),
         schedule=schedule,
         offload=offload,
         delivery=delivery,
@@ -138,7 +132,7 @@ def _init_leaf(
     first = first_channels(part)
     own = here.own(p)
     return LeafState(
-        channels=here.number(first),
+        channels=here.to_global(first),
         steps=jnp.zeros((*part.stack, part.k), jnp.int32),
         master=take(own, first, part).astype(jnp.float32) if part.keeps_master else None,
         mu=jnp.zeros(part.selected_shape, jnp.float32),
@@ -176,22 +170,22 @@ def _mail_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.A
     return _leaf_zeros(p, spec, delivery, rank)
 
 
-def _letter(
+def _first_scalars(
     weights: list[jax.Array],
     specs: tuple[LeafSpec, ...],
     schedule: Schedule,
     delivery: str,
     rank: int,
-) -> Letter:
-    """Zeros for a letter, on every device that takes part."""
-    sizes = _letter_sizes(specs, schedule)
+) -> StepScalars:
+    """Zeros, on every device that takes part."""
+    sizes = StepScalars.sizes(specs, schedule)
     leaves = delivery == "step"
     placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
     if not placed and not leaves:
-        return Letter(*(jnp.zeros(size, dtype) for size, dtype in sizes))
+        return StepScalars(*(jnp.zeros(size, dtype) for size, dtype in sizes))
     if not placed:
         like = next(iter(weights), None)
-        return Letter(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
+        return StepScalars(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
 
     def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
         return [
@@ -199,20 +193,20 @@ def _letter(
         ]
 
     i = placed[0]
-    made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], SAME)(weights[i])
-    return Letter(*(to_host(x, rank) if leaves else x for x in made))
+    made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], REPLICATED)(weights[i])
+    return StepScalars(*(to_host(x, rank) if leaves else x for x in made))
 
 
 @partial(jax.jit, static_argnames="specs")
 def _fingerprint(weights: list[jax.Array], specs: tuple[LeafSpec, ...]) -> jax.Array:
     """A number that differs between runs and is the same when a run is repeated.
 
-    Tickets start from it, which is how an engine knows another run's state. Some entries of some
+    Tokens start from it, which is how an engine knows another run's state. Some entries of some
     leaves will do: they come from a seed or from a checkpoint.
     """
     total = jnp.zeros((), jnp.uint32)
     for i, (p, spec) in enumerate(zip(weights, specs, strict=True)):
-        corner = on_each_device(partial(_corner, number=i), spec, [Layout(spec).block], SAME)
+        corner = on_each_device(partial(_corner, number=i), spec, [Layout(spec).block], REPLICATED)
         total += corner(p)
     return (total & 0x3FFFFFFF).astype(jnp.int32)
 
@@ -252,10 +246,10 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
         return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, mesh_of(parameter))
 
     mail = state.mail and tuple(map(put_mail, state.mail, state.leaves, leaves))
-    alike = dataclasses.replace(state, leaves=None, mail=None, letter=None)
+    alike = dataclasses.replace(state, leaves=None, mail=None, step_scalars=None)
     return dataclasses.replace(
-        jax.tree.map(lambda x: put(x, SAME), alike),
+        jax.tree.map(lambda x: put(x, REPLICATED), alike),
         leaves=tuple(map(put_leaf, state.leaves, leaves)),
         mail=mail,
-        letter=jax.tree.map(lambda x: put(x, SAME, mail_kind), state.letter),
+        step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, mail_kind), state.step_scalars),
     )

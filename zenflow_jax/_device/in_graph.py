@@ -14,9 +14,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from zenflow_jax._device.adamw import adamw, add_gradient
-from zenflow_jax._device.channels import along, contains, positions, spread, take, top_channels
+from zenflow_jax._device.channels import (
+    broadcast_channels,
+    contains,
+    gather_to_channels,
+    positions,
+    take,
+    top_channels,
+)
 from zenflow_jax._device.leaves import match_leaves
-from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import (
     DeferredState,
     LeafState,
@@ -29,7 +36,7 @@ from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._diagnostics.skipped import warn_of_skipped
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Boundary, Schedule, Tally
+from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 
 
 def init_leaf(p: jax.Array, spec: LeafSpec, delivery: str) -> DeferredState:
@@ -58,67 +65,61 @@ def advance(
 
     `changes` are those of the selected channels; deferred channels whose update arrives now are
     added to them. `scalars` are the window's last if it closes here. `statistics` are for the
-    tally.
+    `ScheduleState`.
     """
-    travels = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
+    offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
     leaves = list(state.leaves)
-    for i in travels:
+    for i in offloaded:
         layout, mine = Layout(leaves[i].spec), leaf_layout(leaves[i].spec, deferred=True)
-        collect = on_each_device(_collect, leaves[i].spec, [mine, layout.part, SAME, SAME], mine)
+        collect = on_each_device(
+            _collect, leaves[i].spec, [mine, layout.part, REPLICATED, REPLICATED], mine
+        )
         leaves[i] = collect(leaves[i], gradients[i], factor, finite)
     open_steps = state.open_steps + finite.astype(jnp.int32)
-    boundary = state.schedule.boundary(state.step, state.tally)
+    boundary = state.schedule.boundary(state.step, state.schedule_state)
 
-    def close(parts: list[Any], tally: Tally | None) -> Any:
+    def close(parts: list[Any], old: ScheduleState | None) -> Any:
         parts = [
             _close_leaf(leaf, weights[i], change, scalars, open_steps, boundary)
-            for i, (leaf, change) in zip(travels, parts, strict=True)
+            for i, (leaf, change) in zip(offloaded, parts, strict=True)
         ]
         closed = [leaf for leaf, _ in parts]
-        return parts, tally and _close_tally(tally, state.schedule, boundary, closed)
+        return parts, old and _close_schedule(old, state.schedule, boundary, closed)
+
+    def stay_open(parts: list[Any], old: ScheduleState | None) -> Any:
+        return parts, old and old.open_step().add(statistics)
 
     # A branch, not a `where`: three steps of four, it costs nothing.
-    parts, tally = jax.lax.cond(
+    parts, schedule_state = jax.lax.cond(
         boundary.closes,
         close,
-        lambda parts, tally: (parts, tally and _open_tally(tally, statistics)),
-        [(leaves[i], changes[i]) for i in travels],
-        state.tally,
+        stay_open,
+        [(leaves[i], changes[i]) for i in offloaded],
+        state.schedule_state,
     )
     changes = list(changes)
-    for i, (leaf, change) in zip(travels, parts, strict=True):
+    for i, (leaf, change) in zip(offloaded, parts, strict=True):
         leaves[i], changes[i] = leaf, change
     new = dataclasses.replace(
         state,
         leaves=tuple(leaves),
         open_steps=jnp.where(boundary.closes, jnp.zeros_like(open_steps), open_steps),
         scalars=AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars)),
-        tally=tally,
+        schedule_state=schedule_state,
     )
     return new, changes
 
 
-def _open_tally(tally: Tally, statistics: jax.Array | None) -> Tally:
-    return tally._replace(length=tally.length + 1).add(statistics)
-
-
-def _close_tally(
-    tally: Tally, schedule: Schedule, boundary: Boundary, leaves: list[LeafState]
-) -> Tally:
-    """The tally where a window closes; the step that closed it counts for no window."""
-    kept = tally.kept
-    if schedule.measures:
-        # Where channels were just selected no scores are left, and the share is 1.
-        columns = zip(*((leaf.scores, leaf.channels, leaf.spec) for leaf in leaves), strict=True)
-        kept = kept_share(*columns) if leaves else kept
-    return Tally(
-        length=jnp.zeros_like(tally.length),
-        counted=jnp.zeros_like(tally.counted),
-        deferred=jnp.zeros_like(tally.deferred),
-        selected=jnp.zeros_like(tally.selected),
-        windows=jnp.where(boundary.selects, 0, tally.windows + 1).astype(jnp.int32),
-        kept=kept,
-    )
+def _close_schedule(
+    old: ScheduleState, schedule: Schedule, boundary: Boundary, leaves: list[LeafState]
+) -> ScheduleState:
+    first = jax.tree.map(jnp.asarray, first_schedule_state(schedule, len(leaves)))
+    new = old.close_window(first, boundary.selects, jnp)
+    if not schedule.needs_kept_share or not leaves:
+        return new
+    # Where channels were just selected no scores are left, and the share is 1.
+    columns = zip(*((leaf.scores, leaf.channels, leaf.spec) for leaf in leaves), strict=True)
+    return new._replace(kept=kept_share(*columns))
 
 
 def _collect(
@@ -143,7 +144,7 @@ def _close_leaf(
     close = on_each_device(
         _close,
         leaf.spec,
-        [mine, layout.block, layout.block, SAME, SAME, SAME],
+        [mine, layout.block, layout.block, REPLICATED, REPLICATED, REPLICATED],
         (mine, layout.block),
     )
     return close(leaf, p, change, scalars, open_steps, boundary)
@@ -161,10 +162,10 @@ def _close(
     spec, before = here.part, leaf.deferred
     assert before is not None
     # As of selected channels: what has taken no step yet is what its parameter is.
-    fresh = along(before.steps == 0, spec)
+    fresh = broadcast_channels(before.steps == 0, spec)
     master = jnp.where(fresh, here.own(p).astype(jnp.float32), before.master)
     before = dataclasses.replace(before, master=master)
-    active = ~contains(here.index(leaf.channels), spec.n) & (open_steps > 0)
+    active = ~contains(here.to_local(leaf.channels), spec.n) & (open_steps > 0)
     half = _update(before, active, scalars, open_steps, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)
     leaf = dataclasses.replace(leaf, deferred=dataclasses.replace(half, pending=waits))
@@ -175,9 +176,9 @@ def _close(
     assert half is not None
     # What was pending arrives as it was; what does not wait, as it is now.
     now = active & ~half.pending
-    arriving = jnp.where(along(now, spec), half.master, before.master)
+    arriving = jnp.where(broadcast_channels(now, spec), half.master, before.master)
     target = here.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
-    arrives = along(before.pending | now, here.block)
+    arrives = broadcast_channels(before.pending | now, here.block)
     return leaf, jnp.where(arrives, target - p.astype(jnp.float32), change)
 
 
@@ -192,9 +193,9 @@ def _update(
     steps = half.steps + active.astype(jnp.int32)
     mean = half.total.astype(jnp.float32) / jnp.maximum(open_steps, 1).astype(jnp.float32)
     # Channels that never took a step have no bias correction; they are not active either.
-    count = jnp.maximum(along(steps, spec), 1)
+    count = jnp.maximum(broadcast_channels(steps, spec), 1)
     change, mu, nu = adamw(half.master, mean, half.mu, half.nu, count, scalars, decay=spec.decay)
-    on = along(active, spec)
+    on = broadcast_channels(active, spec)
     return dataclasses.replace(
         half,
         master=jnp.where(on, half.master + change, half.master),
@@ -212,11 +213,11 @@ def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> L
     """
     spec, half = here.part, leaf.deferred
     assert half is not None
-    place = positions(here.index(leaf.channels), spec.n)
-    selected = along(place >= 0, spec)
+    place = positions(here.to_local(leaf.channels), spec.n)
+    selected = broadcast_channels(place >= 0, spec)
 
     def hand_over(device: jax.Array, host: jax.Array) -> jax.Array:
-        return jnp.where(selected, spread(device, place, spec), host)
+        return jnp.where(selected, gather_to_channels(device, place, spec), host)
 
     if leaf.master is None:
         master = jnp.where(selected, here.own(p + change), half.master)
@@ -237,7 +238,7 @@ def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> L
     half = dataclasses.replace(half, pending=half.pending & ~contains(index, spec.n))
     return dataclasses.replace(
         leaf,
-        channels=here.number(index),
+        channels=here.to_global(index),
         steps=jnp.take_along_axis(steps, index, axis=-1),
         master=None if leaf.master is None else take(master, index, spec),
         mu=take(mu, index, spec),

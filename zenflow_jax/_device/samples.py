@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from zenflow_jax._device.channels import along, contains
-from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.channels import broadcast_channels, contains
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._plan.leaf import LeafSpec
 
 
 def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Array]:
-    """Of each leaf that travels a number that tells what its deferred channels are, uint32.
+    """Of each offloaded leaf a number that tells what its deferred channels are, uint32.
 
     Every bit of them takes part. The same on all devices, and for the same values in any run.
     """
@@ -74,7 +74,9 @@ def _sample(weight: Array, *, spec: LeafSpec) -> Array:
 @partial(jax.jit, static_argnames="spec")
 def _checksum(weight: Array, channels: Array, *, spec: LeafSpec) -> Array:
     layout = Layout(spec)
-    return on_each_device(_sum_bits, spec, [layout.block, layout.channels], SAME)(weight, channels)
+    return on_each_device(_sum_bits, spec, [layout.block, layout.channels], REPLICATED)(
+        weight, channels
+    )
 
 
 def _sum_bits(here: Here, weight: Array, channels: Array) -> Array:
@@ -89,6 +91,6 @@ def _sum_bits(here: Here, weight: Array, channels: Array) -> Array:
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
         factor = factor + index * np.uint32(stride % 2**32)
         stride *= weight.shape[axis]
-    deferred = along(~contains(here.index(channels), spec.n), spec)
+    deferred = broadcast_channels(~contains(here.to_local(channels), spec.n), spec)
     total = jnp.sum(jnp.where(deferred, bits * factor, jnp.uint32(0)))
     return here.sum_everywhere(total * (2 * here.number_of_device() + 1))

@@ -20,12 +20,12 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.mesh import MeshAxes, partition_spec
 
 #: An argument that all devices have alike.
-SAME = PartitionSpec()
+REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The partition specs of what belongs to a leaf; all `SAME` for a leaf on one device."""
+    """The partition specs of what belongs to a leaf; all `REPLICATED` for a leaf on one device."""
 
     spec: LeafSpec
 
@@ -33,32 +33,34 @@ class Layout:
     def block(self) -> PartitionSpec:
         """Of the parameter, and of what is added to it."""
         place = self.spec.placement
-        return SAME if place is None else partition_spec(place.block)
+        return REPLICATED if place is None else partition_spec(place.block)
 
     @property
     def part(self) -> PartitionSpec:
         """Of gradients, masters and moments, whole or selected."""
         place = self.spec.placement
-        return SAME if place is None else partition_spec(place.part)
+        return REPLICATED if place is None else partition_spec(place.part)
 
     @property
     def channels(self) -> PartitionSpec:
         """Of what exists once a channel, `(*stack, n)` or `(*stack, k)`."""
         place, spec = self.spec.placement, self.spec
         if place is None or spec.axis is None:
-            return SAME
+            return REPLICATED
         return partition_spec((*place.block[: len(spec.stack)], place.block[spec.axis]))
 
     @property
     def each_device(self) -> PartitionSpec:
         """Of what every device has of its own, one behind the other along the first axis."""
         place = self.spec.placement
-        return SAME if place is None else PartitionSpec(tuple(place.mesh.axis_names))
+        return REPLICATED if place is None else PartitionSpec(tuple(place.mesh.axis_names))
 
     def mail(self, rank: int) -> PartitionSpec:
         """Of the part with its leading unit axes."""
         place = self.spec.placement
-        return SAME if place is None else partition_spec(place.part, rank - len(self.spec.shape))
+        return (
+            REPLICATED if place is None else partition_spec(place.part, rank - len(self.spec.shape))
+        )
 
 
 class Here:
@@ -76,12 +78,12 @@ class Here:
         self.block = spec if place is None else _cut(spec, place.block)
         self.part = spec if place is None else _cut(spec, place.part)
 
-    def index(self, channels: jax.Array) -> jax.Array:
+    def to_local(self, channels: jax.Array) -> jax.Array:
         """Where on this device the leaf's `channels` are, all of which are on it."""
         return channels - self._first()
 
-    def number(self, index: jax.Array) -> jax.Array:
-        """The inverse of `index`."""
+    def to_global(self, index: jax.Array) -> jax.Array:
+        """The inverse of `to_local`."""
         return index + self._first()
 
     def own(self, block: jax.Array) -> jax.Array:

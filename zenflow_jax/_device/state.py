@@ -6,27 +6,13 @@ shapes and wrapped variables are built from the same classes.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from zenflow_jax._device.shards import SAME, Layout
+from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.schedule import Schedule
-
-#: A ticket that was used: the mail of the last step has not been taken by an engine.
-USED = -1
-
-
-class Letter(NamedTuple):
-    """The scalars of one step's mail, which go to host memory as the gradients do.
-
-    Copied inside the step they have leading unit axes, as all mail there.
-    """
-
-    floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
-    ints: Any  # int32 (3,): step, ticket, whether the gradient was finite
-    statistics: Any = None  # float32 (1 + 2 leaves,), as `Tally.add` takes; if needed
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +47,7 @@ class LeafState:
     spec: LeafSpec = dataclasses.field(metadata={"static": True})
 
     @property
-    def travels(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether its gradients go to an engine."""
         return self.deferred is None and not self.spec.resident
 
@@ -81,11 +67,11 @@ class ZenFlowState:
         mail: A tuple of each leaf's gradient, or sums of it, as `delivery` says; None for a leaf
             that is resident. Not a part of `leaves`: `exchange` replaces all of it after every
             step, however many leaves there are. None with `offload=False`.
-        ticket: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
-        letter: The scalars in the mail; None with `offload=False`.
+        token: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
+        step_scalars: The scalars in the mail; None with `offload=False`.
         open_steps: int32 (). Steps summed in the open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
-        tally: What an adaptive schedule decides by; None if it is not, or with an engine.
+        schedule_state: What an adaptive schedule decides by; None if it is not, or with an engine.
         schedule: When windows close and channels are selected. Static.
         offload: Whether the deferred half is with an engine. Static.
         delivery: How a leaf's gradient gets there; static. "step": the step copies it to pinned
@@ -101,11 +87,11 @@ class ZenFlowState:
     skipped_in_a_row: Any
     leaves: Any
     mail: Any
-    ticket: Any
-    letter: Any
+    token: Any
+    step_scalars: Any
     open_steps: Any
     scalars: Any
-    tally: Any
+    schedule_state: Any
     schedule: Schedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
     delivery: str = dataclasses.field(metadata={"static": True})
@@ -117,7 +103,7 @@ def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
     each = None if spec.resident else lay.channels
     return LeafState(
         channels=each,
-        steps=SAME if spec.resident else each,
+        steps=REPLICATED if spec.resident else each,
         master=lay.part if spec.keeps_master else None,
         mu=lay.part,
         nu=lay.part,

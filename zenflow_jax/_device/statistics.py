@@ -11,18 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
-from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._plan.leaf import LeafSpec
 
 
-def weigh(
+def window_statistics(
     squares: Sequence[jax.Array],
     leaves: Sequence[LeafState],
     factor: jax.Array,
     finite: jax.Array,
 ) -> jax.Array:
-    """What a `Tally` adds for a step: float32 [counted, *deferred, *selected]; zeros if skipped.
+    """What a step adds to a `ScheduleState`: float32 [counted, *deferred, *selected].
+
+    Zeros if the step is skipped.
 
     Args:
         squares: Of each leaf the sums of squares of its channels, `(*stack, n)`, before clipping.
@@ -45,14 +47,14 @@ def _root_mean_squares(
 ) -> jax.Array:
     """Of one leaf's clipped gradient: float32 [deferred channels, selected channels]."""
     layout = Layout(spec)
-    sums = on_each_device(_sums, spec, [layout.channels, layout.channels], SAME)
+    sums = on_each_device(_sums, spec, [layout.channels, layout.channels], REPLICATED)
     each = math.prod(spec.shape) // spec.n
     counts = jnp.array([each * (spec.n - spec.k), each * spec.k], jnp.float32)
     return jnp.sqrt(sums(squares, channels) * jnp.square(factor) / counts)
 
 
 def _sums(here: Here, squares: jax.Array, channels: jax.Array) -> jax.Array:
-    selected = contains(here.index(channels), here.part.n)
+    selected = contains(here.to_local(channels), here.part.n)
     zeros = jnp.zeros_like(squares)
     both = [jnp.where(selected, zeros, squares), jnp.where(selected, squares, zeros)]
     return here.sum_channels(jnp.stack([jnp.sum(x) for x in both]))
@@ -70,7 +72,7 @@ def kept_share(
     for score, index, spec in zip(scores, channels, specs, strict=True):
         layout = Layout(spec)
         held, best = on_each_device(
-            _held_and_best, spec, [layout.channels, layout.channels], (SAME, SAME)
+            _held_and_best, spec, [layout.channels, layout.channels], (REPLICATED, REPLICATED)
         )(score, index)
         share = jnp.where(best > 0, held / best, 1.0)
         total += share * (math.prod(spec.shape) / size)
@@ -81,7 +83,7 @@ def _held_and_best(
     here: Here, scores: jax.Array, channels: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     k = here.part.k
-    held = jnp.take_along_axis(scores, here.index(channels), axis=-1)
+    held = jnp.take_along_axis(scores, here.to_local(channels), axis=-1)
     # In the same order, so that equal scores have equal sums.
     held, best = (jax.lax.top_k(x, k)[0] for x in (held, scores))
     return here.sum_channels(jnp.sum(held)), here.sum_channels(jnp.sum(best))

@@ -12,60 +12,68 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.adamw import adamw, add_gradient
-from zenflow_jax._device.channels import along, positions, spread, sum_squares, take
+from zenflow_jax._device.channels import (
+    broadcast_channels,
+    gather_to_channels,
+    positions,
+    sum_squares,
+    take,
+)
 from zenflow_jax._device.memory import to_host
-from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
 
-class Seen(NamedTuple):
+class GradientParts(NamedTuple):
     """What one leaf's step needs of its gradient."""
 
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # float32, selected channels
-    mail: Any  # None if nothing travels
+    mail: Any  # None if nothing is offloaded
 
 
-def look(g: jax.Array, leaf: LeafState, delivery: str, rank: int) -> Seen:
+def split_gradient(g: jax.Array, leaf: LeafState, delivery: str, rank: int) -> GradientParts:
     """Everything that reads a whole gradient; `rank` is that of mail in host memory.
 
     It is read in the dtype in which it arrives. Only mail is rounded, to the dtype that it has.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
-    travels = leaf.travels
-    leaves = travels and delivery == "step"
+    offloaded = leaf.offloaded
+    leaves = offloaded and delivery == "step"
     if not leaves:
         rank = len(spec.shape)
     see = on_each_device(
-        partial(_look, rank=rank if travels else None),
+        partial(_split, rank=rank if offloaded else None),
         spec,
         [layout.part, layout.channels],
-        Seen(layout.channels, layout.part, layout.mail(rank) if travels else None),
+        GradientParts(layout.channels, layout.part, layout.mail(rank) if offloaded else None),
     )
     seen = see(g, leaf.channels)
     return seen._replace(mail=to_host(seen.mail, rank)) if leaves else seen
 
 
-def _look(here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None) -> Seen:
+def _split(
+    here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None
+) -> GradientParts:
     spec = here.part
     squares = sum_squares(g, spec)
     if channels is None:
-        return Seen(here.sum(squares), g.astype(jnp.float32), None)
-    selected = take(g, here.index(channels), spec).astype(jnp.float32)
+        return GradientParts(here.sum(squares), g.astype(jnp.float32), None)
+    selected = take(g, here.to_local(channels), spec).astype(jnp.float32)
     if rank is None:
-        return Seen(here.sum(squares), selected, None)
+        return GradientParts(here.sum(squares), selected, None)
     # The copy is made the gradient's last use: its end then frees the gradient, so the scheduler
     # starts it as soon as the backward pass has made the leaf. Without the barrier XLA:GPU leaves
     # some models' copies, and all their gradients, for after the last matmul (benchmarks/LOG.md,
     # gpu_program). Where the gradient stays on the device, so does the barrier: the program is the
     # same up to the copies, and so are its bits.
     g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
-    return Seen(here.sum(squares), selected, here.to_mail(g.astype(spec.mail_dtype), rank))
+    return GradientParts(here.sum(squares), selected, here.to_mail(g.astype(spec.mail_dtype), rank))
 
 
-def judge(
+def finite_and_clip_factor(
     squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
     """Whether the step counts, and the factor that clips its gradient."""
@@ -80,7 +88,7 @@ def judge(
 
 def step_selected(
     p: jax.Array,
-    seen: Seen,
+    seen: GradientParts,
     leaf: LeafState,
     scalars: AdamScalars,
     factor: jax.Array,
@@ -91,7 +99,7 @@ def step_selected(
     step = on_each_device(
         _step,
         leaf.spec,
-        [layout.block, layout.channels, layout.part, mine, SAME, SAME, SAME],
+        [layout.block, layout.channels, layout.part, mine, REPLICATED, REPLICATED, REPLICATED],
         (layout.block, mine),
     )
     # What the step does not touch stays outside, where it needs no place.
@@ -101,14 +109,14 @@ def step_selected(
 
 
 def add_mail(
-    total: jax.Array, seen: Seen, spec: LeafSpec, factor: jax.Array, finite: jax.Array
+    total: jax.Array, seen: GradientParts, spec: LeafSpec, factor: jax.Array, finite: jax.Array
 ) -> jax.Array:
     """One leaf's sum of the open window, with the step's gradient."""
     layout = Layout(spec)
     add = on_each_device(
         lambda _, *args: add_gradient(*args),
         spec,
-        [layout.part, layout.part, SAME, SAME],
+        [layout.part, layout.part, REPLICATED, REPLICATED],
         layout.part,
     )
     return add(total, seen.mail, factor, finite)
@@ -125,13 +133,13 @@ def _step(
     finite: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
     spec = here.part
-    index = None if leaf.channels is None else here.index(leaf.channels)
+    index = None if leaf.channels is None else here.to_local(leaf.channels)
     old = p if index is None else take(p, index, here.block)
     master = here.own(old)
     if leaf.master is not None:
         # What has taken no step yet is what its parameter is, though weights were loaded after
         # `init`: to `optax.adamw`, which keeps no masters, the order makes no difference either.
-        fresh = leaf.steps == 0 if spec.resident else along(leaf.steps == 0, spec)
+        fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
         master = jnp.where(fresh, master.astype(jnp.float32), leaf.master)
     steps = leaf.steps + 1
     change, mu, nu = adamw(
@@ -139,7 +147,7 @@ def _step(
         gradient * factor,
         leaf.mu,
         leaf.nu,
-        steps if spec.resident else along(steps, spec),
+        steps if spec.resident else broadcast_channels(steps, spec),
         scalars,
         decay=spec.decay,
     )
@@ -171,5 +179,5 @@ def _step(
 def _spread_out(here: Here, change: jax.Array, index: jax.Array) -> jax.Array:
     """What changes on the selected channels of a block, as a change of all of it."""
     place = positions(index, here.block.n)
-    change = spread(change, place, here.block)
-    return jnp.where(along(place >= 0, here.block), change, jnp.zeros_like(change))
+    change = gather_to_channels(change, place, here.block)
+    return jnp.where(broadcast_channels(place >= 0, here.block), change, jnp.zeros_like(change))

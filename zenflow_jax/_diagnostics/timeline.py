@@ -44,7 +44,7 @@ class Timeline:
     Rows and kinds of spans:
 
     * "device": "step" is from the end of the step before, or from when the engine was given the
-      step if that was later, until the step's letter was in host memory on all devices of this
+      step if that was later, until the step's scalars were in host memory on all devices of this
       process. What `exchange` dispatched in between, such as the merge of an update, counts to the
       next step. "dispatch" comes before it where the device had nothing more to do: from the end of
       the step before, or from the return of the call before, until the engine was given the step.
@@ -163,7 +163,7 @@ class Recorder:
         return self._returned, time.perf_counter()
 
     def step_ended(self, step: int, given: tuple[float, float]) -> None:
-        """The mail's: the letter of the step has arrived."""
+        """The mail's: the step's scalars have arrived."""
         now, (returned, at) = time.perf_counter(), given
         begin = max(self._step_end, returned)
         if at > begin:

@@ -167,7 +167,7 @@ class StatePlaces:
         if len(right) == len(shardings) and all(map(operator.is_, right, shardings)):
             return
         for beside, leaf, mail in zip(self._beside, state.leaves, state.mail, strict=True):
-            if not leaf.travels:
+            if not leaf.offloaded:
                 continue  # nobody here reads it
             _check_place("mail", mail, Layout(leaf.spec).mail(mail.ndim), beside, leaf.spec)
             if mail_only:
@@ -213,12 +213,13 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 
 
 def check_arrays(state: ZenFlowState) -> None:
-    """Refuses a state that is a tree of something else; the letter stands for all of it."""
-    check_not_numpy(state.letter.ints)
-    if not isinstance(state.letter.ints, jax.Array) or isinstance(state.letter.ints, Tracer):
+    """Refuses a state that is a tree of something else; the step's scalars stand for all of it."""
+    ints = state.step_scalars.ints
+    check_not_numpy(ints)
+    if not isinstance(ints, jax.Array) or isinstance(ints, Tracer):
         raise TypeError(
-            f"expected a state of jax arrays, got {type(state.letter.ints).__name__}. Pass what "
-            "the step returned, outside of jit."
+            f"expected a state of jax arrays, got {type(ints).__name__}. Pass what the step "
+            "returned, outside of jit."
         )
 
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
-from zenflow_jax._device.channels import along, take
+from zenflow_jax._device.channels import broadcast_channels, take
 from zenflow_jax._device.samples import sample_of
-from zenflow_jax._device.shards import SAME, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState, Letter, leaf_layout
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
@@ -50,7 +51,7 @@ class Emitted:
         self._before: list[Array] | None = None
 
     def compare(
-        self, weights: Sequence[Array], leaves: Sequence[LeafState], letter: Letter
+        self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
     ) -> tuple[list[int], Array] | None:
         """After a step: of some leaves how many numbers are not what it has made of them.
 
@@ -62,13 +63,14 @@ class Emitted:
             return None
         group = self._groups[self._turn]
         self._turn = (self._turn + 1) % len(self._groups)
+        sent = step_scalars._replace(statistics=None)
         counts = [
-            _compare(weights[i], rows, _alone(leaves[i]), letter.floats, letter.ints)
+            _compare(weights[i], rows, _alone(leaves[i]), sent)
             for i, rows in zip(group, before, strict=True)
         ]
         return group, jnp.stack(counts)
 
-    def look(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
+    def note_parameters(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
         """Before a step, now and then: notes what some leaves are."""
         if self._groups and self._since >= APART:
             self._since = 0
@@ -93,22 +95,25 @@ def _rows(weight: Array, leaf: LeafState) -> Array:
 def _rows_here(here: Here, weight: Array, channels: Array | None) -> Array:
     """Some of what is selected of a parameter; of one number one in a vector."""
     if channels is not None:
-        index = here.index(channels)[..., :_CHANNELS]
+        index = here.to_local(channels)[..., :_CHANNELS]
         weight = here.own(take(weight, index, here.block))
     return jnp.atleast_1d(sample_of(weight))
 
 
 @jax.jit
-def _compare(weight: Array, rows: Array, leaf: LeafState, floats: Array, ints: Array) -> Array:
-    # A letter that left in the step is in host memory.
-    scalars = jax.device_put(floats, jax.memory.Space.Device).ravel()[: len(AdamScalars._fields)]
-    finite = jax.device_put(ints, jax.memory.Space.Device).ravel()[-1]
+def _compare(weight: Array, rows: Array, leaf: LeafState, sent: StepScalars) -> Array:
+    # Scalars that left in the step are in host memory.
+    here = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
+    step = here.unpack()
     layout = Layout(leaf.spec)
     mine = dataclasses.replace(leaf_layout(leaf.spec, deferred=False), scores=None)
     count = on_each_device(
-        _count, leaf.spec, [layout.block, layout.each_device, mine, SAME, SAME], SAME
+        _count,
+        leaf.spec,
+        [layout.block, layout.each_device, mine, REPLICATED, REPLICATED],
+        REPLICATED,
     )
-    return count(weight, rows, leaf, scalars, finite)
+    return count(weight, rows, leaf, jnp.stack(step.adam), step.finite)
 
 
 def _count(
@@ -131,7 +136,7 @@ def _count(
         slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)
     else:
         steps = jnp.maximum(leaf.steps, 1)
-        steps = steps if spec.resident else along(steps, spec)
+        steps = steps if spec.resident else broadcast_channels(steps, spec)
         steps = some(jnp.broadcast_to(steps, leaf.mu.shape)).astype(jnp.int32)
         of_step = AdamScalars(*scalars)
         change = change_of(old, some(leaf.mu), some(leaf.nu), steps, of_step, decay=spec.decay)

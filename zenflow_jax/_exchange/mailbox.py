@@ -1,4 +1,4 @@
-"""Who has which buffers for mail, and the tickets that prove that none was lost.
+"""Who has which buffers for mail, and the step tokens that prove that none was lost.
 
 A step finds buffers for its mail in the state and returns its mail in others, or in the same ones
 where it was told to keep and donate them. `send` takes the mail out and gives it to the worker;
@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import in_host_memory, put_everywhere, read, zeros_like
-from zenflow_jax._device.state import LeafState, Letter, ZenFlowState
+from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import KEPT
@@ -30,7 +31,7 @@ from zenflow_jax._plan.rules import longest
 
 #: Mails that may be unread, by how they get to the host, which lets Python run ahead of the device.
 #: Where gradients wait there for their copy, each that is unread takes device memory. Where they do
-#: not leave, a letter may be behind the sums of a window: `send` sees to it how far Python runs.
+#: not leave, a step's scalars may be behind the sums of a window: `send` sees how far Python runs.
 IN_FLIGHT = {"step": 2, "exchange": 1}
 AHEAD = 2
 _POSITIVE = 0x7FFFFFFF
@@ -52,7 +53,7 @@ class _Buffers:
     """One step's worth."""
 
     mail: tuple[jax.Array | None, ...]
-    letter: Letter
+    step_scalars: StepScalars
 
 
 class Mailbox:
@@ -66,13 +67,13 @@ class Mailbox:
 
     def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
-        self._given = state.ticket
-        self._ticket = int(read(state.ticket))
-        # Of the first step's ticket, or of the checkpoint's, nothing is left from the next one on:
+        self._given = state.token
+        self._token = int(read(state.token))
+        # Of the first step's token, or of the checkpoint's, nothing is left from the next one on:
         # runs that start from the same weights, or go on from the same checkpoint, are different.
         self._number = number
         self._delivery = state.delivery
-        self._blank = _Buffers(state.mail, state.letter)
+        self._blank = _Buffers(state.mail, state.step_scalars)
         if self._delivery == "step":
             # A state that was read from somewhere may have them on the device.
             self._blank = jax.tree.map(in_host_memory, self._blank)
@@ -82,19 +83,19 @@ class Mailbox:
         self._unread: deque[Mail | Sums] = deque()
         # In two windows there are two sums.
         self._most = IN_FLIGHT.get(state.delivery, 2 * longest(state.schedule.window) + 2)
-        self._letters: deque[Letter] = deque()  # of the steps that the device may be at
+        self._running: deque[StepScalars] = deque()  # of the steps that the device may be at
         self._last: Mail | None = None
-        # The ticket, and its number, of the state that a flush since the last step has replaced.
+        # The token, and its number, of the state that a flush since the last step has replaced.
         self._replaced: tuple[jax.Array, int] | None = None
 
     @property
-    def ticket(self) -> int:
-        """The next step's ticket."""
-        return self._ticket
+    def token(self) -> int:
+        """The next step's token."""
+        return self._token
 
     def holds(self, state: ZenFlowState) -> bool:
         """Whether this is the state last given: no step was made with it since."""
-        return state.ticket is self._given
+        return state.token is self._given
 
     def replaced(self, state: ZenFlowState) -> bool:
         """Whether this is the state that the last flush was called with, or a step made from it.
@@ -103,29 +104,32 @@ class Mailbox:
         """
         if self._replaced is None:
             return False
-        given, ticket = self._replaced
-        if state.ticket is given:
+        given, token = self._replaced
+        if state.token is given:
             return True
-        return not self.holds(state) and int(read(state.letter.ints).flat[1]) == ticket
+        if self.holds(state):
+            return False
+        sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
+        return int(sent.unpack().token) == token
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
         self._replaced = None
         while len(self._unread) >= self._most:
             self._take_back()
-        ticket = self._ticket
+        token = self._token
         # Before the mail is given away: this lets go of Python's lock, for which the caller would
         # then have to wait until the worker's threads have looked at every leaf.
-        self._write_ticket(self._number + step, state.ticket)
+        self._write_token(self._number + step, state.token)
         if self._delivery == "window":
             gradients = []
-            self._letters.append(state.letter)
-            if len(self._letters) > AHEAD:
-                jax.block_until_ready(self._letters.popleft())
+            self._running.append(state.step_scalars)
+            if len(self._running) > AHEAD:
+                jax.block_until_ready(self._running.popleft())
         else:
             gradients = _gradients(state)
         on_device = self._delivery != "step"
-        self._last = Mail(step, ticket, gradients, state.letter, on_device)
+        self._last = Mail(step, token, gradients, state.step_scalars, on_device)
         self._post(self._last)
 
     def send_sums(self, state: ZenFlowState) -> ZenFlowState:
@@ -137,17 +141,17 @@ class Mailbox:
         return dataclasses.replace(state, mail=zeros)
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
-        """The state with another ticket, after a flush.
+        """The state with another token, after a flush.
 
         Who goes on from the one that was flushed, and from its parameters, has neither the updates
         that the flush has brought nor the gradients that it has used up.
         """
-        self._replaced = (self._given, self._ticket)
-        self._write_ticket(self._ticket + 500_009, state.ticket)
-        return dataclasses.replace(state, ticket=self._given)
+        self._replaced = (self._given, self._token)
+        self._write_token(self._token + 500_009, state.token)
+        return dataclasses.replace(state, token=self._given)
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
-        """The state for the next step: `leaves`, buffers for its mail, and a ticket."""
+        """The state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
         mail = state.mail if self._delivery == "window" else self._blank.mail
@@ -155,8 +159,8 @@ class Mailbox:
             state,
             leaves=tuple(leaves),
             mail=mail,
-            ticket=self._given,
-            letter=self._blank.letter,
+            token=self._given,
+            step_scalars=self._blank.step_scalars,
         )
 
     def drain(self) -> None:
@@ -167,13 +171,13 @@ class Mailbox:
     def close(self) -> None:
         """Drops the buffers."""
         self._unread.clear()
-        self._letters.clear()
-        self._blank = _Buffers((), Letter(None, None))
+        self._running.clear()
+        self._blank = _Buffers((), StepScalars(None, None))
 
-    def _write_ticket(self, number: int, like: jax.Array) -> None:
-        """The next state's ticket, made from a number and placed as `like` is."""
-        self._ticket = number & _POSITIVE  # never USED, which is negative
-        self._given = put_everywhere(np.int32(self._ticket), like)
+    def _write_token(self, number: int, like: jax.Array) -> None:
+        """The next state's token, made from a number and placed as `like` is."""
+        self._token = number & _POSITIVE  # never USED, which is negative
+        self._given = put_everywhere(np.int32(self._token), like)
 
     def _post(self, mail: Mail | Sums) -> None:
         self._worker.post(mail)
@@ -181,12 +185,12 @@ class Mailbox:
 
     def _take_back(self) -> None:
         mail = self._unread[0]
-        self._worker.wait(mail.done, mail.letter if isinstance(mail, Mail) else ())
+        self._worker.wait(mail.done, mail.step_scalars if isinstance(mail, Mail) else ())
         self._unread.popleft()
 
 
 def _gradients(state: ZenFlowState) -> list[jax.Array]:
-    """Of each leaf that travels."""
+    """Of each offloaded leaf."""
     return [x for x in state.mail if x is not None]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from zenflow_jax._device.state import Letter
+from zenflow_jax._device.step_scalars import StepScalars
 
 
 @dataclass
@@ -14,9 +14,9 @@ class Mail:
     """One step's mail, taken in when it is `done`. Its buffers are the worker's from now on."""
 
     step: int  # the step that it must be of
-    ticket: int  # the ticket that it must carry
+    token: int  # the token that it must carry
     gradients: list[jax.Array]  # of each leaf; none where the device adds them up
-    letter: Letter
+    step_scalars: StepScalars
     on_device: bool  # both are still there
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)  # gives what `_receive` says

@@ -1,4 +1,4 @@
-"""What this process has of each leaf that travels: parts of global arrays, and back again.
+"""What this process has of each offloaded leaf: parts of global arrays, and back again.
 
 Each part that some device of this process works on is kept once on the host, however many devices
 hold it. Arrays of one mesh have their local pieces in the same order: a device's *position*.
@@ -23,7 +23,7 @@ from zenflow_jax._plan.leaf import LeafSpec
 class Part:
     """One part of one leaf, all of whose arrays are on one device at a time."""
 
-    leaf: int  # number among the leaves that travel
+    leaf: int  # number among the offloaded leaves
     spec: LeafSpec  # as if the part were all of the leaf
     index: tuple[slice, ...]  # where it is in the leaf
     first: int  # the leaf's number of its first channel
@@ -36,7 +36,7 @@ class Part:
 
 
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
-    """The parts that this process has of leaves that travel, as their mail shows."""
+    """The parts that this process has of offloaded leaves, as their mail shows."""
     parts = []
     for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
         axis = spec.axis

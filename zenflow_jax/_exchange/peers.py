@@ -4,8 +4,8 @@ JAX notices a process that is dead, 100 s after its last heartbeat, but not one 
 with an error: that one waits at exit for the others, these wait for it in a collective, and after
 300 s JAX aborts them all. A program that catches the error holds up the others for ever.
 
-So the engine of a run on several processes has a `Watch`. It spreads a worker's failure, so that
-the other processes raise it too, and it ends processes that cannot raise it because they are stuck,
+So the engine of a run on several processes has a `PeerMonitor`. It spreads a worker's failure, so
+that the other processes raise it too. It ends processes that are stuck and so cannot raise it,
 unless it was told not to.
 """
 
@@ -40,7 +40,7 @@ CLOSED = "close"
 LONGEST = 4000
 
 
-class Watch:
+class PeerMonitor:
     """Spreads failures between the processes of one engine, through JAX's coordination service.
 
     A process *leaves* the engine when it raises a failure to its caller, or closes. When all have

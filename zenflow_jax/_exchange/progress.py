@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
-from zenflow_jax._plan.schedule import Boundary, Schedule, Tally, first_tally
+from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 
 
 class Progress:
@@ -30,8 +30,8 @@ class Progress:
         self.reselections = 0
         self.kept: float | None = None
         self._schedule = schedule
-        self._fresh = first_tally(schedule, leaves)
-        self._tally = self._fresh
+        self._first = first_schedule_state(schedule, leaves)
+        self._state = self._first
         # Of the last step, if its window is open; and of the last boundary. Not read yet.
         self._statistics: jax.Array | None = None
         self._measured: jax.Array | None = None
@@ -39,7 +39,7 @@ class Progress:
     def boundary(self) -> Boundary:
         """What happens after the step that comes."""
         self._read()
-        boundary = self._schedule.boundary(self.step + 1, self._tally)
+        boundary = self._schedule.boundary(self.step + 1, self._state)
         return Boundary(*(bool(x) for x in boundary))
 
     def passed(
@@ -49,36 +49,37 @@ class Progress:
 
         Args:
             boundary: What happened after it.
-            statistics: What its mail says for the tally; None if nothing.
+            statistics: What it sends for the `ScheduleState`; None if nothing.
             measured: The share that is kept, where a window closed and none was selected.
         """
         self.step += 1
         if not boundary.closes:
-            self._tally = self._tally._replace(length=self._tally.length + 1)
+            self._state = self._state.open_step()
             self._statistics = statistics
             return
-        windows = 0 if boundary.selects else self._tally.windows + 1
-        self._tally = self._fresh._replace(windows=windows)
+        self._state = self._state.close_window(self._first, boundary.selects, np)
         self._statistics, self._measured = None, measured
         self.reselections += boundary.selects
 
     @property
-    def tally(self) -> Tally:
+    def schedule_state(self) -> ScheduleState:
         """What is known before the step that comes."""
         self._read()
-        return self._tally
+        return self._state
 
-    def resume(self, step: int, reselections: int, tally: Tally, kept: float | None) -> None:
+    def resume(
+        self, step: int, reselections: int, schedule_state: ScheduleState, kept: float | None
+    ) -> None:
         """Goes on where another run was."""
         self.step, self.reselections, self.kept = step, reselections, kept
-        self._tally = tally
+        self._state = schedule_state
 
     def _read(self) -> None:
         if self._statistics is not None:
             row = view(self._statistics).ravel()
-            self._tally = self._tally.add(row)
+            self._state = self._state.add(row)
             self._statistics = None
         if self._measured is not None:
             self.kept = float(view(self._measured))
-            self._tally = self._tally._replace(kept=np.float32(self.kept))
+            self._state = self._state._replace(kept=np.float32(self.kept))
             self._measured = None

@@ -27,17 +27,17 @@ from zenflow_jax._exchange.parts import (
     select_anew,
 )
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.state import HostHalf
+from zenflow_jax._host.state import HostState
 
 
-class Crossing:
+class Updates:
     """The updates and channels of one engine on their way. For one calling thread.
 
     Args:
         worker: Makes the updates.
-        half: What it works on; read here only while the worker has nothing to do.
-        parts: Of what `half` has the arrays.
-        travels: Of each leaf that travels its place among the leaves of the state.
+        host: What it works on; read here only while the worker has nothing to do.
+        parts: Of what `host` has the arrays.
+        offloaded: The place of each offloaded leaf among the leaves of the state.
         prefetched: Of each part whether the worker uploads its update.
         state: The state before the first step.
     """
@@ -45,20 +45,20 @@ class Crossing:
     def __init__(
         self,
         worker: Worker,
-        half: HostHalf,
+        host: HostState,
         parts: Sequence[Part],
-        travels: Sequence[int],
+        offloaded: Sequence[int],
         prefetched: Sequence[bool],
         state: ZenFlowState,
     ):
         self._worker = worker
-        self._half = half
+        self._host = host
         self._parts = parts
-        self._travels = travels
+        self._offloaded = offloaded
         self._prefetched = prefetched
         #: Of updates that were not prefetched.
         self.late_bytes = 0
-        self._specs = tuple(state.leaves[i].spec for i in travels)
+        self._specs = tuple(state.leaves[i].spec for i in offloaded)
         #: An update that has not reached the parameters.
         self.pending: Future | None = None
         #: Of merges, since they were last taken from here, how much had changed of which leaves.
@@ -85,7 +85,7 @@ class Crossing:
         """The parameters with the update that is on its way, if one is.
 
         Args:
-            weights: Of each leaf that travels its parameter.
+            weights: The parameter of each offloaded leaf.
             after: What to wait for before memory is taken that only then is free.
             leaves: The states of all leaves, as they are now.
         """
@@ -95,14 +95,14 @@ class Crossing:
         before, self.pending, self.before = self.before, None, None
         if not uploads:
             # Channels that left at the boundary before this one are in no `before` any more.
-            self.look(weights)
+            self.note_parameters(weights)
             return weights
         merged = self._merge(weights, self._fetch_rest(uploads, after), before, leaves)
         self._samples = merged.samples
         self.changed += merged.changed
         return merged.weights
 
-    def look(self, weights: Sequence[jax.Array]) -> None:
+    def note_parameters(self, weights: Sequence[jax.Array]) -> None:
         """Notes what the parameters are: until the next merge only steps may change them."""
         self._samples = samples(weights, self._specs)
 
@@ -126,7 +126,7 @@ class Crossing:
         keep: bool = False,
     ) -> Merged:
         """The parameters with an update, whose arrays stay if `keep`."""
-        now = [leaves[i].channels for i in self._travels]
+        now = [leaves[i].channels for i in self._offloaded]
         new = [
             assemble(pieces, weight.shape, part_sharding(weight, spec))
             for weight, spec, pieces in zip(
@@ -163,7 +163,7 @@ class Crossing:
         """Closes the window and hands channels over; entering ones are up to date at once.
 
         Args:
-            weights: Of each leaf that travels its parameter.
+            weights: The parameter of each offloaded leaf.
             state: Of now.
 
         Returns:
@@ -171,7 +171,7 @@ class Crossing:
         """
         weights = list(weights)
         leaves = list(state.leaves)
-        states = [leaves[i] for i in self._travels]
+        states = [leaves[i] for i in self._offloaded]
         self.before = [s.channels for s in states]
         chosen, current, scores = choose(
             weights,
@@ -190,13 +190,13 @@ class Crossing:
         self.close_window(hand_over)
         entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
         masters: list[jax.Array | None] = [None] * len(states)
-        for j, (i, s) in enumerate(zip(self._travels, states, strict=True)):
+        for j, (i, s) in enumerate(zip(self._offloaded, states, strict=True)):
             leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
         some = [j for j, master in enumerate(masters) if master is not None]
         merged = enter(
             [weights[j] for j in some],
             [masters[j] for j in some],
-            [leaves[self._travels[j]].channels for j in some],
+            [leaves[self._offloaded[j]].channels for j in some],
             specs=tuple(self._specs[j] for j in some),
         )
         for j, weight in zip(some, merged, strict=True):
@@ -205,21 +205,21 @@ class Crossing:
 
     def measure(self, leaves: Sequence[LeafState]) -> jax.Array:
         """Starts to compute the share of the score that the selected channels have."""
-        states = [leaves[i] for i in self._travels]
+        states = [leaves[i] for i in self._offloaded]
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=self._specs)
 
     def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
-        """Of each leaf that travels the host's masters, on the devices, in parts; one at a time.
+        """The host's masters of each offloaded leaf, on the devices, in parts; one at a time.
 
         The worker must have nothing to do. The rows of selected channels are not current.
         """
         leaves = self._worker.leaves()
-        for i, spec in zip(self._travels, self._specs, strict=True):
+        for i, spec in zip(self._offloaded, self._specs, strict=True):
             parts, pieces = [], []
-            for part, half in zip(self._parts, leaves, strict=True):
-                if self._travels[part.leaf] == i:
-                    master = half.master.reshape(part.spec.shape)
+            for part, host in zip(self._parts, leaves, strict=True):
+                if self._offloaded[part.leaf] == i:
+                    master = host.master.reshape(part.spec.shape)
                     parts.append(dataclasses.replace(part, leaf=0))
                     pieces.append([upload(master, device) for device in part.devices])
             # They are copies of live masters, which the next update writes.
@@ -234,14 +234,14 @@ class Crossing:
         Args:
             pending: What `wait` said there.
             before: Of each part the channels that were selected while its window was open.
-            states: Of the leaves that travel.
+            states: Of the offloaded leaves.
         """
         if pending == NONE:
             return
         uploads = []
         if pending == PENDING:
             for part, cast, early in zip(
-                self._parts, self._half.casts(), self._prefetched, strict=True
+                self._parts, self._host.casts(), self._prefetched, strict=True
             ):
                 devices = part.devices if early else ()
                 uploads.append([upload(cast, device) for device in devices])

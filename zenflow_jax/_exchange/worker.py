@@ -22,14 +22,14 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import copy_to_host, upload, view
-from zenflow_jax._device.state import USED
+from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._diagnostics.skipped import tell_of_skipped
 from zenflow_jax._diagnostics.stats import WorkerStats
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, HandOver, Mail, Sums
 from zenflow_jax._exchange.parts import Part, host_channels
-from zenflow_jax._exchange.peers import Watch
-from zenflow_jax._host.state import ClosedWindow, HostHalf, HostLeaf, SelectedRows
+from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
@@ -44,8 +44,8 @@ class Worker:
     a thread that runs keeps all host arrays.
 
     Args:
-        half: The arrays that the thread works on; nobody else touches them from now on.
-        parts: For each leaf of `half` of what it is a part, and where its uploads go.
+        host: The arrays that the thread works on; nobody else touches them from now on.
+        parts: For each leaf of `host` of what it is a part, and where its uploads go.
         watch: Tells the other processes of a failure, and this worker of theirs.
         prefetched: Of each part whether its update is uploaded at once, or left to the caller.
         skipped: Steps that were skipped before.
@@ -55,9 +55,9 @@ class Worker:
 
     def __init__(
         self,
-        half: HostHalf,
+        host: HostState,
         parts: Sequence[Part],
-        watch: Watch,
+        watch: PeerMonitor,
         prefetched: Sequence[bool],
         skipped: int = 0,
         skipped_in_a_row: int = 0,
@@ -65,12 +65,12 @@ class Worker:
     ):
         # Replaced as a whole, so it can be read at any time.
         self.stats = WorkerStats(
-            skipped_steps=skipped, skipped_in_a_row=skipped_in_a_row, host_bytes=half.nbytes
+            skipped_steps=skipped, skipped_in_a_row=skipped_in_a_row, host_bytes=host.nbytes
         )
         self._max_skipped = max_skipped
         self.wait_s = 0.0  # the caller's; see `wait`
         self.recorder = Recorder()
-        self._half = half
+        self._host = host
         self._parts = list(parts)
         self._prefetched = list(prefetched)
         self._inbox: deque[Mail | Sums | Close] = deque()
@@ -80,17 +80,17 @@ class Worker:
         self._failure: BaseException | None = None
         self._reason = ""  # the failure in words, set before it
         self._other: str | None = None  # another process's failure, which becomes this one's
-        self._watch = watch
+        self._peers = watch
         # The caller's. Every process makes the same calls in the same order, so where two raise a
         # failure after the same number of points they have dispatched the same programs.
         self._passed = 0
         self._update: Iterator[str] | None = None
-        self._window = half.windows + 1  # the one being summed, for messages
+        self._window = host.windows + 1  # the one being summed, for messages
         self._where = "the first mail"  # what the thread is at, for messages
         self._next_piece = ""  # and what the update's next piece is
         # Waiting for the device must not keep the thread from an update: it is done here.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-        # And behind the sums of a window no letter of the next one should have to wait.
+        # And behind the sums of a window no scalars of the next one should have to wait.
         self._sums_receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
@@ -98,7 +98,7 @@ class Worker:
     def start(self) -> None:
         """Begins to work."""
         self._thread.start()
-        self._watch.start(self.fail)
+        self._peers.start(self.fail)
 
     def post(self, item: Mail | Sums | Close) -> None:
         promised = [item.done]
@@ -136,7 +136,7 @@ class Worker:
         if self._failure is None:
             self._passed += 1
         else:
-            self._watch.raised(f"point {self._passed}")
+            self._peers.raised(f"point {self._passed}")
             raise RuntimeError(
                 f"{self._reason}. "
                 "Deferred channels are not up to date and this engine takes no more work; go on "
@@ -152,7 +152,7 @@ class Worker:
         Raises:
             RuntimeError: If that has happened already.
         """
-        leaves = self._half.leaves
+        leaves = self._host.leaves
         if len(leaves) != len(self._parts):
             self.check()
         return leaves
@@ -210,19 +210,19 @@ class Worker:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Once it is in host memory, of each part what its first device has of the gradients.
 
-        And the letter.
+        And the step's scalars.
         """
-        letter = [x.addressable_data(0) for x in jax.tree.leaves(item.letter)]
+        step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
         pieces = self._pieces(item) if item.gradients else []
         if item.on_device:
-            letter, pieces = copy_to_host(letter), copy_to_host(pieces)
-        jax.block_until_ready((letter, item.letter))
+            step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
+        jax.block_until_ready((step_scalars, item.step_scalars))
         self.recorder.step_ended(item.step, given)
         jax.block_until_ready(pieces)
         self.recorder.mail_arrived(item.step)
         # Only now, when the caller has forgotten them: whoever is last has to free them.
         item.gradients.clear()
-        return pieces, letter
+        return pieces, step_scalars
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:
         """Of each part what its first device has of the sums, once it is in host memory."""
@@ -262,7 +262,7 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
             if self._other is None:
                 self._reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
-                self._watch.report(self._reason)
+                self._peers.report(self._reason)
             else:
                 self._reason = self._other
             self._failure = error
@@ -270,7 +270,7 @@ class Worker:
             self._break_promises()
             self._update = None
             self.recorder.works_at(None)
-            self._half.close()
+            self._host.close()
             self._receiver.shutdown(wait=False)
             self._sums_receiver.shutdown(wait=False)
 
@@ -308,46 +308,46 @@ class Worker:
 
     def _take_in(self, mail: Mail) -> None:
         self._where = f"the mail of step {mail.step}, window {self._window}"
-        gradients, letter = mail.arrived.result()
-        *scalars, factor = view(letter[0]).ravel().tolist()
-        step, ticket, finite = view(letter[1]).ravel().tolist()
-        _check_ticket(mail, step, ticket)
-        scalars = AdamScalars(*scalars)
+        gradients, step_scalars = mail.arrived.result()
+        sent = StepScalars(*map(view, step_scalars)).unpack()
+        step, factor = int(sent.step), float(sent.factor)
+        _check_token(mail, step, int(sent.token))
+        scalars = AdamScalars(*map(float, sent.adam))
         if not np.isfinite(scalars).all():
             raise ValueError(
                 f"expected finite hyperparameters at step {step}, got {scalars}. Check the "
                 "learning rate schedule and whatever else is computed."
             )
-        self._half.note(scalars)
-        read = _nbytes((gradients, letter))
-        if finite and gradients:
-            self._half.add([view(g) for g in gradients], factor)
-        elif finite:
-            self._half.count()
+        self._host.note(scalars)
+        read = _nbytes((gradients, step_scalars))
+        if sent.finite and gradients:
+            self._host.add([view(g) for g in gradients], factor)
+        elif sent.finite:
+            self._host.count()
         gradients.clear()
-        letter.clear()
+        step_scalars.clear()
         before = self.stats.skipped_in_a_row
         self._count(
-            skipped_steps=0 if finite else 1,
-            skipped_in_a_row=-before if finite else 1,
+            skipped_steps=0 if sent.finite else 1,
+            skipped_in_a_row=-before if sent.finite else 1,
             bytes_to_host=read,
-            host_bytes=self._half.nbytes - self.stats.host_bytes,
+            host_bytes=self._host.nbytes - self.stats.host_bytes,
         )
-        if not finite:
+        if not sent.finite:
             tell_of_skipped(before + 1, step, self._max_skipped)
 
     def _take_in_sums(self, item: Sums) -> None:
         self._where = f"the sums of window {self._window}"
         sums = item.arrived.result()
         read = _nbytes(sums)
-        self._half.take_sums([view(x) for x in sums])
+        self._host.take_sums([view(x) for x in sums])
         sums.clear()
-        self._count(bytes_to_host=read, host_bytes=self._half.nbytes - self.stats.host_bytes)
+        self._count(bytes_to_host=read, host_bytes=self._host.nbytes - self.stats.host_bytes)
 
     def _begin(self, close: Close) -> None:
         assert self._update is None, "a window closed before the last one's update was collected"
         self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
-        window = self._half.close_window()
+        window = self._host.close_window()
         self._window = window.number + 1
         if close.hand_over is not None:
             self._where = f"the hand-over after window {window.number}"
@@ -376,7 +376,7 @@ class Worker:
             if not moved:
                 continue
             chosen, *rows = moved
-            new = self._half.hand_over(
+            new = self._host.hand_over(
                 window, i, _as_rows(rows, part.spec), host_channels(chosen, part)
             )
             ready[i] = _as_on_device(new, part.spec)
@@ -408,7 +408,7 @@ class Worker:
                 first = first or time.perf_counter()
             uploads.append([upload(leaf.upload, device) for device in early])
 
-        for name in self._half.update(window, finished):
+        for name in self._host.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
         if first:
             self.recorder.works_at("wait for uploads", window.number)
@@ -437,14 +437,14 @@ class Worker:
         )
 
 
-def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
-    if ticket == USED:
+def _check_token(mail: Mail, step: int, token: int) -> None:
+    if token == USED:
         raise RuntimeError(
             f"two steps were made without `exchange` between them (at step {step}), so the first "
             "one's mail is lost and deferred channels would not learn. Call `params, opt_state = "
             "engine.exchange(params, opt_state)` after every step."
         )
-    if step == 0:  # a letter that no step has written
+    if step == 0:  # scalars that no step has written
         raise RuntimeError(
             f"expected the mail of step {mail.step}, got a state that `update` had no part in: a "
             "wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` around "
@@ -453,7 +453,7 @@ def _check_ticket(mail: Mail, step: int, ticket: int) -> None:
             "`multi_steps.has_updated(opt_state)`; steps that are not finite are skipped without "
             "`apply_if_finite`. Give each run an engine of its own."
         )
-    if (step, ticket) != (mail.step, mail.ticket):
+    if (step, token) != (mail.step, mail.token):
         raise RuntimeError(
             f"expected the mail of this run's step {mail.step}, got step {step} of a state that "
             "this engine did not return. Give each run an engine of its own, and each step the "

@@ -62,7 +62,9 @@ class NumpyKernel:
         self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
-        with np.errstate(all="ignore"):  # what is not finite is the device's to judge
+        with np.errstate(
+            all="ignore"
+        ):  # what is not finite is the device's to finite_and_clip_factor
             for i, (g, factor) in enumerate(gradients):
                 if first and i == 0:
                     _widen_into(total, g, factor)

@@ -74,11 +74,11 @@ class SelectedRows:
     steps: np.ndarray  # int32 (groups, k)
 
 
-class HostHalf:
+class HostState:
     """The deferred half of a run on the host. For one thread at a time.
 
     Args:
-        specs: The leaves that travel.
+        specs: The offloaded leaves.
         weights: Their parameters, in the order of `specs`.
         channels: Their selected channels, `(*stack, k)`.
         adam: The kernels.

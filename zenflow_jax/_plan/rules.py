@@ -12,14 +12,14 @@ class AutoWindow:
 
     A leaf is ripe when the sum, over the window's steps, of the root mean square of its deferred
     channels' gradient is at least the mean, over the same steps, of that of its selected channels.
-    The window closes when at least `share` of the leaves that travel are ripe, or when it has
+    The window closes when at least `share` of the offloaded leaves are ripe, or when it has
     `max_interval` steps. So that nobody waits for the device, the decision after step t knows the
     steps up to t - 1; a window that is not cut short thus has at least two. Skipped steps count
     for its length alone. The idea is that of "Zen-auto" in DeepSpeed, which compares L1 sums.
 
     Attributes:
         max_interval: Steps that a window has at most.
-        share: Of the leaves that travel, in (0, 1], rounded up.
+        share: Of the offloaded leaves, in (0, 1], rounded up.
 
     Raises:
         TypeError, ValueError: If a value is of another kind or out of range.

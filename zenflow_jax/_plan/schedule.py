@@ -24,7 +24,7 @@ class Boundary(NamedTuple):
     synchronous: Any  # the update reaches the parameters at once, not at the next boundary
 
 
-class Tally(NamedTuple):
+class ScheduleState(NamedTuple):
     """What decisions are made from: NumPy arrays and numbers, or traced ones.
 
     `flush` does not touch it: it ends a window's sum early, and moves no boundary.
@@ -37,7 +37,22 @@ class Tally(NamedTuple):
     windows: Any  # int32: closed since the last selection
     kept: Any  # float32: share of the best score, measured at the last boundary; 1 if it was not
 
-    def add(self, statistics: Any) -> "Tally":
+    def open_step(self) -> "ScheduleState":
+        """After a step whose window stays open; `add` has what the step says."""
+        return self._replace(length=self.length + 1)
+
+    def close_window(self, first: "ScheduleState", selects: Any, xp: Any) -> "ScheduleState":
+        """After a step that closed its window, which counts for no window.
+
+        Args:
+            first: The state before the first step.
+            selects: Whether channels were selected again.
+            xp: `numpy` or `jax.numpy`, as the numbers are.
+        """
+        windows = xp.where(selects, 0, self.windows + 1).astype(np.int32)
+        return first._replace(windows=windows)
+
+    def add(self, statistics: Any) -> "ScheduleState":
         """With what a step has to say: float32 [counted, *deferred, *selected]; None is nothing."""
         if statistics is None:
             return self
@@ -49,10 +64,10 @@ class Tally(NamedTuple):
         )
 
 
-def first_tally(schedule: "Schedule", leaves: int) -> Tally:
-    """Before the first step, in NumPy, for so many leaves that travel."""
-    sums = leaves if schedule.weighs else 0
-    return Tally(
+def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
+    """Before the first step, in NumPy, for so many offloaded leaves."""
+    sums = leaves if schedule.needs_statistics else 0
+    return ScheduleState(
         length=np.int32(0),
         counted=np.float32(0),
         deferred=np.zeros(sums, np.float32),
@@ -79,58 +94,62 @@ class Schedule:
     overlap_step: bool
 
     @property
-    def weighs(self) -> bool:
+    def needs_statistics(self) -> bool:
         """Whether decisions need every step's statistics."""
         return isinstance(self.window, AutoWindow)
 
     @property
-    def measures(self) -> bool:
+    def needs_kept_share(self) -> bool:
         """Whether decisions need the share of the score that is kept."""
         return isinstance(self.select, AutoSelect)
 
     @property
     def adaptive(self) -> bool:
-        """Whether `boundary` needs a tally."""
-        return self.weighs or self.measures
+        """Whether `boundary` needs a `ScheduleState`."""
+        return self.needs_statistics or self.needs_kept_share
 
-    def boundary(self, step: Any, tally: Tally | None) -> Boundary:
+    def boundary(self, step: Any, schedule_state: ScheduleState | None) -> Boundary:
         """What happens after step `step` (a Python int or a traced int32).
 
         Args:
             step: Counted from 1.
-            tally: Of the steps before it; may be None unless `adaptive`.
+            schedule_state: Of the steps before it; may be None unless `adaptive`.
         """
         warm = step <= self.full_warm_up_rounds
         since = step - self.full_warm_up_rounds
         if isinstance(self.window, AutoWindow):
-            assert tally is not None
-            length = tally.length + 1
-            closes = warm | self._ripe(self.window, tally) | (length >= self.window.max_interval)
+            assert schedule_state is not None
+            length = schedule_state.length + 1
+            closes = (
+                warm
+                | self._ripe(self.window, schedule_state)
+                | (length >= self.window.max_interval)
+            )
         else:
             length = self.window
             closes = warm | (since % length == 0)
         # Without a warm-up the first selection is at the first boundary, however far off the
         # interval's end is; with one, it is at the warm-up's end.
         first = since == (length if self.full_warm_up_rounds == 0 else 0)
-        due = (since > 0) & self._due(step, since, length, tally)
+        due = (since > 0) & self._due(step, since, length, schedule_state)
         return Boundary(
             closes=closes,
             selects=closes & (first | due),
             synchronous=warm | (not self.overlap_step),
         )
 
-    def _ripe(self, window: AutoWindow, tally: Tally) -> Any:
-        leaves = tally.deferred.shape[0]
+    def _ripe(self, window: AutoWindow, schedule_state: ScheduleState) -> Any:
+        leaves = schedule_state.deferred.shape[0]
         # No mean: sums of both sides, the selected channels' times the steps that they are of.
-        ripe = (tally.deferred * tally.counted >= tally.selected).sum()
-        return (tally.counted > 0) & (ripe >= window.needed(leaves))
+        ripe = (schedule_state.deferred * schedule_state.counted >= schedule_state.selected).sum()
+        return (schedule_state.counted > 0) & (ripe >= window.needed(leaves))
 
-    def _due(self, step: Any, since: Any, length: Any, tally: Tally | None) -> Any:
+    def _due(self, step: Any, since: Any, length: Any, schedule_state: ScheduleState | None) -> Any:
         """Whether a selection is due where a window of `length` steps ends, the first one apart."""
         if isinstance(self.select, AutoSelect):
-            assert tally is not None
-            lost = tally.kept < self.select.keep
-            return lost | (tally.windows + 1 >= self.select.max_windows)
+            assert schedule_state is not None
+            lost = schedule_state.kept < self.select.keep
+            return lost | (schedule_state.windows + 1 >= self.select.max_windows)
         # Whether an interval ends within the window.
         if isinstance(self.select, EpochSelect):
             return step // self.select.steps > (step - length) // self.select.steps

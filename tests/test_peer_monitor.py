@@ -24,7 +24,7 @@ import pytest
 
 from tests.processes import reserved_port, start_process
 from zenflow_jax._exchange import peers
-from zenflow_jax._exchange.peers import CLOSED, Watch
+from zenflow_jax._exchange.peers import CLOSED, PeerMonitor
 
 POLL_S = 0.3  # process 0 outlives the others by three polls, which must be time enough
 SOON_S = 0.5  # a grace that a test waits for
@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, name: str, grace_s: float, **more: Any):
         self.future: Future = Future()
-        self.watch = Watch(name, [0, 1], poll_s=POLL_S, grace_s=grace_s, **more)
+        self.watch = PeerMonitor(name, [0, 1], poll_s=POLL_S, grace_s=grace_s, **more)
         self.watch.start(self.fail)
         weakref.finalize(self, self.watch.close)
 
@@ -186,7 +186,7 @@ def go_on(me: int, port: int) -> None:
     assert not engine.future.done()
 
     # The engine of one process only: nothing is watched, with `jax.distributed` or not.
-    Watch("alone", [me]).start(engine.fail)
+    PeerMonitor("alone", [me]).start(engine.fail)
     assert not watches()
 
     # The interpreter closes what the program did not, at different times.
@@ -213,7 +213,8 @@ def both(function: str, *args: Any) -> Iterator[list[subprocess.Popen]]:
     """Processes 0 and 1 in that function."""
     with reserved_port() as port:
         processes = [
-            start_process("test_watch", function, me, port, *args, devices=1) for me in (0, 1)
+            start_process("test_peer_monitor", function, me, port, *args, devices=1)
+            for me in (0, 1)
         ]
         try:
             yield processes
@@ -299,7 +300,7 @@ def test_one_process_has_no_thread_and_needs_no_service():
         def fail(self, message: str) -> None:
             raise AssertionError(message)
 
-    watch = Watch("engine", [0])
+    watch = PeerMonitor("engine", [0])
     watch.start(Owner().fail)
     watch.report("the moments ran away")
     watch.raised("call 1")
@@ -309,7 +310,7 @@ def test_one_process_has_no_thread_and_needs_no_service():
 
 def test_several_processes_need_jax_distributed():
     with pytest.raises(RuntimeError, match=r"Call `jax.distributed.initialize`"):
-        Watch("engine", [0, 1])
+        PeerMonitor("engine", [0, 1])
 
 
 def test_jax_still_has_the_private_store_that_the_watch_rests_on():
