@@ -15,6 +15,7 @@ import csv
 import datetime
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
 
 from train.meter import Row
 from train.schedule import ScheduleRow
@@ -250,7 +251,9 @@ class _Board:
     """TensorBoard's file.
 
     tensorboardX's own `SummaryWriter` writes on a thread, behind a queue of ten: where the disk is
-    full the thread ends with a traceback, and the tenth call after that waits for ever.
+    full the thread ends with a traceback, and the tenth call after that waits for ever. Its
+    `EventsWriter` does not close the file where the rest cannot be written, and Python 3.13 says so
+    at its end, behind the message that counts.
 
     Args:
         folder: Where the file goes.
@@ -259,13 +262,12 @@ class _Board:
 
     def __init__(self, folder: Path, *, purge: int | None):
         self._folder = folder
+        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}"
         with _naming(folder):
-            self._writer = EventsWriter(str(folder / "events"))
+            self._file = RecordWriter(str(folder / name))
+            self._write(file_version="brain.Event:2")
             if purge is not None:
-                start = SessionLog(status=SessionLog.START)
-                self._writer.write_event(
-                    Event(wall_time=time.time(), step=purge, session_log=start)
-                )
+                self._write(step=purge, session_log=SessionLog(status=SessionLog.START))
         self._flushed = time.monotonic()
 
     def add(self, group: str, figures: Mapping[str, float | None], step: int) -> None:
@@ -274,12 +276,14 @@ class _Board:
         known.pop("step", None)
         with _naming(self._folder):
             for name, value in known.items():
-                told = summary.scalar(f"{group}/{name}", value)
-                self._writer.write_event(Event(wall_time=time.time(), step=step, summary=told))
+                self._write(step=step, summary=summary.scalar(f"{group}/{name}", value))
             if time.monotonic() > self._flushed + BOARD_EVERY_S:
-                self._writer.flush()
+                self._file.flush()
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
         with _naming(self._folder):
-            self._writer.close()
+            self._file.close()
+
+    def _write(self, **said: Any) -> None:
+        self._file.write(Event(wall_time=time.time(), **said).SerializeToString())
