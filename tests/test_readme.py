@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 MOST_LINES = 149  # "under 150"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def program(text: str = TEXT) -> str:
@@ -56,9 +57,7 @@ def test_the_program_is_the_blocks_and_nothing_else():
     assert "".join(BLOCKS).split() == program().split()
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_inside_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if ":" in target:
@@ -67,6 +66,14 @@ def test_links_inside_the_repository_lead_somewhere(page):
         there = page.parent / path if path else page
         assert there.exists(), target
         assert not heading or heading in headings(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    # Those that it names with their folder; inside the library without that of the library.
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`(\w[\w.]*/[\w./]+\.(?:py|md|toml))`", text):
+        assert (ROOT / name).exists() or (ROOT / "zenflow_jax" / name).exists(), name
 
 
 def headings(page: Path) -> list[str]:
