@@ -112,7 +112,8 @@ def start(config: Path, run: str, *options: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "train.finetune", config, "--run", run, *options]
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
         # If somebody keeps compiled programs already, then with those.
         "JAX_COMPILATION_CACHE_DIR": os.environ.get(
             "JAX_COMPILATION_CACHE_DIR", str(config.parent / "compiled")

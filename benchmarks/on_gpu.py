@@ -195,8 +195,13 @@ def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
     if rehearse:
         changed["JAX_PLATFORMS"] = "cpu"
         # Compiling is most of a rehearsal, and nobody waits for what is compiled.
-        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
-        changed["XLA_FLAGS"] = " ".join([*flags, "--xla_llvm_disable_expensive_passes=true"])
+        changed["XLA_FLAGS"] = " ".join(
+            [
+                os.environ.get("XLA_FLAGS", ""),
+                "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
+                "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+            ]
+        )
     own = {name: os.environ[name] for name in (_PINNED,) if name in os.environ}
     return os.environ | changed | own
 

@@ -1,26 +1,41 @@
 """Settings that every test runs under, and the rule for tests that need an accelerator.
 
-Nothing here chooses a platform or sets XLA flags: what a test computes is what a user's process
-computes. A test that needs another set-up starts a process of its own.
+Nothing here chooses a platform. A test that needs another set-up starts a process of its own.
 
-Compiling is most of the work of these tests, and many compile the same programs: workers of
-pytest-xdist, and the processes that tests start. So jax's compilation cache, in a folder that lives
-as long as the tests run, is shared by all of them. What it gives is the machine code that the
-compiler gave, and jax goes through tracing, lowering and its counts of compilations as without it.
+Compiling is most of the work of these tests. So the compiler for CPUs does not optimize here, nor
+in the processes that tests start: the programs are the same down to the instructions of XLA, and
+only the machine code of each is simpler. How optimized code rounds, which is what users have, is
+held to what is trusted where `runs.OPTIMIZED` stands. `XLA_FLAGS=--xla_backend_optimization_level=3
+make test` optimizes everything, and takes thrice as long.
+
+Many tests compile the same programs: workers of pytest-xdist, and the processes that tests start.
+So jax's compilation cache, in a folder that lives as long as the tests run, is shared by all of
+them. What it gives is the machine code that the compiler gave, and jax goes through tracing,
+lowering and its counts of compilations as without it.
 """
 
 import atexit
 import os
 import shutil
 import tempfile
+from importlib.metadata import entry_points
 
 import jax
 import pytest
 from hypothesis import settings
 
+from tests.processes import QUICK_TO_COMPILE
+
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
+
+# XLA reads them when jax starts its first backend. That for GPUs has none but optimized code, so
+# where it may be used, which is where a plugin of jax is installed, they stay away.
+if "optimization_level" not in os.environ.get("XLA_FLAGS", "") and not entry_points(
+    group="jax_plugins"
+):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that started this one set it
     folder = tempfile.mkdtemp(prefix="zenflow_jax-compiled-")

@@ -172,18 +172,31 @@ def programs(
     donate: bool,
     partition: bool,
     send_mail: str | None,
+    optimized: bool = False,
 ) -> tuple[Any, Any]:
     """Transformation and jitted step, compiled once however many runs use them."""
     tx = transformation(
         leaves, settings, offload=offload, partition_replicated=partition, send_mail=send_mail
     )
-    return tx, jitted(tx, donate=donate)
+    return tx, jitted(tx, donate=donate, optimized=optimized)
 
 
-def jitted(tx: Any, *, donate: bool = False) -> Any:
+# What XLA does by default, and `processes.QUICK_TO_COMPILE` has switched off: these go over it.
+OPTIMIZED = {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_parallel_codegen_split_count": 32,
+    "xla_backend_extra_options": "",
+}
+
+
+def jitted(tx: Any, *, donate: bool = False, optimized: bool = False) -> Any:
     """A user's training step, (params, state, gradients) to (params, state)."""
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    @functools.partial(
+        jax.jit,
+        donate_argnums=(0, 1) if donate else (),
+        compiler_options=OPTIMIZED if optimized else None,
+    )
     def step(params, state, gradients):
         with jax.numpy_dtype_promotion("standard"):
             updates, state = tx.update(gradients, state, params)
@@ -207,6 +220,7 @@ class Training:
         shardings: Of each leaf, a `NamedSharding`; None is one device.
         partition: Whether devices that hold the same share the work on it.
         send_mail: When gradients leave the device.
+        optimized: Whether the step is compiled as users have it; it takes seven times as long.
         gradients: Makes those of a step, as `gradients` does.
         engine: Arguments of the engine.
     """
@@ -222,12 +236,15 @@ class Training:
         shardings: Any = None,
         partition: bool = True,
         send_mail: str | None = None,
+        optimized: bool = False,
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
         **engine: Any,
     ):
         self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
-        self.tx, self.program = programs(leaves, settings, offload, donate, partition, send_mail)
+        self.tx, self.program = programs(
+            leaves, settings, offload, donate, partition, send_mail, optimized
+        )
         self.params = place(initial_values(leaves, seed), shardings)
         self.state = self.tx.init(self.params)
         self.engine: Any = None

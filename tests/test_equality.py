@@ -1,7 +1,8 @@
 """Where this library must equal something trusted: `optax.adamw`, and the slow reference.
 
 Runs and tolerances are in `runs.py`. What is compared at every step is the parameters and the
-selected channels, at the end masters, moments and step counts, wherever they live.
+selected channels, at the end masters, moments and step counts, wherever they live. Steps that are
+held to `optax.adamw`, or to each other's bits, are compiled as users have them.
 """
 
 import jax
@@ -30,16 +31,17 @@ WARM = dict(
 )
 
 
-def modes(leaves, options, seed):
+def modes(leaves, options, seed, *, optimized=False):
     """The run in-graph, and with an engine; its kernel and threads go by the seed."""
-    yield Training(leaves, options, seed=seed, offload=False)
-    yield Training(leaves, options, seed=seed, host_kernel=KERNELS[seed], threads=1 + seed)
+    more = {"seed": seed, "optimized": optimized}
+    yield Training(leaves, options, offload=False, **more)
+    yield Training(leaves, options, host_kernel=KERNELS[seed], threads=1 + seed, **more)
 
 
 def assert_equals_adamw(leaves, options, steps=STEPS):
     for seed in SEEDS:
         expected = runs.adamw(leaves, options.max_grad_norm, options.weight_decay, steps, seed)
-        for training in modes(leaves, options, seed):
+        for training in modes(leaves, options, seed, optimized=True):
             with training:
                 runs.assert_close([p for _, p in training.follow(Plan(steps))], expected)
 
@@ -172,7 +174,9 @@ def test_a_donated_step_gives_the_bits_of_one_that_is_not():
     options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
     histories = []
     for donate in (False, True):
-        with Training(runs.FEW, options, donate=donate, host_kernel="numpy") as training:
+        with Training(
+            runs.FEW, options, donate=donate, optimized=True, host_kernel="numpy"
+        ) as training:
             histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
     runs.assert_same_bits(*histories)
 
@@ -183,8 +187,8 @@ def test_when_gradients_leave_changes_no_bit(donate):
     options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
     histories = []
     for send_mail in ("step", "exchange"):
-        more = {"donate": donate, "send_mail": send_mail, "host_kernel": "numpy"}
-        with Training(SECOND, options, **more) as training:
+        more = {"donate": donate, "send_mail": send_mail, "optimized": True}
+        with Training(SECOND, options, host_kernel="numpy", **more) as training:
             histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
     runs.assert_same_bits(*histories)
 
@@ -196,7 +200,7 @@ def test_a_sum_on_the_device_of_one_step_is_its_gradient():
         options = Settings(
             topk_ratio=0.3, update_interval=1, select_interval=3, accumulate=accumulate
         )
-        with Training(FIRST, options, host_kernel="numpy") as training:
+        with Training(FIRST, options, optimized=True, host_kernel="numpy") as training:
             histories.append(training.history(Plan(7, bad=(3,), flush_at=(5,))))
     runs.assert_same_bits(*histories)
 

@@ -7,7 +7,6 @@ Devices are forced CPU devices, each set of them in a process of its own; proces
 import csv
 import functools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from tests.processes import reserved_port
+from tests.processes import environment, reserved_port
 from train import finetune, models, processes, sharding
 from train.command_line import load_settings, read_command_line
 from train.data import Batches
@@ -276,16 +275,10 @@ def config_file(folder: Path, **settings) -> str:
 
 
 def start(*command: str, devices: int) -> subprocess.Popen:
-    forced = {
-        "JAX_PLATFORMS": "cpu",
-        # Compiling is most of the time of a run this small, and half as long when not optimized.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    }
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env=os.environ | forced,
+        env=environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
