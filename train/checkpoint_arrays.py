@@ -23,7 +23,9 @@ def split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
             sums = state.delivery == "window"
-            mail |= {id(x) for x in jax.tree.leaves((state.letter, [] if sums else state.mail))}
+            mail |= {
+                id(x) for x in jax.tree.leaves((state.step_scalars, [] if sums else state.mail))
+            }
     saved, others = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         where = others if id(x) in mail or x.size == 0 else saved
