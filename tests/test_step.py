@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+from train import models
 from train.data import ROWS, Batches, Sample
 from train.optimizers import make_optimizer, skip_if_not_finite
 from train.settings import Settings
@@ -14,7 +15,6 @@ from train.sharding import committed
 from train.step import make_train_step, make_validate, of_labels, of_tokens
 from train.tasks import Task
 from train.tasks.standard_library import Windows
-from train.transformer import Transformer
 
 F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
 
@@ -105,17 +105,8 @@ def test_a_sample_is_of_the_same_examples_however_they_are_filled_up():
 
 
 def tiny_model() -> tuple[nnx.GraphDef, dict]:
-    model = Transformer(
-        width=16,
-        layers=1,
-        heads=2,
-        ffn=24,
-        vocabulary=256,
-        weight_dtype=jnp.float32,
-        compute_dtype=jnp.float32,
-        rngs=nnx.Rngs(0),
-    )
-    graphdef, params = nnx.split(model)
+    sizes = Settings(width=16, layers=1, heads=2, ffn=24, dtype="float32")
+    graphdef, params = nnx.split(models.builder(sizes)())
     return graphdef, nnx.as_pure(params)
 
 

@@ -110,7 +110,9 @@ def test_every_weight_of_the_model_is_split_by_its_rule():
         "blocks": {
             0: {
                 "attention_norm": norm,
-                "query_key_value": {"kernel": columns},
+                "query": {"kernel": columns},
+                "key": {"kernel": columns},
+                "value": {"kernel": columns},
                 "attention_out": {"kernel": rows},
                 "ffn_norm": norm,
                 "gate": {"kernel": columns},

@@ -133,7 +133,7 @@ def lack_of_memory(error: BaseException, settings: Settings) -> str:
     remedies = {
         f"a --batch-size below {settings.batch_size}": settings.batch_size > 1,
         f"more --micro-batches than {settings.micro_batches}": not host,
-        "--remat": not (host or settings.remat or settings.model is None),
+        "--remat": not (host or settings.remat),
         "--optimizer zenflow, which keeps most of Adam's state on the host": settings.optimizer
         == "adamw",
         "--accumulate host": settings.accumulate == "device",

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from train import pretrained
 from train.checkpoints import write_model
+from train.decoder import Decoder, DecoderConfig
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
 from train.memory import check_model
@@ -22,7 +23,6 @@ from train.optimizers import weight_dtype
 from train.settings import Settings
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
-from train.transformer import Transformer
 
 # Where the trained weights go, in the folder of the run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
@@ -98,25 +98,41 @@ def builder(
     labels: int = 0,
 ) -> Callable[[], nnx.Module]:
     """A function that makes the model of the settings with weights drawn at random."""
-    common = {
+    options = {
         "weight_dtype": weight_dtype(settings),
         "compute_dtype": jnp.dtype(settings.dtype),
+        "scan_layers": settings.scan_layers,
+        "remat": settings.remat,
         "stream_sharding": mesh
         and batch_sharding(mesh, settings.batch_size, settings.micro_batches),
     }
-    if origin is None:
-        return lambda: Transformer(
-            width=settings.width,
-            layers=settings.layers,
-            heads=settings.heads,
-            ffn=settings.ffn,
-            vocabulary=standard_library.VOCABULARY,
-            rngs=nnx.Rngs(settings.seed),
-            **common,
-        )
-    common |= {"scan_layers": settings.scan_layers, "remat": settings.remat}
-    return lambda: pretrained.make_model(
-        origin, labels=labels, rngs=nnx.Rngs(settings.seed), **common
+
+    def build():
+        rngs = nnx.Rngs(settings.seed)
+        if origin is None:
+            return Decoder(own_config(settings), rngs=rngs, **options)
+        return pretrained.make_model(origin, labels=labels, rngs=rngs, **options)
+
+    return build
+
+
+def own_config(settings: Settings) -> DecoderConfig:
+    """The model of the task standard_library: a small Llama 2 over bytes."""
+    return DecoderConfig(
+        vocabulary=standard_library.VOCABULARY,
+        width=settings.width,
+        layers=settings.layers,
+        heads=settings.heads,
+        kv_heads=settings.heads,
+        head_width=settings.width // settings.heads,
+        ffn=settings.ffn,
+        positions=settings.sequence_length,
+        norm_eps=1e-5,
+        rope_base=10_000.0,
+        rope_scaling=None,
+        qkv_bias=False,
+        tied=False,
+        window=None,
     )
 
 

@@ -69,11 +69,10 @@ class Settings:
     """In which matrices are multiplied; with zenflow and offload also in which they are kept on the
     device. adamw keeps float32 and rounds at every step."""
     scan_layers: bool = False
-    """Stack the blocks of `model` and loop over them: compiles faster, but gradients then leave the
-    device only after the backward pass."""
+    """Stack the blocks and loop over them: compiles faster, but gradients then leave the device
+    only after the backward pass."""
     remat: bool = False
-    """Compute the inside of the blocks of `model` again in the backward pass instead of keeping it.
-    """
+    """Compute the inside of the blocks again in the backward pass instead of keeping it."""
 
     # Training.
     steps: int | None = None

@@ -45,9 +45,6 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     # the compiler split what is looked up by both, and then move all of it.
     (r"^embed/embedding$", ("fsdp", "tensor")),
     (r"^(positions|types)/embedding$", (None, None)),  # of an encoder: small
-    # (width, 3 width): q, k and v beside each other. A cut by `tensor` goes across them, so the
-    # compiler gathers the product. Three matrices, as in the other models, do not need that.
-    (r"/query_key_value/kernel$", ("fsdp", "tensor")),
     (r"/(query|key|value|gate|up)/kernel$", ("fsdp", "tensor")),  # (width, heads * d or ffn)
     (r"/(query|key|value|up)/bias$", ("tensor",)),
     (r"/(attention_out|down)/kernel$", ("tensor", "fsdp")),  # (heads * d or ffn, width)
