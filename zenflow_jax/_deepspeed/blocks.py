@@ -61,7 +61,7 @@ class Block:
         for key in self._left:
             if key not in known:
                 near = meant(key, [*known, *self._asked])
-                raise self.error(key, "only keys that DeepSpeed knows", near)
+                raise self.error(key, "only keys that DeepSpeed documents", near)
 
     def take(self, key: str, default: Any = ABSENT, auto: Any = ABSENT) -> Any:
         """The value of any kind.
@@ -250,14 +250,14 @@ class Report:
         self.reasons[block.name(key)] = reason
 
     def rest(self, block: Block, reasons: Mapping[str, str]) -> None:
-        """All keys of a block that were not taken; those without a reason are no keys at all."""
+        """All keys of a block that were not taken; those without a reason are not known."""
         known = [*reasons, *block.taken()]
         for key in block.left():
             value = block.take(key)
             if key not in reasons:
                 near = meant(key, known)
                 near = f" {near}" if near.startswith("Did") else ""
-                self.add(block, key, f"DeepSpeed has no such key, and ignores it.{near}")
+                self.add(block, key, f"DeepSpeed documents no such key.{near}")
             elif not _is_off(value) or (value is False and key in ON_BY_DEFAULT):
                 self.add(block, key, reasons[key])
 

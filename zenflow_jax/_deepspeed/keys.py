@@ -1,7 +1,9 @@
 """DeepSpeed's keys that are never translated, and why not.
 
-They are those of DeepSpeed 0.19.8. The ones that are translated are in none of these tables: they
-are taken from their blocks by name, in `optimizer.py`, `zero.py` and `options.py`.
+They are those that DeepSpeed 0.19.8 documents, and those in the examples of DeepSpeed, Hugging Face
+and Accelerate; its source knows some more, which no config has. The ones that are translated are in
+none of these tables: they are taken from their blocks by name, in `optimizer.py`, `zero.py` and
+`options.py`.
 """
 
 from collections.abc import Mapping
@@ -19,61 +21,50 @@ STAY = "parameters stay on the device"
 STAGE_3 = "parameters lie where their shardings say"
 _NO_CHECK = "the check that it switches off does not exist"
 _NO_LOSS_SCALE = "losses are not scaled, which bfloat16 and float32 need not be"
-_HOW_TORCH = "it says how PyTorch computes the same step"
+_SAVING = "runs are saved as in docs/checkpoints.md"
 _NVME = "what is offloaded lies in host memory, never on a disk"
 
 #: Keys of the whole config that are never translated, and why.
 ROOT = _spread(
     {
-        "steps_per_print dump_state wall_clock_breakdown memory_breakdown log_level tensorboard "
-        "wandb csv_monitor comet comms_logger flops_profiler timers": _REPORTS,
+        "steps_per_print dump_state wall_clock_breakdown memory_breakdown tensorboard wandb "
+        "csv_monitor comet comms_logger flops_profiler": _REPORTS,
         "communication_data_type seq_parallel_communication_data_type prescale_gradients "
         "gradient_predivide_factor disable_allgather": _COMMUNICATION,
-        "pipeline tensor_parallel expert_parallel data_parallel_size sequence_parallel_size "
-        "use_data_before_expert_parallelism": _PARALLEL,
+        "pipeline tensor_parallel expert_parallel sequence_parallel_size": _PARALLEL,
         "data_types": _PRECISION,
         "torch_autocast": "a model computes in the dtype that it was built with",
         "activation_checkpointing": "activations are recomputed where the model says so, by "
         "`jax.checkpoint` or `nnx.remat`",
-        "dataloader_drop_last data_efficiency": "the data are up to the loop that feeds the step",
-        "checkpoint datastates_ckpt": "runs are saved as in docs/checkpoints.md",
+        "data_efficiency": "the data are up to the loop that feeds the step",
+        "checkpoint": _SAVING,
         "managed_gradient_accumulation": "a step is one call of the jitted function",
-        "compile disable_python_gc": "it concerns the program that PyTorch runs",
+        "compile": "it concerns the program that PyTorch runs",
         "autotuning": "there is no search for settings",
         "hybrid_engine weight_quantization": "it concerns inference",
         "aio": _NVME,
-        "vocabulary_size": "the model knows",
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": _NO_CHECK,
     }
 )
 
-#: The same of `zero_optimization`, which has no further keys.
+#: The same of `zero_optimization`.
 ZERO = _spread(
     {
-        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
-        "allgather_partitions allgather_bucket_size overlap_comm round_robin_gradients "
-        "parameter_alignment zero_hpz_partition_size": _COMMUNICATION,
-        "stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold "
-        "param_persistence_threshold stage3_model_persistence_threshold "
-        "model_persistence_threshold stage3_max_live_parameters max_live_parameters "
-        "stage3_max_reuse_distance max_reuse_distance stage3_module_granularity_threshold "
-        "module_granularity_threshold stage3_use_all_reduce_for_fetch_params "
-        "use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential "
-        "leaf_module memory_efficient_linear override_module_apply log_trace_cache_warnings "
-        "enable_sanity_checks": STAGE_3,
+        "contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions "
+        "allgather_bucket_size overlap_comm round_robin_gradients "
+        "zero_hpz_partition_size": _COMMUNICATION,
+        "stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+        "stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_module_granularity_threshold memory_efficient_linear "
+        "log_trace_cache_warnings": STAGE_3,
         "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
-        "stage3_gather_fp16_weights_on_model_save load_from_fp32_weights elastic_checkpoint "
-        "pipeline_loading_checkpoint": "runs are saved as in docs/checkpoints.md",
+        "stage3_gather_fp16_weights_on_model_save load_from_fp32_weights "
+        "elastic_checkpoint": _SAVING,
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients": (
             "nothing is quantized on its way"
         ),
         "sub_group_size": "the engine chooses the blocks of its updates",
-        "compute_grad_norm": "the norm costs nothing where gradients are clipped, and is not "
-        "computed where they are not",
         "ignore_unused_parameters": "every parameter has a gradient in JAX, of zeros if unused",
-        "legacy_stage1": "there is no older implementation",
-        "save_muon_momentum_buffer_in_memory": "there is no Muon",
-        "cpu_offload_use_pin_memory": "the mail is always pinned",
     }
 )
 
@@ -107,8 +98,7 @@ FP16 = _spread(
 #: The same of `optimizer.params`.
 ADAM = _spread(
     {
-        "torch_adam foreach fused capturable differentiable set_grad_none": _HOW_TORCH,
-        "fp32_optimizer_states": _PRECISION,
+        "torch_adam fused": "it says how PyTorch computes the same step",
     }
 )
 
@@ -117,12 +107,10 @@ REMOVED = (
     "nebula compression_training amp quantize_training sparse_gradients eigenvalue "
     "sparse_attention elasticity graph_harvesting curriculum_learning progressive_layer_drop"
 ).split()
-REMOVED_ZERO = "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param".split()
 
 #: Of these, `false` is what asks for something.
 ON_BY_DEFAULT = frozenset(
-    "reduce_scatter contiguous_gradients allgather_partitions use_multi_rank_bucket_allreduce "
-    "load_from_fp32_weights ignore_unused_parameters memory_efficient_linear "
-    "override_module_apply compute_grad_norm managed_gradient_accumulation "
-    "zero_force_ds_cpu_optimizer fp32_optimizer_states".split()
+    "reduce_scatter contiguous_gradients allgather_partitions load_from_fp32_weights "
+    "ignore_unused_parameters memory_efficient_linear managed_gradient_accumulation "
+    "zero_force_ds_cpu_optimizer".split()
 )

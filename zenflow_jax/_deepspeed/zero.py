@@ -28,9 +28,6 @@ def read_zero(root: Block, report: Report, steps_per_epoch: int | None) -> Zero:
         zero = Block({"stage": int(value)}, key, root.source)
     else:
         zero = root.block(key) or Block({}, key, root.source)
-    for key in keys.REMOVED_ZERO:
-        if key in zero.left():
-            raise zero.error(key, "no such key", "DeepSpeed has removed it: take it out.")
     stage = zero.integer("stage", 0, auto=0, high=3, remedy="ZeRO has the stages 0 to 3.")
     offloads = _offloads(zero, report, stage)
     rules = zero.block("zenflow")
