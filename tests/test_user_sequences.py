@@ -160,6 +160,7 @@ class Checkpoint(NamedTuple):
     frozen: Any
     run: int
     torn: bool  # a step had been made that was not exchanged
+    misuse: str  # what had been done wrong and was not refused yet
 
     def __repr__(self) -> str:  # hypothesis prints what it draws
         return f"<run {self.run}, step {self.reference.step_count}>"
@@ -254,6 +255,7 @@ class UserSequences(RuleBasedStateMachine):
                     self.frozen,
                     self.run,
                     self.unmailed,
+                    self.misuse,
                 )
             )
 
@@ -269,7 +271,7 @@ class UserSequences(RuleBasedStateMachine):
 
     # --- what is wrong, or nearly so --------------------------------------------------------
 
-    @precondition(lambda self: not self.over and (self.t == 0 or self._changes_are_seen()))
+    @precondition(lambda self: not self.over and self._loading_is_seen())
     @rule(seed=st.integers(4, 6))
     def load_other_weights(self, seed: int) -> None:
         if self.t:
@@ -399,6 +401,8 @@ class UserSequences(RuleBasedStateMachine):
             self.misuse = "parameters, state and engine of several checkpoints"
         elif of_params.torn:
             self.misuse = "a checkpoint made between a step and its exchange"
+        elif of_params.misuse:
+            self.misuse = f"a checkpoint after {of_params.misuse}"
         elif self.world.offload and on_the_host((of_params.params, of_params.state)):
             self.misuse = "a checkpoint of NumPy arrays"
         self.params, self.state, engine_state = copied(
@@ -428,6 +432,10 @@ class UserSequences(RuleBasedStateMachine):
         master: there the next step starts from what it finds, as that of `optax.adamw` does.
         """
         return self.world.offload and self.world.options.topk_ratio < 1
+
+    def _loading_is_seen(self) -> bool:
+        """Whether other weights are either right or noticed: not those that the first exchange gets."""
+        return self.t == 0 or (self._changes_are_seen() and not (self.t == 1 and self.unmailed))
 
     def _mixtures_are_seen(self) -> bool:
         """Whether parts of several checkpoints are compared: where an engine is made of them."""
