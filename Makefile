@@ -44,17 +44,19 @@ help:
 quickstart: $(installed)
 	@$(VENV)/bin/python -m train.finetune configs/quickstart.toml $(ARGS)
 
-# -rs: a skipped test says why. On a GPU the processes share it, so none may reserve it all.
+# -rs: a skipped test says why. On a GPU the processes share it, so none may reserve it all. Tests
+# start some 60 processes, of which each would compile all Python anew if none may write bytecode.
+pytest := env -u PYTHONDONTWRITEBYTECODE XLA_PYTHON_CLIENT_PREALLOCATE=false \
+  $(VENV)/bin/python -m pytest -q -rs
 test: $(installed) $(tools)
-	@XLA_PYTHON_CLIENT_PREALLOCATE=false $(VENV)/bin/python -m pytest -q -rs $(TESTARGS)
+	@$(pytest) $(TESTARGS)
 
 # `make test` compiles every program anew; this one keeps those of its last runs, for a week.
 compiled := $(abspath $(VENV))/compiled
 test-fast: $(installed) $(tools)
 	@mkdir -p $(compiled) && find $(compiled) -type f -mtime +7 -delete
 	@JAX_COMPILATION_CACHE_DIR=$(compiled) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(VENV)/bin/python -m pytest -q -rs -m "not slow" $(TESTARGS)
+	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
 
 lint: $(installed) $(tools)
 	@$(VENV)/bin/ruff check --quiet

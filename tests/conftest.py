@@ -15,6 +15,7 @@ lowering and its counts of compilations as without it.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -63,6 +64,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Asked only when a marked test is about to run: asking starts jax's backends.
     if item.get_closest_marker("gpu") and all(d.platform == "cpu" for d in jax.devices()):
         pytest.skip(f"needs an accelerator; jax.devices() has only {jax.devices()}")
+
+
+def pytest_collection_finish() -> None:
+    # What is imported stays; tracing makes objects by the million, and nearly none in circles.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Runs the tests of `eight_devices/`, which need as many, in processes that have them."""
+"""Runs the tests of `eight_devices/`, which need as many, in a process that has them."""
 
 import subprocess
 import sys
@@ -11,15 +11,11 @@ from tests.processes import environment
 FOLDER = Path(__file__).parent / "eight_devices"
 
 
-# The largest first, which has the most to compile, so that nobody waits for it at the end.
-FILES = sorted(FOLDER.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
-
-
+# One process for all: they compile the same programs, and each would import all anew.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [path.name for path in FILES])
-def test_on_eight_devices(name):
+def test_on_eight_devices():
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / name)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)],
         cwd=FOLDER.parents[1],
         env=environment(8),
         capture_output=True,
