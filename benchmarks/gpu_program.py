@@ -190,14 +190,14 @@ def zenflow_step(
     front: bool = False,
     scanned: bool = False,
     partition: bool = True,
-    **delivery: str,
+    **sending: str,
 ) -> Program:
     tx = zenflow_jax.zenflow(
         1e-4,
         topk_ratio=0.05,
         max_grad_norm=None if front else max_grad_norm,
         partition_replicated=partition,
-        **delivery,
+        **sending,
     )
     if front:
         assert max_grad_norm is not None
@@ -372,11 +372,11 @@ def one_device(shape: Shape) -> None:
         "zenflow(max_grad_norm=1)": zenflow_step(shape, mesh, 1.0),
         "zenflow behind clip_by_global_norm": zenflow_step(shape, mesh, 1.0, front=True),
         "zenflow(max_grad_norm=1), scanned": zenflow_step(shape, mesh, 1.0, scanned=True),
-        "the same, send_mail=exchange": zenflow_step(
-            shape, mesh, 1.0, scanned=True, send_mail="exchange"
+        "the same, after_step": zenflow_step(
+            shape, mesh, 1.0, scanned=True, send_gradients="after_step"
         ),
-        "the same, accumulate=device": zenflow_step(
-            shape, mesh, 1.0, scanned=True, accumulate="device"
+        "the same, per_window": zenflow_step(
+            shape, mesh, 1.0, scanned=True, send_gradients="per_window"
         ),
     }
     print(

@@ -1,7 +1,7 @@
 """What do `zenflow`'s update and `exchange` cost beside `optax.adamw`'s update?
 
     python -m benchmarks.overhead --repeats 40
-    python -m benchmarks.overhead --repeats 20 --rest 0.05 --send-mail exchange
+    python -m benchmarks.overhead --repeats 20 --rest 0.05 --send-gradients exchange
 
 The same float32 tree, whole on a CPU device, once as few large leaves and once as ever more small
 ones. On a CPU nothing is offloaded: mail and uploads are copies in the same memory and the worker
@@ -68,9 +68,9 @@ class AdamW:
 class ZenFlow:
     """Update and exchange; the exchange by itself, apart for boundaries."""
 
-    def __init__(self, params: Tree, send_mail: Literal["step", "exchange"], rest: float):
+    def __init__(self, params: Tree, sending: Literal["during_step", "after_step"], rest: float):
         tx = zenflow_jax.zenflow(
-            1e-3, topk_ratio=0.05, update_interval=INTERVAL, send_mail=send_mail
+            1e-3, topk_ratio=0.05, update_interval=INTERVAL, send_gradients=sending
         )
         self.rest = rest
         self.params, self.state = params, tx.init(params)
@@ -101,7 +101,9 @@ def _update(
     return optax.apply_updates(params, updates), state
 
 
-def measure(case: Case, repeats: int, send_mail: Literal["step", "exchange"], rest: float) -> None:
+def measure(
+    case: Case, repeats: int, sending: Literal["during_step", "after_step"], rest: float
+) -> None:
     device = jax.devices()[0]
     names = [f"leaf{i:04}" for i in range(case.leaves)]
 
@@ -113,7 +115,7 @@ def measure(case: Case, repeats: int, send_mail: Literal["step", "exchange"], re
             device,
         )
 
-    zenflow = ZenFlow(tree(0), send_mail, rest)
+    zenflow = ZenFlow(tree(0), sending, rest)
     engine = zenflow.engine
     runs: dict[str, Callable[[Tree], dict[str, float]]] = {
         "adamw": AdamW(tree(0)),
@@ -151,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20, help="windows measured")
     parser.add_argument("--millions", type=int, default=16, help="parameters of the large trees")
-    parser.add_argument("--send-mail", choices=("step", "exchange"), default="step")
+    parser.add_argument("--send-gradients", choices=("step", "exchange"), default="step")
     parser.add_argument("--rest", type=float, default=0.0, help="seconds before each exchange")
     args = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; ms: median (quartiles)")
@@ -161,9 +163,9 @@ def main() -> None:
     )
     for leaves in (10, 100):
         large = Case(leaves, args.millions * 1_000_000 // (leaves * 1000), 1000)
-        measure(large, args.repeats, args.send_mail, args.rest)
+        measure(large, args.repeats, args.send_gradients, args.rest)
     for leaves in (10, 100, 300, 1000):
-        measure(Case(leaves, 16, 16), args.repeats, args.send_mail, args.rest)
+        measure(Case(leaves, 16, 16), args.repeats, args.send_gradients, args.rest)
 
 
 if __name__ == "__main__":

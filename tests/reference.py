@@ -34,7 +34,7 @@ class Settings:
     full_warm_up_rounds: int = 0  # steps
     overlap_step: bool = True
     max_grad_norm: float | None = None
-    accumulate: str = "host"
+    send_gradients: str = "during_step"
     transfer_dtype: Any = None
 
 
@@ -249,7 +249,7 @@ class Reference:
         # It is clipped where it is added up, and rounded before: to what travels.
         mail = g.astype(leaf.mail_dtype).astype(np.float32)
         total = channel.window_sum + factor * mail
-        if self._settings.accumulate == "device":
+        if self._settings.send_gradients == "per_window":
             # The sum is what travels.
             total = total.astype(leaf.mail_dtype).astype(np.float32)
         channel.window_sum = total

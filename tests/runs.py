@@ -4,6 +4,7 @@ Every run makes the same gradients from (seed, step) alone, so two runs see the 
 their parameters are, and a difference in one step does not grow in the next.
 """
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -171,13 +172,10 @@ def programs(
     offload: bool,
     donate: bool,
     partition: bool,
-    send_mail: str | None,
     optimized: bool = False,
 ) -> tuple[Any, Any]:
     """Transformation and jitted step, compiled once however many runs use them."""
-    tx = transformation(
-        leaves, settings, offload=offload, partition_replicated=partition, send_mail=send_mail
-    )
+    tx = transformation(leaves, settings, offload=offload, partition_replicated=partition)
     return tx, jitted(tx, donate=donate, optimized=optimized)
 
 
@@ -219,7 +217,7 @@ class Training:
         donate: Whether the step donates parameters and state.
         shardings: Of each leaf, a `NamedSharding`; None is one device.
         partition: Whether devices that hold the same share the work on it.
-        send_mail: When gradients leave the device.
+        send_gradients: In place of what the settings say.
         optimized: Whether the step is compiled as users have it; it takes seven times as long.
         gradients: Makes those of a step, as `gradients` does.
         engine: Arguments of the engine.
@@ -235,16 +233,16 @@ class Training:
         donate: bool = False,
         shardings: Any = None,
         partition: bool = True,
-        send_mail: str | None = None,
+        send_gradients: str | None = None,
         optimized: bool = False,
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
         **engine: Any,
     ):
+        if send_gradients is not None:
+            settings = dataclasses.replace(settings, send_gradients=send_gradients)
         self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
-        self.tx, self.program = programs(
-            leaves, settings, offload, donate, partition, send_mail, optimized
-        )
+        self.tx, self.program = programs(leaves, settings, offload, donate, partition, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         self.state = self.tx.init(self.params)
         self.engine: Any = None

@@ -738,8 +738,12 @@ def wrapped_in_nnx():
 STACKED = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
 NUMPY_STATE = ["jax arrays", "ndarray", "jax.device_put(x, like.sharding)"]
 JOINED = ["single vector of 21", "`optax.flatten` makes", "Leave `optax.flatten` out"]
-NO_BRANCH = ["withholds updates with send_mail", "inside the step", "leave `send_mail` out"]
-LATE = make(send_mail="exchange")
+NO_BRANCH = [
+    "withholds updates with send_gradients",
+    "inside the step",
+    "leave `send_gradients` out",
+]
+LATE = make(send_gradients="after_step")
 
 THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
 
@@ -919,12 +923,11 @@ def test_pinned_memory_that_is_there_is_taken(mail, platform, limit):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"accumulate": "gpu"}, ["`accumulate` must be 'host' or 'device'", "'gpu'", "Leave it"]),
-        ({"send_mail": "later"}, ["`send_mail`", "'step' or 'exchange'", "'later'", "Leave it"]),
         (
-            {"accumulate": "device", "send_mail": "step"},
-            ["`send_mail` must be None", "'step'", "leave `send_mail` out"],
+            {"send_gradients": "later"},
+            ["`send_gradients`", "'after_step' or 'per_window'", "'later'", "Leave it"],
         ),
+        ({"send_gradients": None}, ["`send_gradients`", "got None"]),
         ({"transfer_dtype": "float16"}, ["`transfer_dtype` must be bfloat16", "'float16'"]),
         (
             {"transfer_dtype": 3},

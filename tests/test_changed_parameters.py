@@ -158,8 +158,8 @@ def test_what_acts_behind_zenflow_is_refused(behind):
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
         {"behind": [], "full_warm_up_rounds": 3, "overlap_step": False},
-        {"behind": [], "b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_mail": "exchange"},
-        {"behind": [], "accumulate": "device", "topk_ratio": 0.0},
+        {"behind": [], "b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
+        {"behind": [], "send_gradients": "per_window", "topk_ratio": 0.0},
         {"behind": [], "topk_ratio": 1.0},
     ],
     ids=["identity", "warm-up", "no momentum", "none selected", "all selected"],

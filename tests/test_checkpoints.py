@@ -87,7 +87,9 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [{"optimizer": "adamw"}, {"accumulate": "device"}, {"send_mail": "exchange"}], ids=str
+    "words",
+    [{"optimizer": "adamw"}, {"send_gradients": "per_window"}, {"send_gradients": "after_step"}],
+    ids=str,
 )
 def test_other_ways_to_train_go_on_as_well(tmp_path, words):
     assert kill_test.kill_test(tmp_path, kills=1, seed=3, **words).differences == []

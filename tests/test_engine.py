@@ -142,7 +142,7 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(monkeypatch
         runs.assert_same_bits(training.moments(), expected.moments)
 
 
-SUMMED = dataclasses.replace(CALM, accumulate="device")
+SUMMED = dataclasses.replace(CALM, send_gradients="per_window")
 
 
 def test_no_exchange_before_a_boundary_waits_for_the_sums_of_a_window(monkeypatch):
@@ -174,7 +174,7 @@ def test_sums_of_float16_gradients_do_not_overflow():
     def steep(leaves, *_):
         return {x.name: np.full(x.shape, 4e4, np.float16) for x in leaves}
 
-    settings = Settings(topk_ratio=0.3, update_interval=2, accumulate="device")
+    settings = Settings(topk_ratio=0.3, update_interval=2, send_gradients="per_window")
     with started(settings, (leaf,), gradients=steep) as training:
         training.go(4)
         training.flush()
@@ -182,12 +182,14 @@ def test_sums_of_float16_gradients_do_not_overflow():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "transfer_dtype", "accumulate"),
-    [("float16", None, "host"), ("float16", None, "device"), ("bfloat16", np.float32, "host")],
+    ("dtype", "transfer_dtype", "sending"),
+    [
+        ("float16", None, "during_step"),
+        ("float16", None, "per_window"),
+        ("bfloat16", np.float32, "during_step"),
+    ],
 )
-def test_gradients_wider_than_their_leaves_reach_the_host_unrounded(
-    dtype, transfer_dtype, accumulate
-):
+def test_gradients_wider_than_their_leaves_reach_the_host_unrounded(dtype, transfer_dtype, sending):
     # As after loss scaling: of float16 gradients of this size nothing would be left.
     leaves = (runs.Leaf("bias", (5,), None, dtype), runs.Leaf("rows", (12, 5), -2, dtype))
 
@@ -201,7 +203,7 @@ def test_gradients_wider_than_their_leaves_reach_the_host_unrounded(
         update_interval=2,
         select_interval=4,
         eps=1e-15,
-        accumulate=accumulate,
+        send_gradients=sending,
         transfer_dtype=transfer_dtype,
     )
     plan = runs.Plan(7, flush_at=(7,))

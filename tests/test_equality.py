@@ -132,12 +132,12 @@ AGREEMENTS = {
     # them to its neighbour.
     "added up on the device, in bf16 and in float32": (
         SECOND,
-        dict(topk_ratio=0.3, update_interval=3, select_interval=6, accumulate="device"),
+        dict(topk_ratio=0.3, update_interval=3, select_interval=6, send_gradients="per_window"),
         Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
     ),
     "added up on the device, not stale, clipped": (
         tuple(leaf._replace(dtype="float32") for leaf in FIRST),
-        dict(WARM, accumulate="device", overlap_step=False),
+        dict(WARM, send_gradients="per_window", overlap_step=False),
         Plan(20, bad=(2, 5, 13), flush_at=(10,)),
     ),
     "float32 that travels as bf16": (
@@ -147,7 +147,12 @@ AGREEMENTS = {
     ),
     "float32 that is added up and travels as bf16": (
         THIRD,
-        dict(topk_ratio=0.0, update_interval=2, accumulate="device", transfer_dtype="bfloat16"),
+        dict(
+            topk_ratio=0.0,
+            update_interval=2,
+            send_gradients="per_window",
+            transfer_dtype="bfloat16",
+        ),
         Plan(9),
     ),
 }
@@ -186,8 +191,8 @@ def test_a_donated_step_gives_the_bits_of_one_that_is_not():
 def test_when_gradients_leave_changes_no_bit(donate):
     options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
     histories = []
-    for send_mail in ("step", "exchange"):
-        more = {"donate": donate, "send_mail": send_mail, "optimized": True}
+    for sending in ("during_step", "after_step"):
+        more = {"donate": donate, "send_gradients": sending, "optimized": True}
         with Training(SECOND, options, host_kernel="numpy", **more) as training:
             histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
     runs.assert_same_bits(*histories)
@@ -196,9 +201,9 @@ def test_when_gradients_leave_changes_no_bit(donate):
 @pytest.mark.slow
 def test_a_sum_on_the_device_of_one_step_is_its_gradient():
     histories = []
-    for accumulate in ("host", "device"):
+    for sending in ("during_step", "per_window"):
         options = Settings(
-            topk_ratio=0.3, update_interval=1, select_interval=3, accumulate=accumulate
+            topk_ratio=0.3, update_interval=1, select_interval=3, send_gradients=sending
         )
         with Training(FIRST, options, optimized=True, host_kernel="numpy") as training:
             histories.append(training.history(Plan(7, bad=(3,), flush_at=(5,))))

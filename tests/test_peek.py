@@ -30,7 +30,7 @@ def casts(training):
     ("leaves", "changes", "options"),
     [
         (FIRST, {}, {"donate": True}),
-        (SECOND, {"accumulate": "device"}, {"prefetch_bytes": 0}),
+        (SECOND, {"send_gradients": "per_window"}, {"prefetch_bytes": 0}),
     ],
     ids=["first, donated", "second, added up on the device"],
 )
@@ -82,10 +82,10 @@ def test_a_run_that_goes_on_from_a_checkpoint_shows_what_the_saved_one_did(prefe
             runs.assert_same_bits(jax.tree.map(np.asarray, peek(again)), expected)
 
 
-@pytest.mark.parametrize("accumulate", ["host", "device"])
+@pytest.mark.parametrize("sending", ["during_step", "per_window"])
 @pytest.mark.parametrize("steps", [6, 8], ids=["in an open window", "where one has closed"])
-def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(accumulate, steps):
-    settings = Settings(**{**vars(SETTINGS), "accumulate": accumulate})
+def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(sending, steps):
+    settings = Settings(**{**vars(SETTINGS), "send_gradients": sending})
     with HERE(FIRST, settings) as training, HERE(FIRST, settings) as expected:
         training.go(steps)
         expected.go(steps)

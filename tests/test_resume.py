@@ -81,7 +81,7 @@ def end(training):
             {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.6, 3)},
             "numpy",
         ),
-        (SECOND, {"accumulate": "device"}, "numpy"),
+        (SECOND, {"send_gradients": "per_window"}, "numpy"),
     ],
     ids=["first", "second", "synchronous", "adaptive", "added up on the device"],
 )
@@ -170,7 +170,7 @@ def test_flax_keeps_a_train_state_in_graph():
     [
         ({"topk_ratio": 0.5}, r"expected int32 \(5,\) at .*channels, got int32 \(3,\)"),
         ({"topk_ratio": 1.0}, "expected nothing at ./leaves/0/channels, got an array"),
-        ({"accumulate": "device"}, "expected bfloat16 .* at .*total, got float32"),
+        ({"send_gradients": "per_window"}, "expected bfloat16 .* at .*total, got float32"),
     ],
     ids=str,
 )
@@ -205,7 +205,10 @@ def continued(training, **changes):
         ({"select_interval": 16}, "`select_interval` as in the saved run, 8, got 16"),
         ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
         ({"overlap_step": False}, "`overlap_step` as in the saved run, 1, got 0"),
-        ({"accumulate": "device"}, "`accumulate` as in the saved run, 0, got 1"),
+        (
+            {"send_gradients": "per_window"},
+            "`send_gradients` as in the saved run, another value, got .per_window.",
+        ),
         ({"topk_ratio": 0.5}, r"number of selected channels of \['columns'\].* 3, got 5"),
     ],
     ids=str,

@@ -22,7 +22,8 @@ from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
 from zenflow_jax._host.state import HostState
 
-SUMMED = dataclasses.replace(STALE, accumulate="device")
+LATE = dataclasses.replace(STALE, send_gradients="after_step")
+SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 IN_WINDOW = 7  # with an update under way
@@ -46,15 +47,15 @@ def train(me: int, port: int, count: int, *names: str) -> None:
     join(me, port, count)
     here = jax.local_device_count()
     cases = {
-        "replicated": ({"data": count * here}, "replicated", STALE, "step", None),
-        "divided": ({"fsdp": count, "tensor": here}, "both", STALE, "exchange", IN_WINDOW),
-        "summed": ({"fsdp": count, "tensor": here}, "both", SUMMED, None, None),
+        "replicated": ({"data": count * here}, "replicated", STALE, None),
+        "divided": ({"fsdp": count, "tensor": here}, "both", LATE, IN_WINDOW),
+        "summed": ({"fsdp": count, "tensor": here}, "both", SUMMED, None),
     }
-    for axes, placement, settings, send_mail, look_at in map(cases.__getitem__, names):
+    for axes, placement, settings, look_at in map(cases.__getitem__, names):
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
         expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
-        more = {"shardings": shardings, "send_mail": send_mail, "donate": True}
+        more = {"shardings": shardings, "donate": True}
         with Training(LEAVES, settings, threads=1, **more) as training:
             ours = []
             for t, values in training.follow(PLAN):

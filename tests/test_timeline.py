@@ -65,17 +65,16 @@ def test_every_step_and_every_window_has_its_spans(recorded):
     assert [span.number for span in of(recorded, "flush", "state")] == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize("accumulate", ["host", "device"])
-def test_mail_that_leaves_after_the_step_and_sums_of_the_device_are_recorded(accumulate):
-    settings = Settings(**(vars(SETTINGS) | {"accumulate": accumulate}))
-    with runs.Training(ONE, settings, send_mail="exchange") as training:
+@pytest.mark.parametrize("sending", ["after_step", "per_window"])
+def test_mail_that_leaves_after_the_step_and_sums_of_the_device_are_recorded(sending):
+    with runs.Training(ONE, SETTINGS, send_gradients=sending) as training:
         training.go(4)
         training.flush()
         training.engine.close()
         timeline, stats = training.engine.timeline, training.engine.stats
     steps = by_number(timeline, "step")
     copies = [span.number for span in of(timeline, "copy")]
-    on_device = accumulate == "device"
+    on_device = sending == "per_window"
     # Of sums a second one for each window's last step.
     assert copies == ([1, 2, 2, 3, 4, 4] if on_device else [1, 2, 3, 4])
     assert all(span.start >= steps[span.number].end for span in of(timeline, "copy"))

@@ -84,7 +84,7 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
     given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
-    left_out |= {"accumulate", "send_mail", "transfer_dtype", "prefetch_bytes", "max_skipped"}
+    left_out |= {"send_gradients", "transfer_dtype", "prefetch_bytes", "max_skipped"}
     left_out |= {"b1", "b2", "eps", "length_buckets"}
     left_out |= {
         "model",

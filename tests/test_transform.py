@@ -873,8 +873,7 @@ def test_the_own_arguments_are_keyword_only_and_have_the_documented_defaults():
         "partition_replicated": True,
         "param_shardings": None,
         "offload": True,
-        "accumulate": "host",
-        "send_mail": None,
+        "send_gradients": "during_step",
         "transfer_dtype": None,
     }
 

@@ -94,7 +94,7 @@ def donate_gradients_that_stay():
     """Until the exchange, or to be added up."""
     warnings.simplefilter("ignore")
     params = runs.initial(NESTED)
-    for more in ({"send_mail": "exchange"}, {"accumulate": "device"}):
+    for more in ({"send_gradients": "after_step"}, {"send_gradients": "per_window"}):
         tx = runs.transformation(NESTED, OPTIONS, **more)
         plain = runs.jitted(tx)
         expected = train(params, tx, plain)
@@ -139,13 +139,11 @@ def test_donation_does_not_abort_the_process(donate):
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "send_mail", "count"),
+    ("sending", "count"),
     # Two gradients, floats and ints at each step; the sums of three windows.
-    [("host", "step", 5 * 4), ("host", "exchange", 5 * 4), ("device", None, 5 * 2 + 3 * 2)],
+    [("during_step", 5 * 4), ("after_step", 5 * 4), ("per_window", 5 * 2 + 3 * 2)],
 )
-def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(
-    monkeypatch, accumulate, send_mail, count
-):
+def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatch, sending, count):
     views = []
 
     def view(x, view=worker.view):
@@ -153,8 +151,7 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(
         return seen
 
     monkeypatch.setattr(worker, "view", view)
-    options = dataclasses.replace(OPTIONS, accumulate=accumulate)
-    with Training(FEW, options, send_mail=send_mail, host_kernel="numpy") as training:
+    with Training(FEW, OPTIONS, send_gradients=sending, host_kernel="numpy") as training:
         training.go(5)
         training.flush()  # until then the open window's mail is kept, which nobody else has
         gc.collect()
@@ -222,7 +219,7 @@ def test_nothing_empty_goes_to_host_memory(monkeypatch):
     monkeypatch.setattr(worker, "copy_to_host", copy_to_host)
     monkeypatch.setattr(tree, "_beside", beside)
     options = dataclasses.replace(OPTIONS, topk_ratio=0.0)
-    with Training(FEW, options, send_mail="exchange", host_kernel="numpy") as training:
+    with Training(FEW, options, send_gradients="after_step", host_kernel="numpy") as training:
         training.go(8)
         training.engine.state()
         assert training.engine.stats.reselections > 1

@@ -47,7 +47,6 @@ class World(NamedTuple):
     options: Settings
     offload: bool
     donate: bool
-    send_mail: str | None
 
 
 @functools.cache
@@ -75,7 +74,7 @@ def world(number: int) -> World:
         overlap_step=bool(rng.integers(4)),
         weight_decay=0.1,
         max_grad_norm=float(rng.choice([2.0, 50.0])),
-        accumulate=str(rng.choice(["host", "host", "device"])),
+        send_gradients=str(rng.choice(["during_step", "after_step", "per_window"])),
     )
     nested = [("outer", x.name) if rng.integers(2) else (x.name,) for x in (*leaves, *frozen)]
     return World(
@@ -86,7 +85,6 @@ def world(number: int) -> World:
         options,
         offload=number % 4 != 3,
         donate=bool(rng.integers(2)),
-        send_mail=None if options.accumulate == "device" else [None, "exchange"][rng.integers(2)],
     )
 
 
@@ -123,7 +121,6 @@ def program(w: World) -> tuple[Any, Any]:
         channel_axis=lambda path, _: of(path).axis,
         resident=lambda path, _: of(path).axis is None,
         offload=w.offload,
-        send_mail=w.send_mail if w.offload else None,
     )
     if w.form == "partition":
         tx = optax.partition(

@@ -17,15 +17,13 @@ def split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that a checkpoint has, by name, and the others.
 
     Others are the blank mail, of which the library says that it is no state, and what is empty,
-    which orbax refuses. With "window" the mail is no blank but the open window's sum.
+    which orbax refuses. With "per_window" the mail is no blank but the open window's sum.
     """
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):
-            sums = state.delivery == "window"
-            mail |= {
-                id(x) for x in jax.tree.leaves((state.step_scalars, [] if sums else state.mail))
-            }
+            blank = [] if state.send_gradients == "per_window" else state.mail
+            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, blank))}
     saved, others = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
         where = others if id(x) in mail or x.size == 0 else saved

@@ -55,7 +55,7 @@ DAMAGED = "damaged-"
 # What a resumed run may have otherwise than the saved one; the library says the same of its own.
 MAY_CHANGE = frozenset(
     "model data deepspeed steps epochs learning_rate warmup_steps warmup_share weight_decay "
-    "max_grad_norm host_kernel threads prefetch_bytes send_mail mesh remat evaluate_every "
+    "max_grad_norm host_kernel threads prefetch_bytes send_gradients mesh remat evaluate_every "
     "eval_batches save_every keep keep_best output_dir run progress max_skipped "
     "b1 b2 eps".split()
 )
@@ -574,6 +574,9 @@ def description(settings: Settings, data: int, config: Any = None) -> dict[str, 
         config: As for `description_of_model`.
     """
     fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
+    # The other two have the same bits, and may be exchanged.
+    sums = settings.send_gradients == "per_window"
+    fixed["send_gradients"] = "per_window" if sums else "during_step"
     # However they were given.
     del fixed["full_warm_up_share"]
     fixed["full_warm_up_rounds"] = settings.warm_up_rounds

@@ -136,7 +136,7 @@ def lack_of_memory(error: BaseException, settings: Settings) -> str:
         "--remat": not (host or settings.remat),
         "--optimizer zenflow, which keeps most of Adam's state on the host": settings.optimizer
         == "adamw",
-        "--accumulate host": settings.accumulate == "device",
+        "--send-gradients during_step": settings.send_gradients != "during_step",
         "a smaller model": True,
     }
     return (

@@ -80,7 +80,7 @@ def make_optimizer(
     arguments = arguments | {
         "max_grad_norm": norm,
         "resident": _is_no_matrix,
-        "send_mail": settings.send_mail,
+        "send_gradients": settings.send_gradients,
         "transfer_dtype": settings.transfer_dtype,
     }
     try:
@@ -137,7 +137,6 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
         "select_interval": selection_rule(settings, steps_per_epoch),
         "full_warm_up_rounds": settings.warm_up_rounds,
         "overlap_step": settings.overlap_step,
-        "accumulate": settings.accumulate,
     }
 
 

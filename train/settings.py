@@ -138,12 +138,10 @@ class Settings:
     Left out: full_warm_up_rounds counts, which must be 0 otherwise."""
     overlap_step: bool = True
     """Let the host update run beside the next window."""
-    accumulate: Literal["host", "device"] = "host"
-    """Where the gradients of a window are added up. On the device they need room there, and cross
-    once per window. For offload micro_batches do the same."""
-    send_mail: Literal["step", "exchange"] | None = None
-    """When gradients leave that the host adds up: during the backward pass, or, for scanned layers,
-    while the next step runs."""
+    send_gradients: Literal["during_step", "after_step", "per_window"] = "during_step"
+    """When gradients leave the device: during the backward pass; for scanned layers, while the next
+    step runs; or as one sum per window, which needs room on the device. For offload micro_batches
+    do the same as the last."""
     transfer_dtype: Literal["bfloat16"] | None = None
     """Send the gradients of float32 weights in half the bytes, rounded."""
     host_kernel: Literal["numba", "numpy"] = "numba"

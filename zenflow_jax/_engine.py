@@ -208,7 +208,7 @@ class HostEngine:
         mail = [state.mail[i] for i in self._offloaded]
         self._parts = parts_of(specs, mail)
         check_pinned(
-            mail_bytes(self._parts, every_device=state.delivery == "step"),
+            mail_bytes(self._parts, every_device=state.send_gradients.in_step),
             buffers(state),
             selected_bytes(self._parts),
             next((device.platform for part in self._parts for device in part.devices), "cpu"),
@@ -250,7 +250,7 @@ class HostEngine:
         self._made_with = checksums(mine, offloaded) if engine_state is None else None
         self._host = host
         self._arrays = [
-            arrays_of(spec, x, state.delivery) for spec, x in zip(specs, mail, strict=True)
+            arrays_of(spec, x, state.send_gradients) for spec, x in zip(specs, mail, strict=True)
         ]
         self._options = options_of(state)
         skipped = 0 if counts is None else counts.skipped

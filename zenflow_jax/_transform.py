@@ -26,10 +26,10 @@ from zenflow_jax._device.step import add_mail, finite_and_clip_factor, split_gra
 from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._plan.arguments import (
     check_arguments,
-    check_delivery,
     check_numbers,
     check_schedule,
     check_selectors,
+    check_send_gradients,
     check_transfer_dtype,
 )
 from zenflow_jax._plan.resolve import resolve_specs, warn_if_all_resident
@@ -72,8 +72,7 @@ def zenflow(
     partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool] = True,
     param_shardings: Any | Callable[[Any], Any] | None = None,
     offload: bool = True,
-    accumulate: str = "host",
-    send_mail: str | None = None,
+    send_gradients: str = "during_step",
     transfer_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW that keeps the state of the channels with the largest gradients on the device.
@@ -130,17 +129,16 @@ def zenflow(
             arithmetic and staleness and no engine: where memory allows, under `lax.scan`, as an
             experiment. 12 bytes per parameter and more. Jit the step: outside of jit every
             update compiles anew.
-        accumulate: Where a window's gradients are added up. "host": every step sends them, and the
-            sums are float32. "device": the step adds them up, and one sum per window is sent,
-            `update_interval` times fewer bytes; the sum lies on the device (2 bytes per bf16
+        send_gradients: When the gradients of offloaded leaves leave the device. "during_step": the
+            step copies each as soon as the backward pass has made it; best where layers are written
+            out. "after_step": the step leaves them on the device, and they are copied while the
+            next one runs. That costs the leaf's dtype once more per parameter until then; it is for
+            layers under `lax.scan`, whose gradients are there only at the end. The bits are those
+            of "during_step". "per_window": the step adds them up, and one sum per window is copied,
+            `update_interval` times fewer bytes. The sum lies on the device (2 bytes per bf16
             parameter, twice while one is on its way) in the dtype that it is sent in, the leaf's or
-            `transfer_dtype`, to which it is rounded at every step. Of float16 leaves it is float32
-            unless `transfer_dtype` is given.
-        send_mail: When gradients leave that the host adds up. "step" (None): inside the step, as
-            the backward pass makes them; best where layers are written out. "exchange": they stay
-            on the device until the step ends and are copied while the next one runs, which costs
-            the leaf's dtype once more per parameter until then: for layers under `lax.scan`, whose
-            gradients are there only at the end. The same bits either way.
+            `transfer_dtype`, and is rounded to it at every step; of float16 leaves it is float32
+            unless `transfer_dtype` is given. The other two add up in float32, on the host.
         transfer_dtype: In which dtype gradients go to the host. Norms, scores and the selected
             channels' step always have them as they arrive. None: those of bfloat16 leaves in
             bfloat16; of float32 and of float16 leaves in float32, as float16 has no room for
@@ -186,7 +184,7 @@ def zenflow(
     schedule = check_schedule(
         topk_ratio, update_interval, select_interval, full_warm_up_rounds, overlap_step, offload
     )
-    delivery = check_delivery(accumulate, send_mail)
+    sending = check_send_gradients(send_gradients)
     mail_dtype = check_transfer_dtype(transfer_dtype)
     check_numbers(
         learning_rate=learning_rate,
@@ -222,7 +220,7 @@ def zenflow(
             warn_if_all_resident(specs)
         if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):
             check_placement(weights, specs)
-        return first_state(params, specs, schedule, offload, delivery)
+        return first_state(params, specs, schedule, offload, sending)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
@@ -238,7 +236,7 @@ def zenflow(
 
         # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
         seen = [
-            split_gradient(g, leaf, state.delivery, rank)
+            split_gradient(g, leaf, state.send_gradients, rank)
             for g, leaf in zip(gradients, state.leaves, strict=True)
         ]
         finite, factor = finite_and_clip_factor([s.squares for s in seen], max_grad_norm)
@@ -266,13 +264,13 @@ def zenflow(
             _raise_if_lost(lost)
             changes = [jnp.where(lost, jnp.nan, change) for change in changes]
             mail = tuple(s.mail for s in seen)
-            if state.delivery == "window":
+            if state.send_gradients.sums_on_device:
                 mail = tuple(
                     None if total is None else add_mail(total, s, leaf.spec, factor, finite)
                     for total, s, leaf in zip(state.mail, seen, state.leaves, strict=True)
                 )
             step_scalars = StepScalars.pack(scalars, factor, step, state.token, finite, statistics)
-            if state.delivery == "step":
+            if state.send_gradients.in_step:
                 step_scalars = StepScalars(
                     *(x if x is None else to_host(x, rank) for x in step_scalars)
                 )

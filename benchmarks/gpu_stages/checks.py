@@ -352,7 +352,7 @@ def clipping_is_the_reference(world: World) -> list[Row]:
 
 
 def sums_of_the_device_are_the_reference(world: World) -> list[Row]:
-    return against_the_reference(world, 'accumulate="device"', accumulate="device")
+    return against_the_reference(world, 'send_gradients="per_window"', send_gradients="per_window")
 
 
 def rounded_mail_is_the_reference(world: World) -> list[Row]:
@@ -372,7 +372,11 @@ def a_step_that_is_not_finite_changes_nothing(world: World) -> list[Row]:
 def mail_that_leaves_later_has_the_same_bits(world: World) -> list[Row]:
     expected = plainly(world.many)
     return [
-        same_bits('send_mail="exchange"', plainly(world.many, send_mail="exchange"), expected),
+        same_bits(
+            'send_gradients="after_step"',
+            plainly(world.many, send_gradients="after_step"),
+            expected,
+        ),
         same_bits("the same run again", plainly(world.many), expected),
         same_bits("with one thread", plainly(world.many, engine={"threads": 1}), expected),
         same_bits("prefetch_bytes=0", plainly(world.many, engine={"prefetch_bytes": 0}), expected),
@@ -384,7 +388,7 @@ def a_resumed_run_goes_on_bit_for_bit(world: World) -> list[Row]:
     rows = []
     for name, options in {
         "resume": {},
-        'resume, accumulate="device"': {"accumulate": "device"},
+        'resume, send_gradients="per_window"': {"send_gradients": "per_window"},
     }.items():
         with running(world.many, **options) as run:
             run.advance(10)
@@ -513,8 +517,8 @@ QUESTIONS: tuple[Callable[[World], list[Row]], ...] = (
     _donating((1,)),
     _donating((0,)),
     _donating((0, 1, 2)),
-    _donating((0, 1, 2), send_mail="exchange"),
-    _donating((0, 1, 2), accumulate="device"),
+    _donating((0, 1, 2), send_gradients="after_step"),
+    _donating((0, 1, 2), send_gradients="per_window"),
     donation_of_a_train_state,
     donation_by_nnx_jit,
 )

@@ -2,7 +2,7 @@
 
 The figures that the library's own are to be held against: what crosses between host and device in
 each way that there is, what each side's memory does, and whether a copy that is started between two
-programs runs beside the one that is under way, which `send_mail="exchange"` rests on.
+programs runs beside the one that is under way, which `send_gradients="after_step"` rests on.
 """
 
 import statistics

@@ -18,7 +18,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 # A skipped step, an early end.
 PLAN = Plan(14, bad=(6,), flush_at=(11,))
-SUMMED = dataclasses.replace(STALE, accumulate="device")
+SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
 EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, overlap_step=False, weight_decay=0.1
 )
@@ -140,8 +140,8 @@ def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh(where):
         (("three", "channels", AUTO), {"partition": False}),
         (("three", "replicated", AUTO), {"partition": False}),
         (("two", "both", AUTO), {"donate": False, "host_kernel": "numba", "threads": 2}),
-        (("three", "both", AUTO), {"send_mail": "exchange", "prefetch_bytes": 0}),
-        (("three", "channels", EXPLICIT), {"send_mail": "exchange", "prefetch_bytes": 100}),
+        (("three", "both", AUTO), {"send_gradients": "after_step", "prefetch_bytes": 0}),
+        (("three", "channels", EXPLICIT), {"send_gradients": "after_step", "prefetch_bytes": 100}),
         (("three", "both", AUTO), {"settings": SUMMED}),
         (("two", "others", EXPLICIT), {"settings": SUMMED}),
         (("data", "replicated", AUTO), {"settings": SUMMED}),
@@ -185,7 +185,7 @@ def test_shardings_that_jit_is_told_are_kept(where):
     [
         (("three", "both", AUTO), {}),
         (("two", "channels", EXPLICIT), {}),
-        (("three", "both", AUTO), {"send_mail": "exchange"}),
+        (("three", "both", AUTO), {"send_gradients": "after_step"}),
         (("two", "others", EXPLICIT), {"settings": SUMMED}),
         (("three", "both", AUTO), {"settings": SUMMED}),
     ],

@@ -131,9 +131,10 @@ def other_moment(saved: Any, state: ZenFlowState) -> str | None:
 
 _MAY_CHANGE = (
     "A resumed run needs the parameters, `topk_ratio`, `channel_axis`, `resident`, `mask`, "
-    "intervals, warm-up, `overlap_step` and `accumulate` of the saved one. Learning rate, betas, "
-    "eps, weight decay and `max_grad_norm` may be others, and so may devices, processes, "
-    "`partition_replicated`, `host_kernel` and `threads`."
+    "intervals, warm-up and `overlap_step` of the saved one, and `send_gradients` as it was if "
+    "that is 'per_window'. Learning rate, betas, eps, weight decay and `max_grad_norm` may be "
+    "others, and "
+    "so may devices, processes, `partition_replicated`, `host_kernel` and `threads`."
 )
 
 
@@ -145,8 +146,8 @@ def _check_options(
         if name != "leaves":
             if old.shape != new.shape or np.any(old != new):
                 raise ValueError(
-                    f"expected `{name}` as in the saved run, {_in_words(old)}, got "
-                    f"{_in_words(new)}. {_MAY_CHANGE}"
+                    f"expected `{name}` as in the saved run, {_in_words(name, old)}, got "
+                    f"{_in_words(name, new)}. {_MAY_CHANGE}"
                 )
             continue
         if len(old) != len(new):
@@ -164,7 +165,9 @@ def _check_options(
                     )
 
 
-def _in_words(option: np.ndarray) -> str:
+def _in_words(name: str, option: np.ndarray) -> str:
+    if name == "send_gradients":
+        return '"per_window"' if option else "another value"
     if option.shape == ():
         return str(option.item())
     number, rule, share = option.tolist()

@@ -26,6 +26,7 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._plan.sending import SendGradients
 
 #: Arrays of a leaf's shape.
 WIDE = ("master", "mu", "nu", "total")
@@ -127,8 +128,8 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "select_interval": np.array(selects, np.float32),
         "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
         "overlap_step": np.array(schedule.overlap_step, np.int32),
-        # 1 where the device adds up, whose sums are not here.
-        "accumulate": np.array(state.delivery == "window", np.int32),
+        # 1 for "per_window", whose sums are not here; the other two have the same bits.
+        "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # Of each leaf channel axis (-1 if it is resident), selected channels, weight decay.
         "leaves": np.array(rows, np.int32).reshape(-1, 3),
     }
@@ -163,7 +164,9 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         "leaves": [
             {
                 name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-                for name, (shape, dtype, sharding) in arrays_of(spec, mail, state.delivery).items()
+                for name, (shape, dtype, sharding) in arrays_of(
+                    spec, mail, state.send_gradients
+                ).items()
             }
             for spec, mail in offloaded
         ],
@@ -173,7 +176,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
 
 
 def arrays_of(
-    spec: LeafSpec, mail: Any, delivery: str
+    spec: LeafSpec, mail: Any, sending: SendGradients
 ) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
     """Shape, dtype and sharding of each array that is kept for a leaf; `mail` shows where it is.
 
@@ -194,7 +197,7 @@ def arrays_of(
         **{name: (spec.shape, np.dtype(np.float32), wide) for name in WIDE},
         "steps": ((*spec.stack, spec.n), np.dtype(np.int32), each),
     }
-    if delivery == "window":
+    if sending.sums_on_device:
         del arrays["total"]  # in the optimizer state, as its mail
     if spec.k:  # orbax writes no empty arrays
         # Channels selected while the pending update's window was open, if there is one.

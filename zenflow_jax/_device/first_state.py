@@ -23,6 +23,7 @@ from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, first_schedule_state
+from zenflow_jax._plan.sending import SendGradients
 
 
 def first_state(
@@ -30,11 +31,11 @@ def first_state(
     specs: tuple[LeafSpec, ...],
     schedule: Schedule,
     offload: bool,
-    delivery: str,
+    sending: SendGradients,
 ) -> ZenFlowState:
     """What `zenflow().init` returns for parameters of any kind: arrays, traced or abstract ones."""
     leaves = jax.tree.leaves(params)
-    build = partial(_build, specs=specs, schedule=schedule, offload=offload, delivery=delivery)
+    build = partial(_build, specs=specs, schedule=schedule, offload=offload, sending=sending)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         # Shapes in, shapes out: there are no weights to take masters from.
         return _with_shardings(jax.eval_shape(build, leaves), leaves)
@@ -53,12 +54,12 @@ def first_state(
         return state
     rank = mail_rank(specs)
     each = tuple(
-        None if spec.resident else _mail_zeros(p, spec.anonymous, delivery, rank)
+        None if spec.resident else _mail_zeros(p, spec.anonymous, sending, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
     # The parameters are there for their devices alone.
     make_scalars = partial(
-        _first_scalars, specs=specs, schedule=schedule, delivery=delivery, rank=rank
+        _first_scalars, specs=specs, schedule=schedule, sending=sending, rank=rank
     )
     step_scalars = jax.jit(make_scalars, keep_unused=True)(weights)
     return dataclasses.replace(state, mail=each, step_scalars=step_scalars)
@@ -70,14 +71,14 @@ def _build(
     specs: tuple[LeafSpec, ...],
     schedule: Schedule,
     offload: bool,
-    delivery: str,
+    sending: SendGradients,
     mail: bool = True,
 ) -> ZenFlowState:
     rank = mail_rank(specs)
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
         make = on_each_device(
-            partial(_init_leaf, spec=spec, offload=offload, delivery=delivery),
+            partial(_init_leaf, spec=spec, offload=offload, sending=sending),
             spec,
             [Layout(spec).block],
             leaf_layout(spec, deferred=not offload),
@@ -90,13 +91,13 @@ def _build(
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         leaves=tuple(leaves),
         mail=tuple(
-            None if spec.resident else _leaf_zeros(p, spec, delivery, rank)
+            None if spec.resident else _leaf_zeros(p, spec, sending, rank)
             for p, spec in zip(weights, specs, strict=True)
         )
         if offload and mail
         else None,
         token=_fingerprint(weights[few], specs[few]) if offload else None,
-        step_scalars=_first_scalars(weights, specs, schedule, delivery, rank)
+        step_scalars=_first_scalars(weights, specs, schedule, sending, rank)
         if offload and mail
         else None,
         open_steps=None if offload else jnp.zeros((), jnp.int32),
@@ -110,12 +111,12 @@ def _build(
         ),
         schedule=schedule,
         offload=offload,
-        delivery=delivery,
+        send_gradients=sending,
     )
 
 
 def _init_leaf(
-    here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool, delivery: str
+    here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool, sending: SendGradients
 ) -> LeafState:
     part = here.part
     if part.resident:
@@ -138,22 +139,22 @@ def _init_leaf(
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
-        deferred=None if offload else in_graph.init_leaf(own, part, delivery),
+        deferred=None if offload else in_graph.init_leaf(own, part, sending),
         spec=spec,
     )
 
 
-def _leaf_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.Array:
+def _leaf_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
     """What one leaf's mail is before the first step."""
     layout, dtype = Layout(spec), spec.mail_dtype
 
     def on_device(here: Here, _: jax.Array) -> jax.Array:
         # Of mail that comes to be in the step, one element per device: that has the sharding of
         # what the step returns in its place, and is not empty, which some savers refuse.
-        shape = here.part.shape if delivery == "window" else (1,) * len(spec.shape)
+        shape = here.part.shape if sending.sums_on_device else (1,) * len(spec.shape)
         return jnp.zeros(shape, dtype)
 
-    if delivery != "step":
+    if not sending.in_step:
         return on_each_device(on_device, spec, [layout.block], layout.part)(p)
     if spec.placement is None:
         return host_zeros(spec.shape, dtype, rank, p)
@@ -165,21 +166,21 @@ def _leaf_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.A
 
 
 # The parameter is there for its devices alone.
-@partial(jax.jit, static_argnames=("spec", "delivery", "rank"), keep_unused=True)
-def _mail_zeros(p: jax.Array, spec: LeafSpec, delivery: str, rank: int) -> jax.Array:
-    return _leaf_zeros(p, spec, delivery, rank)
+@partial(jax.jit, static_argnames=("spec", "sending", "rank"), keep_unused=True)
+def _mail_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
+    return _leaf_zeros(p, spec, sending, rank)
 
 
 def _first_scalars(
     weights: list[jax.Array],
     specs: tuple[LeafSpec, ...],
     schedule: Schedule,
-    delivery: str,
+    sending: SendGradients,
     rank: int,
 ) -> StepScalars:
     """Zeros, on every device that takes part."""
     sizes = StepScalars.sizes(specs, schedule)
-    leaves = delivery == "step"
+    leaves = sending.in_step
     placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
     if not placed and not leaves:
         return StepScalars(*(jnp.zeros(size, dtype) for size, dtype in sizes))
@@ -230,7 +231,7 @@ def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
         sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    mail_kind = HOST if state.delivery == "step" else None
+    mail_kind = HOST if state.send_gradients.in_step else None
 
     def mesh_of(parameter: Any) -> Any:
         placed = isinstance(parameter.sharding, NamedSharding)

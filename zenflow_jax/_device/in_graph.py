@@ -37,16 +37,17 @@ from zenflow_jax._diagnostics.skipped import warn_of_skipped
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._plan.sending import SendGradients
 
 
-def init_leaf(p: jax.Array, spec: LeafSpec, delivery: str) -> DeferredState:
+def init_leaf(p: jax.Array, spec: LeafSpec, sending: SendGradients) -> DeferredState:
     return DeferredState(
         # A copy, of float32 as well: a step that is given both may donate both.
         master=jnp.array(p, jnp.float32),
         mu=jnp.zeros(spec.shape, jnp.float32),
         nu=jnp.zeros(spec.shape, jnp.float32),
         steps=jnp.zeros((*spec.stack, spec.n), jnp.int32),
-        total=jnp.zeros(spec.shape, spec.mail_dtype if delivery == "window" else jnp.float32),
+        total=jnp.zeros(spec.shape, spec.mail_dtype if sending.sums_on_device else jnp.float32),
         pending=jnp.zeros((*spec.stack, spec.n), bool),
     )
 

@@ -13,6 +13,7 @@ import jax
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._plan.sending import SendGradients
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +65,8 @@ class ZenFlowState:
         leaves: A tuple with one state for each leaf of the parameters, in their order. Not a tree
             like the parameters: wrappers that walk the state (flax nnx) see other trees at init
             than at update, and only the order of leaves is the same in both.
-        mail: A tuple of each leaf's gradient, or sums of it, as `delivery` says; None for a leaf
-            that is resident. Not a part of `leaves`: `exchange` replaces all of it after every
+        mail: A tuple of each leaf's gradient, or sums of it, as `send_gradients` says; None for a
+            leaf that is resident. Not a part of `leaves`: `exchange` replaces all of it after every
             step, however many leaves there are. None with `offload=False`.
         token: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
         step_scalars: The scalars in the mail; None with `offload=False`.
@@ -74,12 +75,13 @@ class ZenFlowState:
         schedule_state: What an adaptive schedule decides by; None if it is not, or with an engine.
         schedule: When windows close and channels are selected. Static.
         offload: Whether the deferred half is with an engine. Static.
-        delivery: How a leaf's gradient gets there; static. "step": the step copies it to pinned
-            host memory, where `mail` is, with leading unit axes. "exchange": the step leaves it on
-            the device, and `exchange` puts one element per device in its place. "window": the step
-            adds it to a sum on the device, of which `exchange` takes each window's. With the last
-            two nothing of the state is in host memory, and the step has no copy: a few scalars'
-            would be enough for XLA:GPU to keep all layers' activations (benchmarks/LOG.md).
+        send_gradients: How a leaf's gradient gets there; static. "during_step": the step copies it
+            to pinned host memory, where `mail` is, with leading unit axes. "after_step": the step
+            leaves it on the device, and `exchange` puts one element per device in its place.
+            "per_window": the step adds it to a sum on the device, and `exchange` takes each
+            window's. With the last two nothing of the state is in host memory, and the step has no
+            copy: the copies of a few scalars would be enough for XLA:GPU to keep all layers'
+            activations (benchmarks/LOG.md).
     """
 
     step: Any
@@ -94,7 +96,7 @@ class ZenFlowState:
     schedule_state: Any
     schedule: Schedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
-    delivery: str = dataclasses.field(metadata={"static": True})
+    send_gradients: SendGradients = dataclasses.field(metadata={"static": True})
 
 
 def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:

@@ -24,6 +24,7 @@ from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.sending import SendGradients
 
 
 class GradientParts(NamedTuple):
@@ -34,14 +35,16 @@ class GradientParts(NamedTuple):
     mail: Any  # None if nothing is offloaded
 
 
-def split_gradient(g: jax.Array, leaf: LeafState, delivery: str, rank: int) -> GradientParts:
+def split_gradient(
+    g: jax.Array, leaf: LeafState, sending: SendGradients, rank: int
+) -> GradientParts:
     """Everything that reads a whole gradient; `rank` is that of mail in host memory.
 
     It is read in the dtype in which it arrives. Only mail is rounded, to the dtype that it has.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     offloaded = leaf.offloaded
-    leaves = offloaded and delivery == "step"
+    leaves = offloaded and sending.in_step
     if not leaves:
         rank = len(spec.shape)
     see = on_each_device(

@@ -17,6 +17,7 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.sending import SendGradients
 
 
 def check_budget(prefetch_bytes: Any) -> None:
@@ -46,12 +47,12 @@ def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
         for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
         if isinstance(x, kinds)
     ]
-    if around and state.delivery == "exchange":
+    if around and state.send_gradients == SendGradients.AFTER_STEP:
         raise ValueError(
-            f'expected no `optax` wrapper that withholds updates with send_mail="exchange", got '
-            f"{around[0]}: what a step returns has another shape there than what it gets, and "
-            "both ways of a branch must return the same. Sum micro-batches inside the step (steps "
-            "that are not finite are skipped anyway), or leave `send_mail` out."
+            "expected no `optax` wrapper that withholds updates with send_gradients="
+            f'"after_step", got {around[0]}: what a step returns has another shape there than what '
+            "it gets, and both ways of a branch must return the same. Sum micro-batches inside the "
+            "step (steps that are not finite are skipped anyway), or leave `send_gradients` out."
         )
 
 

@@ -6,8 +6,8 @@ where it was told to keep and donate them. `send` takes the mail out and gives i
 jit drops arguments that are not read, and what is not used up can be given again. What was mailed
 is freed by the worker when it has used it: freeing an array takes 30 us, which the caller has not.
 
-Where the step leaves its gradients on the device (`ZenFlowState.delivery`), what is blank is one
-element per device, and where it adds them up there, zeros for the sums of the next window.
+Where the step leaves its gradients on the device, what is blank is one element per device. Where it
+adds them up there, it is zeros for the sums of the next window.
 """
 
 import dataclasses
@@ -28,23 +28,24 @@ from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import KEPT
 from zenflow_jax._plan.rules import longest
+from zenflow_jax._plan.sending import SendGradients
 
 #: Mails that may be unread, by how they get to the host, which lets Python run ahead of the device.
 #: Where gradients wait there for their copy, each that is unread takes device memory. Where they do
 #: not leave, a step's scalars may be behind the sums of a window: `send` sees how far Python runs.
-IN_FLIGHT = {"step": 2, "exchange": 1}
+IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 AHEAD = 2
 _POSITIVE = 0x7FFFFFFF
 
 
 def buffers(state: ZenFlowState) -> int:
     """Mails that exist in host memory at most."""
-    if state.delivery == "window":
+    if state.send_gradients.sums_on_device:
         return 2  # the sums of a window that is updated, and of the next one
     # Those that belong to the window that is updated or to the open one; those that are unread;
     # and, where the step writes them, the one that it writes and what is blank in the state.
     kept = min(KEPT, 2 * longest(state.schedule.window))
-    return kept + IN_FLIGHT[state.delivery] + (2 if state.delivery == "step" else 0)
+    return kept + IN_FLIGHT[state.send_gradients] + (2 if state.send_gradients.in_step else 0)
 
 
 @jax.tree_util.register_dataclass
@@ -72,17 +73,17 @@ class Mailbox:
         # Of the first step's token, or of the checkpoint's, nothing is left from the next one on:
         # runs that start from the same weights, or go on from the same checkpoint, are different.
         self._number = number
-        self._delivery = state.delivery
+        self._sending = state.send_gradients
         self._blank = _Buffers(state.mail, state.step_scalars)
-        if self._delivery == "step":
+        if self._sending.in_step:
             # A state that was read from somewhere may have them on the device.
             self._blank = jax.tree.map(in_host_memory, self._blank)
-        if self._delivery == "window":
+        if self._sending.sums_on_device:
             self._make_zeros = _zeros_maker(state.mail)
             self._blank.mail = ()  # the state's alone, or they would not be freed
         self._unread: deque[Mail | Sums] = deque()
         # In two windows there are two sums.
-        self._most = IN_FLIGHT.get(state.delivery, 2 * longest(state.schedule.window) + 2)
+        self._most = IN_FLIGHT.get(state.send_gradients, 2 * longest(state.schedule.window) + 2)
         self._running: deque[StepScalars] = deque()  # of the steps that the device may be at
         self._last: Mail | None = None
         # The token, and its number, of the state that a flush since the last step has replaced.
@@ -121,20 +122,20 @@ class Mailbox:
         # Before the mail is given away: this lets go of Python's lock, for which the caller would
         # then have to wait until the worker's threads have looked at every leaf.
         self._write_token(self._number + step, state.token)
-        if self._delivery == "window":
+        if self._sending.sums_on_device:
             gradients = []
             self._running.append(state.step_scalars)
             if len(self._running) > AHEAD:
                 jax.block_until_ready(self._running.popleft())
         else:
             gradients = _gradients(state)
-        on_device = self._delivery != "step"
+        on_device = not self._sending.in_step
         self._last = Mail(step, token, gradients, state.step_scalars, on_device)
         self._post(self._last)
 
     def send_sums(self, state: ZenFlowState) -> ZenFlowState:
         """Where the device adds up, hands the open window's sums over; the state without them."""
-        if self._delivery != "window":
+        if not self._sending.sums_on_device:
             return state
         zeros = self._make_zeros(state.mail)
         self._post(Sums(_gradients(state), self._last))
@@ -154,7 +155,7 @@ class Mailbox:
         """The state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
-        mail = state.mail if self._delivery == "window" else self._blank.mail
+        mail = state.mail if self._sending.sums_on_device else self._blank.mail
         return dataclasses.replace(
             state,
             leaves=tuple(leaves),

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._plan.sending import SendGradients
 
 #: Arguments that shape the state or are functions but no schedules.
 #: `optax.inject_hyperparams` would turn them into arrays, so it must be told:
@@ -27,8 +28,7 @@ STATIC_ARGS = (
     "partition_replicated",
     "param_shardings",
     "offload",
-    "accumulate",
-    "send_mail",
+    "send_gradients",
     "transfer_dtype",
 )
 
@@ -138,25 +138,15 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect |
     return int(interval)
 
 
-def check_delivery(accumulate: str, send_mail: str | None) -> str:
-    """The `ZenFlowState.delivery` that these arguments describe."""
-    for name, value, known in (
-        ("accumulate", accumulate, ("host", "device")),
-        ("send_mail", send_mail, (None, "step", "exchange")),
-    ):
-        if isinstance(value, jax.Array) or value not in known:
-            raise ValueError(
-                f"`{name}` must be {' or '.join(map(repr, known))}, got {value!r}. Leave it out "
-                "unless the gradients' way to the host is what holds your steps up."
-            )
-    if accumulate == "host":
-        return send_mail or "step"
-    if send_mail == "step":
+def check_send_gradients(value: Any) -> SendGradients:
+    known = [str(x) for x in SendGradients]
+    if not isinstance(value, str) or value not in known:
         raise ValueError(
-            "`send_mail` must be None or 'exchange' with accumulate=\"device\", got 'step'. What "
-            "the device adds up leaves once per window, between two steps: leave `send_mail` out."
+            f"`send_gradients` must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got "
+            f"{value!r}. Leave it out unless the gradients' way to the host is what holds your "
+            "steps up."
         )
-    return "window"
+    return SendGradients(value)
 
 
 def check_transfer_dtype(dtype: Any) -> np.dtype | None:
