@@ -12,7 +12,6 @@ up. Memory that the process has freed goes back to the system before each row. A
 """
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import shutil
@@ -20,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +133,10 @@ def main() -> None:
                 train(2 * INTERVAL)
                 return 0.0
 
-            def blocking(name: str, lend: bool) -> float:
+            def blocking() -> float:
                 start = time.perf_counter()
-                with engine.lend() if lend else contextlib.nullcontext(engine.state()) as mine:
-                    save(name, mine)
-                    checkpointer.wait_until_finished()
+                save("blocking", engine.state())
+                checkpointer.wait_until_finished()
                 return time.perf_counter() - start
 
             def asynchronous() -> float:
@@ -158,10 +155,9 @@ def main() -> None:
             train(3 * INTERVAL + 1)  # compiled, selected, and in mid-window
             measure("two windows, nothing saved", none)
             measure("engine.state() alone", state_alone)
-            measure("blocking save of engine.state()", partial(blocking, "copied", False))
-            measure("blocking save of engine.lend()", partial(blocking, "lent", True))
+            measure("blocking save", blocking)
             measure("async save, two windows meanwhile", asynchronous)
-            written = sum(x.stat().st_size for x in (folder / "lent").rglob("*") if x.is_file())
+            written = sum(x.stat().st_size for x in (folder / "blocking").rglob("*") if x.is_file())
             print(f"written: {written / size:.2f} bytes per parameter")
             params, state = engine.flush(params, state)
     finally:

@@ -1,6 +1,5 @@
 """Runs that are saved by orbax in mid-window, and go on on other devices."""
 
-import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,10 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def save(training: Training, folder: Path, *, lend: bool = False) -> None:
-    engine = training.engine
-    with (
-        engine.lend() if lend else contextlib.nullcontext(engine.state()) as engine_state,
-        ocp.StandardCheckpointer() as checkpointer,
-    ):
-        tree = {"params": training.params, "opt_state": training.state, "engine": engine_state}
+def save(training: Training, folder: Path) -> None:
+    engine_state = training.engine.state()
+    tree = {"params": training.params, "opt_state": training.state, "engine": engine_state}
+    with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, tree)
         checkpointer.wait_until_finished()
 

@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import gc
 import json
-import logging
 import os
 import re
 import shutil
@@ -616,19 +615,13 @@ def engine_run(folder, said):
     )
 
 
-def save_lent(training, checkpoints, step):
-    """The engine's state, as it was while it was lent."""
-    with training.engine.lend() as lent:
-        values = jax.tree.map(np.array, lent)
-        checkpoints.save(step, training.params, training.state, lent, {})
-        checkpoints.wait()
-    return values
-
-
-def test_a_save_of_what_the_engine_lends_is_its_state(tmp_path):
+def test_a_save_of_an_engine_is_its_state(tmp_path):
     training, checkpoints = engine_run(tmp_path, [])
     with training, checkpoints:
-        values = save_lent(training, checkpoints, 7)
+        state = training.engine.state()
+        values = jax.tree.map(np.array, state)
+        checkpoints.save(7, training.params, training.state, state, {})
+        checkpoints.finish()
         params = jax.tree.map(np.array, training.params)
         training.go(3)
         found = checkpoints.restore(7, training.params, training.state)
@@ -646,26 +639,6 @@ def test_a_checkpoint_of_an_engine_of_another_version_is_refused_by_name(tmp_pat
         checkpoints.finish()
         with pytest.raises(SettingsError, match="a checkpoint of this version of zenflow_jax, got"):
             checkpoints.restore(7, training.params, training.state)
-
-
-def test_a_save_that_fails_gives_back_what_the_engine_lent(small_disk, monkeypatch):
-    # orbax's event loop does not hear again of writes that were under way. Of the errors that this
-    # makes, pytest keeps tracebacks until the test ends, and with them the arrays.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", True)
-    said = []
-    training, checkpoints = engine_run(small_disk, said)
-    with training, checkpoints:
-        filler = small_disk / "filler"
-        filler.write_bytes(b"x" * 1_500_000)
-        save_lent(training, checkpoints, 7)
-        assert len(said) == 1
-        training.go(1)
-        filler.unlink()
-        values = save_lent(training, checkpoints, 8)
-        checkpoints.finish()
-        found = checkpoints.restore(8, training.params, training.state)
-        optimizer_runs.assert_same_bits(jax.tree.map(np.asarray, found.engine_state), values)
 
 
 # --- the lock -------------------------------------------------------------------------------

@@ -329,7 +329,7 @@ def fail_elsewhere(engine):
     assert not engine._worker._thread.is_alive()
 
 
-@pytest.mark.parametrize("read", ["state", "lend", "masters"])
+@pytest.mark.parametrize("read", ["state", "masters"])
 def test_a_failure_elsewhere_while_the_host_is_read_is_raised_as_such(monkeypatch, read):
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
         go(training, PLAN, 11)
@@ -343,7 +343,6 @@ def test_a_failure_elsewhere_while_the_host_is_read_is_raised_as_such(monkeypatc
         monkeypatch.setattr(HostEngine, "_settle", settle_and_fail)
         calls = {
             "state": engine.state,
-            "lend": lambda: engine.lend().__enter__(),
             "masters": lambda: zenflow_jax.master_params(training.params, training.state, engine),
         }
         with pytest.raises(RuntimeError, match="process 1 failed: the memory is gone"):

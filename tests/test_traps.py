@@ -212,9 +212,9 @@ def test_nothing_empty_goes_to_host_memory(monkeypatch):
         sizes.extend(x.size for x in jax.tree.leaves(pieces))
         return copy(pieces)
 
-    def beside(x, device, beside=tree._beside):
+    def beside(x, devices, beside=tree._beside):
         sizes.append(x.size)
-        return beside(x, device)
+        return beside(x, devices)
 
     monkeypatch.setattr(worker, "copy_to_host", copy_to_host)
     monkeypatch.setattr(tree, "_beside", beside)

@@ -212,8 +212,7 @@ class Checkpoints:
         Args:
             step: Of the run, of which the rest is the state.
             params, opt_state: As the last `exchange`, or without an engine the step, returned them.
-            engine_state: `engine.state()`, or None. Or what `engine.lend()` lends, if `wait` is
-                called before that ends.
+            engine_state: `engine.state()`, or None.
             progress: Anything that JSON can hold.
             figure: Of the validation, if there was one: what says which checkpoint is best.
         """
@@ -243,10 +242,6 @@ class Checkpoints:
         """Says so if the save that was under way has failed. Does not wait."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self._wait()
-
-    def wait(self) -> None:
-        """Waits for the save that is under way, as must be done while arrays are lent for it."""
-        self._wait()
 
     def finish(self) -> None:
         """Waits for the last save.

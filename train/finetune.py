@@ -301,7 +301,7 @@ def train(
             # The last start was stopped before it came to it, or that step was its last one.
             checkpoints.rate(done, validated(done)[task.best])
 
-        def save(step: int, *, last: bool = False) -> None:
+        def save(step: int) -> None:
             for row in meter.catch_up():
                 report(row)
             now = {
@@ -311,14 +311,8 @@ def train(
             }
             at, figures = validations[-1] if validations else (0, {})
             figure = figures[task.best] if at == step else None
-            if engine and last:
-                # Nothing goes on beside it, so it needs no copy.
-                with engine.lend() as state:
-                    checkpoints.save(step, params, opt_state, state, now, figure=figure)
-                    checkpoints.wait()
-            else:
-                state = engine.state() if engine else None
-                checkpoints.save(step, params, opt_state, state, now, figure=figure)
+            state = engine.state() if engine else None
+            checkpoints.save(step, params, opt_state, state, now, figure=figure)
 
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
@@ -363,7 +357,7 @@ def train(
                 asked = stop.after(step)
             if asked:
                 # Who asks may not wait long.
-                save(step, last=True)
+                save(step)
                 checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, folder), signal_number=asked)
             if is_due(settings.save_every, step):
@@ -376,7 +370,7 @@ def train(
         if saved < settings.steps:
             # Before the last window is closed early, so that the run can go on with more steps as
             # if it had had them from the start.
-            save(settings.steps, last=True)
+            save(settings.steps)
         checkpoints.wait()
         if asked := stop.end(f"all {settings.steps} steps are done and saved"):
             raise Stopped(how_to_go_on(asked, settings.steps, folder), signal_number=asked)

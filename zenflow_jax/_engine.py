@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from zenflow_jax._checkpoint.lending import Loan
 from zenflow_jax._checkpoint.resume import channels_before, check_resumed, other_moment, resume_host
 from zenflow_jax._checkpoint.same_run import agree, sample, what_differs
 from zenflow_jax._checkpoint.tree import (
@@ -73,7 +72,6 @@ from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.aligned import copied
 from zenflow_jax._host.state import HostState
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -278,7 +276,6 @@ class HostEngine:
             self._resume(counts, before, offloaded)
         self._closed = False
         self._interrupted = False
-        self._loan: Loan | None = None  # the last one
         # When nothing else can fail: who has no engine cannot end its thread.
         self._worker.start()
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
@@ -464,6 +461,7 @@ class HostEngine:
 
         return jax.tree.map(of_its_own, taken.with_offloaded(weights).tree)
 
+    @_recorded("state")
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
 
@@ -480,42 +478,6 @@ class HostEngine:
         Raises:
             RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
         """
-        return self._tree(copied)
-
-    @contextlib.contextmanager
-    def lend(self) -> Iterator[dict[str, Any]]:
-        """The same as `state()`, without the copy: for a save that is waited for.
-
-        The arrays are the engine's own where jax can alias them (on a CPU; elsewhere they are
-        copied to pinned memory). Until the `with` block ends the engine takes no other call but
-        `close`; then they are deleted, and whatever reads them must be done::
-
-            with engine.lend() as engine_state:
-                saver.save(folder, {"params": params, "engine": engine_state})
-                saver.wait_until_finished()
-
-        Yields:
-            What `state()` returns.
-
-        Raises:
-            RuntimeError: As `state`; at the end of the block, and by every call after it, as long
-                as something still reads the arrays, such as a save that was not waited for.
-        """
-        loan = Loan()
-        tree = self._tree(loan.lend)
-        self._loan = loan
-        try:
-            yield tree
-        finally:
-            for x in jax.tree.leaves(tree):
-                if isinstance(x, jax.Array):
-                    x.delete()
-            loan.end()
-        loan.check()
-
-    @_recorded("state")
-    def _tree(self, take: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
-        """The engine's state, of arrays that `take` makes of its own."""
         self._check_open()
         # A checkpoint of parameters that something else has changed would be of no run.
         self._doubts.check(self._progress.step)
@@ -544,7 +506,7 @@ class HostEngine:
         )
         return {
             "leaves": leaves_to_trees(
-                leaves, host.counted, self._parts, self._arrays, self._updates.before, take
+                leaves, host.counted, self._parts, self._arrays, self._updates.before
             ),
             "counts": counts_to_tree(counts, self._schedule),
             "options": self._options,
@@ -706,8 +668,6 @@ class HostEngine:
                 "half-way: parameters, state and host no longer belong together. Go on from the "
                 "last checkpoint."
             )
-        if self._loan is not None:
-            self._loan.check()
         # Not those of the step that the device may be at: who reads them waits for it.
         self._doubts.check(self._progress.step - 1)
 

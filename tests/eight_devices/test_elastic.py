@@ -22,19 +22,19 @@ def placed(where):
 
 
 @pytest.mark.parametrize(
-    ("before", "lend", "after"),
+    ("before", "after"),
     [
-        (("data", "replicated", AUTO), True, None),
-        (None, True, ("data", "replicated", AUTO)),
-        (("three", "others", AUTO), False, ("two", "replicated", EXPLICIT)),
-        (("two", "channels", AUTO), False, ("two", "channels", AUTO)),
+        (("data", "replicated", AUTO), None),
+        (None, ("data", "replicated", AUTO)),
+        (("three", "others", AUTO), ("two", "replicated", EXPLICIT)),
+        (("two", "channels", AUTO), ("two", "channels", AUTO)),
     ],
     ids=str,
 )
-def test_a_checkpoint_goes_on_on_other_devices(before, lend, after, tmp_path):
+def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
     with HERE(shardings=placed(before), threads=1, donate=True) as training:
         follow(training, SAVED_AT)
-        save(training, tmp_path / "checkpoint", lend=lend)
+        save(training, tmp_path / "checkpoint")
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
     with HERE(shardings=placed(after), threads=1, donate=True) as training:
         resume(training, tmp_path / "checkpoint")

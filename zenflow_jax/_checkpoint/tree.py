@@ -8,7 +8,7 @@ it can be read into another number of them.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.messages import NONE
 from zenflow_jax._exchange.parts import Part, assemble, by_leaf, host_channels
-from zenflow_jax._host.aligned import blank
+from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
@@ -211,7 +211,6 @@ def leaves_to_trees(
     parts: Sequence[Part],
     arrays: Sequence[Mapping[str, tuple[tuple[int, ...], Any, Any]]],
     before: Sequence[jax.Array] | None,
-    take: Callable[[np.ndarray], np.ndarray],
 ) -> list[dict[str, jax.Array]]:
     """What the host half has of each offloaded leaf.
 
@@ -221,9 +220,8 @@ def leaves_to_trees(
         parts: Of what it has them.
         arrays: Of each leaf its `arrays_of`.
         before: Channels selected during the pending update's window, if others are now.
-        take: Makes of one of those arrays one that the result may have: a copy, or what is lent.
     """
-    pieces: dict[str, list[list[jax.Array | None]]] = {}
+    pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
     for leaf, part in zip(leaves, parts, strict=True):
         spec = part.spec
         channels = (
@@ -233,21 +231,19 @@ def leaves_to_trees(
         total = leaf.total if counted else None
         sums = []
         if "total" in arrays[part.leaf]:
-            sums = [("total", blank(spec.shape) if total is None else take(total), spec.shape)]
+            sums = [("total", blank(spec.shape) if total is None else total, spec.shape)]
         for name, x, shape in (
-            ("master", take(leaf.master), spec.shape),
-            ("mu", take(leaf.mu), spec.shape),
-            ("nu", take(leaf.nu), spec.shape),
+            ("master", leaf.master, spec.shape),
+            ("mu", leaf.mu, spec.shape),
+            ("nu", leaf.nu, spec.shape),
             *sums,
-            ("steps", take(leaf.steps), (*spec.stack, spec.n)),
+            ("steps", leaf.steps, (*spec.stack, spec.n)),
             ("before", channels + part.first, (*spec.stack, spec.k)),
         ):
             # Nothing empty: nobody asks for it, and GPUs have none in host memory.
-            on_devices = [
-                _beside(x.reshape(shape), device) if x.size else None for device in part.devices
-            ]
-            pieces.setdefault(name, []).append(on_devices)
-    # What a device's host memory cannot alias is still being copied.
+            on_devices = _beside(x.reshape(shape), part.devices) if x.size else []
+            pieces.setdefault(name, []).append(on_devices or [None] * len(part.devices))
+    # Devices other than CPUs are still copying.
     jax.block_until_ready(pieces)
     columns = {name: by_leaf(parts, found) for name, found in pieces.items()}
     return [
@@ -263,6 +259,8 @@ def _specs(state: ZenFlowState) -> list[LeafSpec]:
     return [leaf.spec for leaf in state.leaves]
 
 
-def _beside(x: np.ndarray, device: Any) -> jax.Array:
-    """In host memory beside the device; on a CPU `x` itself, so nobody else may have it."""
-    return jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST))
+def _beside(x: np.ndarray, devices: Sequence[Any]) -> list[jax.Array]:
+    """A copy in host memory beside each device; on CPUs one for all of them."""
+    if devices[0].platform == "cpu":
+        x = copied(x)  # a CPU device takes the memory over as it is
+    return [jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST)) for device in devices]

@@ -56,7 +56,7 @@ class Timeline:
     * "host": "take in" (of one step's mail), "take in sums" (of a window), "hand over", "update",
       and "wait for uploads" at its end. Pieces of an update that follow each other are one span.
     * "upload": "upload", from an update's first upload until the whole of it was on the devices.
-    * "caller": "exchange" and "flush" are the calls, "state" is also `lend`, `peek` and
+    * "caller": "exchange" and "flush" are the calls, "state" is also `peek` and
       `master_params`; inside them "wait for device", for a step that the call cannot do without,
       and "wait for host", for what is left when that is done. If the device has no later step to do
       meanwhile, that is a stall.
