@@ -20,18 +20,17 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from zenflow_jax._checkpoint.resume import channels_before, check_resumed, other_moment, resume_host
-from zenflow_jax._checkpoint.same_run import agree, sample, what_differs
+from zenflow_jax._checkpoint.resume import (
+    Resumed,
+    check_resumed,
+    resume,
+)
+from zenflow_jax._checkpoint.same_run import agree
 from zenflow_jax._checkpoint.tree import (
     Counts,
-    arrays_of,
-    counts_from_tree,
-    counts_to_tree,
-    leaves_to_trees,
-    options_of,
+    EngineTree,
 )
 from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import Places, check_leaves, match_leaves
@@ -40,6 +39,7 @@ from zenflow_jax._device.samples import checksums, differing
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
+from zenflow_jax._exchange.caller_tree import CallerTree
 from zenflow_jax._exchange.changes import Doubts
 from zenflow_jax._exchange.checks import (
     StatePlaces,
@@ -57,15 +57,13 @@ from zenflow_jax._exchange.checks import (
 )
 from zenflow_jax._exchange.emitted import Emitted
 from zenflow_jax._exchange.mailbox import Mailbox, buffers
-from zenflow_jax._exchange.messages import PENDING
 from zenflow_jax._exchange.parts import (
+    OffloadedLeaves,
     as_before,
     host_channels,
     host_part,
     mail_bytes,
-    parts_of,
     selected_bytes,
-    within,
 )
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Progress
@@ -199,81 +197,52 @@ class HostEngine:
         self._state_places = StatePlaces(weights)
         self._state_places.check(state, mail_only=False)
         self._places = Places(self._specs)
-        self._offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
-        mine = [weights[i] for i in self._offloaded]
-        offloaded = [state.leaves[i] for i in self._offloaded]
-        specs = [leaf.spec for leaf in offloaded]
-        mail = [state.mail[i] for i in self._offloaded]
-        self._parts = parts_of(specs, mail)
+        offloaded = OffloadedLeaves.of(state, prefetch_bytes)
+        parts = offloaded.parts
+        mine, states = offloaded.pick(weights), offloaded.pick(state.leaves)
         check_pinned(
-            mail_bytes(self._parts, every_device=state.send_gradients.in_step),
+            mail_bytes(parts, every_device=state.send_gradients.in_step),
             buffers(state),
-            selected_bytes(self._parts),
-            next((device.platform for part in self._parts for device in part.devices), "cpu"),
+            selected_bytes(parts),
+            next((device.platform for part in parts for device in part.devices), "cpu"),
             os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
         )
         adam = HostAdam(host_kernel, threads)
         host = HostState(
-            [part.spec for part in self._parts],
+            [part.spec for part in parts],
             # One at a time: the host copy of one part is enough to have beside the masters.
-            (host_part(mine[part.leaf], part) for part in self._parts),
-            (host_channels(part.of(offloaded[part.leaf].channels), part) for part in self._parts),
+            (host_part(mine[part.leaf], part) for part in parts),
+            (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
             adam,
         )
-        counts, before, refusal = None, [], None
+        resumed = None
         if engine_state is not None:
-            counts = counts_from_tree(engine_state["counts"])
-            before = channels_before(self._parts, specs, engine_state["leaves"])
-            samples = sample(host.leaves)
-            resume_host(host, self._parts, specs, engine_state["leaves"], counts)
-            refusal = other_moment(engine_state, state)
-            # Before the first step the parameters may be others: the engine will follow them.
-            if refusal is None and counts.step:
-                refusal = what_differs(
-                    weights,
-                    state.leaves,
-                    samples,
-                    host.leaves,
-                    self._parts,
-                    before,
-                    counts.update_scalars if counts.pending == PENDING else None,
-                )
+            resumed = resume(engine_state, host, offloaded, weights, state)
         devices = {d for s in {weight.sharding for weight in weights} for d in s.device_set}
+        refusal = None if resumed is None else resumed.refusal
         number = agree(refusal, int(read(state.step)), int(read(state.token)), devices)
         self._peers = PeerMonitor(
             f"run {number}", {d.process_index for d in devices}, exit_if_stuck=exit_if_stuck
         )
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
-        self._made_with = checksums(mine, offloaded) if engine_state is None else None
+        self._made_with = checksums(mine, states) if resumed is None else None
         self._host = host
-        self._arrays = [
-            arrays_of(spec, x, state.send_gradients) for spec, x in zip(specs, mail, strict=True)
-        ]
-        self._options = options_of(state)
-        skipped = 0 if counts is None else counts.skipped
-        prefetched = within(self._parts, prefetch_bytes)
+        self._offloaded = offloaded
+        self._tree = EngineTree(state, offloaded)
+        skipped = 0 if resumed is None else resumed.counts.skipped
         in_a_row = int(read(state.skipped_in_a_row))
-        self._worker = Worker(
-            host, self._parts, self._peers, prefetched, skipped, in_a_row, max_skipped
-        )
+        self._worker = Worker(host, offloaded, self._peers, skipped, in_a_row, max_skipped)
         self._mailbox = Mailbox(self._worker, state, number)
-        self._progress = Progress(self._schedule, len(self._offloaded))
+        self._progress = Progress(self._schedule, len(offloaded.places))
         self._open_steps = 0
         self._window_lengths: Counter[int] = Counter()
-        self._updates = Updates(
-            self._worker,
-            host,
-            self._parts,
-            self._offloaded,
-            prefetched,
-            state,
-        )
+        self._updates = Updates(self._worker, host, offloaded)
         self._doubts = Doubts()
         self._emitted = Emitted(self._specs)
-        if counts is not None:
+        if resumed is not None:
             self._updates.note_parameters(mine)
-            self._resume(counts, before, offloaded)
+            self._resume(resumed, states)
         self._closed = False
         self._interrupted = False
         # When nothing else can fail: who has no engine cannot end its thread.
@@ -504,13 +473,7 @@ class HostEngine:
             schedule_state=self._progress.schedule_state,
             kept=self._progress.kept,
         )
-        return {
-            "leaves": leaves_to_trees(
-                leaves, host.counted, self._parts, self._arrays, self._updates.before
-            ),
-            "counts": counts_to_tree(counts, self._schedule),
-            "options": self._options,
-        }
+        return self._tree.build(leaves, counts, self._updates.before)
 
     def _follow(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
         """Until a step is made the parameters are right: loaded after the engine, they still are.
@@ -521,10 +484,10 @@ class HostEngine:
         self._check_open()
         if self._progress.step:
             return
-        mine = [weights[i] for i in self._offloaded]
-        now = checksums(mine, [state.leaves[i] for i in self._offloaded])
+        mine = self._offloaded.pick(weights)
+        now = checksums(mine, self._offloaded.pick(state.leaves))
         loaded = range(len(mine)) if self._made_with is None else differing(now, self._made_with)
-        for part, leaf in zip(self._parts, self._host.leaves, strict=True):
+        for part, leaf in zip(self._offloaded.parts, self._host.leaves, strict=True):
             if part.leaf in loaded:
                 leaf.take_master(host_part(mine[part.leaf], part))
         self._made_with = now
@@ -641,14 +604,13 @@ class HostEngine:
             "parameters; they are dropped. The parameters are whole, but lack them."
         )
 
-    def _resume(
-        self, counts: Counts, before: Sequence[np.ndarray], offloaded: Sequence[LeafState]
-    ) -> None:
-        """Goes on where the engine was that `counts` and `before` are of."""
+    def _resume(self, resumed: Resumed, states: Sequence[LeafState]) -> None:
+        """Goes on where another engine was."""
+        counts = resumed.counts
         self._progress.resume(counts.step, counts.reselections, counts.schedule_state, counts.kept)
         self._open_steps = counts.open_steps
         self._window_lengths.update(counts.window_lengths)
-        self._updates.resume(counts.pending, before, offloaded)
+        self._updates.resume(counts.pending, resumed.before, states)
 
     def _settle(self) -> int:
         """Waits until the worker has nothing to do; what there is of an update on its way."""
@@ -691,11 +653,11 @@ class HostEngine:
         yield
         self._interrupted = False
 
-    def _take(self, params: Any) -> "_Taken":
+    def _take(self, params: Any) -> CallerTree:
         leaves, treedef, places = self._places(params)
-        return _Taken(leaves, treedef, places, self._offloaded)
+        return CallerTree(leaves, treedef, places, self._offloaded)
 
-    def _check_params(self, taken: "_Taken") -> None:
+    def _check_params(self, taken: CallerTree) -> None:
         check_leaves(taken.weights, self._specs)
         check_placement(taken.weights, self._specs)
 
@@ -705,7 +667,7 @@ class HostEngine:
             which, counts = emitted
             self._doubts.add(self._progress.step, [self._specs[i].name for i in which], counts)
         for which, counts in self._updates.changed:
-            names = [self._specs[self._offloaded[i]].name for i in which]
+            names = [self._offloaded.specs[i].name for i in which]
             self._doubts.add(self._progress.step, names, counts)
         self._updates.changed = []
 
@@ -721,7 +683,7 @@ class HostEngine:
 
     def _between_steps(
         self, params: Any, opt_state: Any, name: str
-    ) -> tuple[ZenFlowState, "_Taken"]:
+    ) -> tuple[ZenFlowState, CallerTree]:
         """Both arguments of a call, if they are what the last `exchange` or `flush` returned."""
         state = self._check(opt_state)
         self._check_flushed(state)
@@ -744,38 +706,6 @@ class HostEngine:
         params, opt_state = call(params, nnx.as_pure(optimizer.opt_state))
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Taken:
-    """A caller's tree, taken to pieces."""
-
-    leaves: list[Any]
-    treedef: Any
-    places: list[int]  # of each leaf of the state among `leaves`
-    of_offloaded: list[int]  # those of them that are offloaded
-
-    @property
-    def weights(self) -> list[Any]:
-        """Of each leaf of the state its parameter."""
-        return [self.leaves[i] for i in self.places]
-
-    @property
-    def offloaded(self) -> list[Any]:
-        """The parameter of each offloaded leaf."""
-        return [self.leaves[self.places[i]] for i in self.of_offloaded]
-
-    @property
-    def tree(self) -> Any:
-        """The tree again."""
-        return jax.tree.unflatten(self.treedef, self.leaves)
-
-    def with_offloaded(self, weights: list[jax.Array]) -> "_Taken":
-        """With others in the places of those that travel."""
-        leaves = list(self.leaves)
-        for i, weight in zip(self.of_offloaded, weights, strict=True):
-            leaves[self.places[i]] = weight
-        return dataclasses.replace(self, leaves=leaves)
 
 
 # Under jit an argument that comes back as it is would be the same array.

@@ -1,15 +1,24 @@
 """Out of an engine's saved state back into the host half, if it fits the run."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from zenflow_jax._checkpoint.tree import WIDE, Counts, _specs, abstract_engine_state
+from zenflow_jax._checkpoint.same_run import sample, what_differs
+from zenflow_jax._checkpoint.tree import (
+    WIDE,
+    Counts,
+    _specs,
+    abstract_engine_state,
+    counts_from_tree,
+)
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import Part, piece_of
+from zenflow_jax._exchange.messages import PENDING
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part, piece_of
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.leaf import LeafSpec
 
@@ -37,7 +46,48 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
     )
 
 
-def resume_host(
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """What an engine goes on from."""
+
+    counts: Counts
+    before: list[np.ndarray]  # of each part the channels selected in the pending update's window
+    refusal: str | None  # what says that it is not of the same run and moment as the rest
+
+
+def resume(
+    engine_state: Any,
+    host: HostState,
+    offloaded: OffloadedLeaves,
+    weights: Sequence[jax.Array],
+    state: ZenFlowState,
+) -> Resumed:
+    """Puts a saved state into a host state that is new, and compares it with what is beside it.
+
+    Args:
+        engine_state: As `check_resumed` wants it.
+        host: Its masters are the parameters' still.
+        offloaded: The leaves that it has the arrays of.
+        weights: The parameters of all leaves.
+        state: Of the device.
+
+    Raises:
+        ValueError: If channels cannot be on the devices of now.
+    """
+    counts = counts_from_tree(engine_state["counts"])
+    parts, specs = offloaded.parts, offloaded.specs
+    before = channels_before(parts, specs, engine_state["leaves"])
+    samples = sample(host.leaves)
+    _resume_host(host, parts, specs, engine_state["leaves"], counts)
+    refusal = other_moment(engine_state, state)
+    # Before the first step the parameters may be others: the engine will follow them.
+    if refusal is None and counts.step:
+        update = counts.update_scalars if counts.pending == PENDING else None
+        refusal = what_differs(weights, state.leaves, samples, host.leaves, parts, before, update)
+    return Resumed(counts, before, refusal)
+
+
+def _resume_host(
     host: HostState,
     parts: Sequence[Part],
     specs: Sequence[LeafSpec],

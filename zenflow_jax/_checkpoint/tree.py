@@ -19,7 +19,7 @@ from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.messages import NONE
-from zenflow_jax._exchange.parts import Part, assemble, by_leaf, host_channels
+from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, by_leaf, host_channels
 from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
@@ -205,54 +205,72 @@ def arrays_of(
     return arrays
 
 
-def leaves_to_trees(
-    leaves: Sequence[HostLeaf],
-    counted: int,
-    parts: Sequence[Part],
-    arrays: Sequence[Mapping[str, tuple[tuple[int, ...], Any, Any]]],
-    before: Sequence[jax.Array] | None,
-) -> list[dict[str, jax.Array]]:
-    """What the host half has of each offloaded leaf.
+class EngineTree:
+    """How the state of an engine is written, whatever is in it."""
 
-    Args:
-        leaves: Its arrays, at rest.
-        counted: Steps in its sums.
-        parts: Of what it has them.
-        arrays: Of each leaf its `arrays_of`.
-        before: Channels selected during the pending update's window, if others are now.
-    """
-    pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
-    for leaf, part in zip(leaves, parts, strict=True):
-        spec = part.spec
-        channels = (
-            leaf.channels if before is None else host_channels(part.of(before[part.leaf]), part)
-        )
-        # Sums that nothing was added to yet are not there, or are those of a former window.
-        total = leaf.total if counted else None
-        sums = []
-        if "total" in arrays[part.leaf]:
-            sums = [("total", blank(spec.shape) if total is None else total, spec.shape)]
-        for name, x, shape in (
-            ("master", leaf.master, spec.shape),
-            ("mu", leaf.mu, spec.shape),
-            ("nu", leaf.nu, spec.shape),
-            *sums,
-            ("steps", leaf.steps, (*spec.stack, spec.n)),
-            ("before", channels + part.first, (*spec.stack, spec.k)),
-        ):
-            # Nothing empty: nobody asks for it, and GPUs have none in host memory.
-            on_devices = _beside(x.reshape(shape), part.devices) if x.size else []
-            pieces.setdefault(name, []).append(on_devices or [None] * len(part.devices))
-    # Devices other than CPUs are still copying.
-    jax.block_until_ready(pieces)
-    columns = {name: by_leaf(parts, found) for name, found in pieces.items()}
-    return [
-        {
-            name: assemble(columns[name][i], shape, sharding)
-            for name, (shape, _, sharding) in of_leaf.items()
+    def __init__(self, state: ZenFlowState, offloaded: OffloadedLeaves):
+        self._schedule = state.schedule
+        self._options = options_of(state)
+        self._parts = offloaded.parts
+        mail = offloaded.pick(state.mail)
+        self._arrays = [
+            arrays_of(spec, x, state.send_gradients)
+            for spec, x in zip(offloaded.specs, mail, strict=True)
+        ]
+
+    def build(
+        self, leaves: Sequence[HostLeaf], counts: Counts, before: Sequence[jax.Array] | None
+    ) -> dict[str, Any]:
+        """The tree, of copies.
+
+        Args:
+            leaves: The host's arrays of each part, at rest.
+            counts: What the engine counts.
+            before: Channels selected during the pending update's window, if others are now.
+        """
+        return {
+            "leaves": self._of_leaves(leaves, counts.counted, before),
+            "counts": counts_to_tree(counts, self._schedule),
+            "options": self._options,
         }
-        for i, of_leaf in enumerate(arrays)
-    ]
+
+    def _of_leaves(
+        self, leaves: Sequence[HostLeaf], counted: int, before: Sequence[jax.Array] | None
+    ) -> list[dict[str, jax.Array]]:
+        """What the host has of each offloaded leaf; `counted` steps are in its sums."""
+        parts, arrays = self._parts, self._arrays
+        pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
+        for leaf, part in zip(leaves, parts, strict=True):
+            spec = part.spec
+            channels = (
+                leaf.channels if before is None else host_channels(part.of(before[part.leaf]), part)
+            )
+            # Sums that nothing was added to yet are not there, or are those of a former window.
+            total = leaf.total if counted else None
+            sums = []
+            if "total" in arrays[part.leaf]:
+                sums = [("total", blank(spec.shape) if total is None else total, spec.shape)]
+            for name, x, shape in (
+                ("master", leaf.master, spec.shape),
+                ("mu", leaf.mu, spec.shape),
+                ("nu", leaf.nu, spec.shape),
+                *sums,
+                ("steps", leaf.steps, (*spec.stack, spec.n)),
+                ("before", channels + part.first, (*spec.stack, spec.k)),
+            ):
+                # Nothing empty: nobody asks for it, and GPUs have none in host memory.
+                on_devices = _beside(x.reshape(shape), part.devices) if x.size else []
+                pieces.setdefault(name, []).append(on_devices or [None] * len(part.devices))
+        # Devices other than CPUs are still copying.
+        jax.block_until_ready(pieces)
+        columns = {name: by_leaf(parts, found) for name, found in pieces.items()}
+        return [
+            {
+                name: assemble(columns[name][i], shape, sharding)
+                for name, (shape, _, sharding) in of_leaf.items()
+            }
+            for i, of_leaf in enumerate(arrays)
+        ]
 
 
 def _specs(state: ZenFlowState) -> list[LeafSpec]:

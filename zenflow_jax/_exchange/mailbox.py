@@ -81,6 +81,8 @@ class Mailbox:
         if self._sending.sums_on_device:
             self._make_zeros = _zeros_maker(state.mail)
             self._blank.mail = ()  # the state's alone, or they would not be freed
+        # Until they have been waited for here. The worker knows which are done, but at what moment
+        # differs between processes, and all of them must wait at the same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
         # In two windows there are two sums.
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * longest(state.schedule.window) + 2)

@@ -9,7 +9,7 @@ import jax
 from zenflow_jax._device.step_scalars import StepScalars
 
 
-@dataclass
+@dataclass(eq=False)
 class Mail:
     """One step's mail, taken in when it is `done`. Its buffers are the worker's from now on."""
 
@@ -20,9 +20,19 @@ class Mail:
     on_device: bool  # both are still there
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)  # gives what `_receive` says
+    begun: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        return self.arrived.done()
+
+    @property
+    def promises(self) -> list[Future]:
+        """What the caller may be waiting for."""
+        return [self.done]
 
 
-@dataclass
+@dataclass(eq=False)
 class Sums:
     """What the device added up in the window that closes next; the worker's from now on."""
 
@@ -30,9 +40,18 @@ class Sums:
     last: Mail | None  # of the window's last step, if this engine has seen one
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)
+    begun: bool = False
+
+    @property
+    def is_here(self) -> bool:
+        return self.arrived.done()
+
+    @property
+    def promises(self) -> list[Future]:
+        return [self.done]
 
 
-@dataclass
+@dataclass(eq=False)
 class HandOver:
     """Channels change hands where a window closes, before its update begins.
 
@@ -46,7 +65,7 @@ class HandOver:
     done: Future = field(default_factory=Future)
 
 
-@dataclass
+@dataclass(eq=False)
 class Close:
     """The open window closes. `done` gives, for each part and each of its devices, the update.
 
@@ -55,6 +74,12 @@ class Close:
 
     hand_over: HandOver | None = None
     done: Future = field(default_factory=Future)
+    begun: bool = False
+    is_here: bool = True  # there is nothing to wait for
+
+    @property
+    def promises(self) -> list[Future]:
+        return [self.done] if self.hand_over is None else [self.done, self.hand_over.done]
 
 
 # Of the update that has not reached the parameters: there is none; there is; it is about nothing,

@@ -7,7 +7,7 @@ hold it. Arrays of one mesh have their local pieces in the same order: a device'
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import Here, Layout
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._plan.leaf import LeafSpec
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,28 @@ class Part:
     def of(self, x: jax.Array) -> jax.Array:
         """What its first device has of an array that lies as the leaf does."""
         return x.addressable_data(self.positions[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedLeaves:
+    """The offloaded leaves of one run, and what this process has of them."""
+
+    places: tuple[int, ...]  # of each among the leaves of the state
+    specs: tuple[LeafSpec, ...]
+    parts: tuple[Part, ...]
+    prefetched: tuple[bool, ...]  # of each part whether the worker uploads its update
+
+    @classmethod
+    def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
+        """Those of a state, whose uploads may take so many bytes on each device; None for all."""
+        places = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
+        specs = tuple(state.leaves[i].spec for i in places)
+        parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
+        return cls(tuple(places), specs, parts, tuple(within(parts, prefetch_bytes)))
+
+    def pick(self, of_all: Sequence[_T]) -> list[_T]:
+        """Theirs of what there is of each leaf of the state."""
+        return [of_all[i] for i in self.places]
 
 
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:

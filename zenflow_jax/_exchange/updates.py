@@ -19,7 +19,7 @@ from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING, Close, HandOver
 from zenflow_jax._exchange.parts import (
-    Part,
+    OffloadedLeaves,
     as_before,
     assemble,
     by_leaf,
@@ -36,29 +36,22 @@ class Updates:
     Args:
         worker: Makes the updates.
         host: What it works on; read here only while the worker has nothing to do.
-        parts: Of what `host` has the arrays.
-        offloaded: The place of each offloaded leaf among the leaves of the state.
-        prefetched: Of each part whether the worker uploads its update.
-        state: The state before the first step.
+        offloaded: The leaves that it has the arrays of.
     """
 
     def __init__(
         self,
         worker: Worker,
         host: HostState,
-        parts: Sequence[Part],
-        offloaded: Sequence[int],
-        prefetched: Sequence[bool],
-        state: ZenFlowState,
+        offloaded: OffloadedLeaves,
     ):
         self._worker = worker
         self._host = host
-        self._parts = parts
         self._offloaded = offloaded
-        self._prefetched = prefetched
+        self._parts = offloaded.parts
+        self._specs = offloaded.specs
         #: Of updates that were not prefetched.
         self.late_bytes = 0
-        self._specs = tuple(state.leaves[i].spec for i in offloaded)
         #: An update that has not reached the parameters.
         self.pending: Future | None = None
         #: Of merges, since they were last taken from here, how much had changed of which leaves.
@@ -126,7 +119,7 @@ class Updates:
         keep: bool = False,
     ) -> Merged:
         """The parameters with an update, whose arrays stay if `keep`."""
-        now = [leaves[i].channels for i in self._offloaded]
+        now = [leaf.channels for leaf in self._offloaded.pick(leaves)]
         new = [
             assemble(pieces, weight.shape, part_sharding(weight, spec))
             for weight, spec, pieces in zip(
@@ -171,7 +164,7 @@ class Updates:
         """
         weights = list(weights)
         leaves = list(state.leaves)
-        states = [leaves[i] for i in self._offloaded]
+        states = self._offloaded.pick(leaves)
         self.before = [s.channels for s in states]
         chosen, current, scores = choose(
             weights,
@@ -190,13 +183,13 @@ class Updates:
         self.close_window(hand_over)
         entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
         masters: list[jax.Array | None] = [None] * len(states)
-        for j, (i, s) in enumerate(zip(self._offloaded, states, strict=True)):
+        for j, (i, s) in enumerate(zip(self._offloaded.places, states, strict=True)):
             leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
         some = [j for j, master in enumerate(masters) if master is not None]
         merged = enter(
             [weights[j] for j in some],
             [masters[j] for j in some],
-            [leaves[self._offloaded[j]].channels for j in some],
+            [leaves[self._offloaded.places[j]].channels for j in some],
             specs=tuple(self._specs[j] for j in some),
         )
         for j, weight in zip(some, merged, strict=True):
@@ -205,7 +198,7 @@ class Updates:
 
     def measure(self, leaves: Sequence[LeafState]) -> jax.Array:
         """Starts to compute the share of the score that the selected channels have."""
-        states = [leaves[i] for i in self._offloaded]
+        states = self._offloaded.pick(leaves)
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=self._specs)
 
@@ -215,10 +208,10 @@ class Updates:
         The worker must have nothing to do. The rows of selected channels are not current.
         """
         leaves = self._worker.leaves()
-        for i, spec in zip(self._offloaded, self._specs, strict=True):
+        for i, spec in zip(self._offloaded.places, self._specs, strict=True):
             parts, pieces = [], []
             for part, host in zip(self._parts, leaves, strict=True):
-                if self._offloaded[part.leaf] == i:
+                if self._offloaded.places[part.leaf] == i:
                     master = host.master.reshape(part.spec.shape)
                     parts.append(dataclasses.replace(part, leaf=0))
                     pieces.append([upload(master, device) for device in part.devices])
@@ -241,7 +234,7 @@ class Updates:
         uploads = []
         if pending == PENDING:
             for part, cast, early in zip(
-                self._parts, self._host.casts(), self._prefetched, strict=True
+                self._parts, self._host.casts(), self._offloaded.prefetched, strict=True
             ):
                 devices = part.devices if early else ()
                 uploads.append([upload(cast, device) for device in devices])

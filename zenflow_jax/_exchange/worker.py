@@ -27,7 +27,7 @@ from zenflow_jax._diagnostics.skipped import tell_of_skipped
 from zenflow_jax._diagnostics.stats import WorkerStats
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, HandOver, Mail, Sums
-from zenflow_jax._exchange.parts import Part, host_channels
+from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
@@ -45,9 +45,8 @@ class Worker:
 
     Args:
         host: The arrays that the thread works on; nobody else touches them from now on.
-        parts: For each leaf of `host` of what it is a part, and where its uploads go.
+        offloaded: The leaves that `host` has the arrays of, and where their uploads go.
         watch: Tells the other processes of a failure, and this worker of theirs.
-        prefetched: Of each part whether its update is uploaded at once, or left to the caller.
         skipped: Steps that were skipped before.
         skipped_in_a_row: How many of them were the last ones.
         max_skipped: So many in a row end the thread; None for any number.
@@ -56,9 +55,8 @@ class Worker:
     def __init__(
         self,
         host: HostState,
-        parts: Sequence[Part],
+        offloaded: OffloadedLeaves,
         watch: PeerMonitor,
-        prefetched: Sequence[bool],
         skipped: int = 0,
         skipped_in_a_row: int = 0,
         max_skipped: int | None = None,
@@ -71,10 +69,9 @@ class Worker:
         self.wait_s = 0.0  # the caller's; see `wait`
         self.recorder = Recorder()
         self._host = host
-        self._parts = list(parts)
-        self._prefetched = list(prefetched)
-        self._inbox: deque[Mail | Sums | Close] = deque()
-        self._promised: list[Future] = []  # what the caller may be waiting for
+        self._offloaded = offloaded
+        self._parts = offloaded.parts
+        self._messages: deque[Mail | Sums | Close] = deque()  # that are not done, in their order
         self._condition = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
@@ -101,7 +98,6 @@ class Worker:
         self._peers.start(self.fail)
 
     def post(self, item: Mail | Sums | Close) -> None:
-        promised = [item.done]
         if not isinstance(item, Close):
             try:
                 if isinstance(item, Mail):
@@ -113,11 +109,8 @@ class Worker:
                 self.check()  # that the thread has ended says less than why
                 raise
             item.arrived.add_done_callback(lambda _: self._wake())
-        elif item.hand_over is not None:
-            promised.append(item.hand_over.done)
         with self._condition:
-            self._promised = [f for f in self._promised if not f.done()] + promised
-            self._inbox.append(item)
+            self._messages.append(item)
             self._condition.notify()
         # After the append, so that a failure on either side of it reaches the item.
         self._break_promises()
@@ -249,9 +242,8 @@ class Worker:
             return
         error = self._failure or RuntimeError("the engine was closed")
         with self._condition:
-            self._inbox.clear()
-            broken = [f for f in self._promised if not f.done()]
-            self._promised = []
+            broken = [f for message in self._messages for f in message.promises if not f.done()]
+            self._messages.clear()
         for future in broken:
             future.set_exception(error)
 
@@ -277,14 +269,16 @@ class Worker:
     def _turn(self) -> bool:
         """Does one thing; False when closed."""
         with self._condition:
-            while not (self._closed or self._other or self._ready() or self._update is not None):
+            while not (self._closed or self._other or self._next() or self._update is not None):
                 self.recorder.works_at(None)
                 self._condition.wait()
             if self._closed:
                 return False
             if self._other is not None:
                 raise RuntimeError(self._other)
-            item = self._inbox.popleft() if self._ready() else None
+            item = self._next()
+            if item is not None:
+                item.begun = True
         if item is None:
             self._go_on()
         elif isinstance(item, Close):
@@ -297,14 +291,18 @@ class Worker:
                 else:
                     self.recorder.works_at("take in sums", self._window)
                     self._take_in_sums(item)
-            item.done.set_result(None)
+            self._finish(item, None)
         return True
 
-    def _ready(self) -> bool:
-        if not self._inbox:
-            return False
-        first = self._inbox[0]
-        return isinstance(first, Close) or first.arrived.done()
+    def _next(self) -> Mail | Sums | Close | None:
+        """The message that is next, if what it is about has arrived."""
+        first = next((message for message in self._messages if not message.begun), None)
+        return first if first is not None and first.is_here else None
+
+    def _finish(self, message: Mail | Sums | Close, result: Any) -> None:
+        message.done.set_result(result)
+        with self._condition:
+            self._messages.remove(message)
 
     def _take_in(self, mail: Mail) -> None:
         self._where = f"the mail of step {mail.step}, window {self._window}"
@@ -403,7 +401,7 @@ class Worker:
 
         def finished(i: int, leaf: HostLeaf) -> None:
             nonlocal first
-            early = self._parts[i].devices if self._prefetched[i] else ()
+            early = self._parts[i].devices if self._offloaded.prefetched[i] else ()
             if early:
                 first = first or time.perf_counter()
             uploads.append([upload(leaf.upload, device) for device in early])
@@ -417,7 +415,7 @@ class Worker:
                 jax.block_until_ready(uploads)
             self.recorder.uploaded(window.number, first)
         self._count(bytes_to_device=_nbytes(uploads))
-        close.done.set_result(uploads)
+        self._finish(close, uploads)
 
     def _go_on(self) -> None:
         assert self._update is not None

@@ -50,6 +50,22 @@ class HostLeaf:
         np.copyto(self.master, weight.reshape(self.master.shape), casting="unsafe")
 
 
+@dataclasses.dataclass
+class WindowGradients:
+    """One leaf's gradients of a window that has closed, until they are used."""
+
+    total: np.ndarray | None  # the float32 sum of the first of them, which is the leaf's memory
+    mails: list[tuple[np.ndarray, float]]  # the others, each with its factor; memory of the mail's
+
+    @property
+    def sources(self) -> list[tuple[np.ndarray, float]]:
+        """All that is to be added up."""
+        return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
+
+    def clear(self) -> None:
+        self.total, self.mails = None, []
+
+
 @dataclasses.dataclass(frozen=True)
 class ClosedWindow:
     """What a window's update needs, frozen where the window closed."""
@@ -57,9 +73,8 @@ class ClosedWindow:
     number: int
     scale: float  # one over the steps that counted
     scalars: AdamScalars  # of its last step
-    # Of each leaf the gradients that the update sums, with their factors; the leaf's own sum first,
-    # if there is one. Empty if no step counted. What a leaf has is dropped once it is updated.
-    gradients: list[list[tuple[np.ndarray, float]]]
+    # Of each leaf; empty if no step counted. What a leaf has is dropped once it is updated.
+    gradients: list[WindowGradients]
     # Bool (groups, n): channels it is about. Those that enter before it is made are taken out.
     active: list[np.ndarray]
 
@@ -95,7 +110,7 @@ class HostState:
         self._adam = adam
         self.counted = 0  # steps summed in the open window
         self.windows = 0
-        self._closed: list[list[tuple[np.ndarray, float]]] = []  # of the last window that closed
+        self._closed: list[WindowGradients] = []  # of the last window that closed
         self._overflowed = False  # so that sums are needed now and then, and worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
         self.update_scalars: AdamScalars | None = None  # of the last window that closed
@@ -116,7 +131,7 @@ class HostState:
         sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
         opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
         # There is none before the first window closes, nor of one of which no step counted.
-        closed = sum(n * len(rest) for n, rest in zip(sizes, self._closed, strict=False))
+        closed = sum(n * len(x.sources) for n, x in zip(sizes, self._closed, strict=False))
         return (opened + closed) / max(sum(sizes), 1)
 
     def resume(
@@ -200,9 +215,7 @@ class HostState:
 
     def _keep(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            mail = gradient.reshape(leaf.master.shape)
-            mail.flags.writeable = False  # of this view
-            leaf.mails.append((mail, factor))
+            leaf.mails.append((gradient.reshape(leaf.master.shape), factor))
 
     def close_window(self) -> ClosedWindow:
         """Ends the open window; the next mail begins another."""
@@ -213,11 +226,7 @@ class HostState:
             number=self.windows,
             scale=1 / max(counted, 1),
             scalars=self.scalars,
-            gradients=[
-                [*([] if leaf.total is None else [(leaf.total, 1.0)]), *leaf.mails]
-                for leaf in self.leaves
-                if counted
-            ],
+            gradients=[WindowGradients(leaf.total, leaf.mails) for leaf in self.leaves if counted],
             active=[~_members(leaf.channels, leaf.spec.n) for leaf in self.leaves],
         )
         for leaf in self.leaves:
@@ -252,15 +261,15 @@ class HostState:
                 leaf.mu,
                 leaf.nu,
                 leaf.steps,
-                gradients,
+                gradients.sources,
                 window.scale,
                 active,
                 scalars,
                 leaf.out,
             ):
                 yield leaf.spec.name
-            if self._overflowed and gradients[0][0].flags.writeable:  # the leaf's own; mail is not
-                leaf.spare.append(gradients[0][0])
+            if self._overflowed and gradients.total is not None:
+                leaf.spare.append(gradients.total)
             gradients.clear()
             finished(i, leaf)
 
@@ -289,7 +298,13 @@ class HostState:
         if window.gradients and entering.any():
             scalars = _for_leaf(window.scalars, leaf.spec)
             for _ in self._adam.adamw(
-                *wide, leaf.steps, window.gradients[i], window.scale, entering, scalars, None
+                *wide,
+                leaf.steps,
+                window.gradients[i].sources,
+                window.scale,
+                entering,
+                scalars,
+                None,
             ):
                 pass
         window.active[i] = active & ~entering
