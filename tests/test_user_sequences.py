@@ -431,7 +431,7 @@ class UserSequences(RuleBasedStateMachine):
         return self.world.offload and self.world.options.topk_ratio < 1
 
     def _loading_is_seen(self) -> bool:
-        """Whether other weights are either right or noticed: not those that the first exchange gets."""
+        """Whether other weights are right or noticed; what the first exchange gets is not."""
         return self.t == 0 or (self._changes_are_seen() and not (self.t == 1 and self.unmailed))
 
     def _mixtures_are_seen(self) -> bool:
