@@ -80,11 +80,7 @@ def kill_test(folder: Path, *, kills: int, seed: int, **words: str) -> Result:
     Raises:
         RuntimeError: If a start fails otherwise than by being killed.
     """
-    config = folder / "job.toml"
-    settings = CONFIG + f'save_every = {SAVE_EVERY}\noutput_dir = "{folder}"\n'
-    settings += "".join(f'{name} = "{word}"\n' for name, word in words.items())
-    settings += f"steps = {STEPS_PER_KILL * kills + 13}\n"
-    config.write_text(settings, encoding="utf-8")
+    config = write_config(folder, steps=STEPS_PER_KILL * kills + 13, **words)
     end(start(config, "whole"))
 
     moments = random.Random(seed)
@@ -105,6 +101,15 @@ def kill_test(folder: Path, *, kills: int, seed: int, **words: str) -> Result:
         print(f"kill {kill} ({moment}): checkpoints {whole or 'none'}{state}", flush=True)
     end(start(config, run.name))
     return Result(kills, while_writing, differences(folder / "whole", run))
+
+
+def write_config(folder: Path, *, steps: int, **words: str) -> Path:
+    """Writes the settings of runs in `folder`; gives the file."""
+    config = folder / "job.toml"
+    settings = CONFIG + f'save_every = {SAVE_EVERY}\noutput_dir = "{folder}"\nsteps = {steps}\n'
+    settings += "".join(f'{name} = "{word}"\n' for name, word in words.items())
+    config.write_text(settings, encoding="utf-8")
+    return config
 
 
 def start(config: Path, run: str, *options: str) -> subprocess.Popen:

@@ -25,6 +25,7 @@ from safetensors.numpy import load_file
 
 from benchmarks import kill_test
 from tests import runs as optimizer_runs
+from tests.cut_short import cut_short
 from tests.runs import Leaf, Training
 from train import checksums, finetune
 from train.checkpoints import (
@@ -85,13 +86,20 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it")
 @pytest.mark.parametrize(
     "words",
     [{"optimizer": "adamw"}, {"send_gradients": "per_window"}, {"send_gradients": "after_step"}],
     ids=str,
 )
-def test_other_ways_to_train_go_on_as_well(tmp_path, words):
-    assert kill_test.kill_test(tmp_path, kills=1, seed=3, **words).differences == []
+def test_other_ways_to_train_go_on_as_well(tmp_path, capsys, words):
+    config = kill_test.write_config(tmp_path, steps=18, **words)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
+    cut_short(whole, cut, after=10)  # in the middle of a window, the third
+    assert finetune.main([str(config), "--run", cut.name]) == 0
+    assert "going on from checkpoint 10" in capsys.readouterr().out
+    assert kill_test.differences(whole, cut) == []
 
 
 @pytest.mark.slow

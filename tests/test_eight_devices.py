@@ -11,11 +11,14 @@ from tests.processes import environment
 FOLDER = Path(__file__).parent / "eight_devices"
 
 
-# One process for all: they compile the same programs, and each would import all anew.
+# One process for all: they compile the same programs, and each would import all anew. Without the
+# checks of types that pyproject.toml asks for: they take a third of the time, and every function is
+# checked on one device.
 @pytest.mark.slow
 def test_on_eight_devices():
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)],
+        [sys.executable, "-m", "pytest", *options, str(FOLDER)],
         cwd=FOLDER.parents[1],
         env=environment(8),
         capture_output=True,

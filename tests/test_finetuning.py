@@ -3,6 +3,7 @@
 import csv
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import zenflow_jax
 from benchmarks.kill_test import start, steps_of, wait_for
+from tests.cut_short import cut_short
 from tests.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
 from train import finetune, models, sayings
@@ -78,15 +80,16 @@ def output(process) -> str:
     return text
 
 
+@pytest.fixture
+def promotion_as_users_have_it():
+    """jax's own `dot_product_attention` is not clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "model"), [(language, "llama2"), (alpaca, "llama2"), (glue, "bert")]
-)
-def test_one_epoch_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, task, model):
-    folder = write_model(tmp_path / "given", model)
-    data = tmp_path / "data"
-    data.mkdir()
-    config = write_config(tmp_path, model=str(folder), **task(data))
+def test_one_epoch_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path):
+    config = prepare(tmp_path, language, "llama2")
     output(start(config, "whole"))
 
     process = start(config, "killed")
@@ -99,28 +102,59 @@ def test_one_epoch_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path, 
     assert "going on from checkpoint" in output(start(config, "killed"))
 
     whole, killed = (tmp_path / name for name in ("whole", "killed"))
-    weights = [load_file(run / "model" / "model.safetensors") for run in (whole, killed)]
+    assert_same_run(whole, killed)
+    assert_learned(whole, tmp_path / "given", least=0.05)
+
+
+# As the one above, in this process.
+@pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.parametrize(
+    ("task", "model", "least"),
+    [
+        (alpaca, "llama2", 0.05),
+        (glue, "bert", None),  # so tiny a BERT would need hundreds of steps
+    ],
+)
+def test_half_an_epoch_of_other_tasks_that_is_cut_short_ends_with_the_same_bits(
+    tmp_path, capsys, task, model, least
+):
+    config = prepare(tmp_path, task, model, epochs=0.5, evaluate_every=5)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
+    cut_short(whole, cut, after=10)
+    assert finetune.main([str(config), "--run", cut.name, "--keep", "9"]) == 0
+    assert "going on from checkpoint 10" in capsys.readouterr().out
+    assert_same_run(whole, cut)
+    assert_learned(whole, tmp_path / "given", least=least)
+
+
+def prepare(folder: Path, task: Callable[[Path], dict], model: str, **settings) -> Path:
+    """Writes a model, data and a config for them."""
+    data = folder / "data"
+    data.mkdir()
+    settings |= {"model": str(write_model(folder / "given", model))}
+    return write_config(folder, **task(data), **settings)
+
+
+def assert_same_run(whole: Path, other: Path) -> None:
+    weights = [load_file(run / "model" / "model.safetensors") for run in (whole, other)]
     assert weights[0].keys() == weights[1].keys()
     for name, x in weights[0].items():
         np.testing.assert_array_equal(x, weights[1][name])
-    assert validations(whole) == validations(killed)
+    assert validations(whole) == validations(other)
 
-    # It has learned, and a folder of the same kind has come out.
-    losses = [float(value) for _, name, value in validations(whole) if name == "loss"]
+
+def assert_learned(run: Path, given: Path, *, least: float | None) -> None:
+    """The loss has fallen, by this share at least, and a folder of the same kind has come out."""
+    losses = [float(value) for _, name, value in validations(run) if name == "loss"]
     assert len(losses) >= 4
-    if task is not glue:  # so tiny a BERT would need hundreds of steps
-        assert losses[-1] < 0.95 * losses[0]
-    assert read_folder(whole / "model").config == read_folder(folder).config
-    given = load_file(folder / "model.safetensors")
-    assert any(not np.array_equal(given[name], weights[0][name]) for name in given)
-    assert (whole / "model" / "tokenizer.json").is_file()
-
-
-@pytest.fixture
-def promotion_as_users_have_it():
-    """jax's own `dot_product_attention` is not clean under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+    if least is not None:
+        assert losses[-1] < (1 - least) * losses[0]
+    assert read_folder(run / "model").config == read_folder(given).config
+    before, after = (load_file(folder / "model.safetensors") for folder in (given, run / "model"))
+    assert any(not np.array_equal(x, after[name]) for name, x in before.items())
+    assert (run / "model" / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize(
