@@ -125,7 +125,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._wait()
+        self.wait()
         if self._manager is not None:  # not so after a save that has failed
             self._manager.close()
         sys.unraisablehook = self._unraisable
@@ -218,7 +218,7 @@ class Checkpoints:
         """
         if figure is not None:
             self.rate(step, figure)
-        self._wait()
+        self.wait()
         self._failed = None
         saved, _ = split({"params": params, "opt_state": opt_state, "engine_state": engine_state})
         run = {
@@ -241,7 +241,15 @@ class Checkpoints:
     def poll(self) -> None:
         """Says so if the save that was under way has failed. Does not wait."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
-            self._wait()
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save that is under way; says so if it has failed."""
+        if self._writing is None:
+            return
+        with self._failures():
+            self._opened().wait_until_finished()
+        self._writing = None
 
     def finish(self) -> None:
         """Waits for the last save.
@@ -249,7 +257,7 @@ class Checkpoints:
         Raises:
             CheckpointError: If it has failed.
         """
-        self._wait()
+        self.wait()
         if self._failed is not None:
             raise CheckpointError(self._failed)
 
@@ -387,13 +395,6 @@ class Checkpoints:
         """The checkpoint of that step under the name that orbax gives it until it is whole."""
         # Nothing else that begins with the number: a user's copy, say, of a checkpoint.
         return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
-
-    def _wait(self) -> None:
-        if self._writing is None:
-            return
-        with self._failures():
-            self._opened().wait_until_finished()
-        self._writing = None
 
     @contextlib.contextmanager
     def _failures(self):
