@@ -52,7 +52,7 @@ def window(host: HostState, mails: list[list[np.ndarray]], length: int, *, keep:
         if not keep:
             host.add_up()
         sums = sum(leaf.total is not None for leaf in host.leaves) / len(host.leaves)
-        most = max(most, host.kept + 2 * sums)  # float32, so twice a mail
+        most = max(most, host.mails_kept + 2 * sums)  # float32, so twice a mail
     for _ in host.update(host.close_window(), lambda i, leaf: None):
         pass
     return most

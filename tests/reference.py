@@ -103,7 +103,7 @@ class Reference:
             closed; those that had nothing but skipped steps count too.
         reselections: Times that channels were chosen, the first choice included.
         boundaries: The steps after which a window closed, `flush` apart.
-        kept: The share of the best score that was selected, at each of them.
+        kept_share: The share of the best score that was selected, at each of them.
 
     Examples:
         >>> settings = Settings(topk_ratio=0.5, update_interval=2)
@@ -140,7 +140,7 @@ class Reference:
         self.windows = 0
         self.reselections = 0
         self.boundaries: list[int] = []
-        self.kept: list[float] = []
+        self.kept_share: list[float] = []
         self._selected_at = 0  # how many boundaries there were at the last selection
         # Of each step since the last boundary, unless it was skipped: per leaf the root mean square
         # of the gradient's deferred channels and of its selected ones.
@@ -270,7 +270,7 @@ class Reference:
         if selects:
             self._reselect()
             self._selected_at = len(self.boundaries)
-        self.kept.append(self._kept_share())
+        self.kept_share.append(self._kept_share())
         return True
 
     def _window_ends(self, t: int) -> bool:
@@ -293,7 +293,7 @@ class Reference:
         window = range(self._last_boundary + 1, t + 1)
         if isinstance(rule, AutoSelect):
             windows = len(self.boundaries) + 1 - self._selected_at
-            return windows == rule.max_windows or self.kept[-1] < rule.keep
+            return windows == rule.max_windows or self.kept_share[-1] < rule.keep
         if isinstance(rule, EpochSelect):
             return any(u % (rule.epochs * rule.steps_per_epoch) == 0 for u in window)
         if rule is None:

@@ -236,13 +236,13 @@ def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
     settings = dataclasses.replace(BUSY, update_interval=8, select_interval=8)
     outcomes = []
     for kept in (0, 3, 100):
-        monkeypatch.setattr(host_state, "KEPT", kept)
+        monkeypatch.setattr(host_state, "MAILS_KEPT", kept)
         with started(settings) as training:
             host = training.engine._worker._host
             params = []
             for _, values in training.follow(PLAN._replace(steps=20)):
                 training.settle()
-                assert host.kept <= kept
+                assert host.mails_kept <= kept
                 params.append(values)
             outcomes.append((params, training.moments()))
     for outcome in outcomes[1:]:

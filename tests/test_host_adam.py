@@ -134,11 +134,11 @@ def test_several_steps_of_all_channels_equal_optax_adamw(kernel, shape):
     gradient_dtype=st.sampled_from(DTYPES),
     out_dtype=st.sampled_from([None, *DTYPES]),
     count=st.sampled_from([3, 6]),  # fewer and more than a compiled loop takes at once
-    block=st.integers(30, 300),
+    tile=st.integers(30, 300),
     seed=st.integers(0, 9),
 )
-def test_bits_depend_on_neither_kernel_nor_threads_nor_blocks(
-    groups, n, extent, trailing, gradient_dtype, out_dtype, count, block, seed
+def test_bits_depend_on_neither_kernel_nor_threads_nor_tiles(
+    groups, n, extent, trailing, gradient_dtype, out_dtype, count, tile, seed
 ):
     shape = (groups, extent, n, 1) if trailing else (groups, 1, n, extent)
     gradients = [new_gradient(shape, gradient_dtype, seed + i) for i in range(count)]
@@ -164,7 +164,7 @@ def test_bits_depend_on_neither_kernel_nor_threads_nor_blocks(
     for kernel in KERNELS:
         for threads in 1, 3:
             for parts in (1,) * count, (count,), (count - 1,), (2, 1), ():
-                assert run(HostAdam(kernel, threads, block=block), *parts) == expected
+                assert run(HostAdam(kernel, threads, tile=tile), *parts) == expected
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -181,7 +181,7 @@ def test_inactive_channels_keep_every_bit_beside_any_garbage(kernel, threads, sh
     with np.errstate(over="ignore"):
         out[off] = garbage.astype(BFLOAT16)
     kept = bits(*(x[off] for x in (*state[:3], out)), state.steps[~active])
-    adam = HostAdam(kernel, threads, block=301)
+    adam = HostAdam(kernel, threads, tile=301)
     step(adam, state, total, active, out)
     adam.close()
     assert bits(*(x[off] for x in (*state[:3], out)), state.steps[~active]) == kept
@@ -200,7 +200,7 @@ def test_without_an_active_channel_nothing_happens(kernel):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
 def test_accumulate_replaces_first_and_then_adds_in_float32(kernel, threads, dtype):
-    adam = HostAdam(kernel, threads, block=101)
+    adam = HostAdam(kernel, threads, tile=101)
     one, two = (new_gradient((1, 1, 31, 33), dtype, seed) for seed in (1, 2))
     total = np.full(one.shape, np.nan, np.float32)
     adam.accumulate(total, [(one, 0.7)], first=True)
@@ -229,7 +229,7 @@ def test_a_gradient_passed_directly_is_a_window_of_one_step(kernel, dtype):
 @pytest.mark.parametrize("share", [0, 1 / 3, 1])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, share, shape):
-    adam = HostAdam(kernel, threads, block=101)
+    adam = HostAdam(kernel, threads, tile=101)
     groups, _, n, _ = shape
     rng = np.random.default_rng(0)
     k = int(share * n)
@@ -316,7 +316,7 @@ def test_channels_are_chosen_when_the_step_begins():
     state, unchanged = new_state(shape), new_state(shape)
     active = some_channels(state)
     step(HostAdam("numpy", 1), unchanged, new_gradient(shape), active)
-    chunks = HostAdam("numba", 1, block=40).adamw(
+    chunks = HostAdam("numba", 1, tile=40).adamw(
         *state, [(new_gradient(shape), 1.0)], 1.0, active, SCALARS, None
     )
     next(chunks)
@@ -326,7 +326,7 @@ def test_channels_are_chosen_when_the_step_begins():
 
 
 def test_a_failure_in_a_thread_reaches_the_caller():
-    adam = HostAdam("numpy", 2, block=100)
+    adam = HostAdam("numpy", 2, tile=100)
     total = np.zeros((1, 1, 10, 100), np.float32)
     total.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):

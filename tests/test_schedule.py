@@ -100,7 +100,7 @@ def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected, 
             deferred=xp.asarray([1.0] * ripe + [0.99] * (4 - ripe), xp.float32),
             selected=xp.full(4, 2.0, xp.float32),
             windows=xp.int32(windows),
-            kept=xp.float32(kept),
+            kept_share=xp.float32(kept),
         )
         got.append(
             letter(schedule.boundary(t if kind == "numpy" else jnp.int32(t), schedule_state))

@@ -264,7 +264,7 @@ class HostEngine:
             windows=self._window_lengths.total(),
             window_lengths=dict(sorted(self._window_lengths.items())),
             reselections=self._progress.reselections,
-            kept_share=self._progress.kept,
+            kept_share=self._progress.kept_share,
             wait_s=self._worker.wait_s,
             **self._worker.recorder.seconds(),
             **worker,
@@ -471,7 +471,7 @@ class HostEngine:
             scalars=host.scalars,
             update_scalars=host.update_scalars,
             schedule_state=self._progress.schedule_state,
-            kept=self._progress.kept,
+            kept_share=self._progress.kept_share,
         )
         return self._tree.build(leaves, counts, self._updates.before)
 
@@ -607,7 +607,9 @@ class HostEngine:
     def _resume(self, resumed: Resumed, states: Sequence[LeafState]) -> None:
         """Goes on where another engine was."""
         counts = resumed.counts
-        self._progress.resume(counts.step, counts.reselections, counts.schedule_state, counts.kept)
+        self._progress.resume(
+            counts.step, counts.reselections, counts.schedule_state, counts.kept_share
+        )
         self._open_steps = counts.open_steps
         self._window_lengths.update(counts.window_lengths)
         self._updates.resume(counts.pending, resumed.before, states)

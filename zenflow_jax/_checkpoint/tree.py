@@ -48,7 +48,7 @@ class Counts:
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     scalars: AdamScalars | None = None  # of the last step; None before the first
     update_scalars: AdamScalars | None = None  # of the last window that closed; None before
-    kept: float | None = None
+    kept_share: float | None = None
 
 
 _NUMBERS = (
@@ -65,6 +65,7 @@ _NUMBERS = (
 
 def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
     lengths = np.zeros(longest(schedule.window) + 1, np.int32)
+    share = counts.kept_share
     for length, count in counts.window_lengths.items():
         lengths[length] = count
     tree = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS}
@@ -72,7 +73,7 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
         "window_lengths": lengths,
         "scalars": _scalars_to_tree(counts.scalars),
         "update_scalars": _scalars_to_tree(counts.update_scalars),
-        "kept": np.array(np.nan if counts.kept is None else counts.kept, np.float32),
+        "kept_share": np.array(np.nan if share is None else share, np.float32),
         "schedule_state": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.schedule_state._asdict().items()
@@ -89,7 +90,7 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
     schedule_state = {name: np.asarray(x) for name, x in tree["schedule_state"].items()}
     nothing = np.zeros(0, np.float32)
     lengths = np.asarray(tree["window_lengths"])
-    kept = float(tree["kept"])
+    share = float(tree["kept_share"])
     return Counts(
         **{name: int(tree[name]) for name in _NUMBERS},
         window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
@@ -101,9 +102,9 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
             deferred=schedule_state.get("deferred", nothing),
             selected=schedule_state.get("selected", nothing),
             windows=int(schedule_state["windows"]),
-            kept=np.float32(schedule_state["kept"]),
+            kept_share=np.float32(schedule_state["kept_share"]),
         ),
-        kept=None if math.isnan(kept) else kept,
+        kept_share=None if math.isnan(share) else share,
     )
 
 

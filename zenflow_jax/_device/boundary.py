@@ -81,12 +81,12 @@ def _merge(
         here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array
     ) -> tuple[Array, Array, Array]:
         n = here.block.n
-        kept = broadcast_channels(
+        selected = broadcast_channels(
             contains(here.to_local(before), n) | contains(here.to_local(now), n), here.block
         )
-        new = jnp.where(kept, weight, here.gather(upload))
+        new = jnp.where(selected, weight, here.gather(upload))
         # Other channels no step has moved since their last merge.
-        moved = sample_of(jnp.broadcast_to(kept, weight.shape))
+        moved = sample_of(jnp.broadcast_to(selected, weight.shape))
         changed = jnp.sum(differ(sample_of(weight), sample) & ~moved, dtype=jnp.int32)
         return new, sample_of(new), here.sum_everywhere(changed)
 

@@ -120,7 +120,7 @@ def _close_schedule(
         return new
     # Where channels were just selected no scores are left, and the share is 1.
     columns = zip(*((leaf.scores, leaf.channels, leaf.spec) for leaf in leaves), strict=True)
-    return new._replace(kept=kept_share(*columns))
+    return new._replace(kept_share=kept_share(*columns))
 
 
 def _collect(

@@ -24,7 +24,7 @@ from zenflow_jax._plan.scalars import AdamScalars
 
 #: Leaves that are looked at together, and steps from one look to the next at least: what it costs
 #: is the dispatch of two small programs for each.
-TOGETHER = 8
+LEAVES_PER_LOOK = 8
 APART = 8
 #: Channels of each stack entry.
 _CHANNELS = 4
@@ -43,7 +43,7 @@ class Emitted:
 
     def __init__(self, specs: Sequence[LeafSpec]):
         moving = [i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k)]
-        gap = -(-len(moving) // TOGETHER)
+        gap = -(-len(moving) // LEAVES_PER_LOOK)
         #: Groups of leaves from all over the tree.
         self._groups = [moving[start::gap] for start in range(gap)]
         self._turn = 0

@@ -26,7 +26,7 @@ from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.state import KEPT
+from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.sending import SendGradients
 
@@ -44,7 +44,7 @@ def buffers(state: ZenFlowState) -> int:
         return 2  # the sums of a window that is updated, and of the next one
     # Those that belong to the window that is updated or to the open one; those that are unread;
     # and, where the step writes them, the one that it writes and what is blank in the state.
-    kept = min(KEPT, 2 * longest(state.schedule.window))
+    kept = min(MAILS_KEPT, 2 * longest(state.schedule.window))
     return kept + IN_FLIGHT[state.send_gradients] + (2 if state.send_gradients.in_step else 0)
 
 

@@ -16,19 +16,19 @@ class Progress:
 
     Args:
         schedule: What decides.
-        leaves: How many travel.
+        leaves: How many are offloaded.
 
     Attributes:
         step: Steps that have passed.
         reselections: Times that channels were selected, the first time included.
-        kept: Share of the score of the best k channels that the selected ones had, as it was last
-            read; None before, and where the schedule does not ask for it.
+        kept_share: Share of the score of the best k channels that the selected ones had, as it was
+            last read; None before, and where the schedule does not ask for it.
     """
 
     def __init__(self, schedule: Schedule, leaves: int):
         self.step = 0
         self.reselections = 0
-        self.kept: float | None = None
+        self.kept_share: float | None = None
         self._schedule = schedule
         self._first = first_schedule_state(schedule, leaves)
         self._state = self._first
@@ -68,10 +68,10 @@ class Progress:
         return self._state
 
     def resume(
-        self, step: int, reselections: int, schedule_state: ScheduleState, kept: float | None
+        self, step: int, reselections: int, schedule_state: ScheduleState, kept_share: float | None
     ) -> None:
         """Goes on where another run was."""
-        self.step, self.reselections, self.kept = step, reselections, kept
+        self.step, self.reselections, self.kept_share = step, reselections, kept_share
         self._state = schedule_state
 
     def _read(self) -> None:
@@ -80,6 +80,6 @@ class Progress:
             self._state = self._state.add(row)
             self._statistics = None
         if self._measured is not None:
-            self.kept = float(view(self._measured))
-            self._state = self._state._replace(kept=np.float32(self.kept))
+            self.kept_share = float(view(self._measured))
+            self._state = self._state._replace(kept_share=np.float32(self.kept_share))
             self._measured = None

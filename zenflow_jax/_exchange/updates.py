@@ -143,7 +143,7 @@ class Updates:
         leaves = self._worker.leaves()
         uploads = list(uploads)
         for i in late:
-            uploads[i] = [upload(leaves[i].upload, device) for device in self._parts[i].devices]
+            uploads[i] = [upload(leaves[i].to_upload, device) for device in self._parts[i].devices]
         # Before the next update writes to where they come from.
         jax.block_until_ready(uploads)
         self._worker.waited(begin, start)

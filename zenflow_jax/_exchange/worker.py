@@ -34,7 +34,7 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
 # Bytes of selected channels that are uploaded in one call, about.
-_TOGETHER = 8 * 2**20
+_BYTES_PER_UPLOAD = 8 * 2**20
 
 
 class Worker:
@@ -379,7 +379,7 @@ class Worker:
             )
             ready[i] = _as_on_device(new, part.spec)
             size += _nbytes(ready[i])
-            if size > _TOGETHER:
+            if size > _BYTES_PER_UPLOAD:
                 self._send(ready, entering)
                 size = 0
         self._send(ready, entering)
@@ -404,7 +404,7 @@ class Worker:
             early = self._parts[i].devices if self._offloaded.prefetched[i] else ()
             if early:
                 first = first or time.perf_counter()
-            uploads.append([upload(leaf.upload, device) for device in early])
+            uploads.append([upload(leaf.to_upload, device) for device in early])
 
         for name in self._host.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"

@@ -1,11 +1,11 @@
 """AdamW on NumPy arrays: the arithmetic of the deferred channels, and how they get in and out.
 
 Two kernels give the same bits. "numba" makes one pass over memory in compiled loops; "numpy" needs
-no compiler and works through blocks that fit the cache. float16 leaves always take the NumPy
+no compiler and works through tiles that fit the cache. float16 leaves always take the NumPy
 kernel, as Numba has no float16 on CPUs. Which channels are worked on, with which window's
 gradient, and when, is the engine's business; this file knows neither windows nor mail.
 
-The bits depend neither on the number of threads nor on the size of the blocks: `numba_loops.py`
+The bits depend neither on the number of threads nor on the size of the tiles: `numba_loops.py`
 says why.
 
 Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
@@ -22,23 +22,23 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 
 from zenflow_jax._host.numba_kernel import NumbaKernel
-from zenflow_jax._host.numba_loops import TOGETHER
-from zenflow_jax._host.numpy_kernel import Block, Moving, NumpyKernel, Step, flat
+from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
+from zenflow_jax._host.numpy_kernel import Moving, NumpyKernel, Step, Tile, flat
 from zenflow_jax._plan.scalars import AdamScalars
 
 _KERNELS = ("numba", "numpy")
 # Elements that a thread takes at once, at most. Numba streams; coming back to an interpreter whose
-# memory it has evicted costs up to 50 us a block, 3 % of the time with half of this.
-_NUMBA_BLOCK = 2 * 1024 * 1024
-# The NumPy kernel's block should stay in a core's second-level cache. Several threads meet at the
+# memory it has evicted costs up to 50 us a tile, 3 % of the time with half of this.
+_NUMBA_TILE = 2 * 1024 * 1024
+# The NumPy kernel's tile should stay in a core's second-level cache. Several threads meet at the
 # interpreter lock between any two NumPy calls: longer calls, though out of the cache, halve the
 # time that they then lose.
-_NUMPY_BLOCK, _NUMPY_BLOCK_SHARED = 128 * 1024, 256 * 1024
-# Smaller leaves get smaller blocks, so that every thread has some; not less than this is worth it.
-_LEAST_BLOCK = 64 * 1024
+_NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
+# Smaller leaves get smaller tiles, so that every thread has some; not less than this is worth it.
+_LEAST_TILE = 64 * 1024
 # Where there are more gradients than a loop adds up on its way, some are added up in front of it,
-# block by block; their sum should still be in the cache when the loop reads it.
-_SUM_BLOCK = 256 * 1024
+# tile by tile; their sum should still be in the cache when the loop reads it.
+_SUM_TILE = 256 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
 
@@ -58,7 +58,7 @@ class HostAdam:
         kernel: "numba" or "numpy".
         threads: How many threads share the work; one works in the caller's. None: one less
             than the cores this process may use, which leaves one to the training loop.
-        block: Elements that a thread takes at once; no result depends on it. None: what was
+        tile: Elements that a thread takes at once; no result depends on it. None: what was
             found best for the kernel.
 
     Raises:
@@ -66,7 +66,7 @@ class HostAdam:
     """
 
     def __init__(
-        self, kernel: str = "numba", threads: int | None = None, *, block: int | None = None
+        self, kernel: str = "numba", threads: int | None = None, *, tile: int | None = None
     ):
         if kernel not in _KERNELS:
             raise ValueError(
@@ -81,9 +81,9 @@ class HostAdam:
                 "of cores the host updates may use, or None for all but one."
             )
         self.threads = threads
-        numpy_block = _NUMPY_BLOCK if threads == 1 else _NUMPY_BLOCK_SHARED
-        self._portable = NumpyKernel(block or numpy_block)
-        numba_kernel = NumbaKernel(block or _NUMBA_BLOCK)
+        numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
+        self._portable = NumpyKernel(tile or numpy_tile)
+        numba_kernel = NumbaKernel(tile or _NUMBA_TILE)
         self._kernel = numba_kernel if kernel == "numba" else self._portable
         # Numba's own parallel layer must not be entered from two threads; ours only ever runs
         # serial functions that release the GIL.
@@ -104,12 +104,12 @@ class HostAdam:
         sums = flat(total)
         addends = [(flat(g), np.float32(factor)) for g, factor in gradients]
 
-        def work(block: Block) -> None:
-            part = slice(block[2], block[3])
+        def work(tile: Tile) -> None:
+            part = slice(tile[2], tile[3])
             kernel.accumulate(sums[part], [(g[part], factor) for g, factor in addends], first)
 
         limit = self._limit(kernel, total.size, len(gradients))
-        self._run(work, _blocks(1, total.size, limit))
+        self._run(work, _tiles(1, total.size, limit))
 
     def adamw(
         self,
@@ -185,14 +185,14 @@ class HostAdam:
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), out)
         limit = self._limit(kernel, master.size, len(gradients))
-        blocks = _blocks(step.p.shape[0], width, limit)
+        tiles = _tiles(step.p.shape[0], width, limit)
         if not trailing:
-            blocks = [block for block in blocks if step.active[block[0] : block[1]].any()]
+            tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
 
         work = kernel.adamw(step)
         chunk = max(_CHUNK // limit, 2 * self.threads if self.threads > 1 else 1)
-        for i in range(0, len(blocks), chunk):
-            self._run(work, blocks[i : i + chunk])
+        for i in range(0, len(tiles), chunk):
+            self._run(work, tiles[i : i + chunk])
             yield
 
     def take(self, arrays: Sequence[np.ndarray], channels: np.ndarray) -> list[np.ndarray]:
@@ -240,34 +240,34 @@ class HostAdam:
         segments, width = (groups * k, tail) if height == 1 else (groups * height, k)
         # NumPy holds Python's lock while it picks, so that threads would be of no use to it.
         limit = rows.size if kernel is self._portable else self._limit(kernel, rows.size, 1)
-        self._run(kernel.move(moving), _blocks(segments, width, limit))
+        self._run(kernel.move(moving), _tiles(segments, width, limit))
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
         return self._portable if half else self._kernel
 
     def _limit(self, kernel: "NumbaKernel | NumpyKernel", size: int, gradients: int) -> int:
-        together = gradients <= TOGETHER
-        block = kernel.block if together else min(kernel.block, _SUM_BLOCK)
-        return min(block, max(_LEAST_BLOCK, size // (2 * self.threads)))
+        together = gradients <= GRADIENTS_PER_PASS
+        tile = kernel.tile if together else min(kernel.tile, _SUM_TILE)
+        return min(tile, max(_LEAST_TILE, size // (2 * self.threads)))
 
-    def _run(self, work: Callable[[Block], None], blocks: list[Block]) -> None:
-        if self._pool is None or len(blocks) == 1:
-            for block in blocks:
-                work(block)
+    def _run(self, work: Callable[[Tile], None], tiles: list[Tile]) -> None:
+        if self._pool is None or len(tiles) == 1:
+            for tile in tiles:
+                work(tile)
             return
-        todo = deque(blocks)
+        todo = deque(tiles)
 
         def share() -> None:
             while todo:
                 try:
-                    block = todo.popleft()
+                    tile = todo.popleft()
                 except IndexError:  # another thread has just taken the last one
                     return
-                work(block)
+                work(tile)
 
-        # One task a thread: one a block would cost another 45 us each time.
-        futures = [self._pool.submit(share) for _ in range(min(self.threads, len(blocks)))]
+        # One task a thread: one a tile would cost another 45 us each time.
+        futures = [self._pool.submit(share) for _ in range(min(self.threads, len(tiles)))]
         wait(futures)  # All of them: after an exception nobody may still be writing.
         for future in futures:
             future.result()
@@ -280,8 +280,8 @@ def available_cores() -> int:
         return os.cpu_count() or 1
 
 
-def _blocks(segments: int, width: int, limit: int) -> list[Block]:
-    """Cuts `segments` of `width` elements into contiguous blocks of at most `limit` elements."""
+def _tiles(segments: int, width: int, limit: int) -> list[Tile]:
+    """Cuts `segments` of `width` elements into contiguous tiles of at most `limit` elements."""
     if width <= limit:
         k = limit // max(width, 1)
         return [(i, min(i + k, segments), 0, width) for i in range(0, segments, k)]

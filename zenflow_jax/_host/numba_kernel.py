@@ -1,4 +1,4 @@
-"""The compiled kernel: blocks of a leaf for the loops in `numba_loops.py`."""
+"""The compiled kernel: tiles of a leaf for the loops in `numba_loops.py`."""
 
 import functools
 import threading
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host import numba_loops
-from zenflow_jax._host.numpy_kernel import Block, Moving, Step, Weighed, flat
+from zenflow_jax._host.numpy_kernel import Moving, Step, Tile, Weighed, flat
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -16,18 +16,18 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 class NumbaKernel:
     """One pass over memory, compiled when a combination of dtypes is first met."""
 
-    def __init__(self, block: int):
-        self.block = block
+    def __init__(self, tile: int):
+        self.tile = tile
         self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
         addends = [(_readable(g), factor) for g, factor in gradients]
-        for i in range(0, len(addends), numba_loops.TOGETHER):
-            some = _padded(addends[i : i + numba_loops.TOGETHER])
+        for i in range(0, len(addends), numba_loops.GRADIENTS_PER_PASS):
+            some = _padded(addends[i : i + numba_loops.GRADIENTS_PER_PASS])
             numba_loops.accumulate(total, *some, first and i == 0)
 
-    def adamw(self, step: Step) -> Callable[[Block], None]:
-        """What does the step on a block."""
+    def adamw(self, step: Step) -> Callable[[Tile], None]:
+        """What does the step on a tile."""
         out = None if step.out is None else _bits(step.out).reshape(-1)
         p, m, v = (x.reshape(-1) for x in (step.p, step.m, step.v))
         per_channel = (step.active, step.m_scale, step.v_scale)
@@ -38,22 +38,25 @@ class NumbaKernel:
             advance, sizes = numba_loops.adamw_leading, (width,)
         more = (out, *per_channel, (step.scale, *step.scalars), *sizes)
         gradients = [(_readable(g.reshape(-1)), factor) for g, factor in step.gradients]
-        if len(gradients) <= numba_loops.TOGETHER:
+        if len(gradients) <= numba_loops.GRADIENTS_PER_PASS:
             return functools.partial(advance, p, m, v, *_padded(gradients), 0, *more)
-        early, late = gradients[: 1 - numba_loops.TOGETHER], gradients[1 - numba_loops.TOGETHER :]
+        early, late = (
+            gradients[: 1 - numba_loops.GRADIENTS_PER_PASS],
+            gradients[1 - numba_loops.GRADIENTS_PER_PASS :],
+        )
 
-        def add_up_and_advance(block: Block) -> None:
-            first, last, left, right = block
+        def add_up_and_advance(tile: Tile) -> None:
+            first, last, left, right = tile
             i, j = first * width + left, (last - 1) * width + right
             total = self._scratch(j - i)
             self.accumulate(total, [(g[i:j], factor) for g, factor in early], first=True)
             gs = _padded([(_readable(total), np.float32(1)), *late])
-            advance(p, m, v, *gs, i, *more, block)
+            advance(p, m, v, *gs, i, *more, tile)
 
         return add_up_and_advance
 
-    def move(self, moving: Moving) -> Callable[[Block], None]:
-        """What moves a block: some of the channels if those are leading, else some of the rows."""
+    def move(self, moving: Moving) -> Callable[[Tile], None]:
+        """What moves a tile: some of the channels if those are leading, else some of the rows."""
         _, height, n, tail = moving.pairs[0][0].shape
         pairs = [(flat(x), flat(rows)) for x, rows in moving.pairs]
         if moving.inward:
@@ -63,9 +66,9 @@ class NumbaKernel:
         )
         inward = moving.inward or None  # of another type, so that each is compiled
 
-        def work(block: Block) -> None:
+        def work(tile: Tile) -> None:
             for x, rows in pairs:
-                move(x, rows, moving.channels, inward, n, size, block)
+                move(x, rows, moving.channels, inward, n, size, tile)
 
         return work
 
@@ -78,7 +81,7 @@ class NumbaKernel:
 
 def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
     """Gradients and their factors as the compiled loops take them."""
-    none = numba_loops.TOGETHER - len(gradients)
+    none = numba_loops.GRADIENTS_PER_PASS - len(gradients)
     gs = (*(g for g, _ in gradients), *[None] * none)
     return gs, (*(factor for _, factor in gradients), *[np.float32(0)] * none)
 

@@ -1,6 +1,6 @@
 """Compiled loops: AdamW and the sum of gradients in one pass over memory, and rows that move.
 
-`numba_kernel.py` runs them on each block. bfloat16 arrives as its bits, in uint16 arrays. float16
+`numba_kernel.py` runs them on each tile. bfloat16 arrives as its bits, in uint16 arrays. float16
 does not arrive, because Numba has none on CPUs. Every operation rounds on its own, once, as IEEE
 754 says: no fastmath flag is set, not even "contract", so the vectorized body of a loop and its
 scalar tail give the same bits, and the same as NumPy. That costs nothing, because the loops wait
@@ -13,7 +13,7 @@ to be positive is checked in the loop, and the check keeps LLVM from vectorizing
 
 Letters: `p, m, v` master and moments, each `(segments, width)`; `out` like them or None. `gs` are
 four gradients like them, of which some may be None, and `fs` their factors, for which 0 stands
-there; the first one may begin at the element `origin` of the others. A block is segments `first` to
+there; the first one may begin at the element `origin` of the others. A tile is segments `first` to
 `last`, in each the elements `left` to `right`.
 
 Where rows move, `x` is a leaf's array and `some` has the rows of its `channels`, `(groups, k)` of
@@ -30,7 +30,7 @@ from numba.extending import overload
 
 #: Gradients that a step adds up on its way: as many as a window of the default length has. Each
 #: number of them, and each set of dtypes, is compiled for when it is first met, in half a second.
-TOGETHER = 4
+GRADIENTS_PER_PASS = 4
 
 
 def _compiled(function: Callable) -> Any:
@@ -137,8 +137,8 @@ def _element(p, m, v, g, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, width, block):
-    first, last, left, right = block
+def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, width, tile):
+    first, last, left, right = tile
     s = first
     while s < last:
         if not active[s]:
@@ -182,9 +182,9 @@ def _advance_channels(p, m, v, gs, fs, out, m_scale, v_scale, scalars):
 @_compiled
 @no_type_check
 def adamw_trailing(
-    p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, rows, width, block
+    p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, rows, width, tile
 ):
-    first, last, left, right = block
+    first, last, left, right = tile
     for s in range(first, last):
         i, j = s * width + left, s * width + right
         group = (s // rows) * width
@@ -238,8 +238,8 @@ def _(x, i, some, j, inward):
 
 @_compiled
 @no_type_check
-def move_leading(x, some, channels, inward, n, width, block):
-    first, last, left, right = block
+def move_leading(x, some, channels, inward, n, width, tile):
+    first, last, left, right = tile
     for s in range(first, last):
         group, j = divmod(s, channels.shape[1])
         i = (group * n + channels[group, j]) * width
@@ -250,8 +250,8 @@ def move_leading(x, some, channels, inward, n, width, block):
 
 @_compiled
 @no_type_check
-def move_trailing(x, some, channels, inward, n, height, block):
-    first, last, left, right = block
+def move_trailing(x, some, channels, inward, n, height, tile):
+    first, last, left, right = tile
     k = channels.shape[1]
     for s in range(first, last):
         index = channels[s // height, left:right]

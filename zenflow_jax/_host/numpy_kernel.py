@@ -1,8 +1,8 @@
-"""The portable kernel: AdamW in NumPy calls on blocks that fit the cache.
+"""The portable kernel: AdamW in NumPy calls on tiles that fit the cache.
 
 What `adam.py` runs where Numba is not wanted or, for float16, not able. `numba_loops.py` is
 its twin and gives the same bits. Here too is what both are given: a step or rows that move, and a
-block of them.
+tile of them.
 
 Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`.
 """
@@ -22,7 +22,7 @@ _LONG_RUN = 8 * 1024
 
 #: float32, bfloat16 or float16, and the factor of each.
 Weighed = list[tuple[np.ndarray, np.float32]]
-Block = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each
+Tile = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each
 
 
 class Step(NamedTuple):
@@ -55,10 +55,10 @@ class Moving(NamedTuple):
 
 
 class NumpyKernel:
-    """Blocks in the cache, `out=` everywhere: no step allocates but the first of a thread."""
+    """Tiles in the cache, `out=` everywhere: no step allocates but the first of a thread."""
 
-    def __init__(self, block: int):
-        self.block = block
+    def __init__(self, tile: int):
+        self.tile = tile
         self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
@@ -73,14 +73,14 @@ class NumpyKernel:
                     _widen_into(x, g, factor)
                     total += x
 
-    def adamw(self, step: Step) -> Callable[[Block], None]:
-        """What does the step on a block."""
+    def adamw(self, step: Step) -> Callable[[Tile], None]:
+        """What does the step on a tile."""
         return functools.partial(self._work, step)
 
-    def move(self, moving: Moving) -> Callable[[Block], None]:
+    def move(self, moving: Moving) -> Callable[[Tile], None]:
         """What moves the rows, all of them at once."""
 
-        def work(_: Block) -> None:
+        def work(_: Tile) -> None:
             for x, rows in moving.pairs:
                 for group, index, some in zip(x, moving.channels, rows, strict=True):
                     if moving.inward:
@@ -91,8 +91,8 @@ class NumpyKernel:
 
         return work
 
-    def _work(self, step: Step, block: Block) -> None:
-        first, last, left, right = block
+    def _work(self, step: Step, tile: Tile) -> None:
+        first, last, left, right = tile
         columns = slice(left, right)
         if not step.trailing:
             channels = slice(first, last)
@@ -154,7 +154,7 @@ class NumpyKernel:
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
         """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty((5, self.block), np.float32)
+            self._local.scratch = np.empty((5, self.tile), np.float32)
         size = int(np.prod(shape))
         return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
 

@@ -19,7 +19,7 @@ from zenflow_jax._plan.scalars import AdamScalars
 
 #: Mails that are kept at most. An update frees the closed window's leaf by leaf while those of the
 #: next one come in, so that windows of four steps need no sums as long as it keeps up.
-KEPT = 5
+MAILS_KEPT = 5
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class HostLeaf:
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
-    def upload(self) -> np.ndarray:
+    def to_upload(self) -> np.ndarray:
         """What the device gets of it after an update, in the leaf's shape. Not a copy."""
         return (self.master if self.out is None else self.out).reshape(self.spec.shape)
 
@@ -126,7 +126,7 @@ class HostState:
         )
 
     @property
-    def kept(self) -> float:
+    def mails_kept(self) -> float:
         """Mails that are kept, of the open window and of the one whose update is under way."""
         sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
         opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
@@ -167,7 +167,7 @@ class HostState:
         for leaf in self.leaves:
             if leaf.out is not None:
                 np.copyto(leaf.out, leaf.master, casting="unsafe")
-            yield leaf.upload
+            yield leaf.to_upload
 
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
@@ -189,7 +189,7 @@ class HostState:
         """
         self._keep(gradients, factor)
         self.counted += 1
-        if self.kept > KEPT:
+        if self.mails_kept > MAILS_KEPT:
             self._overflowed = True
             self.add_up()
 

@@ -35,7 +35,7 @@ class ScheduleState(NamedTuple):
     deferred: Any  # float32 (leaves,): sums over them of the deferred channels' root mean square
     selected: Any  # float32 (leaves,): the same of the selected ones'
     windows: Any  # int32: closed since the last selection
-    kept: Any  # float32: share of the best score, measured at the last boundary; 1 if it was not
+    kept_share: Any  # float32: of the best score, measured at the last boundary; 1 if it was not
 
     def open_step(self) -> "ScheduleState":
         """After a step whose window stays open; `add` has what the step says."""
@@ -73,7 +73,7 @@ def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
         deferred=np.zeros(sums, np.float32),
         selected=np.zeros(sums, np.float32),
         windows=np.int32(0),
-        kept=np.float32(1),
+        kept_share=np.float32(1),
     )
 
 
@@ -148,7 +148,7 @@ class Schedule:
         """Whether a selection is due where a window of `length` steps ends, the first one apart."""
         if isinstance(self.select, AutoSelect):
             assert schedule_state is not None
-            lost = schedule_state.kept < self.select.keep
+            lost = schedule_state.kept_share < self.select.keep
             return lost | (schedule_state.windows + 1 >= self.select.max_windows)
         # Whether an interval ends within the window.
         if isinstance(self.select, EpochSelect):
