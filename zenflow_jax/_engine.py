@@ -1,8 +1,8 @@
 """`HostEngine`: what the caller does between two steps.
 
-Bookkeeping on the caller's thread: which window is open, whose buffers are where, when to wait.
-All device programs are dispatched from here, in the same order in every run; the work itself is
-`_exchange/worker.py`'s, what crosses where a window closes `_exchange/updates.py`'s.
+This file keeps the books on the caller's thread: which window is open, who has which buffers, when
+to wait. It dispatches all device programs, in the same order in every run. `_exchange/worker.py`
+does the host's work; `_exchange/updates.py` has what crosses where a window closes.
 """
 
 import atexit
@@ -101,47 +101,47 @@ def _recorded(kind: str) -> Callable[[_Method], _Method]:
 class HostEngine:
     """Updates the deferred channels on the host, beside the device.
 
-    Make one for each run, before its first step; call `exchange` after every step and `flush`
-    before the parameters are used for anything else; leave with `close`, or use `with`. For one
-    calling thread.
+    Make one for each run, before its first step. Call `exchange` after every step, and `flush`
+    before you use the parameters for anything else. End it with `close`, or use `with`. Only one
+    thread may call it.
 
-    The engine keeps 12 bytes per deferred parameter in NumPy arrays (float32 master and moments)
-    and the leaf's dtype once more for uploads. Mail lies in pinned memory until its window's
-    update: up to nine, where an update takes as long as a window, two where the device adds up;
-    sums of 4 to 8 bytes are there where that is not enough. A hand-over takes 12 pinned bytes for
-    each selected parameter. An update that is ready lies on
-    the device, once the leaf's dtype, until its window's turn. On a GPU jax caps its pool of pinned
-    memory at 64 GiB; for runs that need more, the error says to what
-    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` must be set.
+    Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments), and
+    the leaf's dtype once more for uploads. Mail stays in pinned memory until its window's update:
+    up to nine mails where an update takes as long as a window, two where the device adds up. Where
+    more would pile up, the engine adds them up, into sums of 4 to 8 bytes per parameter. A
+    hand-over takes 12 pinned bytes for each selected parameter. Device memory: an update that is
+    ready waits there for its boundary, in the leaf's dtype. On a GPU jax caps its pool of pinned
+    memory at 64 GiB; a run that needs more is refused by an error that says how to set
+    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
-            It may have more leaves, such as frozen ones, statistics or keys: leaves are known by
-            their paths, in each call anew.
+            It may have more leaves, such as frozen ones, statistics or keys. The engine finds
+            leaves by their paths, at each call.
         opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
-        threads: Cores that host updates use. By default all but one, which is the caller's.
-        prefetch_bytes: Device memory that an update which is ready may take before its boundary,
-            on each device. None: all of it, once the leaf's dtype per parameter. What has no room
-            is uploaded at the boundary, when the step's own memory is free; the loop waits for it.
-        max_skipped: So many skipped steps in a row, whose gradients were not finite, are an error,
-            raised by the next call. None: any number; three in a row are warned of, by `logging`.
-        engine_state: What `state()` returned when `params` and `opt_state` were saved, to go on
-            from there with the same bits. It is copied.
-        exit_if_stuck: In a run of several processes a failure of one is raised by the others at
-            their next call. One that waits in a collective, which the failed one never joins, makes
-            no next call, and neither an exception nor a signal's handler gets through to it: jax
-            ends it after minutes, without the reason, or never. So it is ended 30 s after the
-            failure, by `os._exit(1)`; the reason is on stderr at the failure and at the end. False
-            leaves it waiting: for a program that has more to do than this run, and somebody who
-            ends it.
+        threads: Cores that host updates use. By default all but one, which the caller keeps.
+        prefetch_bytes: Bytes on each device that a ready update may take before its boundary. None:
+            the whole update, once the leaf's dtype per parameter. The engine uploads the rest at
+            the boundary, when the step's own memory is free, and the loop waits for it.
+        max_skipped: After so many skipped steps in a row (their gradients were not finite) the next
+            call raises. None: never; `logging` warns of three in a row.
+        engine_state: What `state()` returned when `params` and `opt_state` were saved. The engine
+            copies it, and goes on from there with the same bits.
+        exit_if_stuck: When one of several processes fails, the others raise that at their next
+            call. A process that waits in a collective, which the failed one never joins, makes no
+            next call; neither an exception nor a signal handler reaches it, and jax ends it after
+            minutes, without the reason, or never. So the engine ends it 30 s after the failure, by
+            `os._exit(1)`, and writes the reason to stderr at the failure and at the end. False
+            leaves it waiting: for a program that has more to do than this run, and that somebody
+            else ends.
 
     Raises:
         ValueError: If an argument is out of range; if the state is not one ZenFlowState with
-            `offload=True`, and with no step taken unless `engine_state` is given; if that is
-            another run's, or one with other options; or if the parameters are not the state's own,
-            or not where it takes them to be.
-        TypeError: If parameters or state are NumPy arrays, which lie nowhere.
+            `offload=True`; if the state has taken steps and `engine_state` is not given; if
+            `engine_state` is another run's, or has other options; or if the parameters are not
+            those of the state, or lie elsewhere.
+        TypeError: If parameters or state are NumPy arrays, which lie on no device.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -272,40 +272,41 @@ class HostEngine:
 
     @property
     def timeline(self) -> Timeline:
-        """What the last few hundred steps were made of, on one time axis.
+        """What the last few hundred steps were made of, on one time axis; of this process.
 
-        Always recorded, so that a stall that has already happened can be looked at, with
-        `plot_timeline` or `save_trace`; in a run of several processes, this one's.
+        The engine always records it, so you can look at a stall that has already happened, with
+        `plot_timeline` or `save_trace`.
         """
         return self._worker.recorder.timeline()
 
     @_recorded("exchange")
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """What belongs between two steps: mail out, updates in, selection anew where it is due.
+        """Sends mail out and brings updates in, between two steps; selects channels where due.
 
-        Waits where a window closes and the update of the one before is not ready, where the host
-        is more than two mails behind, and, briefly, wherever channels are selected: for the step,
-        and for the hand-over of what changes sides. Where windows adapt, also for the step before
-        the one just made, never for that one; but for that one after a `flush`. The arrays of
-        `opt_state` that hold mail must not be used again; the parameters may.
+        It waits where a window closes before the host has finished the update of the window
+        before; where the host is more than two mails behind; and, briefly, where channels are
+        selected: for the step, and for the hand-over of the channels that change sides. Where
+        windows adapt, it also waits for the step before the one just made (for that one only
+        after a `flush`). Do not use the arrays of `opt_state` that hold mail again; you may use
+        the parameters.
 
         Args:
             params: The parameters after the step, or a tree with more leaves that has them at the
-                same paths, as at construction; which it has is for each call to choose.
-            opt_state: The optimizer state after the step; of any kind, as at construction.
+                same paths, as at construction. Each call may pass another such tree.
+            opt_state: The optimizer state after the step, in any wrapper, as at construction.
 
         Returns:
-            Parameters and state for the next step, of the same structure, shapes and placement;
-            leaves that the state does not know are as they were.
+            Parameters and state for the next step, of the same structure, shapes and placement.
+            Leaves that the state does not know come back as they were.
 
         Raises:
-            RuntimeError: If the engine is closed or has failed; if no step, or more than one, was
-                made since the last exchange (the latter is noticed once the mail is read, by the
-                call after); if the step was made from what a `flush` was called with, in place of
-                what it returned; if the state is another run's; if a former call was interrupted;
-                if `max_skipped` steps in a row were skipped; if something else than zenflow has
-                changed the parameters, which samples of them tell at each boundary (two calls
-                later, so as not to wait).
+            RuntimeError: If the engine is closed or has failed; if no step was made since the last
+                exchange, or more than one (the call after it notices, when the mail is read); if
+                the step was made from what was passed to `flush`, not from what `flush` returned;
+                if the state is another run's; if a former call was interrupted; if `max_skipped`
+                steps in a row were skipped; if something else than zenflow changed the parameters
+                (the engine compares samples at each boundary, and raises two calls later, so as
+                not to wait).
             ValueError: If the state or the parameters lack leaves of the run, or have them in other
                 shapes, dtypes or places.
             TypeError: If they are no jax arrays.
@@ -359,9 +360,9 @@ class HostEngine:
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Brings every deferred update into the parameters, closing an open window early.
 
-        Call it after the last exchange, or where a window is to end early. Training may go on from
-        what it returns, and from that alone: the schedule is not moved, the next window has fewer
-        steps. To look at the parameters and train on as if nothing had happened, use `peek`.
+        Call it after the last exchange, or where you want a window to end early. Training may go on
+        only from what it returns. The schedule does not move: the next window has fewer steps. To
+        look at the parameters and train on as if nothing had happened, use `peek`.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -398,14 +399,13 @@ class HostEngine:
     def peek(self, params: Any, opt_state: Any) -> Any:
         """The parameters as they are best known now, for an evaluation in mid-run.
 
-        With every update of the windows that have closed: the one that is under way, which `params`
-        get only at the next boundary, is waited for and is in the result. Deferred channels lack
-        the gradients of the open window, at most one window of steps, as these have made no update
-        yet; where a window has just closed that is nothing. The result is the cast of what
-        `master_params` returns.
+        They have the updates of all windows that have closed, also the one that is under way, which
+        `params` get only at the next boundary: `peek` waits for it. Deferred channels lack the
+        gradients of the open window, which have made no update yet; where a window has just closed,
+        nothing is missing. The result is the cast of what `master_params` returns.
 
-        Training goes on from `params` and `opt_state`, to the same bits as if this had not been
-        called (`flush` would end the open window). In a run of several processes all must call it.
+        Go on training from `params` and `opt_state`, to the same bits as without this call (`flush`
+        would end the open window). In a run of several processes all must call it.
 
         Args:
             params: The parameters that the last `exchange` or `flush` returned.
@@ -434,14 +434,14 @@ class HostEngine:
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
 
-        To be saved together with the parameters and the optimizer state which that returned, and
-        given to a new engine as its `engine_state`. Waits for the host work that is under way, an
-        update included; the run goes on as if it had not been called. In a run of several
-        processes all must call it.
+        Save it together with the parameters and the optimizer state that `exchange` returned, and
+        pass it to a new engine as `engine_state`. The call waits for the host work that is under
+        way, an update included; the run goes on as without it. In a run of several processes all
+        must call it.
 
         Returns:
-            A tree of dicts, lists and arrays. The large ones are in host memory (on a GPU pinned)
-            and take 16 bytes per offloaded parameter, for as long as they live; they never
+            A tree of dicts, lists and arrays. The large arrays lie in host memory (on a GPU
+            pinned), take 16 bytes per offloaded parameter for as long as they live, and never
             change. Shapes and placements are those of `abstract_engine_state(opt_state)`.
 
         Raises:

@@ -77,22 +77,22 @@ def zenflow(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW that keeps the state of the channels with the largest gradients on the device.
 
-    The selected channels take an AdamW step at every step. The gradients of all the others go to
-    pinned host memory, where a `HostEngine` sums them over a window of `update_interval` steps,
-    makes one AdamW step with their mean, and brings it back one window later. A deferred channel
-    thus takes one Adam step per window at the full learning rate, as if its batch were
+    Selected channels take an AdamW step at every step. The gradients of all other channels go to
+    pinned host memory. There a `HostEngine` sums them over a window of `update_interval` steps,
+    makes one AdamW step with their mean, and brings the result back one window later. So a deferred
+    channel takes one Adam step per window at the full learning rate, as if its batch were
     `update_interval` times larger.
 
     With `update_interval=1, overlap_step=False`, or with `topk_ratio=1`, it is `optax.adamw` with
-    float32 master weights. Anything in front of it that needs all gradients at once
-    (`optax.clip_by_global_norm`) keeps the mail from leaving during the backward pass: use
-    `max_grad_norm`. Steps whose gradient is not finite are skipped anyway; with an engine,
-    `optax.apply_if_finite` around it must not withhold an update, or the engine misses a step.
+    float32 master weights. Clip with `max_grad_norm`: a transformation in front that needs all
+    gradients at once (`optax.clip_by_global_norm`) keeps the mail from leaving during the backward
+    pass. zenflow skips steps whose gradient is not finite. With an engine, do not let
+    `optax.apply_if_finite` withhold an update, or the engine misses a step.
 
-    Up to `eps` the arguments are those of `optax.adamw`, in its order. All others must be named:
-    its fifth is `eps_root`. That one, `mu_dtype` and `nesterov` are not there, as each would have
-    to be in every kernel, on the device and on the host, to the bit; and what `mu_dtype` is for,
-    memory on the device, the moments of deferred channels do not take.
+    Up to `eps` the arguments are those of `optax.adamw`, in its order. Name all others: the fifth
+    of `optax.adamw` is `eps_root`. zenflow lacks `eps_root`, `mu_dtype` and `nesterov`, because
+    each kernel on device and host would need each of them, to the bit. `mu_dtype` saves device
+    memory, which the moments of deferred channels do not take.
 
     Args:
         learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
@@ -104,31 +104,30 @@ def zenflow(
         mask: Tree of bools like the parameters (or a prefix of it), or a function of the
             parameters that returns one: True where weight decay applies. Everywhere by default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
-        update_interval: Steps in a window, at least 1; or an `AutoWindow`, which closes windows by
-            what has piled up in them, "auto" for its defaults.
-        select_interval: Steps between two selections, a multiple of `update_interval`. Every 16
-            windows by default (of the longest, if they are adaptive). The first selection is at
-            the first boundary. Or an `AutoSelect`, which selects when the selected channels are
-            no longer those that matter, "auto" for its defaults; or an `EpochSelect`.
-        full_warm_up_rounds: For so many first steps everything is updated at every step.
-        overlap_step: Whether the host update of a window runs beside the next window and arrives
-            at its end (True), or is waited for (False).
-        max_grad_norm: Equal to `optax.clip_by_global_norm` in front, at no cost in overlap.
+        update_interval: Steps in a window, at least 1; or an `AutoWindow`, which closes a window
+            when enough has piled up in it, "auto" for its defaults.
+        select_interval: Steps between two selections, a multiple of `update_interval`; by default
+            16 windows (of the longest, if they adapt). The first selection is at the first
+            boundary. Or an `AutoSelect`, which selects when other channels matter more, "auto" for
+            its defaults; or an `EpochSelect`.
+        full_warm_up_rounds: The first steps, at each of which all channels are updated.
+        overlap_step: True: the host updates one window beside the next, at whose end the result
+            arrives. False: the loop waits for it.
+        max_grad_norm: Clips as `optax.clip_by_global_norm` in front does, at no cost in overlap.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
         resident: Function of (key path, leaf) that says which further leaves stay wholly on the
             device, beside those with fewer than two axes.
-        partition_replicated: Whether, where a leaf is replicated over mesh axes, what is kept of it
-            is partitioned over them, as far as its sizes allow: each device then streams, and each
-            process keeps and updates, its part only (ZeRO). A bool, or a function of (key path,
-            leaf).
+        partition_replicated: Where mesh axes replicate a leaf, whether they divide its optimizer
+            state, as far as its sizes allow (ZeRO): each device then sends, and each process keeps
+            and updates, only its part. A bool, or a function of (key path, leaf).
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
-            parameters that returns one. Needed only where `init` runs under jit on a mesh with
-            Auto axes, as traced parameters do not know where they are.
+            parameters that returns one. `init` needs it only under jit on a mesh with Auto axes,
+            because traced parameters do not know where they are.
         offload: False keeps the deferred half on the device too, in-graph, with the same
-            arithmetic and staleness and no engine: where memory allows, under `lax.scan`, as an
-            experiment. 12 bytes per parameter and more. Jit the step: outside of jit every
-            update compiles anew.
+            arithmetic and staleness and without an engine: where memory allows, under `lax.scan`,
+            for an experiment. It takes 12 bytes per parameter and more. Jit the step: outside of
+            jit every update compiles anew.
         send_gradients: When the gradients of offloaded leaves leave the device. "during_step": the
             step copies each as soon as the backward pass has made it; best where layers are written
             out. "after_step": the step leaves them on the device, and they are copied while the
@@ -139,28 +138,27 @@ def zenflow(
             parameter, twice while one is on its way) in the dtype that it is sent in, the leaf's or
             `transfer_dtype`, and is rounded to it at every step; of float16 leaves it is float32
             unless `transfer_dtype` is given. The other two add up in float32, on the host.
-        transfer_dtype: In which dtype gradients go to the host. Norms, scores and the selected
-            channels' step always have them as they arrive. None: those of bfloat16 leaves in
-            bfloat16; of float32 and of float16 leaves in float32, as float16 has no room for
-            gradients that were divided by a loss scale. `jnp.bfloat16`: all in 2 bytes, rounded;
-            updates of float32 leaves still come back in float32. `jnp.float32`: all unrounded, for
-            gradients of bfloat16 leaves that arrive in float32 (sums of micro-batches), in twice
-            the bytes.
+        transfer_dtype: The dtype in which gradients go to the host. Norms, scores and the step of
+            selected channels use gradients as they arrive. None: bfloat16 for bfloat16 leaves,
+            float32 for float32 and float16 leaves, because float16 has no room for gradients that
+            were divided by a loss scale. `jnp.bfloat16`: all in 2 bytes, rounded; updates of
+            float32 leaves still come back in float32. `jnp.float32`: all unrounded, in twice the
+            bytes, for gradients of bfloat16 leaves that arrive in float32 (sums of micro-batches).
 
     Returns:
-        A transformation whose `update` needs `params`. The update it returns is float32; with it
-        `optax.apply_updates` gives the float32 master cast to the leaf's dtype on selected
-        channels, and leaves deferred ones as they are.
+        A transformation whose `update` needs `params`. It returns a float32 update. With that
+        `optax.apply_updates` sets selected channels to the float32 master, cast to the leaf's
+        dtype, and leaves deferred channels as they are.
 
-        Let it be the last of a chain, and the only one that changes the parameters. What stands
-        behind it (`optax.scale`, `optax.ema`, `optax.contrib.reduce_on_plateau`, a mask that sets
-        updates of frozen leaves to zero) acts on selected channels alone, and what changes
-        parameters (`optax.lookahead`, weights that are clipped, loaded or reset in mid-run) is
-        undone on deferred ones by their next update. Instead put in front what acts on gradients;
-        set the rate by a schedule or `optax.inject_hyperparams`; freeze by `optax.partition`; keep
-        averages of the weights outside; for new weights in mid-run flush and make state and engine
-        anew. An engine compares samples of the parameters at each boundary and refuses such runs;
-        with `offload=False` nothing does. Before the first step weights may be loaded at any time.
+        Let zenflow be the last of its chain, and let nothing else change the parameters. What
+        stands behind it (`optax.scale`, `optax.ema`, `optax.contrib.reduce_on_plateau`, a mask that
+        sets updates of frozen leaves to zero) acts on selected channels alone. What else changes
+        parameters (`optax.lookahead`; clipping, loading or resetting weights in mid-run) is undone
+        on deferred channels by their next update. Instead put in front what acts on gradients; set
+        the rate by a schedule or `optax.inject_hyperparams`; freeze by `optax.partition`; keep
+        averages of the weights outside; for new weights in mid-run flush, then make a new state and
+        engine. An engine compares samples of the parameters at each boundary and refuses such runs;
+        with `offload=False` nothing does. Before the first step you may load weights at any time.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.
