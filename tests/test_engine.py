@@ -273,10 +273,10 @@ def test_how_much_is_prefetched_does_not_change_a_bit():
 
 
 @pytest.mark.slow
-def test_kernel_threads_and_blocks_do_not_change_a_bit(monkeypatch):
+def test_kernel_threads_and_tiles_do_not_change_a_bit(monkeypatch):
     outcomes = []
-    for kernel, threads, block in [("numpy", 1, None), ("numba", 3, 7), ("numpy", 3, 13)]:
-        monkeypatch.setattr(_engine, "HostAdam", functools.partial(HostAdam, block=block))
+    for kernel, threads, tile in [("numpy", 1, None), ("numba", 3, 7), ("numpy", 3, 13)]:
+        monkeypatch.setattr(_engine, "HostAdam", functools.partial(HostAdam, tile=tile))
         with started(host_kernel=kernel, threads=threads) as training:
             outcomes.append(training.history(PLAN))
     for other in outcomes[1:]:
