@@ -1,4 +1,4 @@
-"""What users may pass to `zenflow()`, and what they are told otherwise."""
+"""Checks the arguments of `zenflow()` and says what is wrong with them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -13,8 +13,8 @@ from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
-#: Arguments that shape the state or are functions but no schedules.
-#: `optax.inject_hyperparams` would turn them into arrays, so it must be told:
+#: Arguments that shape the state, or that are functions but not schedules.
+#: `optax.inject_hyperparams` would turn them into arrays unless it is told which they are:
 #: `optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)(...)`.
 STATIC_ARGS = (
     "mask",
@@ -33,7 +33,7 @@ STATIC_ARGS = (
 )
 
 
-#: What `optax.adamw` has and `zenflow` has not, and what it comes to without.
+#: Arguments of `optax.adamw` that `zenflow` lacks, each with the advice that its error gives.
 _NOT_HERE = {
     "eps_root": "Leave it out: its default is 0, and `eps` alone keeps the divisor from 0",
     "mu_dtype": "Leave it out: moments are float32, those of deferred channels in host memory",
@@ -42,7 +42,7 @@ _NOT_HERE = {
 
 
 def check_arguments(arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Refuses calls that `optax.adamw` would understand in another way, or alone."""
+    """Refuses calls that `optax.adamw` reads differently, or that it alone accepts."""
     if len(arguments) > 4:
         raise TypeError(
             "`zenflow` takes at most four arguments by position (learning_rate, b1, b2, eps), got "
@@ -66,7 +66,7 @@ def check_schedule(
     overlap_step: bool,
     offload: bool,
 ) -> Schedule:
-    """The schedule that these arguments describe, or an error that says which is wrong."""
+    """The schedule that these arguments describe; an error names the argument that is wrong."""
     _static("topk_ratio", topk_ratio, Real, "a float")
     if not 0 <= topk_ratio <= 1:
         raise ValueError(
@@ -150,7 +150,7 @@ def check_send_gradients(value: Any) -> SendGradients:
 
 
 def check_transfer_dtype(dtype: Any) -> np.dtype | None:
-    """What mail is cast to; None for what suits each leaf."""
+    """The dtype that mail is cast to; None means the one that suits each leaf."""
     if dtype is None:
         return None
     try:
@@ -167,7 +167,7 @@ def check_transfer_dtype(dtype: Any) -> np.dtype | None:
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Refuses values that are known now and could only make NaN; traced ones pass."""
+    """Refuses what is no real scalar, and bad values where they are known (not traced)."""
     for name, value in numbers.items():
         if name == "max_grad_norm" and value is None:
             continue

@@ -1,4 +1,4 @@
-"""What is static about one leaf: its shape, its channels, and how much of them is selected."""
+"""The static facts of one leaf: its shape, its channel axis, how many channels are selected."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ DTYPES = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What is static about one leaf; rides in the state's treedef, so it is hashable."""
+    """The static facts of one leaf; hashable, because the state's treedef carries them."""
 
     name: str  # key path, as `plain_name` writes it
     shape: tuple[int, ...]
@@ -25,11 +25,11 @@ class LeafSpec:
     k: int  # selected channels in each stack entry; 0 for a resident leaf
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
-    transfer_dtype: np.dtype | None = None  # of its mail; None for the leaf's own
+    transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own
 
     @property
     def anonymous(self) -> "LeafSpec":
-        """Equal for leaves that are alike, so that what is compiled for one serves the others."""
+        """The spec that all leaves like this one have in common, so that they share programs."""
         return dataclasses.replace(self, name="", decay=False)
 
     @property
@@ -57,7 +57,7 @@ class LeafSpec:
 
     @property
     def selected_shape(self) -> tuple[int, ...]:
-        """Shape of what the device keeps: the leaf's, with `k` channels."""
+        """Shape of the arrays of selected channels: the leaf's, with `k` channels."""
         assert self.axis is not None
         return (*self.shape[: self.axis], self.k, *self.shape[self.axis + 1 :])
 
@@ -73,7 +73,7 @@ class LeafSpec:
 
 
 def plain_name(path: tuple[Any, ...]) -> str:
-    """The key path of a leaf, the same whether flax nnx has wrapped the leaf or not."""
+    """The key path of a leaf as text, whether or not flax nnx has wrapped the leaf."""
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path)

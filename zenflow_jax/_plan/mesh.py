@@ -1,10 +1,10 @@
 """How a leaf lies on a mesh: which mesh axes divide it, and which divide the work on it.
 
-Static facts, hashable, with no device in them: they ride in the state's treedef, and mean the same
-on another set of devices of the same mesh shape. What is done with them is `_device/shards.py`'s.
+These facts are static and hashable, and name no device. The state's treedef carries them, and they
+hold on any devices of the same mesh shape. `_device/shards.py` acts on them.
 
 Words: a device holds a *block* of a parameter. Where several devices hold the same block (data
-parallelism), each works on its *part* of it only, as ZeRO does; else the part is the block.
+parallelism), each works only on its *part* of the block, as in ZeRO. Elsewhere it is the block.
 """
 
 import dataclasses
@@ -16,32 +16,32 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-#: For each axis of a leaf the mesh axes that divide it, the outermost first.
+#: The mesh axes that divide each axis of a leaf, the outermost first.
 MeshAxes = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a leaf's parameter is, and where what belongs to it is."""
+    """How a mesh divides a leaf's parameter, and how it divides the arrays that belong to it."""
 
     mesh: AbstractMesh
-    block: MeshAxes  # of the parameter
-    part: MeshAxes  # of its moments, mail and deferred half: the block's axes and perhaps more
+    block: MeshAxes  # divide the parameter
+    part: MeshAxes  # divide moments, mail and deferred half: the block's axes and maybe more
 
     def count(self, axes: Sequence[str]) -> int:
-        """Into how many pieces these mesh axes cut an axis together."""
+        """The number of pieces into which these mesh axes together cut an axis."""
         return math.prod(self.mesh.shape[name] for name in axes)
 
     @property
     def cuts(self) -> MeshAxes:
-        """`block` without mesh axes of one device, which jit leaves out of what it returns."""
+        """`block` without mesh axes of size one, which jit leaves out of what it returns."""
         return tuple(
             tuple(name for name in names if self.mesh.shape[name] > 1) for names in self.block
         )
 
     @property
     def shares(self) -> MeshAxes:
-        """For each axis of the leaf the mesh axes that cut a block into parts."""
+        """The mesh axes that cut a block into parts, for each axis of the leaf."""
         return tuple(p[len(b) :] for b, p in zip(self.block, self.part, strict=True))
 
     @property
@@ -52,11 +52,11 @@ class Placement:
 
 
 def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
-    """How `leaf` lies on its mesh; None if it lies on one device, or if nobody knows yet.
+    """How `leaf` lies on its mesh. None if it lies on one device, or if that is not known yet.
 
     Args:
         leaf: An array, a traced one, or a `ShapeDtypeStruct`.
-        sharding: Used instead of the leaf's own. Traced leaves know theirs on Explicit axes only.
+        sharding: Replaces the leaf's own. A traced leaf knows its own on Explicit axes only.
     """
     told = sharding is not None
     if not told:
@@ -82,7 +82,7 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
     return tuple(
         ()
         if entry is None or entry is PartitionSpec.UNCONSTRAINED
-        # One name may stand without a tuple around it.
+        # A lone name may come without a tuple.
         else (entry,)
         if isinstance(entry, str)
         else tuple(entry)
@@ -91,11 +91,11 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
 
 
 def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int]) -> Placement:
-    """Cuts blocks that several devices hold into parts, as far as the sizes allow.
+    """Cuts each block that several devices hold into parts, as far as its sizes allow.
 
     Args:
-        placement: With parts that are blocks.
-        shape: Of the leaf.
+        placement: Its parts are still the blocks.
+        shape: Shape of the leaf.
         axes: Axes of the leaf that may be cut, the preferred one first.
     """
     part = [list(names) for names in placement.block]
@@ -111,8 +111,8 @@ def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int
 
 
 def partition_spec(axes: MeshAxes, lead: int = 0) -> PartitionSpec:
-    """As jax writes it, behind `lead` unit axes."""
-    # A lone name without its tuple, and no trailing None: what jit gives to its outputs.
+    """The axes as jax writes them, behind `lead` unit axes."""
+    # jit writes the shardings of its outputs so: a lone name without a tuple, no trailing None.
     entries = [names[0] if len(names) == 1 else names or None for names in axes]
     while entries and entries[-1] is None:
         entries.pop()

@@ -1,4 +1,4 @@
-"""What kind of leaf each parameter is: the only place that reads the user's callables."""
+"""Decides what kind of leaf each parameter is; only this file calls the user's leaf functions."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ def resolve(
     decay: bool,
     transfer_dtype: np.dtype | None,
 ) -> LeafSpec:
-    """Decides what kind of leaf this is; the only place that reads the user's callables."""
+    """The spec of one leaf: its kind, as the user's options decide."""
     name = plain_name(path)
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(
@@ -61,7 +61,7 @@ def resolve(
             "device with `resident`."
         )
     if transfer_dtype is None and dtype == np.float16:
-        # Unscaled gradients are what float16 has no room for: most are too small, some too large.
+        # Unscaled gradients do not fit float16: most are too small, some too large.
         transfer_dtype = np.dtype(np.float32)
     elif transfer_dtype == dtype:
         transfer_dtype = None
@@ -70,11 +70,11 @@ def resolve(
     # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
     k = pieces * math.ceil(round(topk_ratio * (spec.n // pieces), 6))
     if k >= spec.n:
-        return alone  # With every channel selected nothing would travel: that is a resident leaf.
+        return alone  # with every channel selected, nothing is left to offload
     cut = partition_replicated
     if place is not None and (bool(cut(path, leaf)) if callable(cut) else cut):
-        # Not along the channels, which are selected among all that a block has; and the last axis
-        # first, because a stack (of scanned layers) is filled one entry after the other.
+        # The channel axis stays whole, because a block selects among all of its channels. So do
+        # stack axes, because a scan fills a stack (of layers) one entry after the other.
         rest = range(len(spec.stack), len(shape))
         place = divide_blocks(place, shape, [i for i in reversed(rest) if i != spec.axis])
     return dataclasses.replace(spec, k=k, placement=place)
@@ -133,7 +133,7 @@ def resolve_specs(
 
 
 def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
-    """Says that memory is not saved. A warning, as the result is right."""
+    """Warns that nothing saves memory. No error, because the result is right."""
     if not any(math.prod(spec.shape) for spec in specs) or not all(s.resident for s in specs):
         return
     first = specs[0]
@@ -149,7 +149,7 @@ def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
 
 
 def _shardings(params: Any, given: Any) -> list[Any]:
-    """For each leaf what the user said of its sharding, None where nothing was said."""
+    """The sharding that the user gave for each leaf; None without one."""
     count = len(jax.tree.leaves(params))
     if given is None:
         return [None] * count
@@ -168,7 +168,7 @@ def _shardings(params: Any, given: Any) -> list[Any]:
 
 
 def _decayed(params: Any, mask: Any) -> list[bool]:
-    """For each leaf whether weight decay applies; `mask` may be a prefix of the tree."""
+    """Whether weight decay applies to each leaf; `mask` may be a prefix of the tree."""
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
     tree = mask(params) if callable(mask) else mask

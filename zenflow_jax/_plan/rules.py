@@ -8,18 +8,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class AutoWindow:
-    """Windows that close when what has piled up weighs as much as one important step.
+    """Windows that close when their deferred channels weigh as much as one step's selected ones.
 
-    A leaf is ripe when the sum, over the window's steps, of the root mean square of its deferred
-    channels' gradient is at least the mean, over the same steps, of that of its selected channels.
-    The window closes when at least `share` of the offloaded leaves are ripe, or when it has
-    `max_interval` steps. So that nobody waits for the device, the decision after step t knows the
-    steps up to t - 1; a window that is not cut short thus has at least two. Skipped steps count
-    for its length alone. The idea is that of "Zen-auto" in DeepSpeed, which compares L1 sums.
+    Every step gives two numbers for each leaf: the root mean square of the gradient on deferred
+    channels, and on selected ones. A leaf is ripe when the window's sum of the first is at least
+    the window's mean of the second. The window closes when at least `share` of the offloaded leaves
+    are ripe, or when it has `max_interval` steps. The decision after step t knows only the steps
+    before it, so that nobody waits for the device; a window that is not cut short thus has at least
+    two steps. Skipped steps count for its length alone. DeepSpeed's "Zen-auto" has the same idea
+    and compares L1 sums.
 
     Attributes:
-        max_interval: Steps that a window has at most.
-        share: Of the offloaded leaves, in (0, 1], rounded up.
+        max_interval: The most steps that a window may have.
+        share: Share of the offloaded leaves that must be ripe, in (0, 1]; the count is rounded up.
 
     Raises:
         TypeError, ValueError: If a value is of another kind or out of range.
@@ -42,24 +43,26 @@ class AutoWindow:
             )
 
     def needed(self, leaves: int) -> int:
-        """How many of so many leaves must be ripe."""
+        """How many of `leaves` offloaded leaves must be ripe."""
         # Rounded first, as 0.07 * 100 is 7.000000000000001.
         return max(1, math.ceil(round(self.share * leaves, 6)))
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoSelect:
-    """Selection anew when the selected channels are no longer those that matter.
+    """Selects again when the selected channels no longer hold most of the score.
 
-    At a boundary channels are selected again if, at the boundary before, the selected ones held
-    less than `keep` of the score that the best k channels held (the ratio of each leaf, weighted by
-    its size), or if this is the `max_windows`-th window since the last selection. Scores are sums
-    since the last selection: a change of the important channels w windows after it is followed
-    about w / keep + 1 windows later, and at the latest two windows after the `max_windows`-th.
+    Each boundary measures which share of the best k channels' score the selected channels hold: a
+    ratio for each leaf, weighted by the leaf's size. Below `keep`, the next boundary selects again.
+    The `max_windows`-th window since the last selection always does. Scores are sums since the last
+    selection. If the important channels change w windows after it, the next selection thus follows
+    about w / keep + 1 windows after that change, and at the latest two windows after the
+    `max_windows`-th.
 
     Attributes:
-        keep: In [0, 1]. 0 selects every `max_windows` windows and merely measures the share.
-        max_windows: Windows between two selections at most.
+        keep: The share to hold, in [0, 1]. 0 selects every `max_windows` windows and merely
+            measures it.
+        max_windows: The most windows between two selections.
 
     Raises:
         TypeError, ValueError: If a value is of another kind or out of range.
@@ -75,15 +78,15 @@ class AutoSelect:
 
 @dataclasses.dataclass(frozen=True)
 class EpochSelect:
-    """Selection at the end of every epoch, or of every so many.
+    """Selects at the end of every epoch, or of every few epochs.
 
-    At the first boundary at or after the end of the epoch: windows need not divide it. DeepSpeed's
-    `select_strategy="epoch"`, which takes the steps from the data loader it was given, and never
-    selects again when it was given none.
+    It selects at the first boundary at or after the epoch's end: windows need not divide an epoch.
+    DeepSpeed's `select_strategy="epoch"` takes the steps from its data loader, and never selects
+    again without one.
 
     Attributes:
         steps_per_epoch: Optimizer steps in an epoch, counted from the first step of the run.
-        epochs: Between two selections.
+        epochs: Epochs between two selections.
 
     Raises:
         TypeError, ValueError: If a value is of another kind or below 1.
@@ -111,7 +114,7 @@ class EpochSelect:
 
 
 def longest(window: int | AutoWindow) -> int:
-    """Steps that a window has at most."""
+    """The most steps that a window may have."""
     return window.max_interval if isinstance(window, AutoWindow) else window
 
 

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 
 class AdamScalars(NamedTuple):
-    """What all leaves share. Python numbers or float32 scalars, traced or not.
+    """Hyperparameters that all leaves share: Python numbers or float32 scalars, traced or not.
 
-    `1 - b` is made where `b` is still a Python number, as optax does: in float32, 1 - 0.999 is
+    `1 - b` is computed while `b` is still a Python number, as in optax: in float32, 1 - 0.999 is
     off by 1e-5 of itself.
     """
 

@@ -1,11 +1,10 @@
-"""When a window closes and when channels are selected again.
+"""Decides when a window closes and when channels are selected again.
 
-The device half in-graph, the engine and nobody else ask here; none of them may assume that
-windows have equal length. Steps are counted from 1; step t's boundary lies between t and t + 1.
+Only the engine and the in-graph mode ask; neither may assume that windows have equal length. Steps
+count from 1; step t's boundary lies between t and t + 1.
 
-The same code decides for NumPy numbers (the engine) and for traced ones (in-graph). What it may
-know of a step is what was known of the step before: an engine that wanted more would wait for the
-device.
+The same code decides for NumPy numbers (the engine) and for traced ones (in-graph). A decision
+about a step knows only the steps before it: for more, an engine would wait for the device.
 """
 
 import dataclasses
@@ -17,43 +16,43 @@ from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 
 
 class Boundary(NamedTuple):
-    """What happens after a step. Booleans, or traced ones if the step number is traced."""
+    """What happens after a step: bools, or traced ones if the step number is traced."""
 
-    closes: Any  # the window's host update is made
+    closes: Any  # the window ends and its update is made
     selects: Any  # channels are selected again; only where a window closes
     synchronous: Any  # the update reaches the parameters at once, not at the next boundary
 
 
 class ScheduleState(NamedTuple):
-    """What decisions are made from: NumPy arrays and numbers, or traced ones.
+    """What the schedule decides by: NumPy arrays and numbers, or traced ones.
 
-    `flush` does not touch it: it ends a window's sum early, and moves no boundary.
+    `flush` leaves it alone: a flush ends a window's sum early and moves no boundary.
     """
 
-    length: Any  # int32: steps since the last boundary, before the one that is asked about
-    counted: Any  # float32: those of them that were not skipped
-    deferred: Any  # float32 (leaves,): sums over them of the deferred channels' root mean square
-    selected: Any  # float32 (leaves,): the same of the selected ones'
-    windows: Any  # int32: closed since the last selection
-    kept_share: Any  # float32: of the best score, measured at the last boundary; 1 if it was not
+    length: Any  # int32: steps since the last boundary, without the one that is asked about
+    counted: Any  # float32: the steps among them that were not skipped
+    deferred: Any  # float32 (leaves,): deferred channels' root mean square, summed over those
+    selected: Any  # float32 (leaves,): the same of the selected channels
+    windows: Any  # int32: windows closed since the last selection
+    kept_share: Any  # float32: share of the best score, measured at the last boundary; else 1
 
     def open_step(self) -> "ScheduleState":
-        """After a step whose window stays open; `add` has what the step says."""
+        """The state after a step whose window stays open; `add` takes in what the step says."""
         return self._replace(length=self.length + 1)
 
     def close_window(self, first: "ScheduleState", selects: Any, xp: Any) -> "ScheduleState":
-        """After a step that closed its window, which counts for no window.
+        """The state after a step that closed its window; the step's statistics count for none.
 
         Args:
             first: The state before the first step.
             selects: Whether channels were selected again.
-            xp: `numpy` or `jax.numpy`, as the numbers are.
+            xp: `numpy` or `jax.numpy`, whichever the numbers are of.
         """
         windows = xp.where(selects, 0, self.windows + 1).astype(np.int32)
         return first._replace(windows=windows)
 
     def add(self, statistics: Any) -> "ScheduleState":
-        """With what a step has to say: float32 [counted, *deferred, *selected]; None is nothing."""
+        """The state with a step's float32 [counted, *deferred, *selected]; None adds nothing."""
         if statistics is None:
             return self
         leaves = self.deferred.shape[0]
@@ -65,7 +64,7 @@ class ScheduleState(NamedTuple):
 
 
 def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
-    """Before the first step, in NumPy, for so many offloaded leaves."""
+    """The state before the first step, in NumPy, for `leaves` offloaded leaves."""
     sums = leaves if schedule.needs_statistics else 0
     return ScheduleState(
         length=np.int32(0),
@@ -79,13 +78,13 @@ def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When windows close and channels are selected, from the end of the warm-up. Static, hashable.
+    """When windows close and channels are selected after the warm-up. Static, hashable.
 
     Attributes:
-        window: Steps in a window, or the rule.
-        select: Steps between two selections, or the rule.
-        full_warm_up_rounds: First steps, each of which is a window of its own.
-        overlap_step: Whether updates reach the parameters a window later.
+        window: Steps in a window, or the rule that closes it.
+        select: Steps between two selections, or the rule that starts one.
+        full_warm_up_rounds: Number of first steps, each of which is a window of its own.
+        overlap_step: Whether updates reach the parameters one window later.
     """
 
     window: int | AutoWindow
@@ -113,7 +112,7 @@ class Schedule:
 
         Args:
             step: Counted from 1.
-            schedule_state: Of the steps before it; may be None unless `adaptive`.
+            schedule_state: Covers the steps before it; may be None unless `adaptive`.
         """
         warm = step <= self.full_warm_up_rounds
         since = step - self.full_warm_up_rounds
@@ -128,8 +127,8 @@ class Schedule:
         else:
             length = self.window
             closes = warm | (since % length == 0)
-        # Without a warm-up the first selection is at the first boundary, however far off the
-        # interval's end is; with one, it is at the warm-up's end.
+        # The first selection comes at the warm-up's end; without a warm-up it comes at the first
+        # boundary, however far off the interval's end is.
         first = since == (length if self.full_warm_up_rounds == 0 else 0)
         due = (since > 0) & self._due(step, since, length, schedule_state)
         return Boundary(
@@ -140,17 +139,17 @@ class Schedule:
 
     def _ripe(self, window: AutoWindow, schedule_state: ScheduleState) -> Any:
         leaves = schedule_state.deferred.shape[0]
-        # No mean: sums of both sides, the selected channels' times the steps that they are of.
+        # Both sides of `deferred >= selected / counted` times `counted`: nothing is divided.
         ripe = (schedule_state.deferred * schedule_state.counted >= schedule_state.selected).sum()
         return (schedule_state.counted > 0) & (ripe >= window.needed(leaves))
 
     def _due(self, step: Any, since: Any, length: Any, schedule_state: ScheduleState | None) -> Any:
-        """Whether a selection is due where a window of `length` steps ends, the first one apart."""
+        """Whether a selection other than the first is due where a window of `length` steps ends."""
         if isinstance(self.select, AutoSelect):
             assert schedule_state is not None
             lost = schedule_state.kept_share < self.select.keep
             return lost | (schedule_state.windows + 1 >= self.select.max_windows)
-        # Whether an interval ends within the window.
+        # It is due if an interval ends within the window.
         if isinstance(self.select, EpochSelect):
             return step // self.select.steps > (step - length) // self.select.steps
         return since // self.select > (since - length) // self.select
