@@ -1,8 +1,8 @@
-"""One AdamW step on float32 arrays, with a step count per channel, and the sum in front of it.
+"""One AdamW step on float32 arrays with a step count per channel, and the sum of gradients.
 
-Pure and elementwise: who calls it (the selected channels at every step; in the in-graph mode the
-deferred ones, once per window) decides which channels it is for. `_host/adam.py` is its twin on
-NumPy arrays.
+The functions are pure and elementwise. The caller decides which channels a call is for: the
+selected ones at every step, or, in-graph, the deferred ones once per window. `_host/adam.py` is the
+twin on NumPy arrays.
 """
 
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ def add_gradient(
     factor: Float[Array, ""],
     finite: Bool[Array, ""],
 ) -> Float[Array, "..."]:
-    """A window's sum with `factor * g`, or without if it is skipped.
+    """A window's sum plus `factor * g`, or the sum alone if the step is skipped.
 
-    Added in float32, rounded to the dtype that the sum has.
+    The addition is float32; the result is rounded to the sum's dtype.
     """
     new = total.astype(jnp.float32) + g.astype(jnp.float32) * factor
     return jnp.where(finite, new.astype(total.dtype), total)
@@ -35,7 +35,7 @@ def adamw(
     *,
     decay: bool,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """The change of `p` and the new moments, as `optax.adamw` makes them.
+    """The change of `p` and the new moments, as `optax.adamw` computes them.
 
     Args:
         p: float32 master weights.
@@ -60,7 +60,7 @@ def change_of(
     *,
     decay: bool,
 ) -> Float[Array, "..."]:
-    """What a step changes of `p`, given the moments after it; arguments as of `adamw`."""
+    """The change of `p`, given the moments after the step; arguments as for `adamw`."""
     t = steps.astype(jnp.float32)
     direction = (mu / (1 - scalars.b1**t)) / (jnp.sqrt(nu / (1 - scalars.b2**t)) + scalars.eps)
     if decay:

@@ -1,8 +1,7 @@
 """Device programs that the engine runs between steps: merge, choose, enter, measure.
 
-One program each for all leaves, so that a boundary costs a few dispatches however many leaves
-there are. On a mesh the only thing that moves between devices is what a part's update must reach:
-every device that holds its block.
+Each is one program for all leaves, so a boundary costs a few dispatches however many leaves there
+are. On a mesh, a part's update moves to every device that holds its block; nothing else moves.
 """
 
 from collections.abc import Sequence
@@ -31,11 +30,11 @@ Specs = tuple[LeafSpec, ...]
 
 
 class Merged(NamedTuple):
-    """What a merge gives."""
+    """The result of a merge."""
 
     weights: list[Array]
-    samples: list[Array]  # of them, to be compared with at the next merge
-    changed: list[tuple[list[int], Array]]  # of some leaves how much of their samples had changed
+    samples: list[Array]  # of the weights, for the next merge to compare with
+    changed: list[tuple[list[int], Array]]  # leaves, and how many samples of each had changed
 
 
 def merge(
@@ -48,19 +47,19 @@ def merge(
     *,
     keep: bool = False,
 ) -> Merged:
-    """The parameters, with a window's update on the channels that it was about.
+    """The parameters, with a window's update on the channels that it covers.
 
     Args:
         weights: Parameters.
-        uploads: Masters' casts, in parts; used up unless `keep`.
+        uploads: Casts of the masters, in parts; used up unless `keep`.
         before: Channels that were selected during the window.
-        now: Channels that are selected since it closed.
-        samples: Of the parameters when they were last merged.
+        now: Channels that are selected since the window closed.
+        samples: Samples of the parameters, from their last merge.
         specs: The leaves.
-        keep: Whether the uploads stay, and what comes back is memory of its own.
+        keep: Whether the uploads stay and the result has memory of its own.
     """
     merged = Merged(list(weights), list(samples), [])
-    # What is gathered is a new array, which could not take the place of an upload.
+    # Gathering makes a new array, which could not take the place of an upload.
     gathered = [spec.placement is not None and any(spec.placement.shares) for spec in specs]
     in_place = [not (keep or gathers) for gathers in gathered]
     for kind, program in ((True, _merge_in_place), (False, _merge_parts)):
@@ -85,7 +84,7 @@ def _merge(
             contains(here.to_local(before), n) | contains(here.to_local(now), n), here.block
         )
         new = jnp.where(selected, weight, here.gather(upload))
-        # Other channels no step has moved since their last merge.
+        # No step has moved the other channels since their last merge.
         moved = sample_of(jnp.broadcast_to(selected, weight.shape))
         changed = jnp.sum(differ(sample_of(weight), sample) & ~moved, dtype=jnp.int32)
         return new, sample_of(new), here.sum_everywhere(changed)
@@ -105,8 +104,8 @@ def _merge(
     return new, seen, jnp.stack(changed)
 
 
-# The uploads are donated, never the caller's parameters: those may be in use elsewhere. Either way
-# parameters and uploads are there once each, and the result takes the place of one.
+# Merging donates the uploads, never the caller's parameters: those may be in use elsewhere. Either
+# way parameters and uploads exist once each, and the result takes the place of one.
 _merge_in_place = jax.jit(_merge, static_argnames="specs", donate_argnames="uploads")
 _merge_parts = jax.jit(_merge, static_argnames="specs")
 
@@ -120,7 +119,7 @@ def choose(
     *,
     specs: Specs,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """The channels to select from now on, the masters of those until now, and scores of zero."""
+    """The channels to select from now on, the masters of those selected so far, and zero scores."""
 
     def one(
         here: Here, weight: Array, scores: Array, channels: Array, master: Array | None

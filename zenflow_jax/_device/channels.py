@@ -1,12 +1,12 @@
 """Channels: which axis they lie on, how they score, which of them are selected.
 
-A leaf is read as `(*stack, *rows, n, *tail)`: `n` channels along the channel axis, separately in
-each entry of the stack axes. Rows are there only when the channel axis is the last one of a
-matrix, the tail only when it is not. What is done with a selection is `adamw.py` (device) and
-`_host/state.py` (host); this file only makes it and moves slices along it.
+This file makes a selection and moves slices along it; `adamw.py` (device) and `_host/state.py`
+(host) use it. It reads a leaf as `(*stack, *rows, n, *tail)`: `n` channels along the channel axis,
+separately in each entry of the stack axes. There are rows only if the channel axis is the last one
+of a matrix, and a tail only if it is not.
 
 On a mesh whose axes divide the channel axis, each piece of it selects the same number of channels,
-among its own. `shards.py` sees to it that the functions below meet one device's piece only.
+among its own. `shards.py` lets the functions below see one device's piece only.
 
 Letters: `n` channels in a stack entry, `k` of them selected.
 """
@@ -41,7 +41,7 @@ def take(x: Shaped[Array, "..."], index: Int[Array, "..."], spec: LeafSpec) -> S
     axis = spec.axis - len(spec.stack)
 
     def one(x, index):
-        # Indices come from a selection: in range, so nothing need be filled or checked.
+        # A selection's indices are in range: there is nothing to fill or to check.
         return jnp.take(x, index, axis=axis, mode="clip")
 
     for _ in spec.stack:
@@ -50,7 +50,7 @@ def take(x: Shaped[Array, "..."], index: Int[Array, "..."], spec: LeafSpec) -> S
 
 
 def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
-    """For each of `n` channels its place among the selected ones, -1 if it is deferred."""
+    """The place of each of `n` channels among the selected ones; -1 if it is deferred."""
 
     def one(channels):
         place = jnp.arange(channels.shape[0], dtype=jnp.int32)
@@ -64,10 +64,10 @@ def positions(channels: Int[Array, "... k"], n: int) -> Int[Array, "... n"]:
 def gather_to_channels(
     x: Shaped[Array, "..."], place: Int[Array, "... n"], spec: LeafSpec
 ) -> Shaped[Array, "..."]:
-    """Selected slices `x` at the places of their channels; elsewhere any of them.
+    """The selected slices `x` at their channels; at other channels any of these slices.
 
-    A gather rather than a scatter: XLA fuses it into what reads it, so a whole leaf is never
-    written for the sake of a few channels.
+    A gather, not a scatter: XLA fuses a gather into its reader, so it never writes a whole leaf for
+    the sake of a few channels.
     """
     if spec.k == 0:
         return jnp.zeros(spec.shape, x.dtype)

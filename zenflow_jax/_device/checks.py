@@ -1,4 +1,4 @@
-"""What a step may be given, and what users are told otherwise."""
+"""Checks what a step is given and says what is wrong with it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from zenflow_jax._plan.mesh import placement_of
 
 
 def check_outside_of_shard_map(what: str) -> None:
-    """Refuses calls where each device has a program of its own, in which it would judge alone."""
+    """Refuses calls inside `shard_map` and `pmap`, where each device would decide by itself."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(
@@ -26,7 +26,7 @@ def check_outside_of_shard_map(what: str) -> None:
 
 
 def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[Any]:
-    """The parameters' leaves, if they and the gradients are those of the state."""
+    """The parameters' leaves; an error if they or the gradients are not those of the state."""
     if not isinstance(state, ZenFlowState) or state.offload != offload:
         got = (
             f"one with offload={state.offload}"
@@ -79,7 +79,7 @@ def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[A
 
 
 def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses leaves that are not where the state takes them to be: on one device, or a mesh."""
+    """Refuses leaves that do not lie where the state takes them to be: on one device, or a mesh."""
     for weight, spec in zip(weights, specs, strict=True):
         if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
@@ -87,7 +87,7 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
                 "them on a device with `jax.device_put`, outside of jit."
             )
         if 0 in spec.shape:
-            continue  # it has no place to be at
+            continue  # an empty leaf has no place
         now, then = placement_of(weight), spec.placement
         if now is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
             raise ValueError(

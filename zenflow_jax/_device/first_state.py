@@ -1,7 +1,7 @@
-"""The state before the first step, placed as `update` will give it back.
+"""Builds the state before the first step, placed as `update` returns it.
 
-jit would compile a step twice if the first state differed from the second in nothing but how its
-shardings are written. So on a mesh the first one comes out of jit too.
+If the first state and the second differ only in how their shardings are written, jit compiles the
+step twice. So on a mesh the first one comes out of jit too.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def first_state(
     offload: bool,
     sending: SendGradients,
 ) -> ZenFlowState:
-    """What `zenflow().init` returns for parameters of any kind: arrays, traced or abstract ones."""
+    """The state that `zenflow().init` returns for parameters: arrays, traced or abstract ones."""
     leaves = jax.tree.leaves(params)
     build = partial(_build, specs=specs, schedule=schedule, offload=offload, sending=sending)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -41,14 +41,14 @@ def first_state(
         return _with_shardings(jax.eval_shape(build, leaves), leaves)
     weights = [jnp.asarray(p) for p in leaves]
     if not specs and not isinstance(params, Mapping | list | tuple | None):
-        # Neither arrays nor an empty container: `optax.tree_map_params` asks with a placeholder,
+        # `optax.tree_map_params` asks with a placeholder, neither arrays nor an empty container,
         # and wants it back where the per-leaf states are to stand.
         return dataclasses.replace(build(weights), leaves=params, mail=params if offload else None)
     like = next(iter(weights), None)
     if any(isinstance(p, Tracer) for p in weights) or all(s.placement is None for s in specs):
         return commit(build(weights), like)
-    # The mail apart, a leaf at a time: it is made on the device, and all of it has no room there.
-    # Parameters that nothing is taken from are there for their devices.
+    # Mail is made apart, a leaf at a time: the device, where it is made, has no room for all of it.
+    # `keep_unused`, here and below: parameters that nobody reads say which devices to use.
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
     if not offload:
         return state
@@ -57,7 +57,6 @@ def first_state(
         None if spec.resident else _mail_zeros(p, spec.anonymous, sending, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
-    # The parameters are there for their devices alone.
     make_scalars = partial(
         _first_scalars, specs=specs, schedule=schedule, sending=sending, rank=rank
     )
@@ -145,12 +144,13 @@ def _init_leaf(
 
 
 def _leaf_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
-    """What one leaf's mail is before the first step."""
+    """One leaf's mail before the first step."""
     layout, dtype = Layout(spec), spec.mail_dtype
 
     def on_device(here: Here, _: jax.Array) -> jax.Array:
-        # Of mail that comes to be in the step, one element per device: that has the sharding of
-        # what the step returns in its place, and is not empty, which some savers refuse.
+        # Where the step leaves gradients on the device, this is one element per device: it has the
+        # sharding of what the step returns in its place, and is not empty, which some savers
+        # refuse.
         shape = here.part.shape if sending.sums_on_device else (1,) * len(spec.shape)
         return jnp.zeros(shape, dtype)
 
@@ -165,7 +165,6 @@ def _leaf_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
     return to_host(on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p), rank)
 
 
-# The parameter is there for its devices alone.
 @partial(jax.jit, static_argnames=("spec", "sending", "rank"), keep_unused=True)
 def _mail_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
     return _leaf_zeros(p, spec, sending, rank)
@@ -178,7 +177,7 @@ def _first_scalars(
     sending: SendGradients,
     rank: int,
 ) -> StepScalars:
-    """Zeros, on every device that takes part."""
+    """Step scalars of zero, on every device that takes part."""
     sizes = StepScalars.sizes(specs, schedule)
     leaves = sending.in_step
     placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
@@ -202,8 +201,8 @@ def _first_scalars(
 def _fingerprint(weights: list[jax.Array], specs: tuple[LeafSpec, ...]) -> jax.Array:
     """A number that differs between runs and is the same when a run is repeated.
 
-    Tokens start from it, which is how an engine knows another run's state. Some entries of some
-    leaves will do: they come from a seed or from a checkpoint.
+    Tokens start from it, so that an engine knows another run's state. Some entries of some leaves
+    are enough: they come from a seed or from a checkpoint.
     """
     total = jnp.zeros((), jnp.uint32)
     for i, (p, spec) in enumerate(zip(weights, specs, strict=True)):
@@ -220,7 +219,7 @@ def _corner(here: Here, p: jax.Array, *, number: int) -> jax.Array:
 
 
 def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
-    """Abstract arrays with the shardings that real ones would have, as far as they are known."""
+    """The abstract state with the shardings that a real one would have, as far as known."""
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
     if not meshes or not isinstance(meshes[0], Mesh):
         return state

@@ -1,8 +1,8 @@
 """The deferred half on the device, inside the user's jit (`offload=False`).
 
-Windows, staleness, selection, warm-up and skipped steps exactly as with an engine, whose tests
-use it as their oracle; and `flush`, which the engine has as a method. Everything is as large as
-the leaf, so this saves no memory.
+Windows, staleness, selection, warm-up and skipped steps are exactly as with an engine, whose tests
+use this mode as their oracle. `flush` is here a function; an engine has it as a method. Every array
+is as large as its leaf, so this mode saves no memory.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from zenflow_jax._plan.sending import SendGradients
 
 def init_leaf(p: jax.Array, spec: LeafSpec, sending: SendGradients) -> DeferredState:
     return DeferredState(
-        # A copy, of float32 as well: a step that is given both may donate both.
+        # A copy even of float32: a step may donate parameters and state.
         master=jnp.array(p, jnp.float32),
         mu=jnp.zeros(spec.shape, jnp.float32),
         nu=jnp.zeros(spec.shape, jnp.float32),
@@ -62,10 +62,10 @@ def advance(
     finite: jax.Array,
     statistics: jax.Array | None,
 ) -> tuple[ZenFlowState, list[jax.Array]]:
-    """Sums the step's gradients and does what its boundary asks.
+    """Adds the step's gradients to their sums and does what the boundary asks.
 
-    `changes` are those of the selected channels; deferred channels whose update arrives now are
-    added to them. `scalars` are the window's last if it closes here. `statistics` are for the
+    `changes` are those of the selected channels; the result also has those of deferred channels
+    whose update arrives now. A window that closes here uses `scalars`. `statistics` go into the
     `ScheduleState`.
     """
     offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
@@ -90,7 +90,7 @@ def advance(
     def stay_open(parts: list[Any], old: ScheduleState | None) -> Any:
         return parts, old and old.open_step().add(statistics)
 
-    # A branch, not a `where`: three steps of four, it costs nothing.
+    # A branch, not a `where`: in three steps of four it costs nothing.
     parts, schedule_state = jax.lax.cond(
         boundary.closes,
         close,
@@ -118,7 +118,7 @@ def _close_schedule(
     new = old.close_window(first, boundary.selects, jnp)
     if not schedule.needs_kept_share or not leaves:
         return new
-    # Where channels were just selected no scores are left, and the share is 1.
+    # A selection resets the scores; the share is then 1.
     columns = zip(*((leaf.scores, leaf.channels, leaf.spec) for leaf in leaves), strict=True)
     return new._replace(kept_share=kept_share(*columns))
 
@@ -127,7 +127,7 @@ def _collect(
     here: Here, leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array
 ) -> LeafState:
     assert leaf.deferred is not None
-    # Through the mail's dtype, which the sum has, too, where the device makes it.
+    # Rounded to the mail's dtype; the sum of "per_window" has that dtype, too.
     total = add_gradient(leaf.deferred.total, g.astype(here.part.mail_dtype), factor, finite)
     return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
 
@@ -140,7 +140,7 @@ def _close_leaf(
     open_steps: jax.Array,
     boundary: Boundary,
 ) -> tuple[LeafState, jax.Array]:
-    """One leaf where a window closes: what was pending arrives, the next update is made."""
+    """Closes the window of one leaf: the pending update arrives, the next one is made."""
     layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=True)
     close = on_each_device(
         _close,
@@ -162,7 +162,7 @@ def _close(
 ) -> tuple[LeafState, jax.Array]:
     spec, before = here.part, leaf.deferred
     assert before is not None
-    # As of selected channels: what has taken no step yet is what its parameter is.
+    # As on selected channels: before its first step a master follows its parameter.
     fresh = broadcast_channels(before.steps == 0, spec)
     master = jnp.where(fresh, here.own(p).astype(jnp.float32), before.master)
     before = dataclasses.replace(before, master=master)
@@ -175,7 +175,7 @@ def _close(
     )
     half = leaf.deferred
     assert half is not None
-    # What was pending arrives as it was; what does not wait, as it is now.
+    # Pending channels arrive with their old master, those that do not wait with the new one.
     now = active & ~half.pending
     arriving = jnp.where(broadcast_channels(now, spec), half.master, before.master)
     target = here.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
@@ -208,9 +208,9 @@ def _update(
 
 
 def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> LeafState:
-    """Hands over every selected channel, selects anew, and takes the new ones.
+    """Hands every selected channel over, selects anew, and takes the new ones.
 
-    `p + change` are the selected channels' masters where the leaf keeps none.
+    Where the leaf keeps no masters, `p + change` are those of the selected channels.
     """
     spec, half = here.part, leaf.deferred
     assert half is not None
@@ -250,15 +250,14 @@ def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> L
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """Brings every deferred update into the parameters, closing an open window early.
+    """Brings every deferred update into the parameters and closes an open window early.
 
     For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
-    as if nothing had happened: the next window just has fewer steps. Called outside of jit, it
-    warns, by `logging`, where the last steps were all skipped.
+    as if nothing had happened: the next window just has fewer steps. Outside of jit, `flush` warns
+    by `logging` if the last steps were all skipped.
 
-    It is pure, and so the way to look at the parameters in mid-run as well, where an engine has
-    `peek`: `eval_params, _ = flush(params, opt_state)`, and training goes on from `params` and
-    `opt_state` as if it had not been called.
+    It is pure, so it also shows the parameters in mid-run, as an engine's `peek` does: call
+    `eval_params, _ = flush(params, opt_state)`, and train on from `params` and `opt_state`.
 
     Args:
         params: The parameters that `opt_state` belongs to.
@@ -277,7 +276,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
             "with an engine. Call `engine.flush(params, opt_state)`."
         )
     weights, treedef, places = match_leaves(params, state)
-    # Both may have been on the host, as NumPy arrays (`jax.device_get`, some checkpoints).
+    # Both may be NumPy arrays (from `jax.device_get` and some checkpoints).
     weights, state = jax.tree.map(jnp.asarray, (weights, state))
     if not isinstance(state.skipped_in_a_row, Tracer):
         warn_of_skipped(int(state.skipped_in_a_row), int(state.step))

@@ -1,4 +1,4 @@
-"""Which leaf of a caller's tree belongs to which leaf of the state, by key path."""
+"""Finds which leaf of a caller's tree belongs to which leaf of the state, by key path."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from zenflow_jax._plan.leaf import LeafSpec, plain_name
 
 
 class Places:
-    """Where the leaves of a state are in the trees that callers pass, found by key path.
+    """Finds the leaves of a state in the trees that callers pass, by key path.
 
-    A tree may hold more: frozen parameters, batch statistics, keys of dropout. What is where is
-    found out once for each structure, as one is passed at every step.
+    A tree may hold more: frozen parameters, batch statistics, dropout keys. `Places` searches once
+    for each structure and keeps the result, because callers pass a tree at every step.
 
     Args:
         specs: The state's leaves.
@@ -22,11 +22,11 @@ class Places:
 
     def __init__(self, specs: Sequence[LeafSpec]):
         self._specs = tuple(specs)
-        # The structures seen last, and a dict would hash what need only be compared.
+        # The structures seen last. A dict would hash them, and comparing is enough.
         self._known: list[tuple[Any, list[int]]] = []
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, list[int]]:
-        """The leaves of `params`, its structure, and of each leaf of the state its place in them.
+        """The leaves of `params`, their structure, and the place of each state leaf among them.
 
         Raises:
             ValueError: If `params` lacks a leaf of the state.
@@ -44,8 +44,8 @@ class Places:
         by_name: dict[str, list[int]] = {}
         for i, (path, _) in enumerate(paths):
             by_name.setdefault(plain_name(path), []).append(i)
-        # A container of the user's own may give two leaves one path. They are told apart by their
-        # order, which says nothing once some of them are missing or more have come.
+        # A user's container may give two leaves one path. Their order tells them apart, but says
+        # nothing once leaves are missing or added.
         ours = Counter(spec.name for spec in self._specs)
         missing = [name for name in ours if name not in by_name]
         if missing:
@@ -69,18 +69,18 @@ class Places:
         return [next(rest[spec.name]) for spec in self._specs]
 
 
-#: Of a run with frozen leaves: the trained ones, all parameters, the model's whole state.
+#: A run with frozen leaves passes the trained ones, all parameters, and the model's whole state.
 _STRUCTURES = 4
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of them."""
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
 
 
 def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
-    """Refuses parameters of other shapes or dtypes than their state's."""
+    """Refuses parameters whose shapes or dtypes are not the state's."""
     for leaf, spec in zip(weights, specs, strict=True):
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape != spec.shape or dtype != spec.dtype:
@@ -92,7 +92,7 @@ def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
 
 
 def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list[int]]:
-    """What `Places` gives, of leaves that have the state's shapes and dtypes.
+    """What `Places` returns, after a check that the leaves have the state's shapes and dtypes.
 
     Raises:
         ValueError: If a leaf of the state has no counterpart.

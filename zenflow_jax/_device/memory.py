@@ -1,7 +1,7 @@
-"""Memory kinds: what lies in pinned host memory, and copies between NumPy and devices.
+"""Arrays in pinned host memory, and copies between NumPy and devices.
 
-Mail leaves the device inside the user's jitted step as a whole-array copy; everything else that
-crosses does so here, between steps.
+With "during_step" the user's jitted step copies its mail to the host, as whole arrays (`to_host`).
+Everything else crosses between steps.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ HOST = "pinned_host"
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
     """Rank of everything in host memory: above that of any array on the device.
 
-    When shardings are left to jit, a donated buffer may be aliased to an output of the same shape
-    and dtype in the *other* memory, and the process aborts. Leading unit axes up to a rank that no
-    leaf has make such a pair impossible. One unit axis alone would not, beside a leaf
-    `(1, *shape)`; and arrays that are donated without being in this state (another optimizer's
-    leaves, batches) are not known here, so the rank is one that those do not have either.
+    If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
+    dtype in the *other* memory, and the process aborts. Leading unit axes, up to a rank that no
+    leaf has, make such a pair impossible. One unit axis would not, beside a leaf `(1, *shape)`.
+    Users also donate arrays that are not known here (another optimizer's leaves, batches), so the
+    rank is one that those do not have either.
     """
     return max(8, *(1 + len(spec.shape) for spec in specs), 0)
 
@@ -49,7 +49,7 @@ def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.
 def copy_to_host(pieces: Any) -> Any:
     """Starts to copy a tree of arrays, each on one device, to pinned host memory beside it.
 
-    Not by a program, which would wait its turn among the device's: copies run beside those.
+    No device program copies: one would wait its turn, and plain copies run beside programs.
     """
     return jax.device_put(pieces, jax.tree.map(lambda x: beside(x, HOST), pieces))
 
@@ -60,15 +60,15 @@ def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
 
 
 def commit(tree: Any, like: Any) -> Any:
-    """`tree` with its arrays bound to the device that holds `like`, if that is one device.
+    """`tree` with its arrays committed to the device that holds `like`, if that is one device.
 
-    What a jitted step returns is bound to a device. A state that is not would look different at
-    the first step than at the second, and the step would be compiled twice.
+    From committed parameters a jitted step returns a committed state. An uncommitted first state
+    would look different, and jit would compile the step twice.
     """
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return tree
     if len(like.sharding.device_set) > 1 or not like.committed:
-        return tree  # beside uncommitted parameters, an uncommitted state is what stays the same
+        return tree  # uncommitted parameters keep the state uncommitted
 
     def one(x: Any) -> Any:
         if isinstance(x, Tracer) or x.committed:
@@ -81,19 +81,19 @@ def commit(tree: Any, like: Any) -> Any:
 def view(x: jax.Array) -> np.ndarray:
     """A NumPy view of an array in host memory, without a copy; read-only.
 
-    Drop it once it is read: it keeps the buffer alive, and on a GPU it blocks donation of the array
-    if the user's program still has it.
+    Drop it once it is read: it keeps the buffer alive. On a GPU it also blocks donation of the
+    array, if the user's program still has it.
     """
     return np.asarray(x.addressable_data(0))
 
 
 def read(x: jax.Array) -> np.ndarray:
-    """What this process's first device has of an array that others go on with; read-only.
+    """The first piece that this process has of an array that others still use; read-only.
 
-    A view where that is in host memory: copy what is kept. Unlike after `view`, nothing stays with
-    the array: jax keeps what it gives to NumPy with the array object that was asked, a host copy
-    always, a view since jax 0.11 (checked on a CPU: 0.10.2 does not, 0.11.2 does), and a view that
-    is kept blocks donation. So another object of the same buffer is asked.
+    It is a view if the piece is in host memory: copy what you keep. Unlike `view`, this leaves
+    nothing with the array. jax keeps what it gives to NumPy with the array object that was asked: a
+    host copy always, a view since jax 0.11 (checked on a CPU: 0.10.2 does not, 0.11.2 does). A view
+    that is kept blocks donation, so this function asks another object of the same buffer.
     """
     piece = x.addressable_data(0)
     alias = jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [piece])
@@ -101,13 +101,13 @@ def read(x: jax.Array) -> np.ndarray:
 
 
 def upload(tree: Any, device: Any) -> Any:
-    """A tree of NumPy arrays on the device, never sharing memory with them.
+    """Copies a tree of NumPy arrays to the device; the result never shares memory with them.
 
-    The copies may still run when this returns: nothing may change before the result is ready.
+    The copies may still run when this returns: change no array before the result is ready.
     """
     if device.platform == "cpu":
-        # The CPU backend aliases aligned NumPy memory, `may_alias=False` notwithstanding
-        # (jax 0.10.0 to 0.11.2), and later changes would show in the result.
+        # The CPU backend aliases aligned NumPy memory even with `may_alias=False` (jax 0.10.0 to
+        # 0.11.2); later changes would show in the result.
         tree = jax.tree.map(np.copy, tree)
     return jax.device_put(tree, jax.sharding.SingleDeviceSharding(device))
 
@@ -118,7 +118,7 @@ def zeros_like(x: jax.Array) -> jax.Array:
 
 
 def in_host_memory(blank: jax.Array) -> jax.Array:
-    """A blank array in host memory: itself if it is there, else zeros in place of it."""
+    """`blank` if it is in host memory, else zeros like it there."""
     sharding = blank.sharding
     return blank if sharding.memory_kind == HOST else _zeros(blank, sharding.with_memory_kind(HOST))
 
@@ -130,7 +130,7 @@ def _zeros(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 def put_everywhere(piece: np.ndarray | np.generic, like: jax.Array) -> jax.Array:
     """An array like `like`, each of whose pieces is `piece`.
 
-    Nothing is asked of other processes; `jax.device_put` would make sure that they do the same.
+    This asks nothing of other processes; `jax.device_put` would make sure that they do the same.
     """
     return _put_everywhere(piece, like.shape, like.sharding)
 

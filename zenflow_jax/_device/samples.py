@@ -1,9 +1,9 @@
-"""Whether something else than zenflow has changed the parameters.
+"""Shows whether anything but zenflow has changed the parameters.
 
-The host has the masters of deferred channels, so what else happens to those parameters is undone by
-the next update. Before the first step the parameters are right and the masters follow them.
+The host has the masters of deferred channels, so the next update undoes other changes of these
+parameters. Before the first step the parameters are right, and the masters follow them.
 
-Tiny numbers and both zeros count as equal: adding a zero may make one of the other.
+Subnormal numbers and both zeros count as equal: adding a zero may turn one into another.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 
 def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Array]:
-    """Of each offloaded leaf a number that tells what its deferred channels are, uint32.
+    """A uint32 checksum of the deferred channels of each offloaded leaf.
 
-    Every bit of them takes part. The same on all devices, and for the same values in any run.
+    Every bit takes part. All devices have the same one, and the same values give it in any run.
     """
     # A leaf at a time: leaves that are alike share a program.
     return [
@@ -34,31 +34,31 @@ def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Arr
 
 
 def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
-    """The places at which checksums differ; waits for them."""
+    """The indices at which checksums differ; waits for the checksums."""
     pairs = zip(jax.device_get(list(ours)), jax.device_get(list(theirs)), strict=True)
     return [i for i, (x, y) in enumerate(pairs) if x != y]
 
 
 def samples(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
-    """Of each leaf a few hundred numbers on each device, from all over it."""
+    """A few hundred numbers from all over each leaf, on each device."""
     return [_sample(w, spec=_bare(spec)) for w, spec in zip(weights, specs, strict=True)]
 
 
 def _bare(spec: LeafSpec) -> LeafSpec:
-    """With nothing in it that the programs here do not ask for."""
+    """The spec without what the programs here do not ask for."""
     return dataclasses.replace(spec.anonymous, k=0, transfer_dtype=None)
 
 
 def sample_of(block: Array) -> Array:
-    """Some of one device's block of a leaf, always the same places."""
-    # All layers of a stack; of a matrix about eight rows and columns.
+    """Some values of one device's block of a leaf, always from the same places."""
+    # Of a stack all layers, or 32 to 63 of many; of a matrix about eight rows and columns.
     most = [32] * (block.ndim - 2) + [8, 8][max(2 - block.ndim, 0) :]
     strides = [max(size // m, 1) for size, m in zip(block.shape, most, strict=True)]
     return block[tuple(slice(stride // 2, None, stride) for stride in strides)]
 
 
 def differ(x: Array, y: Array) -> Array:
-    """Bool: where two arrays of a leaf's dtype are different numbers."""
+    """Bool: where two arrays of a leaf's dtype hold different numbers."""
     tiny = jnp.finfo(x.dtype).tiny
     none = (jnp.abs(x) < tiny) & (jnp.abs(y) < tiny)
     return (x != y) & ~none & ~(jnp.isnan(x) & jnp.isnan(y))
@@ -85,7 +85,7 @@ def _sum_bits(here: Here, weight: Array, channels: Array) -> Array:
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
     bits = jnp.where(small, jnp.uint32(0), bits)
-    # Odd, so that no bit is lost, and another for each place, so that no exchange goes unseen.
+    # An odd factor loses no bit. Each place has a different one, so that swapped values show.
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)

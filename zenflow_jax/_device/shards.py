@@ -1,9 +1,9 @@
-"""Work on leaves that lie on a mesh: each device on its own part, as on a leaf of its own.
+"""Runs work on leaves of a mesh: each device works on its own part, as on a whole leaf.
 
-`on_each_device` is a `shard_map` that knows leaves. What it runs sees the shapes of one device,
-selects among the channels of one device, and says by name where devices must talk: `Here.sum`,
-`Here.gather`. Nothing else moves between devices. A leaf on one device goes through the same code
-with nothing around it.
+`on_each_device` is a `shard_map` that knows leaves. The function that it runs sees the shapes of
+one device, selects among the channels of one device, and names the places where devices talk:
+`Here.sum`, `Here.gather`. Nothing else moves between devices. A leaf on one device goes through the
+same code, without a `shard_map`.
 """
 
 import dataclasses
@@ -19,31 +19,31 @@ from zenflow_jax._device.memory import mail_shape
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.mesh import MeshAxes, partition_spec
 
-#: An argument that all devices have alike.
+#: The partition spec of what all devices hold alike.
 REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The partition specs of what belongs to a leaf; all `REPLICATED` for a leaf on one device."""
+    """The partition specs of a leaf's arrays; all `REPLICATED` for a leaf on one device."""
 
     spec: LeafSpec
 
     @property
     def block(self) -> PartitionSpec:
-        """Of the parameter, and of what is added to it."""
+        """For the parameter, and for what is added to it."""
         place = self.spec.placement
         return REPLICATED if place is None else partition_spec(place.block)
 
     @property
     def part(self) -> PartitionSpec:
-        """Of gradients, masters and moments, whole or selected."""
+        """For gradients, masters and moments, whole or selected."""
         place = self.spec.placement
         return REPLICATED if place is None else partition_spec(place.part)
 
     @property
     def channels(self) -> PartitionSpec:
-        """Of what exists once a channel, `(*stack, n)` or `(*stack, k)`."""
+        """For arrays with one entry per channel, `(*stack, n)` or `(*stack, k)`."""
         place, spec = self.spec.placement, self.spec
         if place is None or spec.axis is None:
             return REPLICATED
@@ -51,12 +51,12 @@ class Layout:
 
     @property
     def each_device(self) -> PartitionSpec:
-        """Of what every device has of its own, one behind the other along the first axis."""
+        """For what differs on every device, joined along the first axis."""
         place = self.spec.placement
         return REPLICATED if place is None else PartitionSpec(tuple(place.mesh.axis_names))
 
     def mail(self, rank: int) -> PartitionSpec:
-        """Of the part with its leading unit axes."""
+        """For a part with the leading unit axes of mail."""
         place = self.spec.placement
         return (
             REPLICATED if place is None else partition_spec(place.part, rank - len(self.spec.shape))
@@ -67,8 +67,8 @@ class Here:
     """A leaf as one device sees it, inside `on_each_device`.
 
     Attributes:
-        block: The leaf as if this device's block of the parameter were all of it.
-        part: The same of the part that this device works on.
+        block: The leaf's spec, as if this device's block of the parameter were all of it.
+        part: The same for the part that this device works on.
     """
 
     def __init__(self, spec: LeafSpec):
@@ -79,7 +79,7 @@ class Here:
         self.part = spec if place is None else _cut(spec, place.part)
 
     def to_local(self, channels: jax.Array) -> jax.Array:
-        """Where on this device the leaf's `channels` are, all of which are on it."""
+        """The numbers on this device of the leaf's `channels`, which must all be on it."""
         return channels - self._first()
 
     def to_global(self, index: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ class Here:
         return part
 
     def sum(self, per_channel: jax.Array) -> jax.Array:
-        """Sums over all devices that work on the same channels; on all, for a resident leaf."""
+        """The sum over the devices that work on the same channels; over all, if resident."""
         if self._place is None:
             return per_channel
         axis, stack = self._spec.axis, 0 if self._spec.resident else len(self._spec.stack)
@@ -117,7 +117,7 @@ class Here:
         return jax.lax.psum(per_channel, tuple(names)) if names else per_channel
 
     def sum_channels(self, x: jax.Array) -> jax.Array:
-        """Sums over all devices that work on different channels; the counterpart of `sum`."""
+        """The sum over the devices that work on different channels; the counterpart of `sum`."""
         if self._place is None:
             return x
         axis, stack = self._spec.axis, len(self._spec.stack)
@@ -130,11 +130,11 @@ class Here:
         return jax.lax.psum(x, tuple(names)) if names else x
 
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
-        """The sum over all devices, those that hold the same included."""
+        """The sum over all devices, also over those that hold the same."""
         return x if self._place is None else jax.lax.psum(x, self._place.mesh.axis_names)
 
     def number_of_device(self) -> jax.Array:
-        """Of this device on its mesh, uint32."""
+        """This device's number on its mesh, uint32."""
         if self._place is None:
             return jnp.zeros((), jnp.uint32)
         return jax.lax.axis_index(self._place.mesh.axis_names).astype(jnp.uint32)
@@ -143,7 +143,7 @@ class Here:
         return part.reshape(mail_shape(part.shape, rank))
 
     def _first(self) -> Any:
-        """The leaf's number of this device's first channel."""
+        """The number in the leaf of this device's first channel."""
         if self._place is None or self._spec.axis is None:
             return 0
         names = self._place.block[self._spec.axis]
@@ -159,10 +159,11 @@ def on_each_device(
     """`f(here, *args)` on every device of the leaf's mesh.
 
     Args:
-        f: Pure. Sees what one device has of its arguments.
+        f: Pure. Sees one device's pieces of its arguments.
         spec: The leaf.
-        takes: For each argument its partition spec, or a tree of them that is a prefix of it.
-        gives: The same of the result. What it says that devices have alike, `f` must make alike.
+        takes: The partition spec of each argument, or a tree of them that is a prefix of it.
+        gives: The same for the result. Where it says that devices hold the same, `f` must give the
+            same.
     """
     here = Here(spec)
     place = spec.placement
@@ -173,7 +174,7 @@ def on_each_device(
         mesh=place.mesh,
         in_specs=tuple(takes),
         out_specs=gives,
-        # `Here.gather` makes alike what it gathers, which its type does not say.
+        # `Here.gather` gives the same on all devices, which its type does not say.
         check_vma=False,
     )
     explicit = place.explicit
@@ -181,7 +182,7 @@ def on_each_device(
         return mapped
 
     def put(spec: PartitionSpec, tree: Any) -> Any:
-        # Where shardings are part of the type, nobody else moves an argument to where it is taken.
+        # With Explicit axes, jax does not move an argument to where `takes` wants it.
         names = tuple(
             tuple(x for x in entry if x in explicit)
             for entry in (e if isinstance(e, tuple) else () if e is None else (e,) for e in spec)
@@ -201,10 +202,10 @@ def on_each_device(
 
 
 def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
-    """A traced gradient, which the compiler is to place as its parameter before anything reads it.
+    """A traced gradient that the compiler must place as its parameter before anything reads it.
 
-    Left to itself it would also place it as the parts are that the first reader takes, and its way
-    there can be to sum whole gradients over all devices in the backward pass.
+    Left to itself the compiler may place it like the parts that the first reader takes. To get
+    there, it may sum whole gradients over all devices in the backward pass.
     """
     place = spec.placement
     if place is None or place.explicit or not any(place.shares) or not isinstance(g, Tracer):

@@ -1,8 +1,8 @@
-"""What `zenflow()` keeps between steps: plain pytrees with static metadata.
+"""The state that `zenflow()` keeps between steps: plain pytrees with static metadata.
 
-The engine needs nothing beside it: which leaves travel, their channel axes and the schedule ride
-in the treedef, resolved and hashable. Fields are annotated `Any` because trees of shardings,
-shapes and wrapped variables are built from the same classes.
+The engine needs nothing else: the treedef carries, resolved and hashable, which leaves are
+offloaded, their channel axes, and the schedule. Fields are annotated `Any` because trees of
+shardings, shapes and wrapped variables use the same classes.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class DeferredState:
     mu: Any  # float32
     nu: Any  # float32
     steps: Any  # int32 (*stack, n): Adam steps of each channel
-    total: Any  # sum of the open window's gradients: float32, or the mail's dtype ("window")
+    total: Any  # sum of the open window's gradients: float32; the mail's dtype if "per_window"
     pending: Any  # bool (*stack, n): the master is ahead of the parameter
 
 
@@ -61,26 +61,27 @@ class ZenFlowState:
     Attributes:
         step: int32 (). Steps taken, skipped ones included.
         skipped: int32 (). Steps skipped because a gradient was not finite.
-        skipped_in_a_row: int32 (). How many of them were the last steps, without one that counted.
-        leaves: A tuple with one state for each leaf of the parameters, in their order. Not a tree
-            like the parameters: wrappers that walk the state (flax nnx) see other trees at init
-            than at update, and only the order of leaves is the same in both.
-        mail: A tuple of each leaf's gradient, or sums of it, as `send_gradients` says; None for a
-            leaf that is resident. Not a part of `leaves`: `exchange` replaces all of it after every
-            step, however many leaves there are. None with `offload=False`.
+        skipped_in_a_row: int32 (). Steps skipped since the last one that counted.
+        leaves: A tuple with one state for each leaf of the parameters, in their order. It is no
+            tree like the parameters, because wrappers that walk the state (flax nnx) see other
+            trees at init than at update; only the order of leaves is the same in both.
+        mail: A tuple of each leaf's gradient, or of its sum, as `send_gradients` says; None for a
+            resident leaf. It is apart from `leaves` so that `exchange` replaces all of it after
+            every step, however many leaves there are. None with `offload=False`.
         token: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
         step_scalars: The scalars in the mail; None with `offload=False`.
         open_steps: int32 (). Steps summed in the open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
-        schedule_state: What an adaptive schedule decides by; None if it is not, or with an engine.
+        schedule_state: What an adaptive schedule decides by; None with any other, or with an
+            engine.
         schedule: When windows close and channels are selected. Static.
         offload: Whether the deferred half is with an engine. Static.
-        send_gradients: How a leaf's gradient gets there; static. "during_step": the step copies it
+        send_gradients: When gradients leave the device. Static. "during_step": the step copies them
             to pinned host memory, where `mail` is, with leading unit axes. "after_step": the step
-            leaves it on the device, and `exchange` puts one element per device in its place.
-            "per_window": the step adds it to a sum on the device, and `exchange` takes each
-            window's. With the last two nothing of the state is in host memory, and the step has no
-            copy: the copies of a few scalars would be enough for XLA:GPU to keep all layers'
+            leaves them on the device, and `exchange` puts one element per device in their place.
+            "per_window": the step adds them to a sum on the device, and `exchange` takes each
+            window's. With the last two the state has nothing in host memory, and the step copies
+            nothing: copies of a few scalars would be enough for XLA:GPU to keep all layers'
             activations (benchmarks/LOG.md).
     """
 
@@ -100,7 +101,7 @@ class ZenFlowState:
 
 
 def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
-    """The partition specs of a leaf's state; `deferred` where that half is in it."""
+    """The partition specs of a leaf's state; `deferred` says whether that half is in it."""
     lay = Layout(spec)
     each = None if spec.resident else lay.channels
     return LeafState(
@@ -121,7 +122,7 @@ def find_state(opt_state: Any) -> ZenFlowState:
     """The one `ZenFlowState` inside any optimizer state.
 
     Args:
-        opt_state: What an optax transformation's `init` or `update` returned, `zenflow` being
+        opt_state: What `init` or `update` returned, of an optax transformation with `zenflow`
             anywhere in it.
 
     Returns:

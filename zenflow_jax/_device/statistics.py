@@ -1,7 +1,7 @@
-"""What adaptive windows and selections are decided by, from numbers that a step has anyway.
+"""Statistics by which adaptive windows and selections decide, from numbers that a step has anyway.
 
-Sums of squares per channel (what scores grow by) say how much is deferred and how much selected;
-the scores say how much of what matters is selected. No gradient is read for either.
+The sums of squares per channel, by which scores grow, say how much gradient is deferred and how
+much selected. The scores say which share of the best score is selected. No gradient is read again.
 """
 
 import math
@@ -27,10 +27,10 @@ def window_statistics(
     Zeros if the step is skipped.
 
     Args:
-        squares: Of each leaf the sums of squares of its channels, `(*stack, n)`, before clipping.
+        squares: Each leaf's sums of squares of its channels, `(*stack, n)`, before clipping.
         leaves: Their states before the step. Resident ones do not count.
-        factor: What clips the gradient.
-        finite: Whether the step is not skipped.
+        factor: The clipping factor.
+        finite: Whether the step counts.
     """
     both = [
         _root_mean_squares(s, leaf.channels, factor, leaf.spec)
@@ -45,7 +45,7 @@ def window_statistics(
 def _root_mean_squares(
     squares: jax.Array, channels: jax.Array, factor: jax.Array, spec: LeafSpec
 ) -> jax.Array:
-    """Of one leaf's clipped gradient: float32 [deferred channels, selected channels]."""
+    """Root mean squares of one leaf's clipped gradient: float32 [deferred, selected]."""
     layout = Layout(spec)
     sums = on_each_device(_sums, spec, [layout.channels, layout.channels], REPLICATED)
     each = math.prod(spec.shape) // spec.n
@@ -63,7 +63,7 @@ def _sums(here: Here, squares: jax.Array, channels: jax.Array) -> jax.Array:
 def kept_share(
     scores: Sequence[jax.Array], channels: Sequence[jax.Array], specs: Sequence[LeafSpec]
 ) -> jax.Array:
-    """How much of the score of the best k channels the selected ones have, by the leaves' sizes.
+    """The selected channels' share of the best k channels' score, averaged by the leaves' sizes.
 
     float32 () in [0, 1]; 1 where nothing has a score yet.
     """
@@ -84,6 +84,6 @@ def _held_and_best(
 ) -> tuple[jax.Array, jax.Array]:
     k = here.part.k
     held = jnp.take_along_axis(scores, here.to_local(channels), axis=-1)
-    # In the same order, so that equal scores have equal sums.
+    # Both in descending order, so that equal scores have equal sums.
     held, best = (jax.lax.top_k(x, k)[0] for x in (held, scores))
     return here.sum_channels(jnp.sum(held)), here.sum_channels(jnp.sum(best))

@@ -1,7 +1,7 @@
-"""One step of the device half: look at every gradient once, judge the step, step what is selected.
+"""One step of the device half: read each gradient once, check the step, step what is selected.
 
-A leaf at a time, and on a mesh each device its own part of it (`shards.py`). What is left over,
-the deferred channels' gradient, is handed on as mail or stays for `in_graph.py`.
+The functions take a leaf at a time; on a mesh each device works on its own part (`shards.py`). The
+gradient of deferred channels goes on as mail, or to `in_graph.py`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from zenflow_jax._plan.sending import SendGradients
 
 
 class GradientParts(NamedTuple):
-    """What one leaf's step needs of its gradient."""
+    """What one leaf's step takes from its gradient."""
 
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # float32, selected channels
@@ -38,9 +38,9 @@ class GradientParts(NamedTuple):
 def split_gradient(
     g: jax.Array, leaf: LeafState, sending: SendGradients, rank: int
 ) -> GradientParts:
-    """Everything that reads a whole gradient; `rank` is that of mail in host memory.
+    """Does everything that reads a whole gradient; `rank` is that of mail in host memory.
 
-    It is read in the dtype in which it arrives. Only mail is rounded, to the dtype that it has.
+    It reads the gradient in the dtype in which it arrives, and rounds the mail alone, to its dtype.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     offloaded = leaf.offloaded
@@ -67,11 +67,11 @@ def _split(
     selected = take(g, here.to_local(channels), spec).astype(jnp.float32)
     if rank is None:
         return GradientParts(here.sum(squares), selected, None)
-    # The copy is made the gradient's last use: its end then frees the gradient, so the scheduler
-    # starts it as soon as the backward pass has made the leaf. Without the barrier XLA:GPU leaves
-    # some models' copies, and all their gradients, for after the last matmul (benchmarks/LOG.md,
-    # gpu_program). Where the gradient stays on the device, so does the barrier: the program is the
-    # same up to the copies, and so are its bits.
+    # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
+    # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
+    # XLA:GPU leaves some models' copies, and all their gradients, for after the last matmul
+    # (benchmarks/LOG.md, gpu_program). A gradient that stays on the device has the barrier, too:
+    # the program, and so its bits, are the same up to the copies.
     g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
     return GradientParts(here.sum(squares), selected, here.to_mail(g.astype(spec.mail_dtype), rank))
 
@@ -105,7 +105,7 @@ def step_selected(
         [layout.block, layout.channels, layout.part, mine, REPLICATED, REPLICATED, REPLICATED],
         (layout.block, mine),
     )
-    # What the step does not touch stays outside, where it needs no place.
+    # The step does not touch `deferred`; outside it needs no partition spec.
     bare = dataclasses.replace(leaf, deferred=None)
     change, new = step(p, seen.squares, seen.gradient, bare, scalars, factor, finite)
     return change, dataclasses.replace(new, deferred=leaf.deferred)
@@ -114,7 +114,7 @@ def step_selected(
 def add_mail(
     total: jax.Array, seen: GradientParts, spec: LeafSpec, factor: jax.Array, finite: jax.Array
 ) -> jax.Array:
-    """One leaf's sum of the open window, with the step's gradient."""
+    """One leaf's sum of the open window, plus the step's gradient."""
     layout = Layout(spec)
     add = on_each_device(
         lambda _, *args: add_gradient(*args),
@@ -140,8 +140,8 @@ def _step(
     old = p if index is None else take(p, index, here.block)
     master = here.own(old)
     if leaf.master is not None:
-        # What has taken no step yet is what its parameter is, though weights were loaded after
-        # `init`: to `optax.adamw`, which keeps no masters, the order makes no difference either.
+        # Before its first step a master follows its parameter, so weights may be loaded after
+        # `init`, as with `optax.adamw`, which keeps no masters.
         fresh = leaf.steps == 0 if spec.resident else broadcast_channels(leaf.steps == 0, spec)
         master = jnp.where(fresh, master.astype(jnp.float32), leaf.master)
     steps = leaf.steps + 1
@@ -166,8 +166,8 @@ def _step(
     )
     if leaf.master is not None:
         leaf = dataclasses.replace(leaf, master=if_counted(master + change, master))
-        # In float32 the difference of two low-precision numbers is exact but for a factor of
-        # 2**16 between them, so that adding it gives the cast of the master.
+        # The float32 difference of two low-precision numbers is exact unless they are a factor of
+        # 2**16 apart, so adding it gives the cast of the master.
         new = here.gather(leaf.master.astype(spec.dtype))
         change = new.astype(jnp.float32) - old.astype(jnp.float32)
     else:
@@ -180,7 +180,7 @@ def _step(
 
 
 def _spread_out(here: Here, change: jax.Array, index: jax.Array) -> jax.Array:
-    """What changes on the selected channels of a block, as a change of all of it."""
+    """The change of a block's selected channels as a change of the whole block."""
     place = positions(index, here.block.n)
     change = gather_to_channels(change, place, here.block)
     return jnp.where(broadcast_channels(place >= 0, here.block), change, jnp.zeros_like(change))

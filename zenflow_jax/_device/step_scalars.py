@@ -16,24 +16,24 @@ USED = -1
 
 
 class Unpacked(NamedTuple):
-    """What `StepScalars` says. NumPy's or jax's scalars, as the arrays are."""
+    """The values in `StepScalars`: scalars of NumPy or of jax, as its arrays are."""
 
     adam: AdamScalars
-    factor: Any  # that clips the gradient
+    factor: Any  # clips the gradient
     step: Any
     token: Any
     finite: Any  # whether the step counts: 1 or 0
 
 
 class StepScalars(NamedTuple):
-    """Few arrays, because each has a copy of its own to host memory.
+    """A step's scalars in few arrays, because each array costs a copy to host memory.
 
-    Copied inside the step they have leading unit axes, as all mail has there.
+    Arrays that the step itself copies have leading unit axes, as its mail has.
     """
 
     floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
     ints: Any  # int32 (3,): step, token, whether the gradient was finite
-    statistics: Any = None  # float32 (1 + 2 leaves,), as `ScheduleState.add` takes; if needed
+    statistics: Any = None  # float32 (1 + 2 leaves,), for `ScheduleState.add`; None if not needed
 
     @staticmethod
     def sizes(specs: Sequence[LeafSpec], schedule: Schedule) -> list[tuple[int, np.dtype]]:
@@ -54,12 +54,12 @@ class StepScalars(NamedTuple):
         finite: jax.Array,
         statistics: jax.Array | None,
     ) -> "StepScalars":
-        """What a step says, on the device."""
+        """The arrays, from what a step says; on the device."""
         floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*adam, factor)])
         ints = jnp.stack([step, token, finite.astype(jnp.int32)])
         return cls(floats, ints, statistics)
 
     def unpack(self) -> Unpacked:
-        """The inverse of `pack`, the statistics apart."""
+        """The inverse of `pack`, without the statistics."""
         floats, ints = self.floats.ravel(), self.ints.ravel()
         return Unpacked(AdamScalars(*floats[:-1]), floats[-1], *ints)
