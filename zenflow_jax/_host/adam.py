@@ -1,17 +1,17 @@
-"""AdamW on NumPy arrays: the arithmetic of the deferred channels, and how they get in and out.
+"""AdamW on NumPy arrays for the deferred channels, and copies of channels in and out.
 
 Two kernels give the same bits. "numba" makes one pass over memory in compiled loops; "numpy" needs
-no compiler and works through tiles that fit the cache. float16 leaves always take the NumPy
-kernel, as Numba has no float16 on CPUs. Which channels are worked on, with which window's
-gradient, and when, is the engine's business; this file knows neither windows nor mail.
+no compiler and works through tiles that fit the cache. float16 leaves always take the NumPy kernel,
+as Numba has no float16 on CPUs. The engine decides which channels are updated, with which window's
+gradient, and when; this file knows neither windows nor mail.
 
 The bits depend neither on the number of threads nor on the size of the tiles: `numba_loops.py`
 says why.
 
 Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
 the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
-run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What
-exists once a channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient.
+run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What has
+one entry per channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient.
 """
 
 import os
@@ -27,17 +27,17 @@ from zenflow_jax._host.numpy_kernel import Moving, NumpyKernel, Step, Tile, flat
 from zenflow_jax._plan.scalars import AdamScalars
 
 _KERNELS = ("numba", "numpy")
-# Elements that a thread takes at once, at most. Numba streams; coming back to an interpreter whose
-# memory it has evicted costs up to 50 us a tile, 3 % of the time with half of this.
+# The most elements that a thread takes at once. Numba streams through memory and evicts the
+# interpreter's; the way back costs up to 50 us a tile, 3 % of the time with half of this.
 _NUMBA_TILE = 2 * 1024 * 1024
-# The NumPy kernel's tile should stay in a core's second-level cache. Several threads meet at the
-# interpreter lock between any two NumPy calls: longer calls, though out of the cache, halve the
-# time that they then lose.
+# The NumPy kernel's tile should stay in a core's second-level cache. But several threads meet at
+# the interpreter lock between any two NumPy calls. Longer calls leave the cache, and still halve
+# the time lost there.
 _NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
-# Smaller leaves get smaller tiles, so that every thread has some; not less than this is worth it.
+# Smaller leaves get smaller tiles, so that every thread has some. Below this it does not pay.
 _LEAST_TILE = 64 * 1024
-# Where there are more gradients than a loop adds up on its way, some are added up in front of it,
-# tile by tile; their sum should still be in the cache when the loop reads it.
+# A loop adds up only so many gradients on its way. The others are added up in front of it, tile by
+# tile; their sum should still be in the cache when the loop reads it.
 _SUM_TILE = 256 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
@@ -56,10 +56,10 @@ class HostAdam:
 
     Args:
         kernel: "numba" or "numpy".
-        threads: How many threads share the work; one works in the caller's. None: one less
-            than the cores this process may use, which leaves one to the training loop.
-        tile: Elements that a thread takes at once; no result depends on it. None: what was
-            found best for the kernel.
+        threads: Threads that share the work; with 1 it is the caller's. None: one less than the
+            cores this process may use, which leaves one to the training loop.
+        tile: Elements that a thread takes at once; no result depends on it. None: the best size
+            that was found for the kernel.
 
     Raises:
         ValueError: If `kernel` is unknown, or `threads` is no positive integer.
@@ -85,18 +85,18 @@ class HostAdam:
         self._portable = NumpyKernel(tile or numpy_tile)
         numba_kernel = NumbaKernel(tile or _NUMBA_TILE)
         self._kernel = numba_kernel if kernel == "numba" else self._portable
-        # Numba's own parallel layer must not be entered from two threads; ours only ever runs
-        # serial functions that release the GIL.
+        # Two threads must not enter Numba's own parallel layer. This pool only runs serial
+        # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
     def accumulate(self, total: np.ndarray, gradients: Sources, *, first: bool) -> None:
         """Adds gradients to `total` one after the other, each times its factor.
 
-        The bits are those of as many calls with one each; memory is gone through once.
+        The bits are those of one call for each gradient, in one pass over memory.
 
         Args:
             total: float32 sum of a window; written.
-            gradients: Of the same shape. Factors are held in float32, as are the products.
+            gradients: Of the same shape. Factors and products are float32.
             first: True replaces what `total` held.
         """
         assert all(total.shape == g.shape for g, _ in gradients)
@@ -125,13 +125,13 @@ class HostAdam:
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
-        The bits are those of adding them up first, as `accumulate` does.
+        The bits are those of a sum that `accumulate` made first.
 
-        A generator, so that the caller can do something else between chunks, which take some
-        milliseconds each: the step is done when it is exhausted. `steps` and `active` are read, and
-        `steps` written, when it is started. Inactive channels keep every bit of master, moments,
-        steps and `out`, whatever gradients hold there (in the trailing layout they may be written
-        with what they hold).
+        This is a generator, so that the caller can do something else between chunks of some
+        milliseconds each; the step is done when it is exhausted. At its start it reads `steps` and
+        `active`, and writes `steps`. Inactive channels keep every bit of master, moments, steps and
+        `out`, whatever the gradients hold there (the trailing layout may write them with what they
+        hold).
 
         Args:
             master: float32 parameters, `(groups, rows, n, tail)`; written.
@@ -139,7 +139,7 @@ class HostAdam:
             nu: Second moment, like `master`.
             steps: int32 `(groups, n)`, Adam steps taken by each channel before this one; written.
             gradients: With their factors, in order; shape of `master`.
-            scale: Held in float32, as the factors are.
+            scale: Taken as float32, like the factors.
             active: bool `(groups, n)`; the channels that take the step.
             scalars: Learning rate, betas, eps, weight decay.
             out: Gets the new master, rounded to its dtype (float32, bfloat16 or float16; to the
@@ -225,7 +225,7 @@ class HostAdam:
         kernel, (x, rows), channels = self._kernel, moving.pairs[0], moving.channels
         groups, height, n, tail = x.shape
         k = channels.shape[1]
-        # Compiled code would read and write anywhere.
+        # Compiled code checks nothing: it would read and write anywhere.
         assert channels.dtype == np.int32
         assert channels.shape == (groups, k)
         assert all(x.shape == (groups, height, n, tail) for x, _ in moving.pairs)
@@ -238,7 +238,7 @@ class HostAdam:
                 f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}."
             )
         segments, width = (groups * k, tail) if height == 1 else (groups * height, k)
-        # NumPy holds Python's lock while it picks, so that threads would be of no use to it.
+        # NumPy holds Python's lock while it copies rows, so threads would not help.
         limit = rows.size if kernel is self._portable else self._limit(kernel, rows.size, 1)
         self._run(kernel.move(moving), _tiles(segments, width, limit))
 
@@ -266,9 +266,9 @@ class HostAdam:
                     return
                 work(tile)
 
-        # One task a thread: one a tile would cost another 45 us each time.
+        # One task for each thread: a task for each tile would cost 45 us more a tile.
         futures = [self._pool.submit(share) for _ in range(min(self.threads, len(tiles)))]
-        wait(futures)  # All of them: after an exception nobody may still be writing.
+        wait(futures)  # all of them: after an exception no thread may still be writing
         for future in futures:
             future.result()
 

@@ -1,4 +1,4 @@
-"""NumPy arrays at addresses where jax for CPUs takes them over as they are; others it copies."""
+"""NumPy arrays at addresses that jax on CPUs takes over without a copy."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-#: Bytes of which such an address is a multiple (jax 0.10.0 to 0.11.2). NumPy's own are multiples
-#: of 16.
+#: Such an address is a multiple of this many bytes (jax 0.10.0 to 0.11.2), NumPy's own only of 16.
 ALIGNMENT = 64
 
 
 def blank(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
-    """Zeros; memory is not taken before they are written."""
+    """Zeros; they take memory only when they are written."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(nbytes + ALIGNMENT - 1, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

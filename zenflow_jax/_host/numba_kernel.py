@@ -27,7 +27,7 @@ class NumbaKernel:
             numba_loops.accumulate(total, *some, first and i == 0)
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
-        """What does the step on a tile."""
+        """The function that takes the step on one tile."""
         out = None if step.out is None else _bits(step.out).reshape(-1)
         p, m, v = (x.reshape(-1) for x in (step.p, step.m, step.v))
         per_channel = (step.active, step.m_scale, step.v_scale)
@@ -56,7 +56,7 @@ class NumbaKernel:
         return add_up_and_advance
 
     def move(self, moving: Moving) -> Callable[[Tile], None]:
-        """What moves a tile: some of the channels if those are leading, else some of the rows."""
+        """The function that moves one tile: some channels (leading), or some rows (trailing)."""
         _, height, n, tail = moving.pairs[0][0].shape
         pairs = [(flat(x), flat(rows)) for x, rows in moving.pairs]
         if moving.inward:
@@ -64,7 +64,7 @@ class NumbaKernel:
         move, size = (
             (numba_loops.move_leading, tail) if height == 1 else (numba_loops.move_trailing, height)
         )
-        inward = moving.inward or None  # of another type, so that each is compiled
+        inward = moving.inward or None  # another type than True's, so that Numba compiles each way
 
         def work(tile: Tile) -> None:
             for x, rows in pairs:
@@ -91,7 +91,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 
 def _readable(x: np.ndarray) -> np.ndarray:
-    """A view as Numba likes it; always read-only, as to Numba that is a type of its own."""
+    """A view for Numba; always read-only, because to Numba that is a type of its own."""
     x = _bits(x).view()
     x.flags.writeable = False
     return x

@@ -1,20 +1,20 @@
 """Compiled loops: AdamW and the sum of gradients in one pass over memory, and rows that move.
 
 `numba_kernel.py` runs them on each tile. bfloat16 arrives as its bits, in uint16 arrays. float16
-does not arrive, because Numba has none on CPUs. Every operation rounds on its own, once, as IEEE
-754 says: no fastmath flag is set, not even "contract", so the vectorized body of a loop and its
-scalar tail give the same bits, and the same as NumPy. That costs nothing, because the loops wait
+does not arrive, because Numba has none on CPUs. Every operation rounds once, on its own, as IEEE
+754 says: no fastmath flag is set, not even "contract". So the vectorized body of a loop and its
+scalar tail give the same bits, and NumPy gives them too. That costs nothing, because the loops wait
 for memory (`benchmarks/host_adam.py`).
 
 The functions carry no annotations, and `no_type_check` keeps jaxtyping's import hook from wrapping
 them: Numba could not compile the wrapper. Numba makes uint64 of the sum of two uint32, so each step
-of bit arithmetic is cast back. Loops count over slices, from zero: an index that Numba cannot prove
-to be positive is checked in the loop, and the check keeps LLVM from vectorizing.
+of bit arithmetic is cast back. Loops count over slices, from zero: Numba checks in the loop an
+index that it cannot prove positive, and the check keeps LLVM from vectorizing.
 
-Letters: `p, m, v` master and moments, each `(segments, width)`; `out` like them or None. `gs` are
-four gradients like them, of which some may be None, and `fs` their factors, for which 0 stands
-there; the first one may begin at the element `origin` of the others. A tile is segments `first` to
-`last`, in each the elements `left` to `right`.
+Letters: `p, m, v` master and moments, each `(segments, width)`, flat; `out` like them or None. `gs`
+are four gradients like them and `fs` their factors; a missing gradient is None and its factor 0.
+The first gradient may begin at the element `origin` of the others. A tile has the segments `first`
+to `last`, and of each the elements `left` to `right`.
 
 Where rows move, `x` is a leaf's array and `some` has the rows of its `channels`, `(groups, k)` of
 `n`; both are flat. A segment is one of these channels, of `width` elements (leading), or one row of
@@ -28,16 +28,16 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-#: Gradients that a step adds up on its way: as many as a window of the default length has. Each
-#: number of them, and each set of dtypes, is compiled for when it is first met, in half a second.
+#: Gradients that a step adds up on its way: those of a window of the default length. Numba compiles
+#: each number of them, and each set of dtypes, when it first meets it, in half a second.
 GRADIENTS_PER_PASS = 4
 
 
 def _compiled(function: Callable) -> Any:
     """Serial machine code that releases the GIL and divides as NumPy does, kept on disk.
 
-    Numba keeps it beside this file, else in the user's cache folder. Where neither can be
-    written it raises, at import; then every process compiles for itself.
+    Numba keeps it beside this file, else in the user's cache folder. If it can write neither, it
+    raises at import; then every process compiles for itself.
     """
     options = {"nogil": True, "error_model": "numpy"}
     try:
@@ -87,7 +87,7 @@ def _(total, g, f, i):
 @_compiled
 @no_type_check
 def _sum(total, gs, fs, i):
-    """One after the other, each product and each sum rounded, as if there were a pass for each."""
+    """The sum, one after the other; each product and sum rounds, as in a pass for each."""
     a, b, c, d = gs
     e, f, g, h = fs
     return _plus(_plus(_plus(_plus(total, a, e, i), b, f, i), c, g, i), d, h, i)
@@ -144,8 +144,8 @@ def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalar
         if not active[s]:
             s += 1
             continue
-        # Neighbours that take the same step are one piece: narrow channels would cost more to
-        # begin than to work on.
+        # Neighbours that take the same step are one piece: a narrow channel costs more to begin
+        # than to compute.
         end = s + 1
         while (
             end < last and active[end] and m_scale[end] == m_scale[s] and v_scale[end] == v_scale[s]
@@ -206,7 +206,7 @@ def adamw_trailing(
 @_compiled
 @no_type_check
 def _advance_row(p, m, v, gs, fs, out, active, m_scale, v_scale, scalars):
-    # Writes every lane, its new value or its old one: a branch around the stores is vectorized
+    # Writes every lane, with its new or its old value: LLVM vectorizes a branch around the stores
     # only where the machine has masked ones.
     for i in range(p.size):
         g = _sum(None, gs, fs, i)
@@ -226,7 +226,7 @@ def _move(x, i, some, j, inward):
 @overload(_move)
 @no_type_check
 def _(x, i, some, j, inward):
-    # Known when it is compiled: what moves inward is read-only.
+    # Chosen at compile time: what moves inward is read-only.
     def out_of(x, i, some, j, inward):
         some[j] = x[i]
 

@@ -1,8 +1,8 @@
 """The portable kernel: AdamW in NumPy calls on tiles that fit the cache.
 
-What `adam.py` runs where Numba is not wanted or, for float16, not able. `numba_loops.py` is
-its twin and gives the same bits. Here too is what both are given: a step or rows that move, and a
-tile of them.
+`adam.py` runs it where Numba is not wanted and for float16, which Numba lacks. `numba_loops.py` is
+its twin and gives the same bits. Here too is what both kernels take: a step or rows that move, and
+a tile of them.
 
 Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`.
 """
@@ -16,11 +16,11 @@ import numpy as np
 
 from zenflow_jax._plan.scalars import AdamScalars
 
-# The NumPy kernel leaves out inactive channels run by run where runs of active ones have at least
-# this many elements on average; below it the calls cost more than computing all and masking.
+# The kernel leaves inactive channels out, run by run, if runs of active ones have at least this
+# many elements on average. Below it the calls cost more than computing all and masking.
 _LONG_RUN = 8 * 1024
 
-#: float32, bfloat16 or float16, and the factor of each.
+#: Gradients in float32, bfloat16 or float16, each with its factor.
 Weighed = list[tuple[np.ndarray, np.float32]]
 Tile = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each
 
@@ -40,14 +40,14 @@ class Step(NamedTuple):
     active: np.ndarray  # (groups * n,) bool
     m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
     v_scale: np.ndarray
-    rows: int  # segments a group has in the trailing layout
+    rows: int  # segments of a group in the trailing layout
     trailing: bool
     scale: np.float32
     scalars: AdamScalars  # of np.float32
 
 
 class Moving(NamedTuple):
-    """Some channels of a leaf's arrays on their way out of them, or in."""
+    """Some channels of a leaf's arrays that are copied out, or in."""
 
     pairs: list[tuple[np.ndarray, np.ndarray]]  # float32 (groups, rows, n, tail) and (..., k, tail)
     channels: np.ndarray  # int32 (groups, k)
@@ -55,16 +55,14 @@ class Moving(NamedTuple):
 
 
 class NumpyKernel:
-    """Tiles in the cache, `out=` everywhere: no step allocates but the first of a thread."""
+    """Tiles in the cache and `out=` everywhere: only the first step of a thread allocates."""
 
     def __init__(self, tile: int):
         self.tile = tile
         self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
-        with np.errstate(
-            all="ignore"
-        ):  # what is not finite is the device's to finite_and_clip_factor
+        with np.errstate(all="ignore"):  # the device decides which steps are finite
             for i, (g, factor) in enumerate(gradients):
                 if first and i == 0:
                     _widen_into(total, g, factor)
@@ -74,11 +72,11 @@ class NumpyKernel:
                     total += x
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
-        """What does the step on a tile."""
+        """The function that takes the step on one tile."""
         return functools.partial(self._work, step)
 
     def move(self, moving: Moving) -> Callable[[Tile], None]:
-        """What moves the rows, all of them at once."""
+        """The function that moves the rows, all of them at once."""
 
         def work(_: Tile) -> None:
             for x, rows in moving.pairs:
@@ -86,7 +84,7 @@ class NumpyKernel:
                     if moving.inward:
                         group[:, index] = some
                     else:
-                        # With its default mode it would fill a buffer of its own first.
+                        # The default mode would fill a buffer of its own first.
                         np.take(group, index, axis=1, out=some, mode="clip")
 
         return work

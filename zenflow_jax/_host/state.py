@@ -1,8 +1,8 @@
-"""The host truth of every deferred channel: masters, moments, counts, and the open window.
+"""The state of every deferred channel: masters, moments, counts, and the open window.
 
-NumPy arrays in, NumPy arrays out, no thread and no jax array: `_exchange/worker.py` decides when
-these methods run, and `adam.py` does the arithmetic. Arrays have the leaf's full shape, viewed as
-`(groups, rows, n, tail)`; rows of selected channels are not current, their truth is on the device.
+NumPy arrays go in and come out; there is no thread and no jax array. `_exchange/worker.py` decides
+when these methods run, and `adam.py` does the arithmetic. Arrays have the leaf's full shape, viewed
+as `(groups, rows, n, tail)`. Rows of selected channels are not current: those are on the device.
 
 Letters: `n` channels in a group, `k` of them selected.
 """
@@ -17,8 +17,8 @@ from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
-#: Mails that are kept at most. An update frees the closed window's leaf by leaf while those of the
-#: next one come in, so that windows of four steps need no sums as long as it keeps up.
+#: The most mails that are kept. An update frees the closed window's mails leaf by leaf while those
+#: of the next one come in. So windows of four steps need no sums as long as the update keeps up.
 MAILS_KEPT = 5
 
 
@@ -32,34 +32,34 @@ class HostLeaf:
     nu: np.ndarray  # float32
     steps: np.ndarray  # int32 (groups, n): Adam steps of each channel
     channels: np.ndarray  # int32 (groups, k), ascending: selected now
-    out: np.ndarray | None  # the leaf's dtype, what is uploaded; None if that is the master
-    # Of the open window: the float32 sum of its first mails, if they have been added up, and the
-    # others in their order, each with its factor. Views of host memory that is freed with them.
+    out: np.ndarray | None  # what is uploaded, in the leaf's dtype; None if that is the master
+    # The open window: the float32 sum of its first mails, if any were added up; then the other
+    # mails in order, each with its factor. Mails are views of host memory that is freed with them.
     total: np.ndarray | None = None
     mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
-    # Sums not in use. While an update runs there may be two: of its window, and of the next.
+    # Sums not in use. While an update runs two may be in use: its window's, and the next one's.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def to_upload(self) -> np.ndarray:
-        """What the device gets of it after an update, in the leaf's shape. Not a copy."""
+        """What an update uploads of the leaf, in its shape. Not a copy."""
         return (self.master if self.out is None else self.out).reshape(self.spec.shape)
 
     def take_master(self, weight: np.ndarray) -> None:
-        """Has the masters be these parameters."""
+        """Sets the masters to these parameters."""
         np.copyto(self.master, weight.reshape(self.master.shape), casting="unsafe")
 
 
 @dataclasses.dataclass
 class WindowGradients:
-    """One leaf's gradients of a window that has closed, until they are used."""
+    """One leaf's gradients of a closed window, until they are used."""
 
-    total: np.ndarray | None  # the float32 sum of the first of them, which is the leaf's memory
-    mails: list[tuple[np.ndarray, float]]  # the others, each with its factor; memory of the mail's
+    total: np.ndarray | None  # the float32 sum of the first of them; the leaf owns its memory
+    mails: list[tuple[np.ndarray, float]]  # the others, each with its factor; in the mail's memory
 
     @property
     def sources(self) -> list[tuple[np.ndarray, float]]:
-        """All that is to be added up."""
+        """Everything that is to be added up, each with its factor."""
         return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
 
     def clear(self) -> None:
@@ -73,9 +73,9 @@ class ClosedWindow:
     number: int
     scale: float  # one over the steps that counted
     scalars: AdamScalars  # of its last step
-    # Of each leaf; empty if no step counted. What a leaf has is dropped once it is updated.
+    # One for each leaf; none if no step counted. The update of a leaf drops them.
     gradients: list[WindowGradients]
-    # Bool (groups, n): channels it is about. Those that enter before it is made are taken out.
+    # Bool (groups, n): channels to update. Those that enter before the update are taken out.
     active: list[np.ndarray]
 
 
@@ -111,7 +111,7 @@ class HostState:
         self.counted = 0  # steps summed in the open window
         self.windows = 0
         self._closed: list[WindowGradients] = []  # of the last window that closed
-        self._overflowed = False  # so that sums are needed now and then, and worth keeping
+        self._overflowed = False  # mails were too many once: sums are worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
         self.update_scalars: AdamScalars | None = None  # of the last window that closed
 
@@ -127,10 +127,10 @@ class HostState:
 
     @property
     def mails_kept(self) -> float:
-        """Mails that are kept, of the open window and of the one whose update is under way."""
+        """Number of mails kept, for the open window and for the one whose update is in progress."""
         sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
         opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
-        # There is none before the first window closes, nor of one of which no step counted.
+        # None before the first window closes, nor for a window of which no step counted.
         closed = sum(n * len(x.sources) for n, x in zip(sizes, self._closed, strict=False))
         return (opened + closed) / max(sum(sizes), 1)
 
@@ -143,15 +143,15 @@ class HostState:
         scalars: AdamScalars | None,
         update_scalars: AdamScalars | None,
     ) -> None:
-        """Goes on where another half was, with the selected channels that are there already.
+        """Continues another run's state; the selected channels are there already.
 
         Args:
-            arrays: Of each leaf "master", "mu", "nu", "steps", and "total" if any step is in it,
+            arrays: "master", "mu", "nu" and "steps" of each leaf, and "total" if any step is in it,
                 unless the device adds up.
             counted: Steps summed in the open window.
             windows: Windows closed.
-            scalars: Of the last step.
-            update_scalars: Of the last window that closed.
+            scalars: Scalars of the last step.
+            update_scalars: Scalars of the last window that closed.
         """
         self.counted, self.windows = counted, windows
         self.scalars, self.update_scalars = scalars, update_scalars
@@ -163,7 +163,7 @@ class HostState:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
 
     def casts(self) -> Iterator[np.ndarray]:
-        """Of each leaf what is uploaded of it: all masters, in the leaf's dtype."""
+        """What each leaf uploads: all its masters, in its dtype."""
         for leaf in self.leaves:
             if leaf.out is not None:
                 np.copyto(leaf.out, leaf.master, casting="unsafe")
@@ -171,21 +171,21 @@ class HostState:
 
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
-        # Who waits for an update that failed may still hold these lists.
+        # A caller that waits for a failed update may still hold these lists.
         for gradients in self._closed:
             gradients.clear()
         self.leaves, self._closed = [], []
         self._adam.close()
 
     def note(self, scalars: AdamScalars) -> None:
-        """Takes in the scalars of a step; the last ones before a window closes are the window's."""
+        """Keeps the scalars of a step; the last ones before a window closes are the window's."""
         self.scalars = scalars
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
-        """Has one step's gradients in the open window, `factor` times.
+        """Adds one step's gradients to the open window, `factor` times.
 
-        They are kept until its update, which adds them up on its way through memory, unless there
-        are too many. When they are added up does not change a bit.
+        They are kept until the window's update, which adds them up on its way through memory; if
+        there are too many, they are added up now. That changes no bit.
         """
         self._keep(gradients, factor)
         self.counted += 1
@@ -198,12 +198,12 @@ class HostState:
         self.counted += 1
 
     def take_sums(self, sums: Sequence[np.ndarray]) -> None:
-        """Takes in what the device added up in the open window, which closes now."""
+        """Takes in the device's sums of the open window, which closes now."""
         if self.counted:
             self._keep(sums, 1.0)
 
     def add_up(self) -> None:
-        """Adds up the open window's gradients that are kept, and drops them."""
+        """Adds up the open window's kept gradients, and drops them."""
         for leaf in self.leaves:
             if not leaf.mails:
                 continue
@@ -242,12 +242,11 @@ class HostState:
         """Makes a window's update, a bounded piece at a time.
 
         Args:
-            window: What to do.
-            finished: Told the number and arrays of each leaf that is done.
+            window: The window to update with.
+            finished: Called with the number and arrays of each leaf that is done.
 
         Yields:
-            The leaf's name before each piece. In between other methods may be called, except for
-            a hand-over.
+            The leaf's name before each piece. Other methods may run in between, but no hand-over.
         """
         if not window.gradients:
             return
@@ -276,19 +275,19 @@ class HostState:
     def hand_over(
         self, window: ClosedWindow, i: int, leaving: SelectedRows, chosen: np.ndarray
     ) -> SelectedRows:
-        """Takes one leaf's selected channels back and gives the state of the newly chosen ones.
+        """Takes one leaf's selected channels back and returns the newly chosen ones' state.
 
-        The window that just closed has not been applied yet: entering channels get its update
+        The update of the window that just closed is still to come: entering channels get theirs
         here, on their own, and are taken out of it.
 
         Args:
             window: The window that just closed.
             i: The leaf's number.
-            leaving: What the device holds.
+            leaving: The state that the device holds.
             chosen: The channels that are selected from now on, int32 (groups, k).
 
         Returns:
-            What the device holds from now on; copies.
+            The state that the device holds from now on; copies.
         """
         leaf, active = self.leaves[i], window.active[i]
         wide = (leaf.master, leaf.mu, leaf.nu)
