@@ -1,4 +1,4 @@
-"""The float32 weights of a run: what device, host and parameters each know, put together."""
+"""The float32 weights of a run, put together from device, host and parameters."""
 
 import dataclasses
 from typing import Any
@@ -16,24 +16,24 @@ from zenflow_jax._engine import HostEngine
 
 
 def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:
-    """The masters of all parameters, float32, of which low-precision parameters are the casts.
+    """The float32 masters of all parameters; low-precision parameters are their casts.
 
-    To keep a trained model at full precision. An update that is under way is waited for, and is in
-    the result although it has not reached `params` yet; the gradients of an open window are in
-    nothing. Call `engine.flush` (or `zenflow_jax.flush`) before, and result and parameters agree.
+    Use it to keep a trained model at full precision. It waits for an update that is under way and
+    includes it, although that has not reached `params` yet. It leaves out the gradients of an open
+    window. After `engine.flush` (or `zenflow_jax.flush`), result and parameters agree.
 
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
-        opt_state: The state that it returned.
+        opt_state: The state that the same call returned.
         engine: The engine; None for `zenflow(..., offload=False)`.
 
     Returns:
         A tree like `params` of float32 arrays, placed like them: 4 bytes per parameter on the
-        devices. Leaves that the state does not know (of `optax.masked`) are as they are.
+        devices. Leaves that the state does not know (of `optax.masked`) come back as they are.
 
     Raises:
         RuntimeError: If the engine is closed or has failed.
-        ValueError: If the state or the parameters do not belong to it, or it is missing.
+        ValueError: If state or parameters do not belong to the engine, or the engine is missing.
     """
     params = nnx.as_pure(params)
     state = find_state(nnx.as_pure(opt_state))
@@ -62,10 +62,10 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
 
 @jax.jit
 def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | None) -> Array:
-    """One leaf: `host` on deferred channels; on the others their master, or the parameter itself.
+    """One leaf's masters: `host` on deferred channels; elsewhere the device's, or the parameter.
 
-    What has taken no step is what its parameter is, as in the step. `steps` are those of deferred
-    channels; None where `host` follows the parameters by itself.
+    As in the step, a master follows its parameter before its first step. `steps` are those of
+    deferred channels; None where `host` follows the parameters by itself.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     if leaf.channels is None:
@@ -90,7 +90,7 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
 
 
 def _of_all(of_selected: Array, place: Array) -> Array:
-    """Bool (*stack, n): what each selected channel has; False for the others."""
+    """Bool (*stack, n): the value of each selected channel; False for the others."""
     if of_selected.shape[-1] == 0:
         return jnp.zeros(place.shape, bool)
     found = jnp.take_along_axis(of_selected, jnp.maximum(place, 0), axis=-1)

@@ -1,1 +1,1 @@
-"""What a run says of itself: counts, a timeline, warnings."""
+"""What a run reports about itself: counts, a timeline, warnings."""

@@ -1,13 +1,13 @@
-"""What is said of steps that are skipped one after the other.
+"""Warnings and errors about steps that are skipped one after the other.
 
-One skipped step is everyday life. A run in which none counts any more, because a weight is NaN or
-every batch has one, would otherwise go on to its end and leave the model as it was.
+One skipped step is everyday life. But if a weight is NaN, or every batch has one, no step counts
+any more: without a word such a run would go on to its end and leave the model as it was.
 """
 
 import logging
 
 _logger = logging.getLogger("zenflow_jax")
-# Steps in a row that are worth a word.
+# Skipped steps in a row that are worth a word.
 _MANY = 3
 _WHAT_TO_DO = (
     "Look for NaN or infinity in the weights, the batches and the loss; "
@@ -16,10 +16,10 @@ _WHAT_TO_DO = (
 
 
 def tell_of_skipped(in_a_row: int, step: int, limit: int | None) -> None:
-    """Warns when many steps in a row were skipped, and at ten times as many; refuses too many.
+    """Warns of many skipped steps in a row, again at ten times as many, and refuses too many.
 
     Args:
-        in_a_row: How many of the last steps were skipped, without one that counted.
+        in_a_row: Steps skipped since the last one that counted.
         step: The last of them.
         limit: How many are too many; None for any number.
 

@@ -16,33 +16,32 @@ class WorkerStats:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done since it was made: this process's, where there are several.
+    """What an engine has done since it was made; with several processes, in this one.
 
     Attributes:
         steps: Exchanges.
         windows: Windows closed, by `flush` too.
-        window_lengths: How many of them had so many steps, skipped ones included.
-        reselections: Times that channels were selected anew, the first time included.
-        kept_share: Share of the score of the best k channels that the selected ones held, one
-            boundary ago. None before the first was read, and unless `select_interval` is an
-            `AutoSelect`.
-        skipped_steps: Steps whose gradient was not finite, as far as their mail has been read.
-        skipped_in_a_row: How many of them were the last steps, without one that counted.
-        exchange_s: Seconds that the caller was in `exchange` and `flush`, its waits included.
+        window_lengths: Number of windows of each length in steps, skipped ones included.
+        reselections: Selections of channels, the first one included.
+        kept_share: The selected channels' share of the best k channels' score, one boundary ago.
+            None before the first one is read, and unless `select_interval` is an `AutoSelect`.
+        skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
+        skipped_in_a_row: Steps skipped since the last one that counted.
+        exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
         wait_s: Seconds that the caller waited for the host after the device was done.
-        work_s: Seconds that the worker worked: those of the next three, and what it waited for
-            uploads.
-        sum_s: Seconds that the worker took in mail, and added it up where it was too much to keep.
-        hand_over_s: Seconds of its part in handing channels over.
+        work_s: Seconds that the worker worked: the next three, and its waits for uploads.
+        sum_s: Seconds that the worker took in mail, and added it up where there was too much to
+        keep.
+        hand_over_s: Seconds that it worked on hand-overs.
         update_s: Seconds that it made updates and began their uploads.
-        upload_s: Seconds from each update's first upload until all of it was on the devices, most
-            of them beside `update_s`.
-        mail_s: Seconds from the end of each step until all of its mail had come, and from that of
-            each window's last step until its sums had, where the device adds up.
+        upload_s: Seconds from each update's first upload until all of it was on the devices; most
+            of them overlap `update_s`.
+        mail_s: Seconds from the end of each step until all of its mail arrived. Where the device
+            adds up, also from the end of each window's last step until its sums arrived.
         bytes_to_host: Bytes of mail read, and of channels handed over.
-        bytes_to_device: Bytes of updates, and of channels handed over; to each device that gets
-            them.
-        host_bytes: Bytes of the NumPy arrays that are kept for the deferred half.
+        bytes_to_device: Bytes of updates, and of channels handed over, counted for each device that
+            gets them.
+        host_bytes: Bytes of the NumPy arrays of the deferred half.
     """
 
     steps: int = 0

@@ -1,6 +1,6 @@
-"""What a run did when: notes taken while it goes on, and the record that is made of them.
+"""Records what a run did when: a recorder while it goes on, and the timeline made of it.
 
-How the record is drawn and written is in `timeline_output.py`.
+`timeline_output.py` draws and writes the timeline.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections import deque
 from typing import Literal, NamedTuple
 
 Row = Literal["device", "mail", "host", "upload", "caller"]
-#: In the order in which they are shown.
+#: The rows, in the order in which they are shown.
 ROWS: tuple[Row, ...] = ("device", "mail", "host", "upload", "caller")
 
 #: Kinds whose number is a window's; the others have a step's.
@@ -27,7 +27,7 @@ class Span(NamedTuple):
         kind: What it was; `Timeline` lists the kinds.
         start: When it began, in seconds of `time.perf_counter`.
         end: When it was over.
-        number: Of the step, or of the window, that it was for.
+        number: The number of its step, or of its window.
     """
 
     row: Row
@@ -43,29 +43,30 @@ class Timeline:
 
     Rows and kinds of spans:
 
-    * "device": "step" is from the end of the step before, or from when the engine was given the
-      step if that was later, until the step's scalars were in host memory on all devices of this
-      process. What `exchange` dispatched in between, such as the merge of an update, counts to the
-      next step. "dispatch" comes before it where the device had nothing more to do: from the end of
-      the step before, or from the return of the call before, until the engine was given the step.
-      The loop prepares and dispatches the step in there, and the device begins with it at some
-      moment in there that the host does not get to know.
-    * "mail": "copy" is what was left of the transfer when the step was over, next to nothing where
-      gradients leave during the step, or of the sums of a window, where the device adds them up,
-      when its last step was over; "unread" is mail that waits for the worker.
+    * "device": "step" ends when the step's scalars are in host memory on all devices of this
+      process. It begins at the end of the step before, or when the engine was given the step if
+      that was later. What `exchange` dispatched in between, such as a merge, counts to the next
+      step. "dispatch" comes before it where the device had nothing more to do: from the end of the
+      step before, or from the return of the call before, until the engine was given the step. In
+      that time the loop prepares and dispatches the step, and the device begins it at a moment that
+      the host does not know.
+    * "mail": "copy" is the rest of a transfer. For a step it is what was left when the step was
+      over, next to nothing where gradients leave during the step. For a window's sums on the device
+      it is what was left when the window's last step was over. "unread" is mail that waits for the
+      worker.
     * "host": "take in" (of one step's mail), "take in sums" (of a window), "hand over", "update",
       and "wait for uploads" at its end. Pieces of an update that follow each other are one span.
     * "upload": "upload", from an update's first upload until the whole of it was on the devices.
-    * "caller": "exchange" and "flush" are the calls, "state" is also `peek` and
-      `master_params`; inside them "wait for device", for a step that the call cannot do without,
-      and "wait for host", for what is left when that is done. If the device has no later step to do
-      meanwhile, that is a stall.
+    * "caller": "exchange" and "flush" are the calls; "state" is also `peek` and `master_params`.
+      Inside them "wait for device" is for a step that the call cannot do without, and "wait for
+      host" for what is left when that is done. That is a stall if the device has no later step to
+      do meanwhile.
 
-    Ends are seen by a thread that has been waiting, so up to some 0.1 ms late; with a copy of mail
-    that takes longer than a step, steps seem to end when the copy before theirs does.
+    A waiting thread sees the ends, up to some 0.1 ms late. If a copy of mail takes longer than a
+    step, steps seem to end when the copy before theirs does.
 
     Attributes:
-        spans: By their start.
+        spans: All spans, by their start.
     """
 
     spans: tuple[Span, ...]
@@ -77,10 +78,10 @@ class Timeline:
         return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
     def during(self, steps: range) -> "Timeline":
-        """The spans, whole, that lie at least in part in the time of those steps.
+        """The spans that overlap the time of those steps, uncut.
 
-        That time ends where the next step begins. If there is none, it ends where nothing goes on
-        for a tenth of it, so that a flush long after the last step is not part of it.
+        That time ends where the next step begins. Without a next step, it ends where nothing goes
+        on for a tenth of it, so that it leaves out a flush long after the last step.
         """
         start, end = self.bounds(steps)
         return Timeline(tuple(s for s in self.spans if s.end >= start and s.start <= end))
@@ -112,7 +113,7 @@ class Timeline:
 
 
 class _HostTime(NamedTuple):
-    """What the worker is at, and how long it was at each thing before; never changed."""
+    """What the worker does, and how long it did each thing before; never changed."""
 
     kind: str | None  # None: it waits for work
     number: int
@@ -121,11 +122,11 @@ class _HostTime(NamedTuple):
 
 
 class Recorder:
-    """Takes notes, about a microsecond each; the last ones are kept.
+    """Records spans, about a microsecond each; keeps the last ones.
 
     Each method but the two readers belongs to one thread, so that nothing needs a lock: `append`
-    and `copy` of a deque are single C calls, everything else that is read is replaced as a whole.
-    `timeline` and `seconds` may be called from anywhere, a signal handler included.
+    and `copy` of a deque are single C calls, and everything else is replaced as a whole. Any thread
+    may call `timeline` and `seconds`, and so may a signal handler.
 
     Args:
         capacity: Spans that are kept.
@@ -134,14 +135,14 @@ class Recorder:
     def __init__(self, capacity: int = _CAPACITY):
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._host = _HostTime(None, 0, 0.0, {})
-        self._arrived: dict[int, float] = {}  # of mail that is not taken in yet
-        self._step_end = 0.0  # of the last one
+        self._arrived: dict[int, float] = {}  # when each mail arrived that is not taken in yet
+        self._step_end = 0.0  # of the last step
         self._returned = time.perf_counter()
-        self._waits: list[tuple[str, float, float]] = []  # of the call that is not over
+        self._waits: list[tuple[str, float, float]] = []  # in the call that is not over
         self._mail_s = self._sums_s = self._upload_s = self._exchange_s = 0.0
 
     def called(self, kind: str, step: int, start: float) -> None:
-        """The caller's: a call that began at `start` returns now."""
+        """The caller's: the call that began at `start` returns now."""
         now = self._returned = time.perf_counter()
         self._spans.append(Span("caller", kind, start, now, step))
         if self._waits:
@@ -151,19 +152,20 @@ class Recorder:
             self._exchange_s += now - start
 
     def waited(self, start: float, device_done: float, end: float) -> None:
-        """The caller's, in a call: it waited for the device, then for the host."""
+        """The caller's, inside a call: it waited for the device, then for the host."""
         self._waits.append(("wait for device", start, device_done))
         self._waits.append(("wait for host", device_done, end))
 
     def given(self) -> tuple[float, float]:
-        """The caller's: the engine gets a step. For `step_ended`: since when it can run, and now.
+        """The caller's: the engine gets a step. Returns, for `step_ended`, two times.
 
-        No step can be dispatched before the call that it has its state from has returned.
+        The first is the return of the call before, which gave the step its state: the step cannot
+        have been dispatched earlier. The second is now.
         """
         return self._returned, time.perf_counter()
 
     def step_ended(self, step: int, given: tuple[float, float]) -> None:
-        """The mail's: the step's scalars have arrived."""
+        """The mail thread's: the step's scalars have arrived."""
         now, (returned, at) = time.perf_counter(), given
         begin = max(self._step_end, returned)
         if at > begin:
@@ -172,20 +174,20 @@ class Recorder:
         self._step_end = now
 
     def mail_arrived(self, step: int) -> None:
-        """The mail's: the gradients have arrived too."""
+        """The mail thread's: the gradients have arrived too."""
         now = time.perf_counter()
         self._spans.append(Span("mail", "copy", self._step_end, now, step))
         self._mail_s += now - self._step_end
         self._arrived[step] = now
 
     def sums_arrived(self, step: int, start: float) -> None:
-        """That of the sums: so have those of the window which that step closed at `start`."""
+        """The sums thread's: the sums of the window have arrived that `step` ended at `start`."""
         now = time.perf_counter()
         self._spans.append(Span("mail", "copy", start, now, step))
         self._sums_s += now - start
 
     def works_at(self, kind: str | None, number: int = 0) -> None:
-        """The worker's: what it is at from now on; None is waiting for work."""
+        """The worker's: what it does from now on; None while it waits for work."""
         last = self._host
         if (last.kind, last.number) == (kind, number):
             return
@@ -199,15 +201,15 @@ class Recorder:
             self._spans.append(Span("mail", "unread", arrived, now, number))
 
     def uploaded(self, window: int, start: float) -> None:
-        """The worker's: all uploads have arrived, the first of which was begun at `start`."""
+        """The worker's: an update's uploads have all arrived; the first one began at `start`."""
         now = time.perf_counter()
         self._spans.append(Span("upload", "upload", start, now, window))
         self._upload_s += now - start
 
     def timeline(self) -> Timeline:
-        """What is recorded, with what the worker is at."""
+        """All that is recorded, and what the worker does now."""
         host, spans = self._host, list(self._spans.copy())
-        # It may have been recorded between the two.
+        # Unless it was recorded between the two reads.
         if host.kind is not None and all(
             (span.row, span.start) != ("host", host.start) for span in spans
         ):
@@ -216,7 +218,7 @@ class Recorder:
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
     def seconds(self) -> dict[str, float]:
-        """The fields of `EngineStats` that are known here."""
+        """The fields of `EngineStats` that the recorder knows."""
         kind, _, start, spent = self._host
         if kind is not None:
             spent = spent | {kind: spent.get(kind, 0.0) + time.perf_counter() - start}

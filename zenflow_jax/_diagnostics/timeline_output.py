@@ -11,13 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Steps that a picture shows unless told otherwise.
-# From so many seconds on the axis of a picture is in seconds: nobody reads "40000 ms".
+#: From this length on, the axis of a picture is in seconds: nobody reads "40000 ms".
 _IN_SECONDS_S = 10.0
-_SHOWN = 12
+_SHOWN = 12  # steps that a picture shows unless told otherwise
 
 _RED = "#d62728"
-# In the order of the legend. Pale is what is not work: what is not known, and what lies waiting.
+# In the order of the legend. Pale is what is not work: the unknown, and what lies waiting.
 _COLOURS = {
     "step": "#3b75af",
     "dispatch": "#c3d7ea",
@@ -43,7 +42,7 @@ _LABELS = {
     "update": "update (window)",
 }
 _WAITS_IN_CALLS = ("wait for device", "wait for host")
-# Narrower ones, as a share of the picture, have no room for their number.
+# Spans narrower than this share of the picture have no room for their number.
 _LEAST_NUMBERED = 0.012
 
 
@@ -52,14 +51,13 @@ def plot_timeline(
 ) -> "Figure":
     """Draws some steps: device, mail, host, upload and caller on one time axis.
 
-    Red is the caller that waits for the host. It is a stall where the row of the device is blank
-    meanwhile. How to read the rest is in docs/timeline.md.
+    Red is the caller that waits for the host. It is a stall if the device's row is blank meanwhile.
+    docs/timeline.md explains the rest.
 
     Args:
         timeline: What `HostEngine.timeline` gave.
-        path: Where to write the picture too, in the format that its suffix names: .png, .svg or
-            .pdf.
-        steps: Which steps; None is the last twelve.
+        path: A file to write as well, in the format that its suffix names: .png, .svg or .pdf.
+        steps: The steps to draw; None draws the last twelve.
 
     Returns:
         The picture, which matplotlib shows and saves.
@@ -96,7 +94,7 @@ def plot_timeline(
     steps = timeline.steps[-_SHOWN:] if steps is None else steps
     start, end = timeline.bounds(steps)
     timeline = timeline.during(steps)
-    # Without pyplot: no display is needed and no global state is left.
+    # Not by pyplot, which needs a display and leaves global state.
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     axes = figure.add_subplot()
     shown = [step for step in timeline.steps if step in steps]
@@ -138,7 +136,7 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
     Args:
         timeline: What `HostEngine.timeline` gave, or a part of it: `timeline.during(steps)`.
-        path: Of the file, which is JSON: name it .json.
+        path: Path of the JSON file: name it .json.
     """
     begin = min((span.start for span in timeline.spans), default=0.0)
     events: list[dict[str, Any]] = [_name("process_name", "zenflow_jax", 0)]
@@ -162,13 +160,13 @@ def _draw_row(axes: "Axes", place: int, spans: Sequence[Span], start: float, end
         top = place - 0.36 + number * height
         for kind in dict.fromkeys(span.kind for span in lane):
             mine = [span for span in lane if span.kind == kind]
-            # In front of the call that they are in, whose edges stay visible.
+            # Waits are in front of their call, whose edges stay visible.
             inside = kind in _WAITS_IN_CALLS
             axes.broken_barh(
                 [(1e3 * (s.start - start), 1e3 * (s.end - s.start)) for s in mine],
                 (top + 0.15 * height, 0.7 * height) if inside else (top, height),
                 facecolors=_COLOURS[kind],
-                # The shortest ones can be seen, and steps do not run into each other.
+                # The edge keeps the shortest spans visible, and steps apart.
                 edgecolors="white" if kind == "step" else _COLOURS[kind],
                 linewidth=0.6,
                 label=kind,
@@ -190,11 +188,11 @@ def _draw_row(axes: "Axes", place: int, spans: Sequence[Span], start: float, end
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans by their start, dealt out so that in each lane they follow or enclose each other."""
+    """The spans by their start, in lanes; in a lane they follow or enclose each other."""
     lanes: list[tuple[list[Span], list[float]]] = [([], [])]
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for lane in lanes:
-            open_ends = lane[1]  # of what the span may be inside
+            open_ends = lane[1]  # ends of the spans that it may be inside
             while open_ends and open_ends[-1] <= span.start:
                 open_ends.pop()
             if not open_ends or span.end <= open_ends[-1]:
@@ -208,7 +206,7 @@ def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def _event(span: Span, begin: float, thread: int) -> dict[str, Any]:
-    # In whole nanoseconds, so that what is inside of something is still so when it is rounded.
+    # Whole nanoseconds, so that a span inside of another stays so when it is rounded.
     start, end = (round(1e9 * (moment - begin)) for moment in (span.start, span.end))
     return {
         "name": f"{span.kind} {span.number}",
