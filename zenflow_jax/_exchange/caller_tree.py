@@ -1,4 +1,4 @@
-"""A caller's tree of parameters, taken to pieces and put together again."""
+"""A caller's tree of parameters, taken apart and put together again."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class CallerTree:
 
     leaves: Sequence[Any]
     treedef: Any
-    places: Sequence[int]  # of each leaf of the state among `leaves`
+    places: Sequence[int]  # where each leaf of the state is among `leaves`
     known: OffloadedLeaves
 
     @property
@@ -30,11 +30,11 @@ class CallerTree:
 
     @property
     def tree(self) -> Any:
-        """The tree again."""
+        """The tree, put together again."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
-        """With others in the places of those that are offloaded."""
+        """This with `weights` in the places of the offloaded leaves."""
         leaves = list(self.leaves)
         for i, weight in zip(self.known.pick(self.places), weights, strict=True):
             leaves[i] = weight

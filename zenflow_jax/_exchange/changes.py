@@ -1,4 +1,4 @@
-"""Whether something else than zenflow has changed the parameters: what was found, and in words."""
+"""Raises, in words, when something other than zenflow has changed the parameters."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,25 +10,25 @@ from zenflow_jax._device.leaves import some
 
 
 class Doubts:
-    """How much of some leaves' samples had changed, as device programs have found; read late.
+    """Counts of changed samples of some leaves, which device programs make; read late.
 
-    The counts are the same on all processes, and so is the call that raises. For one thread.
+    All processes have the same counts, so the same call raises in each. For one thread.
     """
 
     def __init__(self) -> None:
-        #: What is wrong, in words, once it has been read; empty before.
+        #: What is wrong, in words; empty until it is read.
         self.known = ""
         self._unread: deque[tuple[int, list[str], Array]] = deque()
 
     def add(self, step: int, names: Sequence[str], counts: Array) -> None:
-        """Has counts, int32 `(leaves,)`, of the parameters after a step."""
+        """Takes counts, int32 `(leaves,)`, of the parameters after a step."""
         self._unread.append((step, list(names), counts))
 
     def check(self, until: int) -> None:
-        """Reads the counts of the steps until that one, waiting for them.
+        """Reads the counts of the steps up to `until`; waits for them.
 
         Raises:
-            RuntimeError: If any of them, or of those that were read before, is not zero.
+            RuntimeError: If any of them, or of those read before, is not zero.
         """
         while not self.known and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()

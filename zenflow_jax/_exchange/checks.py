@@ -1,4 +1,4 @@
-"""What users may pass to `HostEngine`, and what they are told otherwise."""
+"""Checks what users pass to `HostEngine` and says what is wrong with it."""
 
 import math
 import operator
@@ -40,7 +40,7 @@ def check_max_skipped(max_skipped: Any) -> None:
 
 
 def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
-    """Refuses what is around the state if jax could not trace its branches."""
+    """Refuses wrappers around the state whose branches jax could not trace."""
     kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
     around = [
         type(x).__name__.removesuffix("State")
@@ -57,7 +57,7 @@ def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 
 
 def check_not_flattened(params: Any, state: ZenFlowState) -> None:
-    """Refuses the state of one vector that all parameters were joined to."""
+    """Refuses the state of a single vector that joins all parameters."""
     leaves, specs = jax.tree.leaves(params), [leaf.spec for leaf in state.leaves]
     if len(specs) != 1 or len(specs[0].shape) != 1:
         return
@@ -82,7 +82,7 @@ def check_not_numpy(tree: Any) -> None:
 
 
 def check_nnx(model: Any, optimizer: Any) -> None:
-    """Refuses what is no module with its optimizer, both of flax nnx."""
+    """Refuses anything but a flax nnx module and an nnx optimizer."""
     for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
         if not isinstance(x, kind):
             raise TypeError(
@@ -93,7 +93,7 @@ def check_nnx(model: Any, optimizer: Any) -> None:
 
 
 def check_one_run(state: ZenFlowState) -> None:
-    """Refuses what `jax.vmap(tx.init)` made: scalars that are none."""
+    """Refuses what `jax.vmap(tx.init)` makes: scalars with axes."""
     shape = np.shape(state.step)
     if shape:
         raise ValueError(
@@ -140,24 +140,24 @@ def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
 class StatePlaces:
     """Refuses a state whose arrays are not where the step keeps them, beside their parameters.
 
-    What is elsewhere has other pieces on each device, and would be read as those of other channels.
+    A misplaced array has other pieces on each device; they would be read as other channels.
 
     Args:
-        weights: Of each leaf of the state the parameter, where `check_placement` wants it.
+        weights: The parameter of each leaf of the state, where `check_placement` wants it.
     """
 
     def __init__(self, weights: Sequence[jax.Array]):
         self._beside = [weight.sharding for weight in weights]
-        # Of each kind of call the shardings that were right last time. As a rule a compiled step
-        # gives the same objects every time, so that looking costs next to nothing.
+        # The shardings that were right last time, for each kind of call. As a rule a compiled step
+        # gives the same objects every time, so that a check costs next to nothing.
         self._right: dict[bool, list[Any]] = {}
 
     def check(self, state: ZenFlowState, *, mail_only: bool) -> None:
-        """Looks at a state.
+        """Checks a state.
 
         Args:
             state: With real arrays.
-            mail_only: Whether the rest is not read now.
+            mail_only: Whether the mail alone is read now.
 
         Raises:
             ValueError: If an array is elsewhere.
@@ -192,8 +192,8 @@ def _check_place(
         there = x.sharding.device_set == beside.device_set
         where: Any = beside
     else:
-        assert isinstance(beside, NamedSharding)  # `check_placement` has seen to it
-        # In either memory: a checkpoint may have been read into the other one.
+        assert isinstance(beside, NamedSharding)  # `check_placement` guarantees it
+        # Either memory is right: a checkpoint may have been read into the other one.
         kind = x.sharding.memory_kind
         where = NamedSharding(beside.mesh, partition, memory_kind=kind)
         there = x.sharding.is_equivalent_to(where, x.ndim)
@@ -214,7 +214,7 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 
 
 def check_arrays(state: ZenFlowState) -> None:
-    """Refuses a state that is a tree of something else; the step's scalars stand for all of it."""
+    """Refuses a state that is not of jax arrays, by a look at its step scalars alone."""
     ints = state.step_scalars.ints
     check_not_numpy(ints)
     if not isinstance(ints, jax.Array) or isinstance(ints, Tracer):
@@ -227,14 +227,14 @@ def check_arrays(state: ZenFlowState) -> None:
 def check_pinned(
     mail_bytes: int, mails: int, selected_bytes: int, platform: str, limit_gib: str | None
 ) -> None:
-    """Says before training how much pinned memory a run needs, if jax would not give it.
+    """Raises before training if a run needs more pinned memory than jax gives, and says how much.
 
     Args:
-        mail_bytes: One step's mail.
-        mails: How many the engine keeps.
-        selected_bytes: What a hand-over takes from the device.
+        mail_bytes: Bytes of one step's mail.
+        mails: How many mails exist at most.
+        selected_bytes: Bytes that a hand-over takes from the device.
         platform: Of the device; only GPUs have the limit.
-        limit_gib: What the environment says, `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+        limit_gib: The environment's `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, if it is set.
     """
     if platform not in ("gpu", "cuda", "rocm"):
         return

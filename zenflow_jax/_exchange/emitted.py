@@ -1,9 +1,9 @@
-"""Whether the updates that zenflow gives reach the parameters as they are.
+"""Checks whether the updates that zenflow emits reach the parameters as they are.
 
-What stands behind `zenflow` in a chain sees no change of a deferred channel, so it acts on the few
-selected ones alone. There the state says what a step made of a parameter: a low-precision leaf's
-master, or what follows from the moments of a float32 one. Some numbers of some leaves are compared
-now and then, other leaves each time.
+A transformation behind `zenflow` in a chain sees no change of a deferred channel, so it acts on the
+few selected ones alone. The state says what a step made of those: a low-precision leaf has a
+master, and a float32 leaf has moments from which its change follows. Now and then some numbers of
+some leaves are compared, other leaves each time.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
-#: Leaves that are looked at together, and steps from one look to the next at least: what it costs
-#: is the dispatch of two small programs for each.
+#: Leaves that are compared together, and the least steps from one comparison to the next. Each leaf
+#: costs the dispatch of two small programs.
 LEAVES_PER_LOOK = 8
 APART = 8
-#: Channels of each stack entry.
+#: Channels that are compared in each stack entry.
 _CHANNELS = 4
-#: What may be off in another program: of a step `1 - b**n`, by a few units in the last place of the
-#: power, which with b2 = 0.99999 are a hundredth; and of a float32 parameter. A false alarm would
-#: end a run that is right, and what acts behind `zenflow` changes steps by more.
+#: How far two programs may differ, relatively: in a step, whose `1 - b**n` may be off by a few
+#: units in the last place of the power (with b2 = 0.99999 a hundredth), and in a float32 parameter.
+#: A false alarm would end a run that is right; what acts behind `zenflow` changes steps by more.
 _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 
 
 class Emitted:
-    """One engine's looks at what its steps emitted. For one calling thread.
+    """Compares what one engine's steps emitted with its parameters. For one calling thread.
 
     Args:
         specs: All leaves of the state.
@@ -53,9 +53,9 @@ class Emitted:
     def compare(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
     ) -> tuple[list[int], Array] | None:
-        """After a step: of some leaves how many numbers are not what it has made of them.
+        """After a step: some leaves, and how many numbers of each are not what the step made.
 
-        None if nobody has looked at them before the step.
+        None if `note_parameters` did not look at them before the step.
         """
         self._since += 1
         before, self._before = self._before, None
@@ -71,7 +71,7 @@ class Emitted:
         return group, jnp.stack(counts)
 
     def note_parameters(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
-        """Before a step, now and then: notes what some leaves are."""
+        """Before a step, now and then: notes the values of some leaves."""
         if self._groups and self._since >= APART:
             self._since = 0
             group = self._groups[self._turn]
@@ -79,7 +79,7 @@ class Emitted:
 
 
 def _alone(leaf: LeafState) -> LeafState:
-    """Without what tells it from leaves that are alike."""
+    """The leaf without what distinguishes it from leaves that are alike."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None)
     return dataclasses.replace(leaf, deferred=None, scores=None, spec=spec)
 
@@ -93,7 +93,7 @@ def _rows(weight: Array, leaf: LeafState) -> Array:
 
 
 def _rows_here(here: Here, weight: Array, channels: Array | None) -> Array:
-    """Some of what is selected of a parameter; of one number one in a vector."""
+    """Some selected values of a parameter; of a scalar, a vector of one."""
     if channels is not None:
         index = here.to_local(channels)[..., :_CHANNELS]
         weight = here.own(take(weight, index, here.block))
@@ -122,7 +122,7 @@ def _count(
     spec = here.part
 
     def some(x: Array) -> Array:
-        """Of what is there for each selected number those of `_rows_here`."""
+        """The entries of `x`, one for each selected value, that `_rows_here` has, too."""
         if spec.axis is not None:
             x = jax.lax.slice_in_dim(x, 0, min(_CHANNELS, spec.k), axis=spec.axis)
         return jnp.atleast_1d(sample_of(x)).astype(jnp.float32)
@@ -130,7 +130,7 @@ def _count(
     old = rows.astype(jnp.float32)
     new = _rows_here(here, weight, leaf.channels).astype(jnp.float32)
     if leaf.master is not None:
-        # Whichever neighbour it was rounded to: a compiler for devices may round once less.
+        # Either neighbour is right: a compiler for devices may round once less.
         kind = jnp.finfo(spec.dtype)
         expected = some(leaf.master)
         slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)

@@ -1,13 +1,13 @@
-"""Who has which buffers for mail, and the step tokens that prove that none was lost.
+"""The buffers for mail, and the step tokens that prove that no mail was lost.
 
-A step finds buffers for its mail in the state and returns its mail in others, or in the same ones
-where it was told to keep and donate them. `send` takes the mail out and gives it to the worker;
-`refill` puts buffers in. As a rule those are the same blank ones every time: no step reads them,
-jit drops arguments that are not read, and what is not used up can be given again. What was mailed
-is freed by the worker when it has used it: freeing an array takes 30 us, which the caller has not.
+A step finds blank buffers for its mail in the state, and returns its mail in others, or in the same
+ones if it was told to keep and donate them. `send` takes the mail out and gives it to the worker;
+`refill` puts blank buffers in. As a rule those are the same every time: no step reads them, jit
+drops arguments that are not read, and an unused buffer can be given again. The worker frees mail
+once it has used it: freeing an array takes 30 us, which the caller has not.
 
-Where the step leaves its gradients on the device, what is blank is one element per device. Where it
-adds them up there, it is zeros for the sums of the next window.
+With "after_step" a blank buffer is one element per device. With "per_window" it is zeros for the
+sums of the next window.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.sending import SendGradients
 
-#: Mails that may be unread, by how they get to the host, which lets Python run ahead of the device.
-#: Where gradients wait there for their copy, each that is unread takes device memory. Where they do
-#: not leave, a step's scalars may be behind the sums of a window: `send` sees how far Python runs.
+#: The most mails that may be unread, which lets Python run ahead of the device. With "after_step"
+#: each unread one takes device memory. With "per_window" a step's scalars may be behind the sums of
+#: a window, so `send` itself keeps Python at most `AHEAD` steps ahead.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 AHEAD = 2
 _POSITIVE = 0x7FFFFFFF
 
 
 def buffers(state: ZenFlowState) -> int:
-    """Mails that exist in host memory at most."""
+    """The most mails that exist in host memory."""
     if state.send_gradients.sums_on_device:
-        return 2  # the sums of a window that is updated, and of the next one
-    # Those that belong to the window that is updated or to the open one; those that are unread;
-    # and, where the step writes them, the one that it writes and what is blank in the state.
+        return 2  # the sums of the window that is updated, and of the next one
+    # Mails of the window that is updated and of the open one; unread mails; and, where the step
+    # writes mail, the one that it writes and the blank one in the state.
     kept = min(MAILS_KEPT, 2 * longest(state.schedule.window))
     return kept + IN_FLIGHT[state.send_gradients] + (2 if state.send_gradients.in_step else 0)
 
@@ -51,7 +51,7 @@ def buffers(state: ZenFlowState) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Buffers:
-    """One step's worth."""
+    """The buffers of one step."""
 
     mail: tuple[jax.Array | None, ...]
     step_scalars: StepScalars
@@ -63,32 +63,32 @@ class Mailbox:
     Args:
         worker: Reads the mail.
         state: The state before the first step.
-        number: Of the run: another one for each engine, the same in all processes.
+        number: The run's number: another one for each engine, the same in all processes.
     """
 
     def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
         self._given = state.token
         self._token = int(read(state.token))
-        # Of the first step's token, or of the checkpoint's, nothing is left from the next one on:
-        # runs that start from the same weights, or go on from the same checkpoint, are different.
+        # Later tokens keep nothing of the first step's, or of the checkpoint's: runs that start
+        # from the same weights, or go on from the same checkpoint, have different ones.
         self._number = number
         self._sending = state.send_gradients
         self._blank = _Buffers(state.mail, state.step_scalars)
         if self._sending.in_step:
-            # A state that was read from somewhere may have them on the device.
+            # A state from a checkpoint may have them on the device.
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
             self._make_zeros = _zeros_maker(state.mail)
-            self._blank.mail = ()  # the state's alone, or they would not be freed
-        # Until they have been waited for here. The worker knows which are done, but at what moment
-        # differs between processes, and all of them must wait at the same points (`Worker.check`).
+            self._blank.mail = ()  # the state alone holds sums, or they would not be freed
+        # Mail that has not been waited for here. The worker knows which is done, but at moments
+        # that differ between processes, and all must wait at the same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
-        # In two windows there are two sums.
+        # With "per_window", two windows' step scalars and two sums.
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * longest(state.schedule.window) + 2)
-        self._running: deque[StepScalars] = deque()  # of the steps that the device may be at
+        self._running: deque[StepScalars] = deque()  # of steps that the device may still run
         self._last: Mail | None = None
-        # The token, and its number, of the state that a flush since the last step has replaced.
+        # Token, and its number, of the state that a flush has replaced since the last step.
         self._replaced: tuple[jax.Array, int] | None = None
 
     @property
@@ -97,13 +97,13 @@ class Mailbox:
         return self._token
 
     def holds(self, state: ZenFlowState) -> bool:
-        """Whether this is the state last given: no step was made with it since."""
+        """Whether this is the state last given, and no step was made with it since."""
         return state.token is self._given
 
     def replaced(self, state: ZenFlowState) -> bool:
         """Whether this is the state that the last flush was called with, or a step made from it.
 
-        Waits for the step, if there is one and a flush was made since the step before.
+        Waits for the step, if there is one and if a flush came before it.
         """
         if self._replaced is None:
             return False
@@ -121,8 +121,8 @@ class Mailbox:
         while len(self._unread) >= self._most:
             self._take_back()
         token = self._token
-        # Before the mail is given away: this lets go of Python's lock, for which the caller would
-        # then have to wait until the worker's threads have looked at every leaf.
+        # Before the mail is given away: this call lets go of Python's lock, and the caller would
+        # get it back only when the worker's threads have looked at every leaf.
         self._write_token(self._number + step, state.token)
         if self._sending.sums_on_device:
             gradients = []
@@ -136,7 +136,7 @@ class Mailbox:
         self._post(self._last)
 
     def send_sums(self, state: ZenFlowState) -> ZenFlowState:
-        """Where the device adds up, hands the open window's sums over; the state without them."""
+        """Hands over the open window's sums with "per_window"; the state with zeros instead."""
         if not self._sending.sums_on_device:
             return state
         zeros = self._make_zeros(state.mail)
@@ -144,10 +144,10 @@ class Mailbox:
         return dataclasses.replace(state, mail=zeros)
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
-        """The state with another token, after a flush.
+        """The state with a new token, after a flush.
 
-        Who goes on from the one that was flushed, and from its parameters, has neither the updates
-        that the flush has brought nor the gradients that it has used up.
+        A run that goes on from the old state and its parameters has neither the updates that the
+        flush brought nor the gradients that it used up.
         """
         self._replaced = (self._given, self._token)
         self._write_token(self._token + 500_009, state.token)
@@ -167,7 +167,7 @@ class Mailbox:
         )
 
     def drain(self) -> None:
-        """Waits until all mail is read, so that whatever is wrong with it is known."""
+        """Waits until all mail is read, so that any error in it is known."""
         while self._unread:
             self._take_back()
 
@@ -193,14 +193,14 @@ class Mailbox:
 
 
 def _gradients(state: ZenFlowState) -> list[jax.Array]:
-    """Of each offloaded leaf."""
+    """The mail of each offloaded leaf."""
     return [x for x in state.mail if x is not None]
 
 
 def _zeros_maker(sums: Sequence[jax.Array | None]) -> Any:
-    """A program that gives zeros like arrays of the shapes and placements of `sums`."""
-    # On a mesh the compiler would place what depends on nothing wherever it likes; on one device
-    # arrays are bound to it as those are that the program gets.
+    """A program that returns zeros of the shapes and placements of `sums`."""
+    # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one
+    # device they are committed if the program's argument is.
     placed = tuple(
         x.sharding if x is not None and isinstance(x.sharding, NamedSharding) else None
         for x in sums

@@ -1,4 +1,4 @@
-"""What the calling thread and the worker tell each other."""
+"""Messages from the calling thread to the worker, with futures for its answers."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,15 +11,15 @@ from zenflow_jax._device.step_scalars import StepScalars
 
 @dataclass(eq=False)
 class Mail:
-    """One step's mail, taken in when it is `done`. Its buffers are the worker's from now on."""
+    """One step's mail. The worker owns its buffers from now on; `done` when it has taken it in."""
 
-    step: int  # the step that it must be of
+    step: int  # the step from which it must come
     token: int  # the token that it must carry
-    gradients: list[jax.Array]  # of each leaf; none where the device adds them up
+    gradients: list[jax.Array]  # one for each leaf; none where the device adds them up
     step_scalars: StepScalars
-    on_device: bool  # both are still there
+    on_device: bool  # gradients and scalars are still on the device
     done: Future = field(default_factory=Future)
-    arrived: Future = field(default_factory=Future)  # gives what `_receive` says
+    arrived: Future = field(default_factory=Future)  # gives what `_receive` returns
     begun: bool = False
 
     @property
@@ -28,16 +28,16 @@ class Mail:
 
     @property
     def promises(self) -> list[Future]:
-        """What the caller may be waiting for."""
+        """The futures that the caller may wait for."""
         return [self.done]
 
 
 @dataclass(eq=False)
 class Sums:
-    """What the device added up in the window that closes next; the worker's from now on."""
+    """The device's sums of the window that closes next; the worker's from now on."""
 
-    gradients: list[jax.Array]  # of each leaf, on the device
-    last: Mail | None  # of the window's last step, if this engine has seen one
+    gradients: list[jax.Array]  # one for each leaf, on the device
+    last: Mail | None  # mail of the window's last step, if this engine has seen one
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)
     begun: bool = False
@@ -55,9 +55,9 @@ class Sums:
 class HandOver:
     """Channels change hands where a window closes, before its update begins.
 
-    The device arrays belong to the worker until `done`, which gives for each part and each of its
-    devices the arrays of the channels that are selected from now on: (master, mu, nu, steps), None
-    for a leaf without any.
+    The worker owns the device arrays until `done`. That gives the arrays of the newly selected
+    channels, for each part and each of its devices: (master, mu, nu, steps), None for a leaf
+    without any.
     """
 
     leaving: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None]
@@ -69,7 +69,7 @@ class HandOver:
 class Close:
     """The open window closes. `done` gives, for each part and each of its devices, the update.
 
-    Nothing for a part that is not prefetched; for no part, if no step of the window counted.
+    A part that is not prefetched has none. If no step of the window counted, the list is empty.
     """
 
     hand_over: HandOver | None = None
@@ -82,6 +82,6 @@ class Close:
         return [self.done] if self.hand_over is None else [self.done, self.hand_over.done]
 
 
-# Of the update that has not reached the parameters: there is none; there is; it is about nothing,
-# because no step of its window counted.
+# What there is of the update that has not reached the parameters: none; one; an empty one, because
+# no step of its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2

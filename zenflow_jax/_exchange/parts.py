@@ -1,7 +1,7 @@
-"""What this process has of each offloaded leaf: parts of global arrays, and back again.
+"""This process's parts of offloaded leaves: cut out of global arrays, and put together again.
 
-Each part that some device of this process works on is kept once on the host, however many devices
-hold it. Arrays of one mesh have their local pieces in the same order: a device's *position*.
+The host keeps each part that some device of this process works on once, however many devices hold
+it. Arrays of one mesh list their local pieces in the same order: a device's *position*.
 """
 
 import dataclasses
@@ -28,39 +28,39 @@ class Part:
     leaf: int  # number among the offloaded leaves
     spec: LeafSpec  # as if the part were all of the leaf
     index: tuple[slice, ...]  # where it is in the leaf
-    first: int  # the leaf's number of its first channel
+    first: int  # the number in the leaf of its first channel
     positions: tuple[int, ...]  # which of this process's devices hold it
     devices: tuple[Any, ...]  # the same, as jax devices
 
     def of(self, x: jax.Array) -> jax.Array:
-        """What its first device has of an array that lies as the leaf does."""
+        """The piece of its first device, of an array that lies as the leaf does."""
         return x.addressable_data(self.positions[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedLeaves:
-    """The offloaded leaves of one run, and what this process has of them."""
+    """The offloaded leaves of one run, and this process's parts of them."""
 
-    places: tuple[int, ...]  # of each among the leaves of the state
+    places: tuple[int, ...]  # where each is among the leaves of the state
     specs: tuple[LeafSpec, ...]
     parts: tuple[Part, ...]
-    prefetched: tuple[bool, ...]  # of each part whether the worker uploads its update
+    prefetched: tuple[bool, ...]  # for each part, whether the worker uploads its update
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
-        """Those of a state, whose uploads may take so many bytes on each device; None for all."""
+        """Those of a state. Uploads may take `prefetch_bytes` on each device; None for all."""
         places = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
         return cls(tuple(places), specs, parts, tuple(within(parts, prefetch_bytes)))
 
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
-        """Theirs of what there is of each leaf of the state."""
+        """The entries of the offloaded leaves, from those of all leaves of the state."""
         return [of_all[i] for i in self.places]
 
 
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
-    """The parts that this process has of offloaded leaves, as their mail shows."""
+    """This process's parts of offloaded leaves, as the sharding of their mail shows them."""
     parts = []
     for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
         axis = spec.axis
@@ -91,7 +91,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
 
 
 def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
-    """Of one step's mail, if all devices that hold a part send it, or the first of them."""
+    """Bytes of one step's mail, if all devices that hold a part send it, or the first alone."""
     return sum(
         math.prod(part.spec.shape)
         * part.spec.mail_dtype.itemsize
@@ -101,14 +101,15 @@ def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
 
 
 def selected_bytes(parts: Sequence[Part]) -> int:
-    """Of the device's state of all selected channels: float32 master and moments."""
+    """Bytes of the device's state of all selected channels: float32 master and moments."""
     return sum(3 * 4 * math.prod(part.spec.selected_shape) for part in parts)
 
 
 def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
-    """Of each part whether its leaf is among those whose uploads need at most `budget` bytes.
+    """For each part, whether its leaf is among those whose uploads fit into `budget` bytes.
 
-    On each device, in the order of leaves; all of them if it is None. The same in every process.
+    The bytes are those on each device. Leaves are taken in their order; all of them if `budget` is
+    None. The result is the same in every process.
     """
     used, found = 0, {}
     for part in parts:
@@ -127,9 +128,9 @@ def host_part(weight: jax.Array, part: Part) -> np.ndarray:
 
 
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
-    """What an array has at `index`, in host memory, if one of this process's shards has all of it.
+    """An array's values at `index`, if one of this process's shards has them all; else None.
 
-    A view of the shard where that is in host memory.
+    In host memory, and a view of the shard where that is there.
     """
     for shard in x.addressable_shards:
         ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
@@ -141,14 +142,14 @@ def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
 
 
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
-    """What a part has of the selected channels, `(groups, k)`, from its first one on; a copy."""
+    """A part's selected channels, `(groups, k)`, counted from its first one; a copy."""
     # A live view of the array would block its donation.
     shape = part.spec.view4(part.spec.k)[::2]
     return np.array(read(channels)).reshape(shape) - part.first
 
 
 def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:
-    """How the parts of a parameter lie together."""
+    """The sharding of an array made of a parameter's parts."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding
     return NamedSharding(weight.sharding.mesh, Layout(spec).part)
@@ -157,16 +158,16 @@ def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:
 def assemble(
     pieces: Sequence[jax.Array], shape: Sequence[int], sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """One array of the pieces on this process's devices, without a copy."""
+    """One array, made of the pieces on this process's devices without a copy."""
     if not isinstance(sharding, NamedSharding):
         return pieces[0]
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
 def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new`, with its sharding written as that of `old`, where it is the same.
+    """`new` with its sharding written as that of `old`, which is the same one.
 
-    To jit `P("data")` and `P("data", None)` are two things, and a step is compiled for each.
+    To jit `P("data")` and `P("data", None)` are two things, and it compiles a step for each.
     """
     if new.sharding == old.sharding:
         return new
@@ -174,7 +175,7 @@ def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The pieces of each leaf in the order of devices, from those of each part."""
+    """Each leaf's pieces in the order of devices, from each part's pieces."""
     found: list[dict[int, Any]] = [{} for _ in range(1 + max((p.leaf for p in parts), default=-1))]
     for part, on_devices in zip(parts, pieces, strict=True):
         found[part.leaf].update(zip(part.positions, on_devices, strict=True))
@@ -187,13 +188,13 @@ def select_anew(
     scores: jax.Array,
     pieces: Sequence[tuple[jax.Array, ...] | None],
 ) -> tuple[LeafState, jax.Array | None]:
-    """The state of a leaf whose selected channels are other ones, and their masters.
+    """The state of a leaf with newly selected channels, and their masters.
 
     Args:
         leaf: The state until now.
-        chosen: Their numbers.
-        scores: To start from.
-        pieces: Of each device master, moments and step counts of its channels, if it has any.
+        chosen: Numbers of the new channels.
+        scores: Scores to start from.
+        pieces: For each device, master, moments and step counts of its new channels, if it has any.
     """
     leaf = dataclasses.replace(
         leaf, channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)

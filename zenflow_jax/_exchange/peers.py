@@ -1,8 +1,9 @@
-"""What one process's failure does to the others, which may be waiting for it in a collective.
+"""Spreads one process's failure to the others, which may be waiting for it in a collective.
 
-JAX notices a process that is dead, 100 s after its last heartbeat, but not one whose program ends
-with an error: that one waits at exit for the others, these wait for it in a collective, and after
-300 s JAX aborts them all. A program that catches the error holds up the others for ever.
+JAX notices a process that is dead, 100 s after its last heartbeat. It does not notice a program
+that ends with an error: that process waits at exit for the others, these wait for it in a
+collective, and after 300 s JAX aborts them all. A program that catches the error holds up the
+others for ever.
 
 So the engine of a run on several processes has a `PeerMonitor`. It spreads a worker's failure, so
 that the other processes raise it too. It ends processes that are stuck and so cannot raise it,
@@ -24,17 +25,17 @@ from typing import Any, NoReturn
 
 import jax
 
-# How soon the others hear of a failure. A look takes the service half a millisecond, so that it
-# has time for a thousand processes.
+# How soon the others hear of a failure. A look costs the service half a millisecond, so that it has
+# time for a thousand processes.
 POLL_S = 1.0
-# How long a process has to raise it. Whatever a slower one is at, it is lost: a step waits for the
+# How long a process has to raise it. A slower one is lost, whatever it does: a step waits for the
 # others, and so does a checkpoint.
 GRACE_S = 30.0
-# The service is in this process. JAX aborts the others the moment that it goes, with messages that
-# hide the reason, so it goes last, by so many polls.
+# This process has the service. The moment that it ends, JAX aborts the others, with messages that
+# hide the reason. So it ends last, by so many polls.
 SERVICE = 0
 LAST_BY = 3
-# Where a process left that closed its engine, beside the points at which failures are raised.
+# The point of a process that left by closing its engine; others left where they raised a failure.
 CLOSED = "close"
 # A message longer than this is cut.
 LONGEST = 4000
@@ -43,24 +44,23 @@ LONGEST = 4000
 class PeerMonitor:
     """Spreads failures between the processes of one engine, through JAX's coordination service.
 
-    A process *leaves* the engine when it raises a failure to its caller, or closes. When all have
-    left at the same point they have dispatched the same programs, none waits for another, and the
-    watch ends without a word, whatever they do next. If a failure is known and that has not come
-    about `grace_s` later, each process ends itself with code 1, its message and its threads' stacks
-    on stderr: some are stuck already, and the others would be in their next collective. That it is
-    going to is said on stderr beforehand. The interpreter's exit has no longer than that either.
-    All in all 35 s, with the defaults.
-
-    First `start`, then the other calls, from any thread and any number of times; they neither wait
-    nor raise, and the point at which a process left first is the one that counts. Where one
-    process has all the devices, no call does anything.
+    A process *leaves* the engine when it raises a failure to its caller, or closes. Processes that
+    have all left at the same point have dispatched the same programs, and none waits for another:
+    the monitor then ends without a word, whatever they do next. If that has not come about
+    `grace_s` after a failure is known, each process ends itself with code 1, its message and its
+    threads' stacks on stderr: some are stuck already, and the others would be in their next
+    collective. Each announces this on stderr beforehand. The interpreter's exit has no longer than
+    that either. With the defaults, all of it takes 35 s.
+    Call `start` first, then the others, from any thread and any number of times. They neither wait
+    nor raise, and the first point at which a process left is the one that counts. Where one process
+    has all the devices, no call does anything.
 
     Args:
-        name: Equal on all processes for the same engine, and no other engine's.
-        processes: The indices of those that take part.
+        name: Equal on all processes for the same engine, and different for any other engine.
+        processes: The indices of the processes that take part.
         poll_s: Seconds between two looks at the others.
         grace_s: Seconds from a failure to the end of a process that is stuck.
-        exit_if_stuck: False leaves it waiting; it is said on stderr in the same way.
+        exit_if_stuck: False leaves it waiting, and says so on stderr in the same way.
 
     Raises:
         RuntimeError: If several processes take part, and `jax.distributed` is not initialized.
@@ -86,11 +86,11 @@ class PeerMonitor:
         self._directory = f"zenflow_jax/{members}/{name}/"
         self._poll_s, self._grace_s = poll_s, grace_s
         self._exit_if_stuck = exit_if_stuck
-        # (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
-        # collector may `close`, and it may run on a thread that is inside of `put` or `get`.
+        # News (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
+        # collector may call `close` on a thread that is inside of `put` or `get`.
         self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._at_rest = threading.Event()  # the thread makes no more requests
-        # The thread's own: what it knows of each process, and what it has told the others.
+        # For the thread alone: what it knows of each process, and what it has told the others.
         self._failed: dict[int, str] = {}  # messages
         self._left: dict[int, str] = {}  # points
         self._told: set[str] = set()
@@ -98,12 +98,12 @@ class PeerMonitor:
         self._thread = threading.Thread(target=self._run, name="zenflow-watch", daemon=True)
 
     def start(self, on_failure: Callable[[str], None]) -> None:
-        """Begins to watch.
+        """Starts the thread.
 
         Args:
-            on_failure: A bound method that does not raise. The watch's thread calls it with a
-                message when another process has failed: once, unless this one failed or left
-                before. Its object is held weakly, so that an engine can be forgotten.
+            on_failure: A bound method that does not raise. The thread calls it with a message when
+                another process has failed: once, unless this one failed or left before. The monitor
+                holds its object weakly, so that an engine can be forgotten.
         """
         if self._idle:
             return
@@ -112,31 +112,31 @@ class PeerMonitor:
         self._thread.start()
 
     def report(self, message: str) -> None:
-        """This process's worker has failed."""
+        """Notes that this process's worker has failed."""
         self._put("failed", message)
 
     def raised(self, point: str) -> None:
-        """The caller's thread raises a failure, this process's or another's.
+        """Notes that the caller's thread raises a failure, this process's or another's.
 
         Args:
-            point: Where in the program that is: processes with the same text have dispatched the
-                same programs until now.
+            point: Where in the program it is: processes with the same text have dispatched the same
+                programs so far.
         """
         self._put("left", point)
 
     def close(self) -> None:
-        """The engine was closed, or forgotten."""
+        """Notes that the engine was closed, or forgotten."""
         self._put("left", CLOSED)
 
     def _put(self, kind: str, text: str) -> None:
         if not self._idle:
-            # What the service takes.
+            # Only text that the service takes.
             self._news.put((kind, text[:LONGEST].encode(errors="replace").decode()))
 
     def _at_exit(self) -> None:
-        """Waits for all to leave, as JAX's own exit does, which comes after this one.
+        """Waits for all to leave, as JAX's own exit does, which comes later.
 
-        The interpreter must not go while the thread is inside of a request: C++ would abort.
+        The interpreter must not end while the thread is inside of a request: C++ would abort.
         """
         if self._thread.is_alive():  # not so in a fork
             self.close()
@@ -156,17 +156,17 @@ class PeerMonitor:
         announced = False
         while not self._together():
             if self._failed and not announced:
-                # Not at once: most often all are about to raise it.
+                # Not in the first round: most often all processes are about to raise it.
                 self._announce()
                 announced = True
-            # At exit somebody waits for this thread.
+            # At exit the main thread waits for this one.
             self._hear(self._poll_s / 10 if self._exits else self._poll_s)
             try:
                 self._tell()
                 self._look()
             except jax.errors.JaxRuntimeError:
-                # The service has gone, or has no time. If it does not come back, JAX ends the
-                # processes, unless this one shut it down, as it may once it has left.
+                # The service is gone, or has no time. If it does not come back, JAX ends the
+                # processes, unless this process shut it down, which it may do once it has left.
                 if self._me in self._left and not self._failed:
                     return
             now = time.monotonic()
@@ -174,9 +174,9 @@ class PeerMonitor:
                 end = now + self._grace_s + (LAST_BY * self._poll_s if self._me == SERVICE else 0)
                 self._pass_on()
             if self._exits and self._failed:
-                # The exit may go on, and gets stuck or not: this thread does not outlive it.
+                # The exit goes on, and gets stuck or not: this thread does not outlive it.
                 if not announced:
-                    # An error that was raised here, if one was, may not say why.
+                    # An error raised here, if any, may not say why.
                     self._announce()
                 self._at_rest.set()
                 if not self._exit_if_stuck:
@@ -191,15 +191,15 @@ class PeerMonitor:
             if self._exits:
                 exit_end = min(exit_end, now + self._grace_s)
             if now >= exit_end:
-                return  # the others take long, and JAX's exit has its own patience
+                return  # the others are slow, and JAX's exit has its own patience
 
     def _together(self) -> bool:
-        """Whether all processes have left, at the same point, and the others know it of this."""
+        """Whether all have left at the same point, and the others know it of this process."""
         points = set(self._left.values())
         return "left" in self._told and self._left.keys() == self._processes and len(points) == 1
 
     def _hear(self, seconds: float) -> None:
-        """Takes in the news of this process, or waits for some."""
+        """Takes in the news of this process; waits for some, `seconds` at most."""
         try:
             kind, text = self._news.get(timeout=seconds)
             while True:
@@ -278,15 +278,15 @@ class PeerMonitor:
 
 
 def _say(text: str) -> None:
-    # Not through `sys.stderr`, whose lock a thread may hold that is stuck. Nobody may be reading.
+    # Not through `sys.stderr`: a stuck thread may hold its lock. Nobody may be reading.
     with contextlib.suppress(OSError):
         os.write(2, f"zenflow_jax: {text}".encode())
 
 
 def _connect() -> Any:
-    # JAX has no public key-value store, nor another way from process to process that goes around
-    # the devices. Checked on jax 0.10.0, 0.10.2 and 0.11.2; imported here, so that whoever has one
-    # process does not depend on it.
+    # JAX has no public key-value store, nor any other way between processes that goes around the
+    # devices. Checked on jax 0.10.0, 0.10.2 and 0.11.2. Imported here, so that a run of one process
+    # does not depend on it.
     from jax._src import distributed
 
     client = distributed.global_state.client

@@ -1,4 +1,4 @@
-"""Where an engine's run is in its schedule, and what it has read to decide what comes next."""
+"""Where an engine's run is in its schedule, and the numbers that decide what comes next."""
 
 import jax
 import numpy as np
@@ -10,19 +10,19 @@ from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_
 class Progress:
     """The schedule's side of an engine. For one calling thread.
 
-    What a decision needs was computed before the step that it is about, so reading it waits for no
-    step that was only just dispatched; and it is the same on every process of a run, because it is
-    a sum over all of them.
+    A decision about a step needs only numbers of earlier steps, so reading them waits for no step
+    that was only just dispatched. They are sums over all processes, so every process has the same
+    ones.
 
     Args:
-        schedule: What decides.
-        leaves: How many are offloaded.
+        schedule: The schedule that decides.
+        leaves: Number of offloaded leaves.
 
     Attributes:
         step: Steps that have passed.
-        reselections: Times that channels were selected, the first time included.
-        kept_share: Share of the score of the best k channels that the selected ones had, as it was
-            last read; None before, and where the schedule does not ask for it.
+        reselections: Selections of channels, the first one included.
+        kept_share: The selected channels' share of the best k channels' score, as last read; None
+            before, and if the schedule does not ask for it.
     """
 
     def __init__(self, schedule: Schedule, leaves: int):
@@ -32,12 +32,12 @@ class Progress:
         self._schedule = schedule
         self._first = first_schedule_state(schedule, leaves)
         self._state = self._first
-        # Of the last step, if its window is open; and of the last boundary. Not read yet.
+        # Not read yet: of the last step, if its window is open; and of the last boundary.
         self._statistics: jax.Array | None = None
         self._measured: jax.Array | None = None
 
     def boundary(self) -> Boundary:
-        """What happens after the step that comes."""
+        """What happens after the next step."""
         self._read()
         boundary = self._schedule.boundary(self.step + 1, self._state)
         return Boundary(*(bool(x) for x in boundary))
@@ -45,12 +45,12 @@ class Progress:
     def passed(
         self, boundary: Boundary, statistics: jax.Array | None, measured: jax.Array | None
     ) -> None:
-        """Goes one step on.
+        """Moves on by one step.
 
         Args:
             boundary: What happened after it.
-            statistics: What it sends for the `ScheduleState`; None if nothing.
-            measured: The share that is kept, where a window closed and none was selected.
+            statistics: What the step sends for the `ScheduleState`; None if nothing.
+            measured: The kept share, where a window closed and no channels were selected.
         """
         self.step += 1
         if not boundary.closes:
@@ -63,14 +63,14 @@ class Progress:
 
     @property
     def schedule_state(self) -> ScheduleState:
-        """What is known before the step that comes."""
+        """What is known before the next step."""
         self._read()
         return self._state
 
     def resume(
         self, step: int, reselections: int, schedule_state: ScheduleState, kept_share: float | None
     ) -> None:
-        """Goes on where another run was."""
+        """Continues where another run was."""
         self.step, self.reselections, self.kept_share = step, reselections, kept_share
         self._state = schedule_state
 

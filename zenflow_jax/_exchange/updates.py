@@ -1,7 +1,7 @@
-"""What goes between parameters, the device's state and the host half where a window closes.
+"""The caller's side of a boundary: the pending update, the merge, and hand-overs.
 
-The caller's side of it: the update that is on its way, the merge into the parameters, channels that
-change hands. Everything here is dispatched in the same order on every process.
+It moves data between parameters, the device's state and the host half where a window closes. Every
+process dispatches everything here in the same order.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ from zenflow_jax._host.state import HostState
 
 
 class Updates:
-    """The updates and channels of one engine on their way. For one calling thread.
+    """One engine's updates, and its channels that change hands. For one calling thread.
 
     Args:
         worker: Makes the updates.
-        host: What it works on; read here only while the worker has nothing to do.
-        offloaded: The leaves that it has the arrays of.
+        host: The worker's arrays; read here only while the worker has nothing to do.
+        offloaded: The leaves whose arrays `host` has.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Updates:
         self._offloaded = offloaded
         self._parts = offloaded.parts
         self._specs = offloaded.specs
-        #: Of updates that were not prefetched.
+        #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
         #: An update that has not reached the parameters.
         self.pending: Future | None = None
-        #: Of merges, since they were last taken from here, how much had changed of which leaves.
+        #: What merges found since it was last taken from here: leaves, and how much had changed.
         self.changed: list[tuple[list[int], jax.Array]] = []
         self._samples: list[jax.Array] = []
-        #: Channels that were selected while its window was open, if that was not so ever since.
+        #: Channels that were selected while its window was open; None if they still are.
         self.before: list[jax.Array] | None = None
 
     def close_window(self, hand_over: HandOver | None = None) -> None:
@@ -67,7 +67,7 @@ class Updates:
         self._worker.post(close)
 
     def wait(self) -> int:
-        """Waits for the update that is on its way; says what there is of it."""
+        """Waits for the pending update; NONE, PENDING or EMPTY says what there is of it."""
         if self.pending is None:
             return NONE
         return PENDING if self._worker.wait(self.pending, None) else EMPTY
@@ -75,11 +75,11 @@ class Updates:
     def collect(
         self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
     ) -> list[jax.Array]:
-        """The parameters with the update that is on its way, if one is.
+        """The parameters with the pending update, if there is one.
 
         Args:
             weights: The parameter of each offloaded leaf.
-            after: What to wait for before memory is taken that only then is free.
+            after: Arrays to wait for: only then the memory is free that uploads take.
             leaves: The states of all leaves, as they are now.
         """
         if self.pending is None:
@@ -87,7 +87,7 @@ class Updates:
         uploads = self._worker.wait(self.pending, after)
         before, self.pending, self.before = self.before, None, None
         if not uploads:
-            # Channels that left at the boundary before this one are in no `before` any more.
+            # `before` is gone, which knew the channels that left a boundary ago: sample anew.
             self.note_parameters(weights)
             return weights
         merged = self._merge(weights, self._fetch_rest(uploads, after), before, leaves)
@@ -96,13 +96,13 @@ class Updates:
         return merged.weights
 
     def note_parameters(self, weights: Sequence[jax.Array]) -> None:
-        """Notes what the parameters are: until the next merge only steps may change them."""
+        """Samples the parameters: until the next merge only steps may change them."""
         self._samples = samples(weights, self._specs)
 
     def peek(
         self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
     ) -> list[jax.Array]:
-        """The same, and the update stays on its way. What it is in is in new arrays."""
+        """As `collect`, but the update stays pending. What it changes comes back in new arrays."""
         uploads = None if self.pending is None else self._worker.wait(self.pending, after)
         if not uploads:
             return weights
@@ -132,19 +132,19 @@ class Updates:
         return merged._replace(weights=placed)
 
     def _fetch_rest(self, uploads: list[Any], after: Any) -> list[Any]:
-        """An update with the parts that were not prefetched; waits until those are there."""
+        """An update with its parts that were not prefetched; waits until those are there."""
         late = [i for i, pieces in enumerate(uploads) if not pieces]
         if not late:
             return uploads
         begin = time.perf_counter()
-        # The step's own memory is what they are to have.
+        # They take memory that the step used.
         jax.block_until_ready(after)
         start = time.perf_counter()
         leaves = self._worker.leaves()
         uploads = list(uploads)
         for i in late:
             uploads[i] = [upload(leaves[i].to_upload, device) for device in self._parts[i].devices]
-        # Before the next update writes to where they come from.
+        # The next update writes to the arrays that they come from.
         jax.block_until_ready(uploads)
         self._worker.waited(begin, start)
         self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
@@ -157,7 +157,7 @@ class Updates:
 
         Args:
             weights: The parameter of each offloaded leaf.
-            state: Of now.
+            state: The current state.
 
         Returns:
             The parameters, and the states of all leaves.
@@ -197,13 +197,13 @@ class Updates:
         return weights, leaves
 
     def measure(self, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts to compute the share of the score that the selected channels have."""
+        """Starts to compute the selected channels' share of the best score."""
         states = self._offloaded.pick(leaves)
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=self._specs)
 
     def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
-        """The host's masters of each offloaded leaf, on the devices, in parts; one at a time.
+        """The host's masters of each offloaded leaf, on the devices, in parts; one leaf at a time.
 
         The worker must have nothing to do. The rows of selected channels are not current.
         """
@@ -215,19 +215,19 @@ class Updates:
                     master = host.master.reshape(part.spec.shape)
                     parts.append(dataclasses.replace(part, leaf=0))
                     pieces.append([upload(master, device) for device in part.devices])
-            # They are copies of live masters, which the next update writes.
+            # The uploads read live masters, which the next update writes.
             jax.block_until_ready(pieces)
             yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
 
     def resume(
         self, pending: int, before: Sequence[np.ndarray], states: Sequence[LeafState]
     ) -> None:
-        """Has an update on its way as another run had it, from masters that are resumed already.
+        """Restores another run's pending update, from masters that are resumed already.
 
         Args:
-            pending: What `wait` said there.
-            before: Of each part the channels that were selected while its window was open.
-            states: Of the offloaded leaves.
+            pending: What `wait` returned there.
+            before: Each part's channels that were selected while its window was open.
+            states: States of the offloaded leaves.
         """
         if pending == NONE:
             return
@@ -238,7 +238,7 @@ class Updates:
             ):
                 devices = part.devices if early else ()
                 uploads.append([upload(cast, device) for device in devices])
-            # The arrays that they come from are written again by the next update.
+            # The next update writes to the arrays that they come from.
             jax.block_until_ready(uploads)
         self.pending = Future()
         self.pending.set_result(uploads)

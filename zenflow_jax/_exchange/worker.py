@@ -1,9 +1,9 @@
-"""The only thread: takes in mail, makes host updates, hands channels over.
+"""The worker thread: takes in mail, makes host updates, hands channels over.
 
-Work comes in order through `post`. A host update is cut into pieces and runs whenever nothing else
-can: mail of the next window is taken in between two pieces, so that the caller never waits for an
-update that still has time. What a run computes does not depend on that order, because a window's
-sum and the next one's are different arrays.
+`post` queues work in order. A host update is cut into pieces and runs whenever nothing else can:
+between two pieces the thread takes in mail of the next window, so that the caller never waits for
+an update that still has time. That order changes no result, because a window's gradients and the
+next one's are different arrays.
 
 The thread never runs a jitted computation or a collective. It reads arrays in host memory, does
 NumPy, and copies arrays to single devices.
@@ -33,23 +33,23 @@ from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedR
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
-# Bytes of selected channels that are uploaded in one call, about.
+# About how many bytes of selected channels one call uploads.
 _BYTES_PER_UPLOAD = 8 * 2**20
 
 
 class Worker:
-    """Owns the thread. Failures travel to the caller through `check` and every open `done`.
+    """Owns the thread. `check` and every open `done` carry failures to the caller.
 
-    `start` it before anything is waited for, once nothing can fail any more that its owner needs:
-    a thread that runs keeps all host arrays.
+    Call `start` before waiting for anything, but only when nothing that its owner needs can fail
+    any more: a running thread keeps all host arrays.
 
     Args:
         host: The arrays that the thread works on; nobody else touches them from now on.
-        offloaded: The leaves that `host` has the arrays of, and where their uploads go.
-        watch: Tells the other processes of a failure, and this worker of theirs.
-        skipped: Steps that were skipped before.
-        skipped_in_a_row: How many of them were the last ones.
-        max_skipped: So many in a row end the thread; None for any number.
+        offloaded: The leaves whose arrays `host` has, and where their uploads go.
+        watch: Tells the other processes of this worker's failure, and this worker of theirs.
+        skipped: Steps skipped before.
+        skipped_in_a_row: Steps skipped before, since the last one that counted.
+        max_skipped: This many skipped steps in a row end the thread; None for any number.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Worker:
         skipped_in_a_row: int = 0,
         max_skipped: int | None = None,
     ):
-        # Replaced as a whole, so it can be read at any time.
+        # Replaced as a whole, so that anybody can read it at any time.
         self.stats = WorkerStats(
             skipped_steps=skipped, skipped_in_a_row=skipped_in_a_row, host_bytes=host.nbytes
         )
@@ -71,23 +71,23 @@ class Worker:
         self._host = host
         self._offloaded = offloaded
         self._parts = offloaded.parts
-        self._messages: deque[Mail | Sums | Close] = deque()  # that are not done, in their order
+        self._messages: deque[Mail | Sums | Close] = deque()  # not done yet, in order
         self._condition = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
         self._reason = ""  # the failure in words, set before it
         self._other: str | None = None  # another process's failure, which becomes this one's
         self._peers = watch
-        # The caller's. Every process makes the same calls in the same order, so where two raise a
-        # failure after the same number of points they have dispatched the same programs.
+        # The caller's. Every process makes the same calls in the same order: two that raise a
+        # failure after the same number of points have dispatched the same programs.
         self._passed = 0
         self._update: Iterator[str] | None = None
-        self._window = host.windows + 1  # the one being summed, for messages
-        self._where = "the first mail"  # what the thread is at, for messages
+        self._window = host.windows + 1  # the open window, for messages
+        self._where = "the first mail"  # what the thread does, for messages
         self._next_piece = ""  # and what the update's next piece is
-        # Waiting for the device must not keep the thread from an update: it is done here.
+        # This one waits for the device, so that the worker can go on with an update.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-        # And behind the sums of a window no scalars of the next one should have to wait.
+        # Another one, so that scalars of the next window need not wait behind a window's sums.
         self._sums_receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
@@ -106,7 +106,7 @@ class Worker:
                 else:
                     item.arrived = self._sums_receiver.submit(self._receive_sums, item)
             except RuntimeError:
-                self.check()  # that the thread has ended says less than why
+                self.check()  # why the thread ended says more than that it did
                 raise
             item.arrived.add_done_callback(lambda _: self._wake())
         with self._condition:
@@ -137,10 +137,10 @@ class Worker:
             ) from self._failure
 
     def leaves(self) -> list[HostLeaf]:
-        """The host's arrays, of each part; for the caller, while the thread has nothing to do.
+        """The host's arrays of each part; for the caller, while the thread has nothing to do.
 
-        Who has the list has the arrays, although another process may fail at any moment: the
-        thread then ends, and lets go of them without writing to them.
+        The list keeps the arrays alive. Another process may fail at any moment: the thread then
+        ends, and lets go of the arrays without writing to them.
 
         Raises:
             RuntimeError: If that has happened already.
@@ -151,10 +151,10 @@ class Worker:
         return leaves
 
     def wait(self, future: Future, after: Any) -> Any:
-        """What `future` gives, on the caller's thread.
+        """The result of `future`, on the caller's thread.
 
-        Only what is left once `after` (arrays of the last step) is computed counts as waiting for
-        the host: until then the device is the one that is waited for.
+        Until `after` (arrays of the last step) is computed, the caller waits for the device. Only
+        the rest counts as waiting for the host.
         """
         if not future.done():
             begin = time.perf_counter()
@@ -169,24 +169,24 @@ class Worker:
         return future.result()
 
     def waited(self, begin: float, device_done: float) -> None:
-        """The caller waited until now: since `begin`, for the host since `device_done`."""
+        """The caller has waited until now: since `begin`, for the host since `device_done`."""
         end = time.perf_counter()
         self.wait_s += end - device_done
         self.recorder.waited(begin, device_done, end)
 
     def fail(self, message: str) -> None:
-        """Another process failed. The thread ends after the piece it is at, with that failure.
+        """Ends the thread with another process's failure, after the piece that it is at.
 
-        For the watch's thread. All promises are broken by the worker's own.
+        The monitor's thread calls this. The worker's own thread breaks all promises.
         """
         with self._condition:
             self._other = message
             self._condition.notify()
 
     def ask_to_stop(self) -> None:
-        """Lets the thread end after the piece it is at, without waiting for it.
+        """Asks the thread to end after the piece that it is at, without waiting for it.
 
-        For the garbage collector, which may be on any thread, one that the worker needs included.
+        For the garbage collector, which may be on any thread, even on one that the worker needs.
         """
         with self._condition:
             self._closed = True
@@ -201,10 +201,7 @@ class Worker:
     def _receive(
         self, item: Mail, given: tuple[float, float]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Once it is in host memory, of each part what its first device has of the gradients.
-
-        And the step's scalars.
-        """
+        """Each part's gradient on its first device, and the step scalars, once in host memory."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
         pieces = self._pieces(item) if item.gradients else []
         if item.on_device:
@@ -213,12 +210,12 @@ class Worker:
         self.recorder.step_ended(item.step, given)
         jax.block_until_ready(pieces)
         self.recorder.mail_arrived(item.step)
-        # Only now, when the caller has forgotten them: whoever is last has to free them.
+        # Only now, when the caller has dropped them: whoever is last has to free them.
         item.gradients.clear()
         return pieces, step_scalars
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:
-        """Of each part what its first device has of the sums, once it is in host memory."""
+        """Each part's sum on its first device, once in host memory."""
         pieces = copy_to_host(self._pieces(item))
         if item.last is not None:
             item.last.arrived.result()  # the step is over, so the copy begins
@@ -230,7 +227,7 @@ class Worker:
         return pieces
 
     def _pieces(self, item: Mail | Sums) -> list[jax.Array]:
-        """Of each part what its first device has of the gradients."""
+        """Each part's gradient, or sum, on its first device."""
         return [part.of(item.gradients[part.leaf]) for part in self._parts]
 
     def _wake(self) -> None:
@@ -295,7 +292,7 @@ class Worker:
         return True
 
     def _next(self) -> Mail | Sums | Close | None:
-        """The message that is next, if what it is about has arrived."""
+        """The next message, if its arrays have arrived."""
         first = next((message for message in self._messages if not message.begun), None)
         return first if first is not None and first.is_here else None
 
@@ -352,13 +349,13 @@ class Worker:
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
                 entering = self._hand_over(close.hand_over, window)
             close.hand_over.done.set_result(entering)
-            # The caller has it from here; the old arrays must not outlive the hand-over.
+            # The caller has the hand-over now; the old arrays must not outlive it.
             close.hand_over = None
         self._update = self._make_update(close, window)
         self._next_piece = f"the update of window {window.number}"
 
     def _hand_over(self, item: HandOver, window: ClosedWindow) -> list[Any]:
-        # Of a leaf without selected channels nothing: GPUs have no empty arrays in host memory.
+        # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
         leaving = [
             [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
             for part in self._parts
@@ -368,8 +365,8 @@ class Worker:
         entering: list[list[Any]] = [[None] * len(part.devices) for part in self._parts]
         ready: dict[int, tuple[np.ndarray, ...]] = {}
         size = 0
-        # Leaves are on their way out and in while others are worked on, small ones together: a
-        # call costs as much as some megabytes.
+        # Some leaves cross while others are worked on. Small ones cross together: a call costs as
+        # much as some megabytes.
         for i, (moved, part) in enumerate(zip(here, self._parts, strict=True)):
             if not moved:
                 continue
@@ -387,7 +384,7 @@ class Worker:
         return entering
 
     def _send(self, ready: dict[int, tuple[np.ndarray, ...]], entering: list[list[Any]]) -> None:
-        """Uploads what is ready of some parts to each of their devices."""
+        """Uploads the ready arrays of some parts to each of their devices."""
         devices = {device for i in ready for device in self._parts[i].devices}
         for device in sorted(devices, key=lambda device: device.id):
             mine = {i: x for i, x in ready.items() if device in self._parts[i].devices}
@@ -397,7 +394,7 @@ class Worker:
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         uploads: list[list[jax.Array]] = []
-        first = 0.0  # when the first of them was begun
+        first = 0.0  # when the first upload began
 
         def finished(i: int, leaf: HostLeaf) -> None:
             nonlocal first
@@ -410,7 +407,7 @@ class Worker:
             yield f"the update of leaf {name}, window {window.number}"
         if first:
             self.recorder.works_at("wait for uploads", window.number)
-            # The arrays that they come from are written again by the next update.
+            # The next update writes to the arrays that they come from.
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
                 jax.block_until_ready(uploads)
             self.recorder.uploaded(window.number, first)
@@ -420,7 +417,7 @@ class Worker:
     def _go_on(self) -> None:
         assert self._update is not None
         self.recorder.works_at("update", self._window - 1)
-        # Again for each piece: mail may have come in between.
+        # Set for each piece: mail may have come in between.
         self._where = self._next_piece
         with jax.profiler.TraceAnnotation("zenflow: host update"):
             piece = next(self._update, None)
