@@ -1,8 +1,8 @@
 """The optimizer state as `flax.serialization` reads and writes it (`to_bytes`, `TrainState`).
 
-Flax writes what it has been told of, and takes any other class for an array. What it reads comes
-back as NumPy arrays, which do not know where they were; here they are put where the target has its
-arrays, as mail must be in host memory.
+Flax takes a class that it has not been told of for an array. It reads arrays back as NumPy, which
+does not know where they were. This file puts them where the target has its arrays, because mail
+must be in host memory.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from zenflow_jax._device.state import DeferredState, LeafState, ZenFlowState
 
 
 def register_states() -> None:
-    """Tells flax of the classes that a state is made of. Safe twice."""
+    """Tells flax of the classes of a state. Safe twice."""
     for kind in (ZenFlowState, LeafState, DeferredState):
         serialization.register_serialization_state(kind, _to_dict, _from_dict, override=True)
 
@@ -56,7 +56,7 @@ def _put(x: Any, like: Any, name: str) -> Any:
         )
     if not isinstance(like, jax.Array) or isinstance(like, Tracer):
         return x
-    # Copied: the CPU backend would share the memory of what was read.
+    # Copied: the CPU backend would share memory with what was read.
     return jax.device_put(x if isinstance(x, jax.Array) else np.array(x), like.sharding)
 
 

@@ -1,4 +1,4 @@
-"""Out of an engine's saved state back into the host half, if it fits the run."""
+"""Puts an engine's saved state back into the host half, if it fits the run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
-    """What belongs to a part of a leaf's restored array, which may lie anywhere."""
+    """A part's piece of a leaf's restored array, which may lie anywhere."""
     index = part.index
     if name not in WIDE:
         assert part.spec.axis is not None
         channels = index[part.spec.axis]
         if name == "before":
-            # Each piece of the channel axis has its share of them, in order.
+            # Each piece of the channel axis has its share of the channels, in order.
             channels = slice(channels.start * spec.k // spec.n, channels.stop * spec.k // spec.n)
         index = (*index[: len(part.spec.stack)], channels)
     x = tree[name]
@@ -48,11 +48,11 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What an engine goes on from."""
+    """What an engine continues from."""
 
     counts: Counts
-    before: list[np.ndarray]  # of each part the channels selected in the pending update's window
-    refusal: str | None  # what says that it is not of the same run and moment as the rest
+    before: list[np.ndarray]  # each part's channels selected in the pending update's window
+    refusal: str | None  # why it is not of the run and moment of the rest; None if it is
 
 
 def resume(
@@ -62,14 +62,14 @@ def resume(
     weights: Sequence[jax.Array],
     state: ZenFlowState,
 ) -> Resumed:
-    """Puts a saved state into a host state that is new, and compares it with what is beside it.
+    """Puts a saved state into a new host state, and compares it with parameters and device state.
 
     Args:
-        engine_state: As `check_resumed` wants it.
-        host: Its masters are the parameters' still.
-        offloaded: The leaves that it has the arrays of.
+        engine_state: A saved state that passes `check_resumed`.
+        host: New: its masters are still the parameters.
+        offloaded: The leaves whose arrays `host` has.
         weights: The parameters of all leaves.
-        state: Of the device.
+        state: The device's state.
 
     Raises:
         ValueError: If channels cannot be on the devices of now.
@@ -80,7 +80,7 @@ def resume(
     samples = sample(host.leaves)
     _resume_host(host, parts, specs, engine_state["leaves"], counts)
     refusal = other_moment(engine_state, state)
-    # Before the first step the parameters may be others: the engine will follow them.
+    # Before the first step the parameters may be others: the engine follows them.
     if refusal is None and counts.step:
         update = counts.update_scalars if counts.pending == PENDING else None
         refusal = what_differs(weights, state.leaves, samples, host.leaves, parts, before, update)
@@ -94,7 +94,7 @@ def _resume_host(
     leaves: Sequence[Mapping[str, Any]],
     counts: Counts,
 ) -> None:
-    """Puts what was saved into a host half that is new, a part at a time.
+    """Puts saved arrays into a new host state, a part at a time.
 
     Raises:
         ValueError: If channels cannot be on the devices of now.
@@ -126,7 +126,7 @@ def _resume_host(
 def channels_before(
     parts: Sequence[Part], specs: Sequence[LeafSpec], leaves: Sequence[Mapping[str, Any]]
 ) -> list[np.ndarray]:
-    """Of each part the channels that were selected while the pending update's window was open."""
+    """Each part's channels that were selected while the pending update's window was open."""
     return [
         _piece(leaves[part.leaf], "before", part, specs[part.leaf])
         if part.spec.k
@@ -138,7 +138,7 @@ def channels_before(
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
     """Refuses an engine state of other leaves or options, naming the first difference."""
     expected = abstract_engine_state(state)
-    # Options first: others have other arrays, too.
+    # Options first: with other options the arrays differ, too.
     options = saved.get("options") if isinstance(saved, Mapping) else None
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         _check_options(options, expected["options"], _specs(state))
@@ -166,7 +166,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 
 def other_moment(saved: Any, state: ZenFlowState) -> str | None:
-    """What says that an engine state is not of the moment, or the run, of `state`; or None."""
+    """Why an engine state is not of the moment, or the run, of `state`; None if it is."""
     step, token = int(saved["counts"]["step"]), int(saved["counts"]["token"])
     given = int(read(state.step))
     if (given, int(read(state.token))) == (step, token):

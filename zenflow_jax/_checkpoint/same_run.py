@@ -1,10 +1,10 @@
-"""Whether parameters, optimizer state and engine state that are resumed are all of one run.
+"""Checks that resumed parameters, optimizer state and engine state are all of one run.
 
-Each engine draws a number, which every process of the run has alike. The tokens that it gives to
-the optimizer state are made from it, and so is the one in its own state: where step and token are
-the same, both are of the same engine and the same moment. The number is in no arithmetic. Nor can
-parameters carry it, so a few hundred values of each leaf are compared with what host and device
-have as their masters.
+Each engine draws a number, the same in every process of the run. From it come the tokens that the
+engine gives to the optimizer state, and the one in its own state. Where step and token are equal,
+both states are of the same engine and the same moment. The number is in no arithmetic. Parameters
+cannot carry it, so a few hundred values of each leaf are compared with the masters on host and
+device.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
-#: Values of each part that are compared, about; spread over it.
+#: About how many values of each part are compared; they are spread over it.
 COMPARED = 512
 
-# Between a master that was undone from its update and the one that there was, relative to the
-# update and to the master: a few roundings of float32, of which the bias corrections' are largest.
+# How far a master with its update undone may be from the one before the update, relative to update
+# and master: a few roundings of float32, of which the bias corrections' are largest.
 _OF_UPDATE, _OF_MASTER = 2.0**-10, 2.0**-21
-# What a step makes of a selected parameter is the cast of its master, but a compiler for devices
-# may round it once less, and the float32 difference of numbers that are 2**16 apart is not exact.
+# A step makes a selected parameter the cast of its master. But a compiler for devices may round
+# once less, and the float32 difference of numbers that are 2**16 apart is not exact.
 _OF_LARGEST = 2.0**-20
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Some values of a part of a parameter, before its host arrays are those of a checkpoint."""
+    """Some values of a part of a parameter, taken before a checkpoint is read into the host."""
 
     values: np.ndarray  # float32
     at: tuple[np.ndarray, ...]  # their places in the part, as `(groups, rows, n, tail)`
@@ -51,7 +51,7 @@ class _Found:
     example: str = ""
 
     def add(self, values: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-        """Takes in values that should lie between two bounds."""
+        """Compares values with two bounds between which they should lie."""
         same = ((low <= values) & (values <= high)) | (np.isnan(values) & np.isnan(low + high))
         self.compared += values.size
         self.different += int(np.count_nonzero(~same))
@@ -60,7 +60,7 @@ class _Found:
 
 
 def sample(leaves: Sequence[HostLeaf]) -> list[Sample]:
-    """What is compared, of host arrays whose masters are still the parameters'."""
+    """The values to compare, from host arrays whose masters are still the parameters."""
     samples = []
     for leaf in leaves:
         flat = _spread(leaf.master.size)
@@ -78,20 +78,20 @@ def what_differs(
     before: Sequence[np.ndarray],
     update: AdamScalars | None,
 ) -> str | None:
-    """What says that the parameters of this process are not those of the states; None if nothing.
+    """Why this process's parameters are not those of the states; None if they are.
 
-    A deferred channel's parameter is the cast of the host's master; where an update is pending, of
-    the master before that, which its moments tell. That of a selected or resident one is the cast
-    of the device's master, if the leaf has one; a float32 leaf has none, and is not compared there.
+    A deferred channel's parameter is the cast of the host's master; with an update pending, of the
+    master before that update, which the moments tell. A selected or resident parameter is the cast
+    of the device's master, if the leaf has one. A float32 leaf has none, and is not compared there.
 
     Args:
         weights: The parameters of all leaves.
         states: Their states.
         samples: As `sample` gave them.
-        leaves: The host's arrays since, of the checkpoint.
-        parts: Of what they are.
-        before: Of each part the channels, `(*stack, k)`, that were selected while the pending
-            update's window was open.
+        leaves: The host's arrays, which are now those of the checkpoint.
+        parts: The parts that these arrays are of.
+        before: Each part's channels, `(*stack, k)`, that were selected while the pending update's
+            window was open.
         update: The hyperparameters of the pending update; None if none is pending.
     """
     offloaded = [state for state in states if state.offloaded]
@@ -113,7 +113,7 @@ def what_differs(
             steps = read(part.of(state.steps)).reshape(leaf.channels.shape)
             group, row, channel, column = (i[now] for i in taken.at)
             place = _places(leaf.channels, leaf.spec.n)[group, channel]
-            # Until a channel has taken a step, its master is what the parameter says.
+            # Before its first step a channel's master follows the parameter.
             known = steps[group, place] > 0
             master = rows[group, row, place, column][known]
             _add_casts(on_device[name], taken.values[now][known], master, leaf.spec)
@@ -137,13 +137,13 @@ def what_differs(
 def _masters(
     leaf: HostLeaf, at: tuple[np.ndarray, ...], update: AdamScalars | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masters at these places and how far off they may be; before that update, if one is given."""
+    """Masters at these places, before `update` if there is one, and how far off they may be."""
     master = leaf.master[at].astype(np.float64)
     if update is None:
         return master, np.zeros_like(master)
     steps = leaf.steps[at[0], at[2]].astype(np.float64)
     mu, nu = (x[at].astype(np.float64) for x in (leaf.mu, leaf.nu))
-    with np.errstate(all="ignore"):  # what is not finite compares with what is not
+    with np.errstate(all="ignore"):  # numbers that are not finite are compared as such
         mu, nu = mu / (1 - update.b1**steps), nu / (1 - update.b2**steps)
         change = update.learning_rate * mu / (np.sqrt(nu) + update.eps)
         shrunk = 1 - update.learning_rate * (update.weight_decay if leaf.spec.decay else 0.0)
@@ -170,7 +170,7 @@ def _compare_resident(found: _Found, weight: jax.Array, state: LeafState) -> Non
 
 
 def _add_casts(found: _Found, values: np.ndarray, master: np.ndarray, spec: LeafSpec) -> None:
-    """Takes in values that a step on the device has made of these masters."""
+    """Compares values that a step on the device has made from these masters."""
     wide = master.astype(np.float64)
     with np.errstate(all="ignore"):
         largest = np.max(abs(wide), initial=0.0, where=np.isfinite(wide))
@@ -183,15 +183,15 @@ def _unit(spec: LeafSpec) -> float:
 
 
 def _cast(x: np.ndarray, spec: LeafSpec) -> np.ndarray:
-    """To float32 and the leaf's dtype, as the host casts; float32 again."""
+    """`x` cast to float32 and then to the leaf's dtype, as the host casts; in float32 again."""
     with np.errstate(all="ignore"):
         return x.astype(np.float32).astype(spec.dtype).astype(np.float32)
 
 
 def _spread(size: int) -> np.ndarray:
-    """Some places in a flat array, ascending: all of them if they are few.
+    """Some places in a flat array, ascending; in a small array all of them.
 
-    Multiples of the golden ratio, which are spread evenly but fall in step with no axis.
+    Multiples of the golden ratio are spread evenly and fall in step with no axis.
     """
     if size <= COMPARED:
         return np.arange(size)
@@ -200,7 +200,7 @@ def _spread(size: int) -> np.ndarray:
 
 
 def _places(channels: np.ndarray, n: int) -> np.ndarray:
-    """Int (groups, n): the place of a channel among `channels` (groups, k), -1 if it has none."""
+    """Int (groups, n): each channel's place among `channels` (groups, k); -1 if it has none."""
     places = np.full((channels.shape[0], n), -1)
     np.put_along_axis(places, channels, np.arange(channels.shape[1])[None], axis=-1)
     return places
@@ -209,17 +209,17 @@ def _places(channels: np.ndarray, n: int) -> np.ndarray:
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
     """The run's number, the same in every process that has some of these devices.
 
-    Random, and so another one for each engine that is ever made. In a run of several processes
-    all must call it: it waits for the others.
+    It is random, and so another one for each engine that is ever made. With several processes all
+    must call this: it waits for the others.
 
     Args:
         refusal: Why this process cannot go on with what it has read; None if it can.
-        step: Of the state.
-        token: Of the state.
-        devices: Of the parameters.
+        step: The state's step.
+        token: The state's token.
+        devices: The parameters' devices.
 
     Raises:
-        ValueError: With the refusal; if another process has one; or if the processes have states of
+        ValueError: If this process or another one refuses, or if the processes have states of
             different moments.
     """
     mine = [secrets.randbits(31), int(refusal is not None), step, token]
@@ -244,7 +244,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
 
 
 def _gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
-    """What each process has given, through the devices: jax has no other public way."""
+    """The values of each process, sent through the devices: jax has no other public way."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     mine = np.array([values], np.int32)

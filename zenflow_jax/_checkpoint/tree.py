@@ -1,9 +1,9 @@
-"""An engine's state as a tree of arrays, for checkpoints: out of the host half, and back into it.
+"""An engine's state as a tree of arrays, for checkpoints.
 
-Large arrays are global ones, in host memory, placed like the parts of the leaf that they belong to:
-whoever writes them writes each part once, from a process that has it. What is small and the same on
-every process is NumPy. Nothing in the tree depends on how many devices or processes there are, so
-it can be read into another number of them.
+Large arrays are global and in host memory, placed like the parts of their leaf: a saver writes each
+part once, from a process that has it. Small values that are the same on every process are NumPy.
+Nothing in the tree depends on the number of devices or processes, so another number of them can
+read it.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ WIDE = ("master", "mu", "nu", "total")
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What an engine counts. Python numbers, and what a `ScheduleState` has."""
+    """What an engine counts: Python numbers, and a `ScheduleState`."""
 
     schedule_state: ScheduleState
     step: int = 0
     open_steps: int = 0  # of the open window, skipped ones included
-    counted: int = 0  # of them those that are in the sums
+    counted: int = 0  # the steps among them that are in the sums
     windows: int = 0  # closed so far
     pending: int = NONE
-    token: int = 0  # that the next step carries
+    token: int = 0  # the next step's
     skipped: int = 0
     reselections: int = 0
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -109,7 +109,7 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
 
 
 def options_of(state: ZenFlowState) -> dict[str, Any]:
-    """What a resumed run must have as the saved one had it, in numbers."""
+    """The options that a resumed run must share with the saved one, as numbers."""
     schedule = state.schedule
     window, select = schedule.window, schedule.select
     if isinstance(window, AutoWindow):
@@ -129,15 +129,15 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "select_interval": np.array(selects, np.float32),
         "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
         "overlap_step": np.array(schedule.overlap_step, np.int32),
-        # 1 for "per_window", whose sums are not here; the other two have the same bits.
+        # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
-        # Of each leaf channel axis (-1 if it is resident), selected channels, weight decay.
+        # For each leaf its channel axis (-1 if resident), selected channels, weight decay.
         "leaves": np.array(rows, np.int32).reshape(-1, 3),
     }
 
 
 def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
-    """What `HostEngine.state` returns, without values: to restore a checkpoint straight into place.
+    """The tree of `HostEngine.state` without values: to restore a checkpoint straight into place.
 
     Args:
         opt_state: What `tx.init(params)` returned: arrays, or `ShapeDtypeStruct`s.
@@ -179,9 +179,9 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
 def arrays_of(
     spec: LeafSpec, mail: Any, sending: SendGradients
 ) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
-    """Shape, dtype and sharding of each array that is kept for a leaf; `mail` shows where it is.
+    """Shape, dtype and sharding of each array kept for a leaf; `mail` shows where the leaf is.
 
-    The sharding is None where nobody knows: of an abstract leaf that was not told where it is.
+    The sharding is None for an abstract leaf that was not told where it is.
     """
     sharding = mail.sharding
     if isinstance(sharding, NamedSharding):
@@ -199,7 +199,7 @@ def arrays_of(
         "steps": ((*spec.stack, spec.n), np.dtype(np.int32), each),
     }
     if sending.sums_on_device:
-        del arrays["total"]  # in the optimizer state, as its mail
+        del arrays["total"]  # the optimizer state has the sums, as its mail
     if spec.k:  # orbax writes no empty arrays
         # Channels selected while the pending update's window was open, if there is one.
         arrays["before"] = ((*spec.stack, spec.k), np.dtype(np.int32), each)
@@ -207,7 +207,7 @@ def arrays_of(
 
 
 class EngineTree:
-    """How the state of an engine is written, whatever is in it."""
+    """Writes the state of an engine as a tree, of the same structure whatever is in it."""
 
     def __init__(self, state: ZenFlowState, offloaded: OffloadedLeaves):
         self._schedule = state.schedule
@@ -222,12 +222,12 @@ class EngineTree:
     def build(
         self, leaves: Sequence[HostLeaf], counts: Counts, before: Sequence[jax.Array] | None
     ) -> dict[str, Any]:
-        """The tree, of copies.
+        """The tree; its arrays are copies.
 
         Args:
-            leaves: The host's arrays of each part, at rest.
+            leaves: The host's arrays of each part; nobody may write to them meanwhile.
             counts: What the engine counts.
-            before: Channels selected during the pending update's window, if others are now.
+            before: Channels selected during the pending update's window; None if they still are.
         """
         return {
             "leaves": self._of_leaves(leaves, counts.counted, before),
@@ -238,7 +238,7 @@ class EngineTree:
     def _of_leaves(
         self, leaves: Sequence[HostLeaf], counted: int, before: Sequence[jax.Array] | None
     ) -> list[dict[str, jax.Array]]:
-        """What the host has of each offloaded leaf; `counted` steps are in its sums."""
+        """The host's arrays of each offloaded leaf; `counted` steps are in its sums."""
         parts, arrays = self._parts, self._arrays
         pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
         for leaf, part in zip(leaves, parts, strict=True):
@@ -246,7 +246,7 @@ class EngineTree:
             channels = (
                 leaf.channels if before is None else host_channels(part.of(before[part.leaf]), part)
             )
-            # Sums that nothing was added to yet are not there, or are those of a former window.
+            # Until a step is counted, a sum is missing, or is that of a former window.
             total = leaf.total if counted else None
             sums = []
             if "total" in arrays[part.leaf]:
@@ -259,7 +259,7 @@ class EngineTree:
                 ("steps", leaf.steps, (*spec.stack, spec.n)),
                 ("before", channels + part.first, (*spec.stack, spec.k)),
             ):
-                # Nothing empty: nobody asks for it, and GPUs have none in host memory.
+                # No empty arrays: nobody asks for them, and GPUs have none in host memory.
                 on_devices = _beside(x.reshape(shape), part.devices) if x.size else []
                 pieces.setdefault(name, []).append(on_devices or [None] * len(part.devices))
         # Devices other than CPUs are still copying.
