@@ -130,7 +130,7 @@ def host_part(weight: jax.Array, part: Part) -> np.ndarray:
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
     """An array's values at `index`, if one of this process's shards has them all; else None.
 
-    In host memory, and a view of the shard where that is there.
+    They are in host memory: a view if the shard is there, else a copy.
     """
     for shard in x.addressable_shards:
         ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]

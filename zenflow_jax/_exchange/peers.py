@@ -32,7 +32,7 @@ POLL_S = 1.0
 # others, and so does a checkpoint.
 GRACE_S = 30.0
 # This process has the service. The moment that it ends, JAX aborts the others, with messages that
-# hide the reason. So it ends last, by so many polls.
+# hide the reason. So it ends last, by `LAST_BY` polls.
 SERVICE = 0
 LAST_BY = 3
 # The point of a process that left by closing its engine; others left where they raised a failure.

@@ -36,8 +36,8 @@ _NUMBA_TILE = 2 * 1024 * 1024
 _NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
 # Smaller leaves get smaller tiles, so that every thread has some. Below this it does not pay.
 _LEAST_TILE = 64 * 1024
-# A loop adds up only so many gradients on its way. The others are added up in front of it, tile by
-# tile; their sum should still be in the cache when the loop reads it.
+# A loop adds up at most `GRADIENTS_PER_PASS` gradients on its way. The others are added up in front
+# of it, tile by tile; their sum should still be in the cache when the loop reads it.
 _SUM_TILE = 256 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
