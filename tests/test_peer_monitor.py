@@ -72,7 +72,7 @@ def wait_until(condition: Any) -> None:
 
 
 def watches() -> bool:
-    return any(t.name == "zenflow-watch" for t in threading.enumerate())
+    return any(t.name == "zenflow-peers" for t in threading.enumerate())
 
 
 def has_left(engine: Engine, process: int) -> bool:

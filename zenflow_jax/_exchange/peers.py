@@ -95,7 +95,7 @@ class PeerMonitor:
         self._left: dict[int, str] = {}  # points
         self._told: set[str] = set()
         self._exits = False
-        self._thread = threading.Thread(target=self._run, name="zenflow-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="zenflow-peers", daemon=True)
 
     def start(self, on_failure: Callable[[str], None]) -> None:
         """Starts the thread.
@@ -145,13 +145,13 @@ class PeerMonitor:
 
     def _run(self) -> None:
         try:
-            self._watch()
+            self._wait_for_news()
         finally:
             self._at_rest.set()
             if not self._exits:
                 atexit.unregister(self._at_exit)
 
-    def _watch(self) -> None:
+    def _wait_for_news(self) -> None:
         end = exit_end = math.inf
         announced = False
         while not self._together():

@@ -46,7 +46,7 @@ class Worker:
     Args:
         host: The arrays that the thread works on; nobody else touches them from now on.
         offloaded: The leaves whose arrays `host` has, and where their uploads go.
-        watch: Tells the other processes of this worker's failure, and this worker of theirs.
+        peers: Tells the other processes of this worker's failure, and this worker of theirs.
         skipped: Steps skipped before.
         skipped_in_a_row: Steps skipped before, since the last one that counted.
         max_skipped: This many skipped steps in a row end the thread; None for any number.
@@ -56,7 +56,7 @@ class Worker:
         self,
         host: HostState,
         offloaded: OffloadedLeaves,
-        watch: PeerMonitor,
+        peers: PeerMonitor,
         skipped: int = 0,
         skipped_in_a_row: int = 0,
         max_skipped: int | None = None,
@@ -77,7 +77,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._reason = ""  # the failure in words, set before it
         self._other: str | None = None  # another process's failure, which becomes this one's
-        self._peers = watch
+        self._peers = peers
         # The caller's. Every process makes the same calls in the same order: two that raise a
         # failure after the same number of points have dispatched the same programs.
         self._passed = 0
