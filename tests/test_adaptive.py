@@ -7,9 +7,12 @@ import dataclasses
 from collections import Counter
 from itertools import accumulate
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zenflow_jax
 from tests import runs, scripted
 from tests.runs import FEW, FIRST, SECOND, THIRD, Plan, Settings, Training
 from tests.scripted import Weight, ripe_after
@@ -94,6 +97,20 @@ def test_a_flush_moves_no_boundary():
     assert slow.boundaries == ends
     # Windows that a flush cut in two.
     assert stats.window_lengths == {2: 4, 3: 2}
+
+
+def test_what_piles_up_is_of_clipped_gradients():
+    params = {"w": jnp.ones((4, 3))}
+    tx = zenflow_jax.zenflow(
+        1e-2, topk_ratio=0.25, update_interval=AutoWindow(), max_grad_norm=1.0, offload=False
+    )
+    update = jax.jit(tx.update)
+    for size in 10.0, 0.01:
+        _, state = update({"w": jnp.full((4, 3), size)}, tx.init(params), params)
+        # All elements alike: clipped, each is the norm's share.
+        expected = min(size, 12**-0.5)
+        for sums in state.schedule_state.deferred, state.schedule_state.selected:
+            np.testing.assert_allclose(sums, [expected], rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -962,3 +962,13 @@ def test_gradients_of_float16_leaves_are_looked_at_as_they_arrive():
             np.testing.assert_allclose(leaf.mu, 0.1 * size, rtol=1e-6)
             if leaf.scores is not None:
                 np.testing.assert_allclose(leaf.scores, 3 * size**2, rtol=1e-6)
+
+
+def test_gradients_of_float16_are_squared_in_float32():
+    # Their squares are no finite float16: the step would be skipped.
+    params = {"weight": jnp.ones((6, 3), jnp.float16)}
+    tx = make()
+    gradients = {"weight": jnp.full((6, 3), 300, jnp.float16)}
+    _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+    assert int(state.skipped) == 0
+    np.testing.assert_allclose(state.leaves[0].scores, 3 * 300**2, rtol=1e-6)
