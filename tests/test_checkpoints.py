@@ -28,17 +28,13 @@ from tests import runs as optimizer_runs
 from tests.cut_short import cut_short
 from tests.runs import Leaf, Training
 from train import checksums, finetune
-from train.checkpoints import (
-    CheckpointError,
-    Checkpoints,
-    description,
-    saved_rounds,
-    with_saved_rounds,
-    write_model,
-)
+from train.checkpoints import Checkpoints
 from train.command_line import load_settings
 from train.decoder import DecoderConfig, LinearRope
+from train.models import write_weights
+from train.run_description import description, saved_rounds, with_saved_rounds
 from train.run_lock import LOCK, run_lock
+from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 from train.settings import Settings, SettingsError
 
 # --- runs -----------------------------------------------------------------------------------
@@ -221,9 +217,7 @@ LARGE = 4_000_000  # 16 MB: orbax needs longer for it than for any step here
 class Job:
     """What a run has, without one: a state that a donating step changes."""
 
-    def __init__(
-        self, folder: Path, *, size: int = SMALL, read_only: bool = False, config=None, **changed
-    ):
+    def __init__(self, folder: Path, *, size: int = SMALL, config=None, **changed):
         self.said: list[str] = []
         # Noise, which is not made smaller by compression.
         noise = np.random.default_rng(0).standard_normal(size).astype(np.float32)
@@ -237,7 +231,6 @@ class Job:
             keep_best=settings.keep_best,
             describe=description(settings, 0, config),
             say=self.said.append,
-            read_only=read_only,
         )
 
         def advance(params, opt_state):
@@ -422,9 +415,11 @@ def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
     values = saved_run(tmp_path, 10)
     half = tmp_path / "checkpoints" / "20.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "checkpoints" / "10", half)
-    with Job(tmp_path, read_only=True) as job:
-        assert job.checkpoints.find("10") == 10
-        weights = job.checkpoints.weights(10, job.params)
+    saved = SavedCheckpoints(
+        tmp_path / "checkpoints", describe=description(Settings(optimizer="adamw"), 0), say=print
+    )
+    assert saved.find("10") == 10
+    weights = saved.weights(10, Job(tmp_path).params)
     jax.tree.map(np.testing.assert_array_equal, weights, values[0][0])
     assert checksums.damage(half) is None
 
@@ -455,9 +450,11 @@ def test_damaged_checkpoints_alone_are_an_error_and_stay(tmp_path):
     [
         ({"width": 512}, "`width`: expected 256, as in the run .*got 512. Pass --width 256"),
         ({"overlap_step": False}, "`overlap_step`: expected True, .*Pass --overlap-step, or"),
+        # Of other samples no figure says which checkpoint is best.
+        ({"eval_batches": 3}, "`eval_batches`: expected None, .*got 3. Pass --eval-batches None"),
         ({"size": SMALL + 1}, r"array `\S+` to be float32 .1000,., .*got float32 .1001,."),
     ],
-    ids=["settings", "flag", "arrays"],
+    ids=["settings", "flag", "samples", "arrays"],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path, options, expected):
     saved_run(tmp_path, 10)
@@ -465,6 +462,22 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path, options, e
         job.restored(10)
     with Job(tmp_path, steps=7, learning_rate=1.0, keep=5) as job:
         job.restored(job.checkpoints.newest())
+
+
+def test_what_a_deepspeed_config_has_set_is_put_right_in_the_config(tmp_path):
+    saved_run(tmp_path, 10, topk_ratio=0.2)
+    copy = tmp_path / "deepspeed.json"
+
+    def refusal(config: str) -> str:
+        with Job(tmp_path, topk_ratio=0.1, deepspeed=config) as job:
+            with pytest.raises(SettingsError, match="`topk_ratio`: expected 0.2, .*got 0.1") as it:
+                job.restored(10)
+        return str(it.value)
+
+    assert "Leave --deepspeed out, as " in refusal("other.json")
+    copy.write_text("{}", encoding="utf-8")
+    assert f"Pass --deepspeed {copy}, which the run has gone by" in refusal("other.json")
+    assert f"Change it in {copy}, or" in refusal(str(copy))
 
 
 def test_a_model_of_the_same_shapes_but_with_another_config_is_refused(tmp_path):
@@ -547,7 +560,7 @@ def test_a_run_whose_disk_is_full_ends_with_one_message(runs, tmp_path, room, op
 
 def test_a_model_for_which_there_is_no_room_is_an_error_and_leaves_no_half(small_disk):
     with pytest.raises(CheckpointError, match="write the model to .*model.safetensors.*Make room"):
-        write_model(small_disk / "model.safetensors", {"w": jnp.ones(LARGE)})
+        write_weights(small_disk / "model.safetensors", {"w": jnp.ones(LARGE)})
     assert kill_test.names_in(small_disk) == []
 
 

@@ -16,10 +16,11 @@ import numpy as np
 from flax import nnx
 
 from train import models
-from train.checkpoints import CheckpointError, Checkpoints, description_of_model, write_model
 from train.hf_saving import save_folder
 from train.pretrained import read_folder
 from train.report import read_summary
+from train.run_description import description_of_model
+from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 from train.settings import Settings, SettingsError
 from train.tasks.chosen import labels_and_best
 
@@ -59,24 +60,21 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     rival = math.nan
     if summary is not None and summary.best_step in (None, summary.steps) and end.exists():
         rival = summary.validation_after.get(best, math.nan)
-    with Checkpoints(
+    checkpoints = SavedCheckpoints(
         folder / "checkpoints",
-        keep=settings.keep,
-        keep_best=True,
         larger_is_better=best != "loss",
         describe=description_of_model(settings, origin and origin.config),
         say=say,
-        read_only=True,
-    ) as checkpoints:
-        step = checkpoints.find(which, rival=rival)
-        if step is None:
-            _copy(end, target)
-            say(f"{target} has the model of {folder}, of step {summary.steps}, which did best")
-            return
-        weights = checkpoints.weights(step, like)
+    )
+    step = checkpoints.find(which, rival=rival)
+    if step is None:
+        _copy(end, target)
+        say(f"{target} has the model of {folder}, of step {summary.steps}, which did best")
+        return
+    weights = checkpoints.weights(step, like)
     if origin is None:
         target.mkdir(parents=True, exist_ok=True)
-        write_model(target / models.WEIGHTS, weights)
+        models.write_weights(target / models.WEIGHTS, weights)
     else:
         save_folder(target, origin, weights, dtype=models.dtype_of(origin), labels=labels)
     say(f"{target} has the weights of checkpoint {step} in {folder}")

@@ -12,9 +12,9 @@ Read from top to bottom: `train`, which is the whole job, and the command. The s
 `settings.py`, what is learned in `tasks/`, the batches in `data.py`, the model in `models.py`, the
 optimizers in `optimizers.py`, one step and one validation in `step.py`, what is measured in
 `meter.py`, zenflow's windows and selections in `schedule.py`, what is shown and written in
-`run_log.py` and `report.py`, what a run goes on from in `checkpoints.py`, what stops it in
-`stopping.py`. Several devices: what lies where in `sharding.py`, several processes in
-`processes.py`, the commands in docs/multi_host.md.
+`run_log.py` and `report.py`, what a run goes on from in `checkpoints.py`, which run that may be in
+`run_description.py`, what stops it in `stopping.py`. Several devices: what lies where in
+`sharding.py`, several processes in `processes.py`, the commands in docs/multi_host.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rich.console import Console
 
 import zenflow_jax
 from train import models, processes
-from train.checkpoints import CheckpointError, Checkpoints, description, with_saved_rounds
+from train.checkpoints import Checkpoints
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
 from train.export import export
@@ -51,9 +51,11 @@ from train.report import (
     write_summary,
     write_timeline,
 )
+from train.run_description import description, with_saved_rounds
 from train.run_folder import make_run_folder, write_settings
 from train.run_lock import run_lock
 from train.run_log import NoLog, RunLog, read_rows
+from train.saved_checkpoints import CheckpointError
 from train.sayings import PROGRAM, causes_of_infinity, how_to_go_on, said_of_deepspeed
 from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
 from train.settings import Settings, SettingsError

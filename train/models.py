@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
-from train import pretrained
-from train.checkpoints import write_model
+from train import pretrained, processes
+from train.checkpoint_arrays import name_of
 from train.decoder import Decoder, DecoderConfig
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
 from train.memory import check_model
 from train.optimizers import weight_dtype
+from train.saved_checkpoints import CheckpointError
 from train.settings import Settings
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
@@ -152,11 +156,40 @@ def write(folder: Path, model: Model, masters: Any, *, labels: Sequence[str] = (
         CheckpointError, ModelError: If it could not be written.
     """
     if model.origin is None:
-        write_model(folder / WEIGHTS, masters)
+        write_weights(folder / WEIGHTS, masters)
         return WEIGHTS
     dtype = dtype_of(model.origin)
     save_folder(folder / FOLDER, model.origin, masters, dtype=dtype, labels=labels)
     return FOLDER
+
+
+def write_weights(path: Path, masters: Any) -> None:
+    """Writes weights as safetensors, named by key path: `blocks.0.gate.kernel`.
+
+    All processes must call it; the first writes, under another name until the file is whole.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    arrays = {}
+    for name, x in jax.tree_util.tree_leaves_with_path(masters):
+        value = processes.whole(x)
+        if processes.is_first():
+            arrays[name_of(name)] = np.ascontiguousarray(value, np.float32)
+    if not processes.is_first():
+        return
+    part = path.with_name(path.name + ".part")
+    try:
+        save_file(arrays, part)
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"expected to write the model to {path}, got: {error}. Make room there or see to its "
+            "permissions, and start the run again: it goes on from its last checkpoint."
+        ) from error
 
 
 def dtype_of(origin: pretrained.Pretrained) -> np.dtype:

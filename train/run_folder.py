@@ -7,11 +7,9 @@ from pathlib import Path
 
 from train import models, processes
 from train.command_line import to_toml
+from train.run_description import DEEPSPEED
 from train.run_lock import LOCK
 from train.settings import Settings, SettingsError
-
-# The copy of a DeepSpeed config.
-DEEPSPEED = "deepspeed.json"
 
 
 def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
