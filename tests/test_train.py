@@ -376,7 +376,7 @@ def metered(meter, loss, skipped=0):
 
 def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
     meter = Meter(log_every=2, waited_s=lambda: 0.0)
-    meter.start(tokens_done=0)
+    meter.start()
     rows = [metered(meter, i) for i in range(1, 8)]
     assert [row and (row.step, row.loss) for row in rows] == [
         None, None, None, (2, 1.5), None, (4, 3.5), None,
@@ -390,18 +390,18 @@ def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
     monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
     waited = iter([0.0, 0.25, 0.25])
     meter = Meter(log_every=2, waited_s=lambda: next(waited))
-    meter.start(tokens_done=10)  # at second 0
+    meter.start()  # at second 0
     assert [metered(meter, i) for i in range(3)] == [None] * 3
-    # At second 1 the first four losses exist: three steps of ten tokens after the start.
-    assert metered(meter, 3) == (2, 0.5, 30.0, 0.25, 0)
-    assert meter.since_start() == (2, 15.0, 0.125)
+    # At second 1 the first four losses exist: four steps of ten tokens.
+    assert metered(meter, 3) == (2, 0.5, 40.0, 0.25, 0)
+    assert meter.since_start() == (2, 20.0, 0.125)
 
 
 def test_the_time_of_a_validation_is_in_no_rate(monkeypatch):
     seconds = iter([0, 1, 5, 6])
     monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
     meter = Meter(log_every=1, waited_s=lambda: 0.0)
-    meter.start(tokens_done=0)
+    meter.start()
     metered(meter, 0)
     with meter.paused():  # from second 1 to 5
         pass
@@ -412,12 +412,12 @@ def test_the_time_of_a_validation_is_in_no_rate(monkeypatch):
 def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
     figures = [(1, 0), (jnp.nan, 1), (3, 1), (jnp.inf, 2), (9, 3), (jnp.nan, 4), (7, 4)]
     meter = Meter(log_every=2, waited_s=lambda: 0.0)
-    meter.start(tokens_done=0)
+    meter.start()
     rows = [metered(meter, *figures[0])]
     # A run that is stopped and goes on, in mid-interval, gives the same rows.
     for i, taken in enumerate(figures[1:], start=1):
         meter = Meter(log_every=2, waited_s=lambda: 0.0, steps_done=i, state=meter.state())
-        meter.start(tokens_done=0)
+        meter.start()
         rows.append(metered(meter, *taken))
     rows = [row for row in [*rows, *meter.drain()] if row]
     assert [(row.step, row.skipped) for row in rows] == [(2, 1), (4, 1), (6, 2), (7, 0)]

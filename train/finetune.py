@@ -344,7 +344,7 @@ def train(
             record.step(step)
             if step == done + 1:
                 jax.block_until_ready(params)
-                meter.start(tokens_done=0)
+                meter.start()
                 stop.begin()
                 log.begin(step)
             if row := meter.step(loss, skipped=skipped, tokens=tokens):
@@ -377,7 +377,7 @@ def train(
         if asked := stop.end(f"all {settings.steps} steps are done and saved"):
             raise Stopped(how_to_go_on(asked, settings.steps, folder), signal_number=asked)
         if done == settings.steps:
-            meter.start(tokens_done=0)
+            meter.start()
         for row in meter.drain():
             report(row)
         skips.finish()

@@ -81,9 +81,9 @@ class Meter:
         self._skipped = 0 if state is None else state["skipped_before"]  # by the last row
         self._paused_s = 0.0
 
-    def start(self, *, tokens_done: int) -> None:
-        """Starts the clock; the first `tokens_done` tokens are in no rate."""
-        self._started = Mark(tokens_done, self._now(), self._waited_s())
+    def start(self) -> None:
+        """Starts the clock. Steps of before are to have no tokens, as they are in no rate."""
+        self._started = Mark(0, self._now(), self._waited_s())
         # Two intervals, because the last one of a run is sometimes done when it is first looked
         # at, and steps that took no time have no rate.
         self._last_two = deque([self._started], maxlen=2)

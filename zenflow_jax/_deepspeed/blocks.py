@@ -91,26 +91,21 @@ class Block:
         default: Any = ABSENT,
         *,
         auto: Any = ABSENT,
-        low: float = 0.0,
         high: float = math.inf,
-        open_low: bool = False,
-        open_high: bool = False,
+        open_ends: bool = False,
         remedy: str = "Correct the value.",
     ) -> Any:
-        """A float between two bounds; `open_...` leaves the bound itself out."""
+        """A float from 0 to `high`; `open_ends` leaves both out."""
         value = self.take(key, default, auto)
         if value is default or value is auto:
             return value
         if not _is_number(value):
             raise self.error(key, "a number", _plain(value) or remedy)
-        below = value <= low if open_low else value < low
-        above = value >= high if open_high else value > high
-        if below or above or not math.isfinite(value):
-            left, right = "(" if open_low else "[", ")" if open_high else "]"
-            bounds = f"a number in {left}{low:g}, {high:g}{right}"
-            if high == math.inf:
-                bounds = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
-            raise self.error(key, bounds, remedy)
+        inside = 0 < value < high if open_ends else 0 <= value <= high
+        if not (inside and math.isfinite(value)):
+            bounds = f"(0, {high:g})" if open_ends else f"[0, {high:g}]"
+            least = "a finite number of at least 0"
+            raise self.error(key, least if high == math.inf else f"a number in {bounds}", remedy)
         return float(value)
 
     def pair(self, key: str, default: Any, *, auto: Any, remedy: str) -> Any:

@@ -114,8 +114,7 @@ def _rules(block: Block, steps_per_epoch: int | None) -> dict[str, Any]:
         0.1,
         auto=0.1,
         high=1.0,
-        open_low=True,
-        open_high=True,
+        open_ends=True,
         remedy="It is a share of the channels: 0.05 for one in twenty.",
     )
     warm_up = block.integer(
