@@ -55,7 +55,7 @@ class Peers:
             # Not to be asked later: by then this process may have taken jax down.
             self._is_first = processes.is_first()
             self._meet()
-            threading.Thread(target=self._peers, name="peers", daemon=True).start()
+            threading.Thread(target=self._watch, name="peers", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
