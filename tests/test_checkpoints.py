@@ -42,9 +42,12 @@ from train.settings import Settings, SettingsError
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with an uninterrupted run, `whole`, and its config; and what three kills did."""
+    """A folder with an uninterrupted run, `whole`, and its config; and what three kills did.
+
+    The first comes after a save, the second while one is written, the third at the start.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    return folder, kill_test.kill_test(folder, kills=3, seed=5)
+    return folder, kill_test.kill_test(folder, kills=3, seed=41)
 
 
 @pytest.fixture
@@ -191,6 +194,7 @@ def test_parameters_that_are_not_those_of_their_checkpoint_are_refused(runs, cap
     assert changed_at(folder / "whole") == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_run_that_has_ended_is_left_as_it_is(runs, capsys):
     folder, _ = runs
@@ -544,6 +548,7 @@ def test_what_orbax_has_not_written_is_no_news_behind_a_failure(small_disk, recw
     assert [str(warning.message) for warning in recwarn] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("room", "options"), [("40k", ["--log-every", "1"]), ("2m", [])])
 def test_a_run_whose_disk_is_full_ends_with_one_message(runs, tmp_path, room, options):
     folder, _ = runs
