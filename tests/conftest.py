@@ -67,9 +67,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What is imported stays; tracing makes objects by the million, and nearly none in circles.
+    # What is imported stays, and need not be looked through whenever tracing has made a million
+    # objects.
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
