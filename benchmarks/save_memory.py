@@ -46,7 +46,7 @@ class Peak:
     def __enter__(self) -> "Peak":
         self.before = self.most = resident()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._peers, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
