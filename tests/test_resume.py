@@ -105,6 +105,10 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, ke
                 whole, checkpoint, host_kernel=kernel, prefetch_bytes=100 * (t % 2)
             ) as again:
                 again.t = t
+                # The update that was on its way has then arrived, and none since.
+                soon = min(t + 4, PLAN.steps - 1)
+                go(again, PLAN, soon)
+                runs.assert_same_bits(again.params, checkpoints[soon][0])
                 go(again, PLAN, PLAN.steps)
                 runs.assert_same_bits(end(again), expected)
                 new = again.engine.stats
@@ -258,6 +262,21 @@ def test_an_engine_state_does_not_change_while_training_goes_on():
         values = jax.tree.map(np.array, now)
         go(training, PLAN, PLAN.steps)
         runs.assert_same_bits(jax.tree.map(np.asarray, now), values)
+
+
+def test_an_engine_leaves_the_state_as_it_is_that_it_goes_on_from():
+    with Training(ONE, SETTINGS, threads=1, host_kernel="numpy") as training:
+        training.go(4)
+        params, state, engine_state = saved(training)
+        # In mid-window, with sums; as NumPy arrays, which could be written.
+        engine_state = jax.tree.map(np.array, engine_state)
+        assert engine_state["leaves"][0]["total"].any()
+        values = copy.deepcopy(engine_state)
+        with resumed(training, (params, state, engine_state), host_kernel="numpy") as again:
+            again.go(1)
+            again.engine.state()  # adds up
+            again.go(8)
+        runs.assert_same_bits(engine_state, values)
 
 
 def test_the_template_is_what_the_state_is():
