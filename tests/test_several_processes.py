@@ -252,19 +252,19 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path)
 
 @pytest.mark.slow
 def test_each_process_does_its_part_of_the_work(together):
-    for code, output in together("share", 2, 1):
+    for code, output in together("share", 2, 2):
         assert code is None, output[-5000:]
 
 
 @pytest.mark.slow
 def test_all_processes_close_the_same_windows_however_slow_one_is(together):
-    for code, output in together("adapt", 2, 1):
+    for code, output in together("adapt", 2, 2):
         assert code is None, output[-5000:]
 
 
 # The last of its kind: it ends the processes.
 @pytest.mark.slow
 def test_a_worker_that_fails_ends_all_processes_with_its_message(together):
-    for code, output in together("fail", 2, 1):
+    for code, output in together("fail", 2, 2):
         assert code not in (0, None)
         assert "the memory is gone" in output, output[-5000:]
