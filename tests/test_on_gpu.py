@@ -330,6 +330,7 @@ def test_the_report_has_what_a_stage_found_while_the_stage_still_runs(tmp_path, 
     assert outcome.ended == "done"
 
 
+@pytest.mark.slow
 def test_a_command_that_is_ended_ends_its_stage_and_leaves_the_report(tmp_path):
     script = (
         "from pathlib import Path\n"
@@ -401,6 +402,7 @@ def test_what_is_missing_is_said_at_once_in_one_line(monkeypatch, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command_starts_no_jax_and_the_stages_need_nothing_that_a_rented_gpu_may_lack():
     script = (
         "import sys, importlib\n"

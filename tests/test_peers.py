@@ -12,6 +12,9 @@ from train import finetune
 from train.data import DataError
 from train.peers import Peers
 
+# Three processes each, of which each imports jax.
+pytestmark = pytest.mark.slow
+
 PEER = """
 import os, sys, time
 from pathlib import Path

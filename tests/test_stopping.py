@@ -162,6 +162,7 @@ def test_lack_of_memory_on_a_thread_of_the_engine_is_that_message_too(
     assert re.fullmatch(expected, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_that_message(tmp_path):
     config = tmp_path / "job.toml"
     config.write_text(f"batch_size = 100000000\noutput_dir = {json.dumps(str(tmp_path))}\n")
