@@ -327,6 +327,14 @@ def test_adamw_yields_between_chunks_of_a_big_leaf(kernel):
     assert (state.master != before).any(axis=-1).all()
 
 
+def test_a_float16_leaf_with_float32_gradients_does_not_reach_the_compiler():
+    shape = SHAPES["leading"]
+    state, out = new_state(shape), np.zeros(shape, np.float16)
+    active = np.ones_like(state.steps, bool)
+    step(HostAdam("numba", 1), state, new_gradient(shape), active, out)
+    assert bits(out) == bits(state.master.astype(np.float16))
+
+
 def test_channels_are_chosen_when_the_step_begins(monkeypatch):
     monkeypatch.setattr(adam_module, "_CHUNK", 1)
     shape = SHAPES["trailing"]

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, ONE, SECOND, THIRD, Plan, Settings, Training
-from zenflow_jax import AutoSelect, AutoWindow, HostEngine, _engine
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine, _engine
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import updates
 from zenflow_jax._host import state as host_state
@@ -207,6 +207,10 @@ def continued(training, **changes):
             "`update_interval` as in the saved run, 4, got 4 .rule",
         ),
         ({"select_interval": 16}, "`select_interval` as in the saved run, 8, got 16"),
+        (
+            {"select_interval": EpochSelect(8)},
+            "`select_interval` as in the saved run, 8, got 8 .rule",
+        ),
         ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
         ({"overlap_step": False}, "`overlap_step` as in the saved run, 1, got 0"),
         (

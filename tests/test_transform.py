@@ -501,6 +501,15 @@ def test_nothing_about_the_state_changes_but_its_numbers(offload, learning_rate)
     assert_stable("bfloat16", offload, learning_rate)
 
 
+def test_what_adaptive_windows_are_decided_by_has_its_shape_from_the_first_state_on():
+    params = example_params()  # with leaves of both kinds
+    tx = make(update_interval=zenflow_jax.AutoWindow(), offload=True)
+    state = tx.init(params)
+    _, after = jax.eval_shape(tx.update, params, state, params)
+    before = [x.shape for x in state.step_scalars]
+    assert [x.shape for x in after.step_scalars] == before
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_nothing_about_the_state_changes_whatever_the_dtype(offload, dtype):
