@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
@@ -503,8 +504,15 @@ def small_file_system(folder, room):
     mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system, which this user does not have")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def no_room() -> OSError:
+    """As a write to an open file raises it, which does not know the file's name."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.fixture
@@ -546,6 +554,34 @@ def test_what_orbax_has_not_written_is_no_news_behind_a_failure(small_disk, recw
     write_fragment()  # what orbax may leave when its event loop is closed
     gc.collect()
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_failed_save_may_say_more_when_it_is_closed_and_the_run_goes_on(small_disk, monkeypatch):
+    def close(self, *, really=ocp.CheckpointManager.close):
+        really(self)
+        raise no_room()  # of orbax's other threads, one at a time
+
+    with Job(small_disk, size=LARGE) as job, monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "close", close)
+        job.save(10)
+        with pytest.raises(CheckpointError, match="write checkpoint 10 .*Make room"):
+            job.checkpoints.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_an_error_of_the_file_system_without_a_name_has_the_one_of_the_run(
+    runs, capsys, monkeypatch
+):
+    folder, _ = runs
+
+    def newest(self):
+        raise no_room()
+
+    monkeypatch.setattr(Checkpoints, "newest", newest)
+    assert finetune.main([str(folder / "job.toml"), "--run", "whole"]) == 2
+    whole = re.escape(str(folder / "whole"))
+    assert re.match(rf"error: expected to write .*{whole}.*Make room", capsys.readouterr().err)
 
 
 @pytest.mark.slow

@@ -230,7 +230,9 @@ class Checkpoints(SavedCheckpoints):
             # It would keep the arrays that it has not written (orbax 0.12.8).
             failed, self._manager = self._manager, None
             if failed is not None:
-                failed.close()
+                # A save writes in several threads; here come the errors that were not the first.
+                with contextlib.suppress(OSError, ValueError):
+                    failed.close()
             if processes.is_first():
                 for left in self._unnamed(self._writing):
                     shutil.rmtree(left, ignore_errors=True)  # no more than room is lost by it

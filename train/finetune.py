@@ -52,7 +52,7 @@ from train.report import (
     write_timeline,
 )
 from train.run_description import description, with_saved_rounds
-from train.run_folder import make_run_folder, write_settings
+from train.run_folder import make_run_folder, naming, write_settings
 from train.run_lock import run_lock
 from train.run_log import NoLog, RunLog, read_rows
 from train.saved_checkpoints import CheckpointError
@@ -186,6 +186,7 @@ def train(
     rows: list[tuple[Row, ScheduleRow]] = []
     tokens_per_step = settings.batch_size * settings.sequence_length
     with contextlib.ExitStack() as stack:
+        stack.enter_context(naming(folder))
         stack.enter_context(run_lock(folder, say))
         checkpoints = stack.enter_context(
             Checkpoints(
@@ -425,8 +426,9 @@ def train(
         kept_share=stats.kept_share if stats else None,
     )
     if processes.is_first():
-        write_picture(folder, rows, validations, summary)
-        write_summary(folder, summary)
+        with naming(folder):
+            write_picture(folder, rows, validations, summary)
+            write_summary(folder, summary)
         console.print(summary_table(summary))
         if settings.keep_best:
             say(f"{saved_model} is that of step {best}, which did best in the validation")

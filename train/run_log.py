@@ -17,7 +17,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +35,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 
 from train.meter import Row
+from train.run_folder import naming
 from train.schedule import ScheduleRow
 
 # TensorBoard looks every 30 s.
@@ -104,7 +105,7 @@ class RunLog:
                 # error that says so.
                 closing.enter_context(contextlib.suppress(OSError))
             for file in (self._csv_file, self._validation_file):
-                closing.enter_context(_naming(file.name))
+                closing.enter_context(naming(file.name))
                 closing.callback(file.close)
             closing.callback(self._board.close)
 
@@ -224,27 +225,16 @@ def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
     """A CSV file with these lines in it, open for the next ones."""
     # Whole before it has its name: a run that is killed in between still has the old one.
     part = path.with_name(path.name + ".part")
-    with _naming(part), open(part, "w", newline="", encoding="utf-8") as file:
+    with naming(part), open(part, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(lines)
     os.replace(part, path)
     return open(path, "a", newline="", encoding="utf-8")
 
 
 def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
-    with _naming(file.name):
+    with naming(file.name):
         csv.writer(file).writerows(lines)
         file.flush()
-
-
-@contextlib.contextmanager
-def _naming(path: str | Path) -> Iterator[None]:
-    """An error of the file system has the file's name, as those of `open` have."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class _Board:
@@ -263,7 +253,7 @@ class _Board:
     def __init__(self, folder: Path, *, purge: int | None):
         self._folder = folder
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}"
-        with _naming(folder):
+        with naming(folder):
             self._file = RecordWriter(str(folder / name))
             self._write(file_version="brain.Event:2")
             if purge is not None:
@@ -274,7 +264,7 @@ class _Board:
         # It draws no point for what is no number.
         known = {n: x for n, x in figures.items() if x is not None and math.isfinite(x)}
         known.pop("step", None)
-        with _naming(self._folder):
+        with naming(self._folder):
             for name, value in known.items():
                 self._write(step=step, summary=summary.scalar(f"{group}/{name}", value))
             if time.monotonic() > self._flushed + BOARD_EVERY_S:
@@ -282,7 +272,7 @@ class _Board:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        with _naming(self._folder):
+        with naming(self._folder):
             self._file.close()
 
     def _write(self, **said: Any) -> None:
