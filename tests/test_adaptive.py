@@ -17,6 +17,7 @@ from tests import runs, scripted
 from tests.runs import FEW, FIRST, SECOND, THIRD, Plan, Settings, Training
 from tests.scripted import Weight, ripe_after
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._device.statistics import kept_share
 
 LONGEST = 6
 RATIO = 0.3
@@ -97,6 +98,24 @@ def test_a_flush_moves_no_boundary():
     assert slow.boundaries == ends
     # Windows that a flush cut in two.
     assert stats.window_lengths == {2: 4, 3: 2}
+
+
+def kept(scores, channels):
+    """The share that is kept in one leaf of so many channels."""
+    tx = zenflow_jax.zenflow(1e-2, topk_ratio=len(channels) / len(scores), offload=False)
+    (leaf,) = tx.init({"w": jnp.ones((len(scores), 2))}).leaves
+    assert leaf.spec.k == len(channels)
+    index = jnp.asarray(channels, leaf.channels.dtype)
+    return float(kept_share([jnp.asarray(scores, jnp.float32)], [index], [leaf.spec]))
+
+
+def test_all_of_the_score_is_kept_where_no_channel_has_any():
+    assert kept(np.zeros(8), [2, 5]) == 1
+
+
+def test_all_of_the_score_is_kept_where_the_best_are_selected_in_whatever_order_they_are():
+    # In float32 a one is lost beside the large one, and two that come first are not.
+    assert kept([1, 1, 2**24, 0], [0, 1, 2]) == 1
 
 
 def test_what_piles_up_is_of_clipped_gradients():

@@ -24,7 +24,7 @@ from tests import processes, runs
 from tests.runs import FEW, Plan, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import worker
+from zenflow_jax._exchange import mailbox, worker
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host import state as host_state
 from zenflow_jax._host.adam import HostAdam
@@ -212,6 +212,17 @@ def test_gradients_wider_than_their_leaves_reach_the_host_unrounded(dtype, trans
         kernel = {"host_kernel": "numpy"} if offload else {}
         with Training(leaves, settings, offload=offload, gradients=small, **kernel) as training:
             runs.assert_agree(training.history(plan), expected)
+
+
+@pytest.mark.parametrize("sending", mailbox.IN_FLIGHT)
+def test_no_more_mail_is_unread_than_there_is_memory_for(sending):
+    with started(dataclasses.replace(CALM, send_gradients=sending)) as training:
+        unread = []
+        for _ in range(4):
+            training.go(1)
+            unread.append(len(training.engine._mailbox._unread))
+        training.flush()
+    assert max(unread) == mailbox.IN_FLIGHT[sending]
 
 
 def test_mail_that_is_kept_is_freed_by_close(monkeypatch):
