@@ -8,7 +8,6 @@ prints what `zenflow` adds to a step of a model with one matrix, for the usual p
 import math
 import os
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +89,7 @@ def _group(line: str, devices: int) -> int:
 
 def compiled_step(
     tx: optax.GradientTransformation, sharding: NamedSharding, n: int = 4096
-) -> Callable[..., Any]:
+) -> jax.stages.Compiled:
     """A training step of one `n` x `n` bfloat16 matrix, with 64 examples a device."""
     mesh = sharding.mesh
     params = {"w": jax.ShapeDtypeStruct((n, n), jnp.bfloat16, sharding=sharding)}

@@ -184,7 +184,7 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
 
 
 def add_torch(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(threads)
     options = {"lr": RATE, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY}
@@ -192,7 +192,7 @@ def add_torch(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: s
 
 
 def add_deepspeed(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
 
     options = {"lr": RATE, "betas": (B1, B2), "eps": EPS, "weight_decay": DECAY}
     add_optimizer(cases, x, lambda p: DeepSpeedCPUAdam([p], adamw_mode=True, **options), name)
@@ -200,7 +200,7 @@ def add_deepspeed(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, nam
 
 def add_optimizer(cases: dict[str, dict[str, Run]], x: Arrays, make: Callable, name: str) -> None:
     """A torch optimizer, made to work in our arrays so that no row has better memory pages."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     p, g = torch.from_numpy(x.p.reshape(-1)), torch.from_numpy(x.g.reshape(-1))
     g16, out16, *more16 = (

@@ -70,8 +70,8 @@ def hand_over(
     for leaf in host.leaves:
         shape = leaf.spec.view4(leaf.spec.k)
         chosen = rng.choice(np.setdiff1d(np.arange(WIDTH), leaf.channels), leaf.spec.k, False)
-        rows = [np.ones(shape, np.float32) for _ in range(3)]
-        leaving = SelectedRows(*rows, np.ones(shape[::2], np.int32))
+        master, mu, nu = (np.ones(shape, np.float32) for _ in range(3))
+        leaving = SelectedRows(master, mu, nu, np.ones(shape[::2], np.int32))
         moved.append((leaving, np.sort(chosen)[None].astype(np.int32)))
     start = time.perf_counter()
     for i, (leaving, chosen) in enumerate(moved):
@@ -80,6 +80,15 @@ def hand_over(
     for _ in host.update(closed, lambda i, leaf: None):
         pass
     return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+
+
+def check_bits(a: HostState, b: HostState) -> None:
+    """Both have the same masters and the same weights to send."""
+    for x, y in zip(a.leaves, b.leaves, strict=True):
+        assert x.master.tobytes() == y.master.tobytes()
+        assert x.out is not None
+        assert y.out is not None
+        assert x.out.tobytes() == y.out.tobytes()
 
 
 def main() -> None:
@@ -117,13 +126,9 @@ def main() -> None:
             f"   {2 * most[False]:.0f} and {2 * most[True]:.0f} per parameter",
             flush=True,
         )
-    for a, b in zip(halves[False].leaves, halves[True].leaves, strict=True):
-        assert a.master.tobytes() == b.master.tobytes()
-        assert a.out is not None
-        assert b.out is not None
-        assert a.out.tobytes() == b.out.tobytes()
+    check_bits(halves[False], halves[True])
     print("the same bits")
-    del halves, a, b
+    del halves
     for axis, name in ((0, "leading"), (1, "trailing")):
         host = new_host(leaves, adam, axis)
         both = [hand_over(host, mails, rng) for _ in range(args.rounds + 1)][1:]

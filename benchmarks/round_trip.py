@@ -19,8 +19,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 from flax import nnx
 
 from train.hf_saving import save_folder

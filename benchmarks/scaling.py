@@ -115,7 +115,7 @@ def measure(variant: Variant) -> Result:
         max_grad_norm=1.0,
         partition_replicated=variant.partition,
     )
-    state = tx.init(params)
+    state = zenflow_jax.find_state(tx.init(params))
     step = compiled(tx, params, state)
     mail = jax.tree.leaves((state.mail, state.step_scalars))
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -240,7 +240,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         # Windows of other lengths are the same program to the device: it is compiled once.
-        if jax.config.jax_compilation_cache_dir is None:
+        if jax.config.values["jax_compilation_cache_dir"] is None:
             jax.config.update("jax_compilation_cache_dir", folder)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

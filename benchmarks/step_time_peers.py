@@ -172,7 +172,7 @@ PEERS = {
 
 def make_step(
     graphdef: nnx.GraphDef, optimizer: Optimizer, micro_batches: int, placement: Any = None
-) -> Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]:
+) -> jax.stages.Wrapped:
     """The jitted program of a call: (params, state, tokens) to (params, state, loss), donated.
 
     Args:

@@ -108,7 +108,8 @@ class Batches:
         # Asked three times in a row for a batch.
         if self._last[0] != i:
             first = i * self._size
-            self._last = i, [self._order[first + row] for row in range(self._size)]
+            numbers = [int(self._order[first + row]) for row in range(self._size)]
+            self._last = i, numbers
         return self._last[1]
 
 

@@ -450,6 +450,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         command = read_command_line(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+    except FAILURES as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    try:
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())
         say = partial(console.print, highlight=False, soft_wrap=True)

@@ -152,7 +152,11 @@ class Meter:
     def _mark(self) -> Mark:
         # Those that are not read by now are arrays, but for those that a resumed run begins with,
         # of no tokens.
-        done = sum(x.tokens for x in self._unread if x.tokens and x.loss.is_ready())
+        done = sum(
+            x.tokens
+            for x in self._unread
+            if x.tokens and x.loss.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        )
         return Mark(self._tokens_read + done, self._now(), self._waited_s())
 
     def _now(self) -> float:

@@ -90,7 +90,7 @@ def read_folder(folder: Path) -> Pretrained:
     architecture = ARCHITECTURES[raw["model_type"]]
     found = read_headers(folder, architecture)
     unused = UNUSED[architecture]
-    if architecture == "decoder" and config.tied:
+    if isinstance(config, DecoderConfig) and config.tied:
         unused += r"|^lm_head\.weight$"  # the embedding once more
     if architecture == "encoder" and "BertForSequenceClassification" not in _classes(raw):
         unused += r"|^classifier\."  # of tokens, or of choices

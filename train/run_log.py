@@ -31,7 +31,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from tensorboardX import summary
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import RecordWriter
 
 from train.meter import Row

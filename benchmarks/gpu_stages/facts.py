@@ -194,7 +194,8 @@ def _host_memory(stage: Stage, size: int) -> None:
                 list(pool.map(_piece, edges[:-1], edges[1:]))
 
             def _piece(begin: int, end: int) -> None:
-                stream(*(x[begin:end] for x in arrays), None, np.float32(0))
+                p, m, v, g = (x[begin:end] for x in arrays)
+                stream(p, m, v, g, None, np.float32(0))
 
             found[threads] = 28 * size / seconds(update, 3) / 1e9
         rows = [(n, f"{rate:.1f}") for n, rate in found.items()]

@@ -41,7 +41,7 @@ class Rival(NamedTuple):
 
 def _flash(rehearse: bool) -> Found:
     """8-bit Adam, all on the device: bf16 weights with error bits, moments in 8 bits."""
-    import flashoptim_jax
+    import flashoptim_jax  # pyright: ignore[reportMissingImports]
     import jax
     import numpy as np
     import optax

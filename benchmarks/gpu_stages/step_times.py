@@ -125,7 +125,7 @@ def _compile_ahead(peers: Sequence[Peer], model: Model, part: Part) -> int:
 
 def _compiled() -> int:
     """Steps in the cache."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = jax.config.values["jax_compilation_cache_dir"]
     return len(list(Path(folder).glob("jit_step-*-cache"))) if folder else 0
 
 

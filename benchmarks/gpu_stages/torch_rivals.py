@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportMissingImports]
 
 from benchmarks.gpu_stages import plan
 from benchmarks.gpu_stages.machine import NotHere
@@ -155,7 +155,7 @@ def _adamw(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _deepspeed(model: nn.Module, way: str, batch: int) -> Callable[[torch.Tensor], Any]:
     """One process, ZeRO stage 2, AdamW's state and step on the host."""
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     zero: dict[str, Any] = {
         "stage": 2,
