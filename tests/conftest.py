@@ -25,6 +25,7 @@ import jax
 import pytest
 from hypothesis import settings
 
+from tests.checked_types import check_types
 from tests.processes import QUICK_TO_COMPILE
 
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
@@ -61,6 +62,9 @@ settings.load_profile("zenflow_jax")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Each annotated function of the library is called by some test that is not slow. To look at all
+    # that the slow ones call again and again takes a fifth of their time.
+    check_types(item.get_closest_marker("slow") is None)
     # Asked only when a marked test is about to run: asking starts jax's backends.
     if item.get_closest_marker("gpu") and all(d.platform == "cpu" for d in jax.devices()):
         pytest.skip(f"needs an accelerator; jax.devices() has only {jax.devices()}")

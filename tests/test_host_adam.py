@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from zenflow_jax._host import adam as adam_module
 from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._plan.scalars import AdamScalars
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -181,6 +182,15 @@ def test_bits_depend_on_neither_kernel_nor_threads_nor_tiles(
         for threads in 1, 3:
             for parts in (1,) * count, (count,), (count - 1,), (2, 1), ():
                 assert run(HostAdam(kernel, threads, tile=tile), *parts) == expected
+
+
+def test_more_gradients_than_a_compiled_loop_takes_make_the_same_step():
+    shape = SHAPES["leading"]
+    gradients = [(new_gradient(shape, seed=i), 0.5) for i in range(GRADIENTS_PER_PASS + 1)]
+    both = [new_state(shape) for _ in KERNELS]
+    for kernel, state in zip(KERNELS, both, strict=True):
+        step(HostAdam(kernel, 1), state, gradients, np.ones_like(state.steps, bool))
+    assert bits(*both[0]) == bits(*both[1])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
