@@ -55,8 +55,8 @@ def train(me: int, port: int, count: int, *names: str) -> None:
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
         expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
-        more = {"shardings": shardings, "donate": True}
-        with Training(LEAVES, settings, threads=1, **more) as training:
+        more = {"shardings": shardings, "donate": True, **elastic.ENGINE}
+        with Training(LEAVES, settings, **more) as training:
             ours = []
             for t, values in training.follow(PLAN):
                 ours.append(values)
@@ -71,7 +71,7 @@ def every(me: int, port: int, count: int) -> None:
     """One of the processes: windows of one step, held to `optax.adamw`."""
     join(me, port, count)
     shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
-    with Training(LEAVES, EVERY, shardings=shardings, threads=1) as training:
+    with Training(LEAVES, EVERY, shardings=shardings, **elastic.ENGINE) as training:
         ours = [values for _, values in training.follow(Plan(6))]
         theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
         runs.assert_close(ours, theirs)
@@ -95,9 +95,8 @@ def share(me: int, port: int, count: int) -> None:
     shardings = on_all({"data": jax.device_count()}, "replicated")
     done = []
     for partition in (True, False):
-        # NumPy, because what Numba compiles first takes longer than everything else here.
-        options = {"shardings": shardings, "partition": partition, "host_kernel": "numpy"}
-        with Training(LEAVES, STALE, threads=1, **options) as training:
+        options = {"shardings": shardings, "partition": partition, **elastic.ENGINE}
+        with Training(LEAVES, STALE, **options) as training:
             training.go(9)
             training.settle()
             host = training.engine._worker._host
@@ -132,8 +131,7 @@ def adapt_beside(late: bool, rng: np.random.Generator) -> None:
     shardings = on_all({"fsdp": jax.device_count()}, "channels")
     shards = meshes.pieces(LEAVES, shardings)
     expected, slow = runs.reference(LEAVES, ADAPTIVE, plan, shards=shards)
-    options = {"shardings": shardings, "threads": 1, "host_kernel": "numpy"}
-    with Training(LEAVES, ADAPTIVE, **options) as training:
+    with Training(LEAVES, ADAPTIVE, shardings=shardings, **elastic.ENGINE) as training:
         ends, windows = [], 0
         for t, _ in enumerate(expected.params, start=1):
             training.step(bad=t in plan.bad)
@@ -154,7 +152,7 @@ def pass_on(me: int, port: int, count: int, before: str, until: int, after: str)
     if count > 1:
         join(me, port, count)
     shardings = on_all({"data": jax.device_count()}, "replicated")
-    with elastic.HERE(shardings=shardings, threads=1, donate=True) as training:
+    with elastic.HERE(shardings=shardings) as training:
         if before:
             elastic.resume(training, Path(before))
             if count > 1:
@@ -196,7 +194,7 @@ def fail(me: int, port: int, count: int) -> None:
     if me == count - 1:
         _engine.HostState = Broken
     shardings = on_all({"data": jax.device_count()}, "replicated")
-    with Training(LEAVES, STALE, shardings=shardings, threads=1) as training:
+    with Training(LEAVES, STALE, shardings=shardings, **elastic.ENGINE) as training:
         training.go(1000)
 
 

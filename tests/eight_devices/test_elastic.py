@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 
 import zenflow_jax
 from tests import meshes, runs
-from tests.elastic import HERE, PLAN, SAVED_AT, follow, resume, save
+from tests.elastic import ENGINE, HERE, PLAN, SAVED_AT, follow, resume, save
 from tests.meshes import LEAVES, STALE
 from tests.runs import Settings, Training
 
@@ -32,11 +32,11 @@ def placed(where):
     ids=str,
 )
 def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
-    with HERE(shardings=placed(before), threads=1, donate=True) as training:
+    with HERE(shardings=placed(before)) as training:
         follow(training, SAVED_AT)
         save(training, tmp_path / "checkpoint")
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
-    with HERE(shardings=placed(after), threads=1, donate=True) as training:
+    with HERE(shardings=placed(after)) as training:
         resume(training, tmp_path / "checkpoint")
         follow(training, PLAN.steps)
         training.settle()
@@ -56,11 +56,11 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
     # As many channels, wherever they are: one device, and eight pieces of 32 or 16 channels.
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
     leaves = LEAVES[1:3]
-    with Training(leaves, settings, threads=1) as training:
+    with Training(leaves, settings, **ENGINE) as training:
         training.go(6)
         values = jax.tree.map(np.asarray, jax.tree.leaves((training.params, training.state)))
         engine_state = jax.tree.map(np.asarray, training.engine.state())
-    with Training(leaves, settings, shardings=channels, threads=1) as training:
+    with Training(leaves, settings, shardings=channels, **ENGINE) as training:
         likes, treedef = jax.tree.flatten((training.params, training.state))
         params, state = jax.tree.unflatten(
             treedef,
