@@ -1,8 +1,7 @@
-"""Every kind of task by the real command, on a tiny model: one epoch, killed and resumed once."""
+"""Every kind of task by the real command, on a tiny model: half an epoch, cut short and resumed."""
 
 import csv
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import zenflow_jax
-from benchmarks.kill_test import start, steps_of, wait_for
 from tests.cut_short import cut_short
 from tests.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
@@ -74,12 +72,6 @@ def validations(run: Path) -> list[tuple[str, ...]]:
         return [tuple(row) for row in csv.reader(file)][1:]
 
 
-def output(process) -> str:
-    text, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, text
-    return text
-
-
 @pytest.fixture
 def promotion_as_users_have_it():
     """jax's own `dot_product_attention` is not clean under strict promotion."""
@@ -87,36 +79,18 @@ def promotion_as_users_have_it():
         yield
 
 
-@pytest.mark.slow
-def test_one_epoch_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path):
-    config = prepare(tmp_path, language, "llama2")
-    output(start(config, "whole"))
-
-    process = start(config, "killed")
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    wait_for(lambda: max(steps_of(checkpoints), default=0) >= 5, process)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert process.returncode == -signal.SIGKILL
-    assert "going on from checkpoint" in output(start(config, "killed"))
-
-    whole, killed = (tmp_path / name for name in ("whole", "killed"))
-    assert_same_run(whole, killed)
-    assert_learned(whole, tmp_path / "given", least=0.05)
-
-
-# As the one above, in this process.
+# In this process; `test_checkpoints.py` kills.
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 @pytest.mark.parametrize(
     ("task", "model", "least"),
     [
+        (language, "llama2", 0.05),
         (alpaca, "llama2", 0.05),
         (glue, "bert", None),  # so tiny a BERT would need hundreds of steps
     ],
 )
-def test_half_an_epoch_of_other_tasks_that_is_cut_short_ends_with_the_same_bits(
+def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(
     tmp_path, capsys, task, model, least
 ):
     config = prepare(tmp_path, task, model, epochs=0.5, evaluate_every=5)
