@@ -43,6 +43,7 @@ TINY = {
     # The settings in which zenflow is adamw, whatever it selects: it selects inside each shard.
     "update_interval": 1,
     "overlap_step": False,
+    "host_kernel": "numpy",  # in a fresh checkout each process would compile Numba's
 }
 
 # Losses in nats, of the same batches. Products and sums over devices are rounded to bfloat16 in
