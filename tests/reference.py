@@ -33,6 +33,9 @@ class Settings:
     select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
     full_warm_up_rounds: int = 0  # steps
     overlap_step: bool = True
+    rolling: bool = True
+    staleness: int | None = None
+    window_scaling: float | None = None  # exponent of the rate
     max_grad_norm: float | None = None
     send_gradients: str = "during_step"
     transfer_dtype: Any = None
@@ -67,6 +70,7 @@ class _Leaf:
     k: int  # selected in each group
     mail_dtype: np.dtype  # of gradients that go to the host
     groups: list[list[_Channel]]
+    turn: int = 0  # which leaves it closes its windows with
 
     @property
     def channels(self) -> Iterator[_Channel]:
@@ -102,8 +106,9 @@ class Reference:
         windows: Windows closed so far: each warm-up step is one, and so is each one that `flush`
             closed; those that had nothing but skipped steps count too.
         reselections: Times that channels were chosen, the first choice included.
-        boundaries: The steps after which a window closed, `flush` apart.
-        kept_share: The share of the best score that was selected, at each of them.
+        turns: How many sets of leaves take turns to close their windows; one is all at once.
+        boundaries: For each of them, the steps after which a window closed, `flush` apart.
+        kept_share: For each, the share of the best score that was selected, at each of these steps.
 
     Examples:
         >>> settings = Settings(topk_ratio=0.5, update_interval=2)
@@ -139,15 +144,21 @@ class Reference:
         self.skipped = 0
         self.windows = 0
         self.reselections = 0
-        self.boundaries: list[int] = []
-        self.kept_share: list[float] = []
-        self._selected_at = 0  # how many boundaries there were at the last selection
+        self.turns = 1
+        if settings.rolling and isinstance(settings.update_interval, int):
+            offloaded = sum(leaf.axis is not None and leaf.offloaded for leaf in self._leaves)
+            self.turns = min(settings.update_interval, max(offloaded, 1))
+        _take_turns(self._leaves, self.turns)
+        self.boundaries: list[list[int]] = [[] for _ in range(self.turns)]
+        self.kept_share: list[list[float]] = [[] for _ in range(self.turns)]
+        self._selected_at = [0] * self.turns  # how many boundaries there were at the last selection
+        self._arrives_at: list[int | None] = [None] * self.turns  # after which step, if known
         # Of each step since the last boundary, unless it was skipped: per leaf the root mean square
         # of the gradient's deferred channels and of its selected ones.
         self._weights: list[list[tuple[float, float]]] = []
         self._last_lr = np.float32(0)
-        self._open_steps = 0  # of the open window, skipped ones included
-        self._open_steps_taken = 0  # the same without them
+        self._open_steps = [0] * self.turns  # of the open windows, skipped ones included
+        self._open_steps_taken = [0] * self.turns  # the same without them
 
     def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
         """Take one training step and do what the exchange after it does.
@@ -163,7 +174,7 @@ class Reference:
             assert g.shape == leaf.param.shape, (g.shape, leaf.param.shape)
 
         self.step_count += 1
-        self._open_steps += 1
+        self._open_steps = [steps + 1 for steps in self._open_steps]
         schedule = self._learning_rate
         lr = schedule(self.step_count - 1) if callable(schedule) else schedule
         self._last_lr = np.float32(lr)
@@ -171,7 +182,7 @@ class Reference:
         squares = _sums_of_squares(gradients)
         weights = []
         if np.isfinite(squares).all():
-            self._open_steps_taken += 1
+            self._open_steps_taken = [steps + 1 for steps in self._open_steps_taken]
             factor = _clipping_factor(squares, self._settings.max_grad_norm)
             if isinstance(self._settings.update_interval, AutoWindow):
                 weights = [_weigh(leaf, factor * g) for leaf, g in self._not_resident(gradients)]
@@ -198,10 +209,11 @@ class Reference:
         Returns:
             The parameters, copied, in their dtypes. Each is the cast of its master.
         """
-        if self._open_steps:
-            self._close_window(overlap=False)
-        else:
-            self._merge()
+        for turn in range(self.turns):
+            if self._open_steps[turn]:
+                self._close_window(turn, overlap=False)
+            else:
+                self._merge(turn)
         return self.params
 
     @property
@@ -255,29 +267,49 @@ class Reference:
         channel.window_sum = total
 
     def _exchange(self, t: int) -> bool:
-        """What follows step `t`; whether it is a boundary."""
+        """What follows step `t`; whether any window closes there."""
+        for turn in range(self.turns):
+            if self._arrives_at[turn] == t:
+                self._merge(turn)
+        # Not a generator: `any` would stop at the first one.
+        return any([self._exchange_in_turn(t, turn) for turn in range(self.turns)])
+
+    def _exchange_in_turn(self, t: int, turn: int) -> bool:
         s = self._settings
         warm = t <= s.full_warm_up_rounds
-        if not warm and not self._window_ends(t):
+        if not warm and not self._window_ends(t, turn):
             return False
         # A warm-up step is a window of its own, and never leaves anything waiting.
-        self._close_window(overlap=s.overlap_step and not warm)
+        staleness = 0 if warm else self._staleness
+        self._close_window(turn, overlap=staleness != 0)
+        self._arrives_at[turn] = None if staleness is None else t + staleness
 
         # The first boundary there is: the end of the warm-up, or else of the first window.
-        first = t == s.full_warm_up_rounds if s.full_warm_up_rounds else not self.boundaries
-        selects = first or (not warm and self._selection_is_due(t))
-        self.boundaries.append(t)
+        no_boundary = not self.boundaries[turn]
+        first = t == s.full_warm_up_rounds if s.full_warm_up_rounds else no_boundary
+        selects = first or (not warm and self._selection_is_due(t, turn))
+        self.boundaries[turn].append(t)
         if selects:
-            self._reselect()
-            self._selected_at = len(self.boundaries)
-        self.kept_share.append(self._kept_share())
+            self._reselect(turn)
+            self._selected_at[turn] = len(self.boundaries[turn])
+        self.kept_share[turn].append(self._kept_share(turn))
         return True
 
-    def _window_ends(self, t: int) -> bool:
+    @property
+    def _staleness(self) -> int | None:
+        """Steps from the end of a window to where its update arrives; None is its next end."""
+        s = self._settings
+        if not s.overlap_step:
+            return 0
+        if s.staleness is not None or isinstance(s.update_interval, AutoWindow):
+            return s.staleness
+        return 1 if s.rolling else s.update_interval
+
+    def _window_ends(self, t: int, turn: int) -> bool:
         rule, since = self._settings.update_interval, t - self._settings.full_warm_up_rounds
         if not isinstance(rule, AutoWindow):
-            return since % rule == 0
-        if t - self._last_boundary == rule.max_interval:
+            return (since + turn) % rule == 0
+        if t - self._last_boundary(turn) == rule.max_interval:
             return True
         if not self._weights:
             return False
@@ -288,31 +320,31 @@ class Reference:
         ]
         return ripe.count(True) >= math.ceil(round(rule.share * len(ripe), 6))
 
-    def _selection_is_due(self, t: int) -> bool:
+    def _selection_is_due(self, t: int, turn: int) -> bool:
         s, rule = self._settings, self._settings.select_interval
-        window = range(self._last_boundary + 1, t + 1)
+        window = range(self._last_boundary(turn) + 1, t + 1)
         if isinstance(rule, AutoSelect):
-            windows = len(self.boundaries) + 1 - self._selected_at
-            return windows == rule.max_windows or self.kept_share[-1] < rule.keep
+            windows = len(self.boundaries[turn]) + 1 - self._selected_at[turn]
+            return windows == rule.max_windows or self.kept_share[turn][-1] < rule.keep
         if isinstance(rule, EpochSelect):
             return any(u % (rule.epochs * rule.steps_per_epoch) == 0 for u in window)
         if rule is None:
             longest = s.update_interval
             rule = 16 * (longest.max_interval if isinstance(longest, AutoWindow) else longest)
-        return any((u - s.full_warm_up_rounds) % rule == 0 for u in window)
+        # Whose windows close earlier selects as much earlier.
+        return any((u - s.full_warm_up_rounds + turn) % rule == 0 for u in window)
 
-    @property
-    def _last_boundary(self) -> int:
-        return self.boundaries[-1] if self.boundaries else 0
+    def _last_boundary(self, turn: int) -> int:
+        return self.boundaries[turn][-1] if self.boundaries[turn] else 0
 
     def _not_resident(self, gradients: Sequence[np.ndarray]) -> list[tuple[_Leaf, np.ndarray]]:
         pairs = zip(self._leaves, gradients, strict=True)
         return [(leaf, g) for leaf, g in pairs if leaf.axis is not None and leaf.offloaded]
 
-    def _kept_share(self) -> float:
+    def _kept_share(self, turn: int) -> float:
         """How much of the best channels' score the selected ones have, by the leaves' sizes."""
         total = size = 0.0
-        for leaf in self._leaves:
+        for leaf in self._in_turn(turn):
             if leaf.axis is None or not leaf.offloaded:
                 continue
             held = sum(float(c.score) for c in leaf.channels if c.selected)
@@ -325,31 +357,35 @@ class Reference:
             size += leaf.param.size
         return total / size if size else 1.0
 
-    def _close_window(self, *, overlap: bool) -> None:
+    def _in_turn(self, turn: int) -> list[_Leaf]:
+        return [leaf for leaf in self._leaves if leaf.turn == turn]
+
+    def _close_window(self, turn: int, *, overlap: bool) -> None:
         # The update before this one first: after the next lines the masters are a window further.
-        self._merge()
-        for leaf in self._leaves:
+        self._merge(turn)
+        taken = self._open_steps_taken[turn]
+        for leaf in self._in_turn(turn):
             for channel in leaf.channels:
                 # Selection moves only between windows, so "deferred now" is "deferred all along".
-                if not channel.selected and self._open_steps_taken:
-                    mean = channel.window_sum / np.float32(self._open_steps_taken)
-                    _adamw(channel, mean, self._last_lr, self._settings)
+                if not channel.selected and taken:
+                    mean = channel.window_sum / np.float32(taken)
+                    _adamw(channel, mean, self._last_lr, self._settings, taken)
                     channel.waiting = True
                 channel.window_sum = np.zeros_like(channel.window_sum)
         if not overlap:
-            self._merge()
+            self._merge(turn)
         self.windows += 1
-        self._open_steps = 0
-        self._open_steps_taken = 0
+        self._open_steps[turn] = 0
+        self._open_steps_taken[turn] = 0
 
-    def _merge(self) -> None:
-        for leaf in self._leaves:
+    def _merge(self, turn: int) -> None:
+        for leaf in self._in_turn(turn):
             for channel in leaf.channels:
                 if channel.waiting:
                     leaf.publish(channel)
 
-    def _reselect(self) -> None:
-        for leaf in self._leaves:
+    def _reselect(self, turn: int) -> None:
+        for leaf in self._in_turn(turn):
             for group in leaf.groups:
                 ranking = sorted(range(len(group)), key=lambda j, g=group: (-g[j].score, j))
                 for j, channel in enumerate(group):
@@ -359,6 +395,18 @@ class Reference:
                     if channel.selected and channel.waiting:
                         leaf.publish(channel)
         self.reselections += 1
+
+
+def _take_turns(leaves: Sequence[_Leaf], turns: int) -> None:
+    """Gives each leaf with deferred channels its turn, the largest first, to have as many bytes."""
+    waiting = [leaf for leaf in leaves if leaf.axis is not None and leaf.offloaded]
+    has = [0] * turns
+    while waiting:
+        most = max(leaf.param.nbytes for leaf in waiting)
+        leaf = next(leaf for leaf in waiting if leaf.param.nbytes == most)
+        leaf.turn = has.index(min(has))
+        has[leaf.turn] += most
+        waiting = [other for other in waiting if other is not leaf]
 
 
 def _make_leaf(
@@ -422,19 +470,27 @@ def _count_selected(ratio: float, n: int) -> int:
     return math.ceil(round(ratio * n, 6))
 
 
-def _adamw(channel: _Channel, g: Any, lr: np.float32, s: Settings) -> None:
-    """Move master and moments by one AdamW step. The parameter is left as it is."""
-    channel.steps += 1
+def _adamw(channel: _Channel, g: Any, lr: np.float32, s: Settings, steps: int = 1) -> None:
+    """Move master and moments by one AdamW step, with a mean gradient of so many steps.
+
+    The parameter is left as it is.
+    """
+    b1, b2, eps, decay = s.b1, s.b2, s.eps, channel.weight_decay
+    c = 1 if s.window_scaling is None else steps
+    if c > 1:
+        b1, b2, eps = s.b1**c, s.b2**c, s.eps / math.sqrt(c)
+        lr, decay = lr * np.float32(c**s.window_scaling), decay * c ** (1 - s.window_scaling)
+    channel.steps += c
     n = np.float32(channel.steps)
     one = np.float32(1)
     # As optax: `1 - b` is taken in Python's precision, `1 - b**n` in float32. The two differ in
     # the fifth digit for b2 = 0.999 and n = 1.
-    channel.mu = np.float32(1 - s.b1) * g + np.float32(s.b1) * channel.mu
-    channel.nu = np.float32(1 - s.b2) * (g * g) + np.float32(s.b2) * channel.nu
+    channel.mu = np.float32(1 - b1) * g + np.float32(b1) * channel.mu
+    channel.nu = np.float32(1 - b2) * (g * g) + np.float32(b2) * channel.nu
     mu_hat = channel.mu / (one - np.float32(s.b1) ** n)
     nu_hat = channel.nu / (one - np.float32(s.b2) ** n)
-    direction = mu_hat / (np.sqrt(nu_hat) + np.float32(s.eps))
-    direction = direction + np.float32(channel.weight_decay) * channel.master
+    direction = mu_hat / (np.sqrt(nu_hat) + np.float32(eps))
+    direction = direction + np.float32(decay) * channel.master
     channel.master = channel.master - lr * direction
 
 

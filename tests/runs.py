@@ -280,8 +280,7 @@ class Training:
         """Waits until the worker has nothing to do; no public call does that without flushing."""
         if self.engine is not None:
             self.engine._mailbox.drain()
-            if self.engine._updates.pending is not None:
-                self.engine._updates.pending.result(timeout=60)
+            self.engine._updates.wait()
 
     def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Each step of the plan, with the parameters after it."""

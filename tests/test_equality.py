@@ -128,6 +128,37 @@ AGREEMENTS = {
         # In mid-window, twice, in a window of which everything was skipped, at a boundary.
         Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
     ),
+    "all windows at once": (
+        THIRD,
+        dict(topk_ratio=0.3, select_interval=8, rolling=False),
+        Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
+    ),
+    "all windows at once, two of four steps stale": (
+        FIRST,
+        dict(WARM, update_interval=4, select_interval=8, rolling=False, staleness=2),
+        Plan(20, bad=(2, 13), flush_at=(7, 16)),
+    ),
+    "in turn, as stale as a window is long": (
+        SECOND,
+        dict(topk_ratio=0.3, update_interval=3, select_interval=6, staleness=3),
+        Plan(20, bad=(4, 5, 6, 8), flush_at=(11,)),
+    ),
+    "in turn, two steps stale, scaled": (
+        THIRD,
+        dict(WARM, update_interval=4, select_interval=4, staleness=2, window_scaling=0.5),
+        Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
+    ),
+    "added up on the device, scaled betas": (
+        SECOND,
+        dict(
+            topk_ratio=0.3,
+            update_interval=4,
+            select_interval=8,
+            send_gradients="per_window",
+            window_scaling=0.0,
+        ),
+        Plan(20, bad=(2, 7, 8), flush_at=(4, 11)),
+    ),
     # Not clipped where sums are bf16: a factor that is off by a bit moves one in some hundreds of
     # them to its neighbour.
     "added up on the device, in bf16 and in float32": (
@@ -222,7 +253,9 @@ def small_runs(draw):
         update_interval=interval,
         select_interval=interval * draw(st.integers(1, 3)),
         full_warm_up_rounds=draw(st.integers(0, 3)),
-        overlap_step=draw(st.booleans()),
+        rolling=draw(st.booleans()),
+        staleness=draw(st.none() | st.integers(0, interval)),
+        window_scaling=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0])),
     )
     steps = st.lists(st.integers(1, 10), max_size=3).map(tuple)
     return (leaf,), options, Plan(10, bad=draw(steps)), draw(st.integers(0, 9))

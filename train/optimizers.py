@@ -137,6 +137,9 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
         "select_interval": selection_rule(settings, steps_per_epoch),
         "full_warm_up_rounds": settings.warm_up_rounds,
         "overlap_step": settings.overlap_step,
+        "rolling": settings.rolling,
+        "staleness": settings.staleness,
+        "window_scaling": settings.window_scaling,
     }
 
 

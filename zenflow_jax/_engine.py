@@ -214,6 +214,7 @@ class HostEngine:
             (host_part(mine[part.leaf], part) for part in parts),
             (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
             adam,
+            state.schedule,
         )
         resumed = None
         if engine_state is not None:
@@ -235,7 +236,7 @@ class HostEngine:
         self._worker = Worker(host, offloaded, self._peers, skipped, in_a_row, max_skipped)
         self._mailbox = Mailbox(self._worker, state, number)
         self._progress = Progress(self._schedule, len(offloaded.places))
-        self._open_steps = 0
+        self._open_steps = [0] * self._schedule.groups
         self._window_lengths: Counter[int] = Counter()
         self._updates = Updates(self._worker, host, offloaded)
         self._doubts = Doubts()
@@ -320,38 +321,41 @@ class HostEngine:
             )
         # Refuses what does not fit before anything is done.
         taken = self._take(params)
-        boundary = self._progress.boundary()
+        boundaries = self._progress.boundaries()
+        closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         first = self._progress.step == 0
-        if boundary.closes or first:
+        if closing or first:
             self._check_params(taken)
-        self._state_places.check(state, mail_only=not boundary.closes)
+        self._state_places.check(state, mail_only=not closing)
         if first:
             self._follow(state, taken.weights)
             self._updates.note_parameters(taken.offloaded)
         with self._all_or_nothing():
             emitted = self._emitted.compare(taken.weights, state.leaves, state.step_scalars)
-            step = self._progress.step + 1
-            self._open_steps += 1
-            self._mailbox.send(state, step)
+            self._open_steps = [steps + 1 for steps in self._open_steps]
+            self._mailbox.send(state, self._progress.step + 1)
             leaves = state.leaves
-            measured = None
-            if boundary.closes:
-                state = self._mailbox.send_sums(state)
-                weights = self._updates.collect(taken.offloaded, state.step, leaves)
-                if boundary.selects:
-                    weights, leaves = self._updates.reselect(weights, state)
+            for group in closing:
+                state = self._mailbox.send_sums(state, group)
+            arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
+            weights = self._updates.collect(taken.offloaded, arriving, state.step, leaves)
+            measured = {}
+            for group in closing:
+                if boundaries[group].selects:
+                    weights, leaves = self._updates.reselect(group, weights, leaves, state.step)
                 else:
-                    self._updates.close_window()
+                    self._updates.close_window(group)
                     if self._schedule.needs_kept_share:
-                        measured = self._updates.measure(leaves)
-                self._count_window()
-                if boundary.synchronous:
-                    weights = self._updates.collect(weights, state.step, leaves)
+                        measured[group] = self._updates.measure(group, leaves)
+                self._count_window(group)
+            at_once = [group for group in closing if boundaries[group].synchronous]
+            weights = self._updates.collect(weights, at_once, state.step, leaves)
+            if closing or arriving:
                 taken = taken.with_offloaded(weights)
                 params = taken.tree
-            self._progress.passed(boundary, state.step_scalars.statistics, measured)
+            self._progress.passed(boundaries, state.step_scalars.statistics, measured)
             self._note_changes(emitted)
-            if boundary.closes or first:
+            if closing or first:
                 self._emitted.note_parameters(taken.weights, leaves)
             new = self._mailbox.refill(state, leaves)
             return params, replace_state(opt_state, new)
@@ -383,12 +387,14 @@ class HostEngine:
             self._doubts.check(self._progress.step)
             return params, opt_state
         with self._all_or_nothing():
-            weights = self._updates.collect(taken.offloaded, state.step, state.leaves)
-            if self._open_steps:
-                state = self._mailbox.send_sums(state)
-                self._updates.close_window()
-                self._count_window()
-                weights = self._updates.collect(weights, state.step, state.leaves)
+            groups = range(self._schedule.groups)
+            weights = self._updates.collect(taken.offloaded, groups, state.step, state.leaves)
+            for group in groups:
+                if self._open_steps[group]:
+                    state = self._mailbox.send_sums(state, group)
+                    self._updates.close_window(group)
+                    self._count_window(group)
+            weights = self._updates.collect(weights, groups, state.step, state.leaves)
             self._mailbox.drain()
             self._note_changes(None)
             self._doubts.check(self._progress.step)
@@ -461,7 +467,7 @@ class HostEngine:
         counts = Counts(
             step=self._progress.step,
             open_steps=self._open_steps,
-            counted=host.counted,
+            counted=[window.counted for window in host.open],
             windows=host.windows,
             pending=pending,
             token=self._mailbox.token,
@@ -469,9 +475,10 @@ class HostEngine:
             reselections=self._progress.reselections,
             window_lengths=self._window_lengths,
             scalars=host.scalars,
-            update_scalars=host.update_scalars,
+            update_scalars=[window.update_scalars for window in host.open],
+            update_counted=[window.update_counted for window in host.open],
             schedule_state=self._progress.schedule_state,
-            kept_share=self._progress.kept_share,
+            shares=self._progress.shares,
         )
         return self._tree.build(leaves, counts, self._updates.before)
 
@@ -551,7 +558,7 @@ class HostEngine:
         self._worker.stop()
         self._peers.close()
         self._mailbox.close()
-        self._updates.pending = None
+        self._updates.forget()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> "HostEngine":
@@ -581,7 +588,7 @@ class HostEngine:
     @property
     def _behind(self) -> bool:
         """Whether there are gradients or updates that have not reached the parameters."""
-        return self._open_steps > 0 or self._updates.pending is not None
+        return any(self._open_steps) or self._updates.some_pending
 
     def _what_is_lost(self, error: BaseException) -> str | None:
         """What an exception leaves behind that goes through the `with` block; None for nothing."""
@@ -608,14 +615,14 @@ class HostEngine:
         """Goes on where another engine was."""
         counts = resumed.counts
         self._progress.resume(
-            counts.step, counts.reselections, counts.schedule_state, counts.kept_share
+            counts.step, counts.reselections, counts.schedule_state, counts.shares
         )
-        self._open_steps = counts.open_steps
+        self._open_steps = list(counts.open_steps)
         self._window_lengths.update(counts.window_lengths)
         self._updates.resume(counts.pending, resumed.before, states)
 
-    def _settle(self) -> int:
-        """Waits until the worker has nothing to do; what there is of an update on its way."""
+    def _settle(self) -> list[int]:
+        """Waits until the worker has nothing to do; what there is of each group's update."""
         self._mailbox.drain()
         return self._updates.wait()
 
@@ -698,9 +705,9 @@ class HostEngine:
         self._check_params(taken)
         return state, taken
 
-    def _count_window(self) -> None:
-        self._window_lengths[self._open_steps] += 1
-        self._open_steps = 0
+    def _count_window(self, group: int) -> None:
+        self._window_lengths[self._open_steps[group]] += 1
+        self._open_steps[group] = 0
 
     def _in_place(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         check_nnx(model, optimizer)

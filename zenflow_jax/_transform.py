@@ -32,6 +32,7 @@ from zenflow_jax._plan.arguments import (
     check_send_gradients,
     check_transfer_dtype,
 )
+from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.resolve import resolve_specs, warn_if_all_resident
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._plan.scalars import AdamScalars
@@ -66,6 +67,9 @@ def zenflow(
     select_interval: int | str | AutoSelect | EpochSelect | None = None,
     full_warm_up_rounds: int = 0,
     overlap_step: bool = True,
+    rolling: bool = True,
+    staleness: int | None = None,
+    window_scaling: float | None = None,
     max_grad_norm: jax.typing.ArrayLike | None = None,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
     resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
@@ -180,7 +184,15 @@ def zenflow(
         Lan et al., ZenFlow, https://arxiv.org/abs/2505.12242, 2025.
     """
     schedule = check_schedule(
-        topk_ratio, update_interval, select_interval, full_warm_up_rounds, overlap_step, offload
+        topk_ratio,
+        update_interval,
+        select_interval,
+        full_warm_up_rounds,
+        overlap_step,
+        rolling,
+        staleness,
+        window_scaling,
+        offload,
     )
     sending = check_send_gradients(send_gradients)
     mail_dtype = check_transfer_dtype(transfer_dtype)
@@ -213,12 +225,13 @@ def zenflow(
             mask=mask,
             transfer_dtype=mail_dtype,
         )
+        specs, of_run = in_groups(specs, schedule)
         weights = jax.tree.leaves(params)
         if offload and topk_ratio < 1:
             warn_if_all_resident(specs)
         if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):
             check_placement(weights, specs)
-        return first_state(params, specs, schedule, offload, sending)
+        return first_state(params, specs, of_run, offload, sending)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.

@@ -21,6 +21,7 @@ from zenflow_jax._exchange.messages import PENDING
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, piece_of
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import window_step
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
@@ -82,8 +83,16 @@ def resume(
     refusal = other_moment(engine_state, state)
     # Before the first step the parameters may be others: the engine follows them.
     if refusal is None and counts.step:
-        update = counts.update_scalars if counts.pending == PENDING else None
-        refusal = what_differs(weights, state.leaves, samples, host.leaves, parts, before, update)
+        scaling = state.schedule.window_scaling
+        updates = [
+            window_step(scalars, counted, scaling, np)
+            if pending == PENDING and scalars is not None
+            else None
+            for pending, scalars, counted in zip(
+                counts.pending, counts.update_scalars, counts.update_counted, strict=True
+            )
+        ]
+        refusal = what_differs(weights, state.leaves, samples, host.leaves, parts, before, updates)
     return Resumed(counts, before, refusal)
 
 
@@ -110,16 +119,16 @@ def _resume_host(
     def arrays(part: Part) -> dict[str, np.ndarray]:
         of_leaf = leaves[part.leaf]
         names = ["master", "mu", "nu", "steps"]
-        if counts.counted and "total" in of_leaf:
+        if counts.counted[part.spec.group] and "total" in of_leaf:
             names.append("total")
         return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
 
     host.resume(
         map(arrays, parts),
-        counted=counts.counted,
-        windows=counts.windows,
+        counts.counted,
+        list(zip(counts.update_scalars, counts.update_counted, strict=True)),
+        closed=counts.windows,
         scalars=counts.scalars,
-        update_scalars=counts.update_scalars,
     )
 
 
@@ -181,9 +190,9 @@ def other_moment(saved: Any, state: ZenFlowState) -> str | None:
 
 _MAY_CHANGE = (
     "A resumed run needs the parameters, `topk_ratio`, `channel_axis`, `resident`, `mask`, "
-    "intervals, warm-up and `overlap_step` of the saved one, and `send_gradients` as it was if "
-    "that is 'per_window'. Learning rate, betas, eps, weight decay and `max_grad_norm` may be "
-    "others, and "
+    "intervals, warm-up, `rolling`, `staleness` and `window_scaling` of the saved one, and "
+    "`send_gradients` as it was if that is 'per_window'. Learning rate, betas, eps, weight decay "
+    "and `max_grad_norm` may be others, and "
     "so may devices, processes, `partition_replicated`, `host_kernel` and `threads`."
 )
 
@@ -206,7 +215,7 @@ def _check_options(
                 f"{_MAY_CHANGE}"
             )
         for spec, before, now in zip(specs, old.tolist(), new.tolist(), strict=True):
-            words = ("channel axis", "number of selected channels", "weight decay")
+            words = ("channel axis", "number of selected channels", "weight decay", "group")
             for word, x, y in zip(words, before, now, strict=True):
                 if x != y:
                     raise ValueError(

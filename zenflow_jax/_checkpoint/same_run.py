@@ -21,7 +21,7 @@ from zenflow_jax._device.state import LeafState
 from zenflow_jax._exchange.parts import Part, piece_of
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import WindowStep
 
 #: About how many values of each part are compared; they are spread over it.
 COMPARED = 512
@@ -76,7 +76,7 @@ def what_differs(
     leaves: Sequence[HostLeaf],
     parts: Sequence[Part],
     before: Sequence[np.ndarray],
-    update: AdamScalars | None,
+    updates: Sequence[WindowStep | None],
 ) -> str | None:
     """Why this process's parameters are not those of the states; None if they are.
 
@@ -92,12 +92,13 @@ def what_differs(
         parts: The parts that these arrays are of.
         before: Each part's channels, `(*stack, k)`, that were selected while the pending update's
             window was open.
-        update: The hyperparameters of the pending update; None if none is pending.
+        updates: The step of each group's pending update; None if none is pending.
     """
     offloaded = [state for state in states if state.offloaded]
     on_host, on_device = [{state.spec.name: _Found() for state in states} for _ in range(2)]
     for taken, leaf, part, then in zip(samples, leaves, parts, before, strict=True):
         state = offloaded[part.leaf]
+        update = updates[state.spec.group]
         group, _, channel, _ = taken.at
         now = _places(leaf.channels, leaf.spec.n)[group, channel] >= 0
         then = np.asarray(then).reshape(leaf.channels.shape) - part.first
@@ -135,7 +136,7 @@ def what_differs(
 
 
 def _masters(
-    leaf: HostLeaf, at: tuple[np.ndarray, ...], update: AdamScalars | None
+    leaf: HostLeaf, at: tuple[np.ndarray, ...], update: WindowStep | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Masters at these places, before `update` if there is one, and how far off they may be."""
     master = leaf.master[at].astype(np.float64)
@@ -145,8 +146,9 @@ def _masters(
     mu, nu = (x[at].astype(np.float64) for x in (leaf.mu, leaf.nu))
     with np.errstate(all="ignore"):  # numbers that are not finite are compared as such
         mu, nu = mu / (1 - update.b1**steps), nu / (1 - update.b2**steps)
-        change = update.learning_rate * mu / (np.sqrt(nu) + update.eps)
-        shrunk = 1 - update.learning_rate * (update.weight_decay if leaf.spec.decay else 0.0)
+        scalars = update.scalars
+        change = scalars.learning_rate * mu / (np.sqrt(nu) + scalars.eps)
+        shrunk = 1 - scalars.learning_rate * (scalars.weight_decay if leaf.spec.decay else 0.0)
         old = (master + change) / shrunk
         slack = (_OF_UPDATE * abs(change) + _OF_MASTER * (abs(master) + abs(old))) / abs(shrunk)
     return old, slack

@@ -7,7 +7,6 @@ read it.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,46 +33,53 @@ WIDE = ("master", "mu", "nu", "total")
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What an engine counts: Python numbers, and a `ScheduleState`."""
+    """What an engine counts: Python numbers, and a `ScheduleState`. A list is of the groups."""
 
     schedule_state: ScheduleState
+    open_steps: Sequence[int]  # of the open window, skipped ones included
+    counted: Sequence[int]  # the steps among them that are in the sums
+    pending: Sequence[int]  # NONE, PENDING or EMPTY
+    # Of the last step of the last window that closed, None before; and its steps in the sums.
+    update_scalars: Sequence[AdamScalars | None]
+    update_counted: Sequence[int]
+    shares: np.ndarray  # float32: `Progress.shares`
     step: int = 0
-    open_steps: int = 0  # of the open window, skipped ones included
-    counted: int = 0  # the steps among them that are in the sums
     windows: int = 0  # closed so far
-    pending: int = NONE
     token: int = 0  # the next step's
     skipped: int = 0
     reselections: int = 0
     window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     scalars: AdamScalars | None = None  # of the last step; None before the first
-    update_scalars: AdamScalars | None = None  # of the last window that closed; None before
-    kept_share: float | None = None
 
 
-_NUMBERS = (
-    "step",
-    "open_steps",
-    "counted",
-    "windows",
-    "pending",
-    "token",
-    "skipped",
-    "reselections",
-)
+_NUMBERS = ("step", "windows", "token", "skipped", "reselections")
+_OF_GROUPS = ("open_steps", "counted", "pending", "update_counted")
+
+
+def first_counts(schedule: Schedule, leaves: int) -> Counts:
+    """Before the first step, for `leaves` offloaded leaves."""
+    none = [0] * schedule.groups
+    return Counts(
+        schedule_state=first_schedule_state(schedule, leaves),
+        open_steps=none,
+        counted=none,
+        pending=[NONE] * schedule.groups,
+        update_scalars=[None] * schedule.groups,
+        update_counted=none,
+        shares=np.full(schedule.groups, np.nan, np.float32),
+    )
 
 
 def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
     lengths = np.zeros(longest(schedule.window) + 1, np.int32)
-    share = counts.kept_share
     for length, count in counts.window_lengths.items():
         lengths[length] = count
-    tree = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS}
+    tree = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS + _OF_GROUPS}
     return tree | {
         "window_lengths": lengths,
         "scalars": _scalars_to_tree(counts.scalars),
-        "update_scalars": _scalars_to_tree(counts.update_scalars),
-        "kept_share": np.array(np.nan if share is None else share, np.float32),
+        "update_scalars": np.stack([_scalars_to_tree(x) for x in counts.update_scalars]),
+        "shares": np.array(counts.shares, np.float32),
         "schedule_state": {
             name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.schedule_state._asdict().items()
@@ -90,21 +96,23 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
     schedule_state = {name: np.asarray(x) for name, x in tree["schedule_state"].items()}
     nothing = np.zeros(0, np.float32)
     lengths = np.asarray(tree["window_lengths"])
-    share = float(tree["kept_share"])
     return Counts(
         **{name: int(tree[name]) for name in _NUMBERS},
+        **{name: np.asarray(tree[name]).tolist() for name in _OF_GROUPS},
         window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
         scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
-        update_scalars=AdamScalars(*map(float, np.asarray(tree["update_scalars"]))),
+        update_scalars=[
+            AdamScalars(*map(float, row)) for row in np.asarray(tree["update_scalars"])
+        ],
+        shares=np.asarray(tree["shares"]),
         schedule_state=ScheduleState(
             length=int(schedule_state["length"]),
             counted=np.float32(schedule_state["counted"]),
             deferred=schedule_state.get("deferred", nothing),
             selected=schedule_state.get("selected", nothing),
-            windows=int(schedule_state["windows"]),
-            kept_share=np.float32(schedule_state["kept_share"]),
+            windows=schedule_state["windows"],
+            kept_share=schedule_state["kept_share"],
         ),
-        kept_share=None if math.isnan(share) else share,
     )
 
 
@@ -122,17 +130,22 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         selects = (select.steps, 2, 0)
     else:
         selects = (select, 0, 0)
-    rows = [(-1 if s.axis is None else s.axis, s.k, s.decay) for s in _specs(state)]
+    rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, s.group) for s in _specs(state)]
+    scaling = schedule.window_scaling
     return {
         # The number, the kind of rule, and the rule's share.
         "update_interval": np.array(windows, np.float32),
         "select_interval": np.array(selects, np.float32),
         "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
-        "overlap_step": np.array(schedule.overlap_step, np.int32),
+        # -1 for the next boundary, wherever an adaptive window has it.
+        "staleness": np.array(-1 if schedule.staleness is None else schedule.staleness, np.int32),
+        "rolling": np.array(schedule.groups > 1, np.int32),
+        # -1 for None.
+        "window_scaling": np.array(-1 if scaling is None else scaling, np.float32),
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
-        # For each leaf its channel axis (-1 if resident), selected channels, weight decay.
-        "leaves": np.array(rows, np.int32).reshape(-1, 3),
+        # For each leaf its channel axis (-1 if resident), selected channels, weight decay, group.
+        "leaves": np.array(rows, np.int32).reshape(-1, 4),
     }
 
 
@@ -160,7 +173,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         for leaf, mail in zip(state.leaves, state.mail, strict=True)
         if leaf.offloaded
     ]
-    schedule_state = first_schedule_state(state.schedule, len(offloaded))
+    counts = first_counts(state.schedule, len(offloaded))
     return {
         "leaves": [
             {
@@ -171,7 +184,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
             }
             for spec, mail in offloaded
         ],
-        "counts": counts_to_tree(Counts(schedule_state=schedule_state), state.schedule),
+        "counts": counts_to_tree(counts, state.schedule),
         "options": options_of(state),
     }
 
@@ -220,14 +233,15 @@ class EngineTree:
         ]
 
     def build(
-        self, leaves: Sequence[HostLeaf], counts: Counts, before: Sequence[jax.Array] | None
+        self, leaves: Sequence[HostLeaf], counts: Counts, before: Sequence[jax.Array | None]
     ) -> dict[str, Any]:
         """The tree; its arrays are copies.
 
         Args:
             leaves: The host's arrays of each part; nobody may write to them meanwhile.
             counts: What the engine counts.
-            before: Channels selected during the pending update's window; None if they still are.
+            before: For each leaf, the channels selected during the pending update's window; None if
+                they still are.
         """
         return {
             "leaves": self._of_leaves(leaves, counts.counted, before),
@@ -236,18 +250,20 @@ class EngineTree:
         }
 
     def _of_leaves(
-        self, leaves: Sequence[HostLeaf], counted: int, before: Sequence[jax.Array] | None
+        self,
+        leaves: Sequence[HostLeaf],
+        counted: Sequence[int],
+        before: Sequence[jax.Array | None],
     ) -> list[dict[str, jax.Array]]:
-        """The host's arrays of each offloaded leaf; `counted` steps are in its sums."""
+        """The host's arrays of each offloaded leaf; a group's sums have `counted` steps."""
         parts, arrays = self._parts, self._arrays
         pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
         for leaf, part in zip(leaves, parts, strict=True):
             spec = part.spec
-            channels = (
-                leaf.channels if before is None else host_channels(part.of(before[part.leaf]), part)
-            )
-            # Until a step is counted, a sum is missing, or is that of a former window.
-            total = leaf.total if counted else None
+            then = before[part.leaf]
+            channels = leaf.channels if then is None else host_channels(part.of(then), part)
+            # Until a step is counted, a sum is missing.
+            total = leaf.total if counted[spec.group] else None
             sums = []
             if "total" in arrays[part.leaf]:
                 sums = [("total", blank(spec.shape) if total is None else total, spec.shape)]

@@ -34,6 +34,7 @@ def adamw(
     scalars: AdamScalars,
     *,
     decay: bool,
+    single: AdamScalars | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """The change of `p` and the new moments, as `optax.adamw` computes them.
 
@@ -45,10 +46,12 @@ def adamw(
         steps: int32 Adam steps of each channel, this one included; broadcasts against `p`.
         scalars: Hyperparameters.
         decay: Whether weight decay applies.
+        single: Hyperparameters of a single step, whose betas the bias corrections take to the power
+            of `steps`. None: they are `scalars`.
     """
     mu = scalars.b1 * mu + scalars.one_minus_b1 * g
     nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)
-    return change_of(p, mu, nu, steps, scalars, decay=decay), mu, nu
+    return change_of(p, mu, nu, steps, scalars, decay=decay, single=single), mu, nu
 
 
 def change_of(
@@ -59,10 +62,12 @@ def change_of(
     scalars: AdamScalars,
     *,
     decay: bool,
+    single: AdamScalars | None = None,
 ) -> Float[Array, "..."]:
     """The change of `p`, given the moments after the step; arguments as for `adamw`."""
     t = steps.astype(jnp.float32)
-    direction = (mu / (1 - scalars.b1**t)) / (jnp.sqrt(nu / (1 - scalars.b2**t)) + scalars.eps)
+    b1, b2 = (single or scalars)[1:3]
+    direction = (mu / (1 - b1**t)) / (jnp.sqrt(nu / (1 - b2**t)) + scalars.eps)
     if decay:
         direction = direction + scalars.weight_decay * p
     return -scalars.learning_rate * direction

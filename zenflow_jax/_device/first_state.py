@@ -99,7 +99,7 @@ def _build(
         step_scalars=_first_scalars(weights, specs, schedule, sending, rank)
         if offload and mail
         else None,
-        open_steps=None if offload else jnp.zeros((), jnp.int32),
+        open_steps=None if offload else jnp.zeros(schedule.groups, jnp.int32),
         scalars=None
         if offload
         else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),

@@ -35,7 +35,7 @@ from zenflow_jax._device.state import (
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._diagnostics.skipped import warn_of_skipped
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import AdamScalars, window_step
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 from zenflow_jax._plan.sending import SendGradients
 
@@ -77,50 +77,85 @@ def advance(
         )
         leaves[i] = collect(leaves[i], gradients[i], factor, finite)
     open_steps = state.open_steps + finite.astype(jnp.int32)
-    boundary = state.schedule.boundary(state.step, state.schedule_state)
-
-    def close(parts: list[Any], old: ScheduleState | None) -> Any:
-        parts = [
-            _close_leaf(leaf, weights[i], change, scalars, open_steps, boundary)
-            for i, (leaf, change) in zip(offloaded, parts, strict=True)
-        ]
-        closed = [leaf for leaf, _ in parts]
-        return parts, old and _close_schedule(old, state.schedule, boundary, closed)
-
-    def stay_open(parts: list[Any], old: ScheduleState | None) -> Any:
-        return parts, old and old.open_step().add(statistics)
-
-    # A branch, not a `where`: in three steps of four it costs nothing.
-    parts, schedule_state = jax.lax.cond(
-        boundary.closes,
-        close,
-        stay_open,
-        [(leaves[i], changes[i]) for i in offloaded],
-        state.schedule_state,
-    )
+    schedule = state.schedule
+    boundaries = [
+        schedule.boundary(state.step, state.schedule_state, group)
+        for group in range(schedule.groups)
+    ]
+    groups = [
+        [i for i in offloaded if leaves[i].spec.group == group] for group in range(schedule.groups)
+    ]
     changes = list(changes)
-    for i, (leaf, change) in zip(offloaded, parts, strict=True):
-        leaves[i], changes[i] = leaf, change
+    for which, counted, boundary in zip(groups, open_steps, boundaries, strict=True):
+
+        def arrive(parts: list[Any], which: list[int] = which) -> list[Any]:
+            return [
+                _arrive_leaf(leaf, weights[i], c) for i, (leaf, c) in zip(which, parts, strict=True)
+            ]
+
+        def close(
+            parts: list[Any],
+            which: list[int] = which,
+            counted: jax.Array = counted,
+            boundary: Boundary = boundary,
+        ) -> list[Any]:
+            return [
+                _close_leaf(leaf, weights[i], change, schedule, scalars, counted, boundary)
+                for i, (leaf, change) in zip(which, parts, strict=True)
+            ]
+
+        # Branches, not a `where`: in three steps of four they cost nothing.
+        parts = [(leaves[i], changes[i]) for i in which]
+        if schedule.between_boundaries:
+            parts = jax.lax.cond(boundary.arrives, arrive, lambda parts: parts, parts)
+        parts = jax.lax.cond(boundary.closes, close, lambda parts: parts, parts)
+        for i, (leaf, change) in zip(which, parts, strict=True):
+            leaves[i], changes[i] = leaf, change
+    closes = jnp.stack([boundary.closes for boundary in boundaries])
     new = dataclasses.replace(
         state,
         leaves=tuple(leaves),
-        open_steps=jnp.where(boundary.closes, jnp.zeros_like(open_steps), open_steps),
+        open_steps=jnp.where(closes, jnp.zeros_like(open_steps), open_steps),
         scalars=AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars)),
-        schedule_state=schedule_state,
+        schedule_state=state.schedule_state
+        and _next_schedule_state(
+            state.schedule_state,
+            schedule,
+            closes,
+            jnp.stack([boundary.selects for boundary in boundaries]),
+            [[leaves[i] for i in which] for which in groups],
+            statistics,
+        ),
     )
     return new, changes
 
 
-def _close_schedule(
-    old: ScheduleState, schedule: Schedule, boundary: Boundary, leaves: list[LeafState]
+def _next_schedule_state(
+    old: ScheduleState,
+    schedule: Schedule,
+    closes: jax.Array,
+    selects: jax.Array,
+    groups: list[list[LeafState]],
+    statistics: jax.Array | None,
 ) -> ScheduleState:
-    first = jax.tree.map(jnp.asarray, first_schedule_state(schedule, len(leaves)))
-    new = old.close_window(first, boundary.selects, jnp)
-    if not schedule.needs_kept_share or not leaves:
+    first = jax.tree.map(jnp.asarray, first_schedule_state(schedule, sum(map(len, groups))))
+    closed = old.close_window(first, closes, selects, jnp)
+    opened = old.open_step().add(statistics)
+    new = jax.tree.map(partial(jnp.where, closes.any()), closed, opened)
+    if not schedule.needs_kept_share:
         return new
-    # A selection resets the scores; the share is then 1.
-    columns = zip(*((leaf.scores, leaf.channels, leaf.spec) for leaf in leaves), strict=True)
-    return new._replace(kept_share=kept_share(*columns))
+
+    def measure(leaves: list[LeafState]) -> jax.Array:
+        # A selection resets the scores; the share is then 1.
+        return kept_share(*zip(*((x.scores, x.channels, x.spec) for x in leaves), strict=True))
+
+    shares = [
+        jax.lax.cond(closes[group], measure, lambda _, share=share: share, leaves)
+        if leaves
+        else share
+        for group, (leaves, share) in enumerate(zip(groups, new.kept_share, strict=True))
+    ]
+    return new._replace(kept_share=jnp.stack(shares))
 
 
 def _collect(
@@ -132,10 +167,32 @@ def _collect(
     return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
 
 
+def _arrive_leaf(leaf: LeafState, p: jax.Array, change: jax.Array) -> tuple[LeafState, jax.Array]:
+    """Has the pending update of one leaf arrive."""
+    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=True)
+    arrive = on_each_device(
+        _arrive, leaf.spec, [mine, layout.block, layout.block], (mine, layout.block)
+    )
+    return arrive(leaf, p, change)
+
+
+def _arrive(
+    here: Here, leaf: LeafState, p: jax.Array, change: jax.Array
+) -> tuple[LeafState, jax.Array]:
+    half = leaf.deferred
+    assert half is not None
+    target = here.gather(half.master.astype(here.part.dtype)).astype(jnp.float32)
+    arrives = broadcast_channels(half.pending, here.block)
+    half = dataclasses.replace(half, pending=jnp.zeros_like(half.pending))
+    change = jnp.where(arrives, target - p.astype(jnp.float32), change)
+    return dataclasses.replace(leaf, deferred=half), change
+
+
 def _close_leaf(
     leaf: LeafState,
     p: jax.Array,
     change: jax.Array,
+    schedule: Schedule,
     scalars: AdamScalars,
     open_steps: jax.Array,
     boundary: Boundary,
@@ -143,7 +200,7 @@ def _close_leaf(
     """Closes the window of one leaf: the pending update arrives, the next one is made."""
     layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=True)
     close = on_each_device(
-        _close,
+        partial(_close, scaling=schedule.window_scaling),
         leaf.spec,
         [mine, layout.block, layout.block, REPLICATED, REPLICATED, REPLICATED],
         (mine, layout.block),
@@ -159,6 +216,8 @@ def _close(
     scalars: AdamScalars,
     open_steps: jax.Array,
     boundary: Boundary,
+    *,
+    scaling: float | None,
 ) -> tuple[LeafState, jax.Array]:
     spec, before = here.part, leaf.deferred
     assert before is not None
@@ -167,7 +226,7 @@ def _close(
     master = jnp.where(fresh, here.own(p).astype(jnp.float32), before.master)
     before = dataclasses.replace(before, master=master)
     active = ~contains(here.to_local(leaf.channels), spec.n) & (open_steps > 0)
-    half = _update(before, active, scalars, open_steps, spec)
+    half = _update(before, active, scalars, open_steps, scaling, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)
     leaf = dataclasses.replace(leaf, deferred=dataclasses.replace(half, pending=waits))
     leaf = jax.lax.cond(
@@ -188,14 +247,20 @@ def _update(
     active: jax.Array,
     scalars: AdamScalars,
     open_steps: jax.Array,
+    scaling: float | None,
     spec: LeafSpec,
 ) -> DeferredState:
     """One AdamW step on the active channels with the window's mean; the sum restarts."""
-    steps = half.steps + active.astype(jnp.int32)
-    mean = half.total.astype(jnp.float32) / jnp.maximum(open_steps, 1).astype(jnp.float32)
+    counted = jnp.maximum(open_steps, 1).astype(jnp.float32)
+    mean = half.total.astype(jnp.float32) / counted
+    step = window_step(scalars, counted, scaling, jnp)
+    advance = jnp.asarray(step.advance, jnp.int32)
+    steps = half.steps + active.astype(jnp.int32) * advance
     # Channels that never took a step have no bias correction; they are not active either.
     count = jnp.maximum(broadcast_channels(steps, spec), 1)
-    change, mu, nu = adamw(half.master, mean, half.mu, half.nu, count, scalars, decay=spec.decay)
+    change, mu, nu = adamw(
+        half.master, mean, half.mu, half.nu, count, step.scalars, decay=spec.decay, single=scalars
+    )
     on = broadcast_channels(active, spec)
     return dataclasses.replace(
         half,
@@ -280,13 +345,16 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     weights, state = jax.tree.map(jnp.asarray, (weights, state))
     if not isinstance(state.skipped_in_a_row, Tracer):
         warn_of_skipped(int(state.skipped_in_a_row), int(state.step))
-    boundary = Boundary(closes=True, selects=False, synchronous=True)
+    boundary = Boundary(closes=True, selects=False, synchronous=True, arrives=True)
     leaves = []
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             p = weights[place]
             none = jnp.zeros(p.shape, jnp.float32)
-            leaf, change = _close_leaf(leaf, p, none, state.scalars, state.open_steps, boundary)
+            counted = state.open_steps[leaf.spec.group]
+            leaf, change = _close_leaf(
+                leaf, p, none, state.schedule, state.scalars, counted, boundary
+            )
             weights[place] = (p.astype(jnp.float32) + change).astype(p.dtype)
         leaves.append(leaf)
     new = dataclasses.replace(

@@ -70,7 +70,7 @@ class ZenFlowState:
             every step, however many leaves there are. None with `offload=False`.
         token: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
         step_scalars: The scalars in the mail; None with `offload=False`.
-        open_steps: int32 (). Steps summed in the open window; None with an engine.
+        open_steps: int32 (groups,). Steps summed in each group's open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or with an
             engine.

@@ -79,7 +79,16 @@ class Mailbox:
             # A state from a checkpoint may have them on the device.
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
-            self._make_zeros = _zeros_maker(state.mail)
+            self._make_zeros = [
+                _zeros_maker(
+                    [
+                        x
+                        for x, leaf in zip(state.mail, state.leaves, strict=True)
+                        if leaf.offloaded and leaf.spec.group == group
+                    ]
+                )
+                for group in range(state.schedule.groups)
+            ]
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
         # Mail that has not been waited for here. The worker knows which is done, but at moments
         # that differ between processes, and all must wait at the same points (`Worker.check`).
@@ -135,13 +144,18 @@ class Mailbox:
         self._last = Mail(step, token, gradients, state.step_scalars, on_device)
         self._post(self._last)
 
-    def send_sums(self, state: ZenFlowState) -> ZenFlowState:
-        """Hands over the open window's sums with "per_window"; the state with zeros instead."""
+    def send_sums(self, state: ZenFlowState, group: int) -> ZenFlowState:
+        """Hands over a group's sums with "per_window"; the state with zeros in their place."""
         if not self._sending.sums_on_device:
             return state
-        zeros = self._make_zeros(state.mail)
-        self._post(Sums(_gradients(state), self._last))
-        return dataclasses.replace(state, mail=zeros)
+        mine = [
+            i for i, leaf in enumerate(state.leaves) if leaf.offloaded and leaf.spec.group == group
+        ]
+        mail, sums = list(state.mail), [state.mail[i] for i in mine]
+        for i, zeros in zip(mine, self._make_zeros[group](sums), strict=True):
+            mail[i] = zeros
+        self._post(Sums(group, sums, self._last))
+        return dataclasses.replace(state, mail=tuple(mail))
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
         """The state with a new token, after a flush.
@@ -197,12 +211,9 @@ def _gradients(state: ZenFlowState) -> list[jax.Array]:
     return [x for x in state.mail if x is not None]
 
 
-def _zeros_maker(sums: Sequence[jax.Array | None]) -> Any:
+def _zeros_maker(sums: Sequence[jax.Array]) -> Any:
     """A program that returns zeros of the shapes and placements of `sums`."""
     # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one
     # device they are committed if the program's argument is.
-    placed = tuple(
-        x.sharding if x is not None and isinstance(x.sharding, NamedSharding) else None
-        for x in sums
-    )
+    placed = [x.sharding if isinstance(x.sharding, NamedSharding) else None for x in sums]
     return jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placed, keep_unused=True)

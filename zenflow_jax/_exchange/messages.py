@@ -34,9 +34,10 @@ class Mail:
 
 @dataclass(eq=False)
 class Sums:
-    """The device's sums of the window that closes next; the worker's from now on."""
+    """The device's sums of a group's window, which closes next; the worker's from now on."""
 
-    gradients: list[jax.Array]  # one for each leaf, on the device
+    group: int
+    gradients: list[jax.Array]  # one for each leaf of the group, on the device
     last: Mail | None  # mail of the window's last step, if this engine has seen one
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)
@@ -56,8 +57,8 @@ class HandOver:
     """Channels change hands where a window closes, before its update begins.
 
     The worker owns the device arrays until `done`. That gives the arrays of the newly selected
-    channels, for each part and each of its devices: (master, mu, nu, steps), None for a leaf
-    without any.
+    channels, for each part of the group and each of its devices: (master, mu, nu, steps), None for
+    a leaf without any.
     """
 
     leaving: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None]
@@ -67,11 +68,12 @@ class HandOver:
 
 @dataclass(eq=False)
 class Close:
-    """The open window closes. `done` gives, for each part and each of its devices, the update.
+    """A group's open window closes. `done` gives its update, for each part and each of its devices.
 
     A part that is not prefetched has none. If no step of the window counted, the list is empty.
     """
 
+    group: int
     hand_over: HandOver | None = None
     done: Future = field(default_factory=Future)
     begun: bool = False
@@ -82,6 +84,6 @@ class Close:
         return [self.done] if self.hand_over is None else [self.done, self.hand_over.done]
 
 
-# What there is of the update that has not reached the parameters: none; one; an empty one, because
-# no step of its window counted.
+# What there is of a group's update that has not reached the parameters: none; one; an empty one,
+# because no step of its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2

@@ -45,6 +45,7 @@ class OffloadedLeaves:
     specs: tuple[LeafSpec, ...]
     parts: tuple[Part, ...]
     prefetched: tuple[bool, ...]  # for each part, whether the worker uploads its update
+    groups: tuple["Group", ...]
 
     @classmethod
     def of(cls, state: ZenFlowState, prefetch_bytes: int | None) -> "OffloadedLeaves":
@@ -52,11 +53,33 @@ class OffloadedLeaves:
         places = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
         specs = tuple(state.leaves[i].spec for i in places)
         parts = tuple(parts_of(specs, [state.mail[i] for i in places]))
-        return cls(tuple(places), specs, parts, tuple(within(parts, prefetch_bytes)))
+        groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
+        return cls(tuple(places), specs, parts, tuple(within(parts, prefetch_bytes)), groups)
 
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
         """The entries of the offloaded leaves, from those of all leaves of the state."""
         return [of_all[i] for i in self.places]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The leaves that close their windows together, by their numbers among the offloaded ones."""
+
+    leaves: tuple[int, ...]
+    specs: tuple[LeafSpec, ...]
+    part_numbers: tuple[int, ...]
+    parts: tuple[Part, ...]  # these parts, as if the group's leaves were all that there are
+
+    @classmethod
+    def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
+        leaves = tuple(i for i, spec in enumerate(specs) if spec.group == group)
+        numbers = tuple(i for i, part in enumerate(parts) if part.leaf in leaves)
+        mine = (dataclasses.replace(parts[i], leaf=leaves.index(parts[i].leaf)) for i in numbers)
+        return cls(leaves, tuple(specs[i] for i in leaves), numbers, tuple(mine))
+
+    def pick(self, of_offloaded: Sequence[_T]) -> list[_T]:
+        """The entries of the group's leaves, from those of all offloaded leaves."""
+        return [of_offloaded[i] for i in self.leaves]
 
 
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:

@@ -1,5 +1,7 @@
 """Where an engine's run is in its schedule, and the numbers that decide what comes next."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -20,46 +22,59 @@ class Progress:
 
     Attributes:
         step: Steps that have passed.
-        reselections: Selections of channels, the first one included.
-        kept_share: The selected channels' share of the best k channels' score, as last read; None
-            before, and if the schedule does not ask for it.
+        reselections: Selections of a group's channels, the first ones included.
+        shares: For each group, the selected channels' share of the best k channels' score, as last
+            read; NaN before, and if the schedule does not ask for it.
     """
 
     def __init__(self, schedule: Schedule, leaves: int):
         self.step = 0
         self.reselections = 0
-        self.kept_share: float | None = None
+        self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = first_schedule_state(schedule, leaves)
         self._state = self._first
-        # Not read yet: of the last step, if its window is open; and of the last boundary.
+        # Not read yet: of the last step, if its window is open; and of the last boundaries.
         self._statistics: jax.Array | None = None
-        self._measured: jax.Array | None = None
+        self._measured: dict[int, jax.Array] = {}
 
-    def boundary(self) -> Boundary:
-        """What happens after the next step."""
+    @property
+    def kept_share(self) -> float | None:
+        """The mean of `shares`; None if none is known."""
+        known = self.shares[~np.isnan(self.shares)]
+        return float(known.mean()) if known.size else None
+
+    def boundaries(self) -> list[Boundary]:
+        """What happens to each group after the next step."""
         self._read()
-        boundary = self._schedule.boundary(self.step + 1, self._state)
-        return Boundary(*(bool(x) for x in boundary))
+        return [
+            Boundary(*map(bool, self._schedule.boundary(self.step + 1, self._state, group)))
+            for group in range(self._schedule.groups)
+        ]
 
     def passed(
-        self, boundary: Boundary, statistics: jax.Array | None, measured: jax.Array | None
+        self,
+        boundaries: Sequence[Boundary],
+        statistics: jax.Array | None,
+        measured: dict[int, jax.Array],
     ) -> None:
         """Moves on by one step.
 
         Args:
-            boundary: What happened after it.
+            boundaries: What happened to each group after it.
             statistics: What the step sends for the `ScheduleState`; None if nothing.
-            measured: The kept share, where a window closed and no channels were selected.
+            measured: The kept share of groups whose window closed without a selection.
         """
         self.step += 1
-        if not boundary.closes:
+        closes = np.array([boundary.closes for boundary in boundaries])
+        if not closes.any():
             self._state = self._state.open_step()
             self._statistics = statistics
             return
-        self._state = self._state.close_window(self._first, boundary.selects, np)
+        selects = np.array([boundary.selects for boundary in boundaries])
+        self._state = self._state.close_window(self._first, closes, selects, np)
         self._statistics, self._measured = None, measured
-        self.reselections += boundary.selects
+        self.reselections += int(selects.sum())
 
     @property
     def schedule_state(self) -> ScheduleState:
@@ -68,10 +83,10 @@ class Progress:
         return self._state
 
     def resume(
-        self, step: int, reselections: int, schedule_state: ScheduleState, kept_share: float | None
+        self, step: int, reselections: int, schedule_state: ScheduleState, shares: np.ndarray
     ) -> None:
         """Continues where another run was."""
-        self.step, self.reselections, self.kept_share = step, reselections, kept_share
+        self.step, self.reselections, self.shares = step, reselections, np.array(shares)
         self._state = schedule_state
 
     def _read(self) -> None:
@@ -79,7 +94,9 @@ class Progress:
             row = view(self._statistics).ravel()
             self._state = self._state.add(row)
             self._statistics = None
-        if self._measured is not None:
-            self.kept_share = float(view(self._measured))
-            self._state = self._state._replace(kept_share=np.float32(self.kept_share))
-            self._measured = None
+        if self._measured:
+            state = self._state.kept_share.copy()
+            for group, share in self._measured.items():
+                self.shares[group] = state[group] = float(view(share))
+            self._state = self._state._replace(kept_share=state)
+            self._measured = {}

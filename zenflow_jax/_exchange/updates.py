@@ -19,6 +19,7 @@ from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING, Close, HandOver
 from zenflow_jax._exchange.parts import (
+    Group,
     OffloadedLeaves,
     as_before,
     assemble,
@@ -28,6 +29,16 @@ from zenflow_jax._exchange.parts import (
 )
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import HostState
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A group's update that has not reached the parameters."""
+
+    made: Future  # as `Close.done`
+    # For each leaf, the channels that were selected while its window was open; None if they still
+    # are.
+    before: list[jax.Array] | None = None
 
 
 class Updates:
@@ -52,86 +63,130 @@ class Updates:
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
-        #: An update that has not reached the parameters.
-        self.pending: Future | None = None
         #: What merges found since it was last taken from here: leaves, and how much had changed.
         self.changed: list[tuple[list[int], jax.Array]] = []
         self._samples: list[jax.Array] = []
-        #: Channels that were selected while its window was open; None if they still are.
-        self.before: list[jax.Array] | None = None
+        #: Updates on their way, by group, in the order in which their windows closed.
+        self._pending: dict[int, _Pending] = {}
 
-    def close_window(self, hand_over: HandOver | None = None) -> None:
-        """Starts the update of the window that ends here."""
-        close = Close(hand_over)
-        self.pending = close.done
+    @property
+    def some_pending(self) -> bool:
+        """Whether any update has not reached the parameters."""
+        return bool(self._pending)
+
+    @property
+    def before(self) -> list[jax.Array | None]:
+        """For each leaf, the channels selected in the pending update's window; None: as now."""
+        channels: list[jax.Array | None] = [None] * len(self._specs)
+        for group, pending in self._pending.items():
+            if pending.before is not None:
+                leaves = self._offloaded.groups[group].leaves
+                for i, x in zip(leaves, pending.before, strict=True):
+                    channels[i] = x
+        return channels
+
+    def forget(self) -> None:
+        """Drops what is pending."""
+        self._pending.clear()
+
+    def close_window(self, group: int, hand_over: HandOver | None = None) -> None:
+        """Starts the update of a group's window, which ends here."""
+        assert group not in self._pending, "a window closed before the last update was collected"
+        close = Close(group, hand_over)
+        self._pending[group] = _Pending(close.done)
         self._worker.post(close)
 
-    def wait(self) -> int:
-        """Waits for the pending update; NONE, PENDING or EMPTY says what there is of it."""
-        if self.pending is None:
-            return NONE
-        return PENDING if self._worker.wait(self.pending, None) else EMPTY
+    def wait(self) -> list[int]:
+        """Waits for pending updates; NONE, PENDING or EMPTY says what there is of each group's."""
+        found = [NONE] * len(self._offloaded.groups)
+        for group, pending in self._pending.items():
+            found[group] = PENDING if self._worker.wait(pending.made, None) else EMPTY
+        return found
 
     def collect(
-        self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
+        self,
+        weights: Sequence[jax.Array],
+        groups: Sequence[int],
+        after: Any,
+        leaves: Sequence[LeafState],
     ) -> list[jax.Array]:
-        """The parameters with the pending update, if there is one.
+        """The parameters with the pending updates of some groups, if there are any.
 
         Args:
             weights: The parameter of each offloaded leaf.
+            groups: The groups.
             after: Arrays to wait for: only then the memory is free that uploads take.
             leaves: The states of all leaves, as they are now.
         """
-        if self.pending is None:
-            return weights
-        uploads = self._worker.wait(self.pending, after)
-        before, self.pending, self.before = self.before, None, None
-        if not uploads:
-            # `before` is gone, which knew the channels that left a boundary ago: sample anew.
-            self.note_parameters(weights)
-            return weights
-        merged = self._merge(weights, self._fetch_rest(uploads, after), before, leaves)
-        self._samples = merged.samples
-        self.changed += merged.changed
-        return merged.weights
+        weights = list(weights)
+        for number in groups:
+            if number not in self._pending:
+                continue
+            uploads = self._worker.wait(self._pending[number].made, after)
+            before = self._pending.pop(number).before
+            group = self._offloaded.groups[number]
+            if not uploads:
+                # `before` is gone, which knew the channels that left a boundary ago: sample anew.
+                seen = samples(group.pick(weights), group.specs)
+            else:
+                uploads = self._fetch_rest(group, uploads, after)
+                merged = self._merge(group, weights, uploads, before, leaves)
+                seen = merged.samples
+                for i, weight in zip(group.leaves, merged.weights, strict=True):
+                    weights[i] = weight
+                self.changed += [
+                    ([group.leaves[i] for i in which], counts) for which, counts in merged.changed
+                ]
+            for i, sample in zip(group.leaves, seen, strict=True):
+                self._samples[i] = sample
+        return weights
 
     def note_parameters(self, weights: Sequence[jax.Array]) -> None:
         """Samples the parameters: until the next merge only steps may change them."""
         self._samples = samples(weights, self._specs)
 
     def peek(
-        self, weights: list[jax.Array], after: Any, leaves: Sequence[LeafState]
+        self, weights: Sequence[jax.Array], after: Any, leaves: Sequence[LeafState]
     ) -> list[jax.Array]:
-        """As `collect`, but the update stays pending. What it changes comes back in new arrays."""
-        uploads = None if self.pending is None else self._worker.wait(self.pending, after)
-        if not uploads:
-            return weights
-        uploads = self._fetch_rest(uploads, after)
-        return self._merge(weights, uploads, self.before, leaves, keep=True).weights
+        """As `collect` of all, but updates stay pending. What they change is in new arrays."""
+        weights = list(weights)
+        for number, pending in self._pending.items():
+            uploads = self._worker.wait(pending.made, after)
+            if not uploads:
+                continue
+            group = self._offloaded.groups[number]
+            uploads = self._fetch_rest(group, uploads, after)
+            merged = self._merge(group, weights, uploads, pending.before, leaves, keep=True)
+            for i, weight in zip(group.leaves, merged.weights, strict=True):
+                weights[i] = weight
+        return weights
 
     def _merge(
         self,
-        weights: list[jax.Array],
+        group: Group,
+        weights: Sequence[jax.Array],
         uploads: Sequence[Sequence[jax.Array]],
         before: Sequence[jax.Array] | None,
         leaves: Sequence[LeafState],
         *,
         keep: bool = False,
     ) -> Merged:
-        """The parameters with an update, whose arrays stay if `keep`."""
-        now = [leaf.channels for leaf in self._offloaded.pick(leaves)]
+        """The parameters of a group with an update, whose arrays stay if `keep`."""
+        now = [leaf.channels for leaf in group.pick(self._offloaded.pick(leaves))]
+        mine = group.pick(weights)
         new = [
             assemble(pieces, weight.shape, part_sharding(weight, spec))
             for weight, spec, pieces in zip(
-                weights, self._specs, by_leaf(self._parts, uploads), strict=True
+                mine, group.specs, by_leaf(group.parts, uploads), strict=True
             )
         ]
         before = now if before is None else before
-        merged = merge(weights, new, before, now, self._samples, self._specs, keep=keep)
-        placed = [as_before(x, weight) for x, weight in zip(merged.weights, weights, strict=True)]
+        seen = group.pick(self._samples)
+        merged = merge(mine, new, before, now, seen, group.specs, keep=keep)
+        placed = [as_before(x, weight) for x, weight in zip(merged.weights, mine, strict=True)]
         return merged._replace(weights=placed)
 
-    def _fetch_rest(self, uploads: list[Any], after: Any) -> list[Any]:
+    def _fetch_rest(self, group: Group, uploads: list[Any], after: Any) -> list[Any]:
         """An update with its parts that were not prefetched; waits until those are there."""
         late = [i for i, pieces in enumerate(uploads) if not pieces]
         if not late:
@@ -143,7 +198,8 @@ class Updates:
         leaves = self._worker.leaves()
         uploads = list(uploads)
         for i in late:
-            uploads[i] = [upload(leaves[i].to_upload, device) for device in self._parts[i].devices]
+            array = leaves[group.part_numbers[i]].to_upload
+            uploads[i] = [upload(array, device) for device in group.parts[i].devices]
         # The next update writes to the arrays that they come from.
         jax.block_until_ready(uploads)
         self._worker.waited(begin, start)
@@ -151,27 +207,34 @@ class Updates:
         return uploads
 
     def reselect(
-        self, weights: list[jax.Array], state: ZenFlowState
+        self,
+        number: int,
+        weights: Sequence[jax.Array],
+        leaves: Sequence[LeafState],
+        after: Any,
     ) -> tuple[list[jax.Array], list[LeafState]]:
-        """Closes the window and hands channels over; entering ones are up to date at once.
+        """Closes a group's window and hands channels over; entering ones are up to date at once.
 
         Args:
+            number: The group.
             weights: The parameter of each offloaded leaf.
-            state: The current state.
+            leaves: The states of all leaves.
+            after: Arrays of the step, to wait for.
 
         Returns:
             The parameters, and the states of all leaves.
         """
-        weights = list(weights)
-        leaves = list(state.leaves)
-        states = self._offloaded.pick(leaves)
-        self.before = [s.channels for s in states]
+        group = self._offloaded.groups[number]
+        weights, leaves = list(weights), list(leaves)
+        places = group.pick(self._offloaded.places)
+        states = [leaves[i] for i in places]
+        before = [s.channels for s in states]
         chosen, current, scores = choose(
-            weights,
+            group.pick(weights),
             [s.scores for s in states],
-            self.before,
+            before,
             [s.master for s in states],
-            specs=self._specs,
+            specs=group.specs,
         )
         hand_over = HandOver(
             [
@@ -180,27 +243,32 @@ class Updates:
             ],
             chosen,
         )
-        self.close_window(hand_over)
-        entered = by_leaf(self._parts, self._worker.wait(hand_over.done, state.step))
+        self.close_window(number, hand_over)
+        self._pending[number].before = before
+        entered = by_leaf(group.parts, self._worker.wait(hand_over.done, after))
         masters: list[jax.Array | None] = [None] * len(states)
-        for j, (i, s) in enumerate(zip(self._offloaded.places, states, strict=True)):
+        for j, (i, s) in enumerate(zip(places, states, strict=True)):
             leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
         some = [j for j, master in enumerate(masters) if master is not None]
+        if not some:
+            return weights, leaves
         merged = enter(
-            [weights[j] for j in some],
+            [weights[group.leaves[j]] for j in some],
             [masters[j] for j in some],
-            [leaves[self._offloaded.places[j]].channels for j in some],
-            specs=tuple(self._specs[j] for j in some),
+            [leaves[places[j]].channels for j in some],
+            specs=tuple(group.specs[j] for j in some),
         )
         for j, weight in zip(some, merged, strict=True):
-            weights[j] = as_before(weight, weights[j])
+            i = group.leaves[j]
+            weights[i] = as_before(weight, weights[i])
         return weights, leaves
 
-    def measure(self, leaves: Sequence[LeafState]) -> jax.Array:
-        """Starts to compute the selected channels' share of the best score."""
-        states = self._offloaded.pick(leaves)
+    def measure(self, group: int, leaves: Sequence[LeafState]) -> jax.Array:
+        """Starts to compute the selected channels' share of the best score, of a group."""
+        mine = self._offloaded.groups[group]
+        states = mine.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
-        return measure(scores, channels, specs=self._specs)
+        return measure(scores, channels, specs=mine.specs)
 
     def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
         """The host's masters of each offloaded leaf, on the devices, in parts; one leaf at a time.
@@ -220,33 +288,38 @@ class Updates:
             yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
 
     def resume(
-        self, pending: int, before: Sequence[np.ndarray], states: Sequence[LeafState]
+        self, pending: Sequence[int], before: Sequence[np.ndarray], states: Sequence[LeafState]
     ) -> None:
-        """Restores another run's pending update, from masters that are resumed already.
+        """Restores another run's pending updates, from masters that are resumed already.
 
         Args:
             pending: What `wait` returned there.
             before: Each part's channels that were selected while its window was open.
             states: States of the offloaded leaves.
         """
-        if pending == NONE:
-            return
-        uploads = []
-        if pending == PENDING:
-            for part, cast, early in zip(
-                self._parts, self._host.casts(), self._offloaded.prefetched, strict=True
-            ):
-                devices = part.devices if early else ()
-                uploads.append([upload(cast, device) for device in devices])
-            # The next update writes to the arrays that they come from.
-            jax.block_until_ready(uploads)
-        self.pending = Future()
-        self.pending.set_result(uploads)
-        channels = [
-            [upload(x, device) for device in part.devices]
-            for part, x in zip(self._parts, before, strict=True)
-        ]
-        self.before = [
-            assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
-            for pieces, leaf in zip(by_leaf(self._parts, channels), states, strict=True)
-        ]
+        for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
+            if kind == NONE:
+                continue
+            uploads = []
+            if kind == PENDING:
+                for i, part in zip(group.part_numbers, group.parts, strict=True):
+                    cast = self._host.cast(i)
+                    devices = part.devices if self._offloaded.prefetched[i] else ()
+                    uploads.append([upload(cast, device) for device in devices])
+                # The next update writes to the arrays that they come from.
+                jax.block_until_ready(uploads)
+            made: Future = Future()
+            made.set_result(uploads)
+            channels = [
+                [upload(before[i], device) for device in part.devices]
+                for i, part in zip(group.part_numbers, group.parts, strict=True)
+            ]
+            self._pending[number] = _Pending(
+                made,
+                [
+                    assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
+                    for pieces, leaf in zip(
+                        by_leaf(group.parts, channels), group.pick(states), strict=True
+                    )
+                ],
+            )

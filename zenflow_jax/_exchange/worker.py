@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from zenflow_jax._diagnostics.skipped import tell_of_skipped
 from zenflow_jax._diagnostics.stats import WorkerStats
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, HandOver, Mail, Sums
-from zenflow_jax._exchange.parts import OffloadedLeaves, host_channels
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
@@ -81,10 +81,9 @@ class Worker:
         # The caller's. Every process makes the same calls in the same order: two that raise a
         # failure after the same number of points have dispatched the same programs.
         self._passed = 0
-        self._update: Iterator[str] | None = None
+        self._updates: deque[_Update] = deque()  # begun, in order
         self._window = host.windows + 1  # the open window, for messages
         self._where = "the first mail"  # what the thread does, for messages
-        self._next_piece = ""  # and what the update's next piece is
         # This one waits for the device, so that the worker can go on with an update.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         # Another one, so that scalars of the next window need not wait behind a window's sums.
@@ -228,7 +227,8 @@ class Worker:
 
     def _pieces(self, item: Mail | Sums) -> list[jax.Array]:
         """Each part's gradient, or sum, on its first device."""
-        return [part.of(item.gradients[part.leaf]) for part in self._parts]
+        parts = self._parts if isinstance(item, Mail) else self._offloaded.groups[item.group].parts
+        return [part.of(item.gradients[part.leaf]) for part in parts]
 
     def _wake(self) -> None:
         with self._condition:
@@ -257,7 +257,7 @@ class Worker:
             self._failure = error
         finally:
             self._break_promises()
-            self._update = None
+            self._updates.clear()
             self.recorder.works_at(None)
             self._host.close()
             self._receiver.shutdown(wait=False)
@@ -266,7 +266,7 @@ class Worker:
     def _turn(self) -> bool:
         """Does one thing; False when closed."""
         with self._condition:
-            while not (self._closed or self._other or self._next() or self._update is not None):
+            while not (self._closed or self._other or self._next() or self._updates):
                 self.recorder.works_at(None)
                 self._condition.wait()
             if self._closed:
@@ -335,62 +335,53 @@ class Worker:
         self._where = f"the sums of window {self._window}"
         sums = item.arrived.result()
         read = _nbytes(sums)
-        self._host.take_sums([view(x) for x in sums])
+        self._host.take_sums([view(x) for x in sums], item.group)
         sums.clear()
         self._count(bytes_to_host=read, host_bytes=self._host.nbytes - self.stats.host_bytes)
 
     def _begin(self, close: Close) -> None:
-        assert self._update is None, "a window closed before the last one's update was collected"
         self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
-        window = self._host.close_window()
+        window = self._host.close_window(close.group)
         self._window = window.number + 1
         if close.hand_over is not None:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
-                entering = self._hand_over(close.hand_over, window)
+                entering = self._hand_over(close.hand_over, window, close.group)
             close.hand_over.done.set_result(entering)
             # The caller has the hand-over now; the old arrays must not outlive it.
             close.hand_over = None
-        self._update = self._make_update(close, window)
-        self._next_piece = f"the update of window {window.number}"
+        where = f"the update of window {window.number}"
+        self._updates.append(_Update(window.number, self._make_update(close, window), where))
 
-    def _hand_over(self, item: HandOver, window: ClosedWindow) -> list[Any]:
+    def _hand_over(self, item: HandOver, window: ClosedWindow, group: int) -> list[Any]:
+        parts = self._offloaded.groups[group].parts
         # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
         leaving = [
             [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
-            for part in self._parts
+            for part in parts
             for old in [item.leaving[part.leaf]]
         ]
         here = copy_to_host(leaving)
-        entering: list[list[Any]] = [[None] * len(part.devices) for part in self._parts]
+        entering: list[list[Any]] = [[None] * len(part.devices) for part in parts]
         ready: dict[int, tuple[np.ndarray, ...]] = {}
         size = 0
         # Some leaves cross while others are worked on. Small ones cross together: a call costs as
         # much as some megabytes.
-        for i, (moved, part) in enumerate(zip(here, self._parts, strict=True)):
+        for i, (moved, part) in enumerate(zip(here, parts, strict=True)):
             if not moved:
                 continue
             chosen, *rows = moved
             new = self._host.hand_over(
-                window, i, _as_rows(rows, part.spec), host_channels(chosen, part)
+                window, window.leaves[i], _as_rows(rows, part.spec), host_channels(chosen, part)
             )
             ready[i] = _as_on_device(new, part.spec)
             size += _nbytes(ready[i])
             if size > _BYTES_PER_UPLOAD:
-                self._send(ready, entering)
+                _send(ready, parts, entering)
                 size = 0
-        self._send(ready, entering)
+        _send(ready, parts, entering)
         self._count(bytes_to_host=_nbytes(here), bytes_to_device=_nbytes(entering))
         return entering
-
-    def _send(self, ready: dict[int, tuple[np.ndarray, ...]], entering: list[list[Any]]) -> None:
-        """Uploads the ready arrays of some parts to each of their devices."""
-        devices = {device for i in ready for device in self._parts[i].devices}
-        for device in sorted(devices, key=lambda device: device.id):
-            mine = {i: x for i, x in ready.items() if device in self._parts[i].devices}
-            for i, x in upload(mine, device).items():
-                entering[i][self._parts[i].devices.index(device)] = x
-        ready.clear()
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         uploads: list[list[jax.Array]] = []
@@ -415,21 +406,44 @@ class Worker:
         self._finish(close, uploads)
 
     def _go_on(self) -> None:
-        assert self._update is not None
-        self.recorder.works_at("update", self._window - 1)
+        update = self._updates[0]
+        self.recorder.works_at("update", update.window)
         # Set for each piece: mail may have come in between.
-        self._where = self._next_piece
+        self._where = update.where
         with jax.profiler.TraceAnnotation("zenflow: host update"):
-            piece = next(self._update, None)
+            piece = next(update.pieces, None)
         if piece is None:
-            self._update = None
+            self._updates.popleft()
         else:
-            self._next_piece = piece
+            update.where = piece
 
     def _count(self, **more: Any) -> None:
         self.stats = replace(
             self.stats, **{name: getattr(self.stats, name) + x for name, x in more.items()}
         )
+
+
+@dataclass
+class _Update:
+    """An update that has begun."""
+
+    window: int  # its number
+    pieces: Iterator[str]  # gives where the next piece is, for messages
+    where: str
+
+
+def _send(
+    ready: dict[int, tuple[np.ndarray, ...]],
+    parts: Sequence[Part],
+    entering: list[list[Any]],
+) -> None:
+    """Uploads the ready arrays of some parts to each of their devices."""
+    devices = {device for i in ready for device in parts[i].devices}
+    for device in sorted(devices, key=lambda device: device.id):
+        mine = {i: x for i, x in ready.items() if device in parts[i].devices}
+        for i, x in upload(mine, device).items():
+            entering[i][parts[i].devices.index(device)] = x
+    ready.clear()
 
 
 def _check_token(mail: Mail, step: int, token: int) -> None:

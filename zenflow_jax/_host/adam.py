@@ -24,7 +24,7 @@ import numpy as np
 from zenflow_jax._host.numba_kernel import NumbaKernel
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._host.numpy_kernel import Moving, NumpyKernel, Step, Tile, flat
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import AdamScalars, WindowStep
 
 _KERNELS = ("numba", "numpy")
 # The most elements that a thread takes at once. Numba streams through memory and evicts the
@@ -120,7 +120,7 @@ class HostAdam:
         gradients: Sources,
         scale: float,
         active: np.ndarray,
-        scalars: AdamScalars,
+        of_window: WindowStep,
         out: np.ndarray | None,
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
@@ -141,7 +141,7 @@ class HostAdam:
             gradients: With their factors, in order; shape of `master`.
             scale: Taken as float32, like the factors.
             active: bool `(groups, n)`; the channels that take the step.
-            scalars: Learning rate, betas, eps, weight decay.
+            of_window: Learning rate, betas, eps, weight decay; and how far `steps` advance.
             out: Gets the new master, rounded to its dtype (float32, bfloat16 or float16; to the
                 nearest, ties to even). None: nothing is cast.
 
@@ -161,7 +161,7 @@ class HostAdam:
         active = active.copy()  # The caller may select again while the step is under way.
         if master.size == 0 or not active.any():
             return
-        steps += active
+        steps += active * np.int32(of_window.advance)
 
         trailing = tail == 1
         width = n if trailing else tail
@@ -176,12 +176,12 @@ class HostAdam:
             gradients=[(segments(g), np.float32(factor)) for g, factor in gradients],
             out=None if out is None else segments(out),
             active=active.reshape(-1),
-            m_scale=_debias(steps, scalars.b1),
-            v_scale=_debias(steps, scalars.b2),
+            m_scale=_debias(steps, of_window.b1),
+            v_scale=_debias(steps, of_window.b2),
             rows=rows,
             trailing=trailing,
             scale=np.float32(scale),
-            scalars=AdamScalars(*map(np.float32, scalars)),
+            scalars=AdamScalars(*map(np.float32, of_window.scalars)),
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), out)
         limit = self._limit(kernel, master.size, len(gradients))

@@ -14,8 +14,10 @@ import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import blank, copied
+from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
+from zenflow_jax._plan.schedule import Schedule
 
 #: The most mails that are kept. An update frees the closed window's mails leaf by leaf while those
 #: of the next one come in. So windows of four steps need no sums as long as the update keeps up.
@@ -66,17 +68,33 @@ class WindowGradients:
         self.total, self.mails = None, []
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ClosedWindow:
-    """What a window's update needs, frozen where the window closed."""
+    """What the update of a group's window needs, frozen where the window closed."""
 
     number: int
-    scale: float  # one over the steps that counted
-    scalars: AdamScalars  # of its last step
-    # One for each leaf; none if no step counted. The update of a leaf drops them.
-    gradients: list[WindowGradients]
+    counted: int  # steps that were not skipped
+    step: WindowStep  # from the hyperparameters of its last step
+    leaves: list[int]  # the numbers of the group's leaves
+    # By these numbers; none if no step counted. The update of a leaf drops its own.
+    gradients: dict[int, WindowGradients]
     # Bool (groups, n): channels to update. Those that enter before the update are taken out.
-    active: list[np.ndarray]
+    active: dict[int, np.ndarray]
+
+    @property
+    def scale(self) -> float:
+        """Makes a mean of a sum."""
+        return 1 / max(self.counted, 1)
+
+
+@dataclasses.dataclass
+class OpenWindow:
+    """A group's open window, and what is known of the last one that closed."""
+
+    leaves: list[int]  # the numbers of the group's leaves
+    counted: int = 0  # steps in the open window that were not skipped
+    update_scalars: AdamScalars | None = None  # of the last step of the last window
+    update_counted: int = 0  # steps of the last window that were not skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +115,7 @@ class HostState:
         weights: Their parameters, in the order of `specs`.
         channels: Their selected channels, `(*stack, k)`.
         adam: The kernels.
+        schedule: Has the number of groups that the leaves are in, and how updates are scaled.
     """
 
     def __init__(
@@ -105,15 +124,19 @@ class HostState:
         weights: Iterable[np.ndarray],
         channels: Iterable[np.ndarray],
         adam: HostAdam,
+        schedule: Schedule,
     ):
         self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
         self._adam = adam
-        self.counted = 0  # steps summed in the open window
-        self.windows = 0
-        self._closed: list[WindowGradients] = []  # of the last window that closed
+        self._scaling = schedule.window_scaling
+        self.open = [
+            OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
+            for group in range(schedule.groups)
+        ]
+        self.windows = 0  # closed so far
+        self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = False  # mails were too many once: sums are worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
-        self.update_scalars: AdamScalars | None = None  # of the last window that closed
 
     @property
     def nbytes(self) -> int:
@@ -127,53 +150,59 @@ class HostState:
 
     @property
     def mails_kept(self) -> float:
-        """Number of mails kept, for the open window and for the one whose update is in progress."""
+        """Number of mails kept, for open windows and for those whose updates are not made yet."""
         sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
         opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
-        # None before the first window closes, nor for a window of which no step counted.
-        closed = sum(n * len(x.sources) for n, x in zip(sizes, self._closed, strict=False))
+        closed = sum(
+            sizes[i] * len(x.sources)
+            for window in self._closed
+            for i, x in window.gradients.items()
+        )
         return (opened + closed) / max(sum(sizes), 1)
 
     def resume(
         self,
         arrays: Iterable[Mapping[str, np.ndarray]],
+        counted: Sequence[int],
+        updates: Sequence[tuple[AdamScalars | None, int]],
         *,
-        counted: int,
-        windows: int,
+        closed: int,
         scalars: AdamScalars | None,
-        update_scalars: AdamScalars | None,
     ) -> None:
         """Continues another run's state; the selected channels are there already.
 
         Args:
             arrays: "master", "mu", "nu" and "steps" of each leaf, and "total" if any step is in it,
                 unless the device adds up.
-            counted: Steps summed in the open window.
-            windows: Windows closed.
+            counted: Steps summed in each group's open window.
+            updates: Of each group's last window, the scalars and the steps that were summed.
+            closed: Windows closed.
             scalars: Scalars of the last step.
-            update_scalars: Scalars of the last window that closed.
         """
-        self.counted, self.windows = counted, windows
-        self.scalars, self.update_scalars = scalars, update_scalars
+        self.windows, self.scalars = closed, scalars
+        for window, steps, update in zip(self.open, counted, updates, strict=True):
+            window.counted = steps
+            window.update_scalars, window.update_counted = update
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
             for name in ("master", "mu", "nu", "steps"):
                 array = getattr(leaf, name)
                 array[...] = of_leaf[name].reshape(array.shape)
-            if counted and "total" in of_leaf:
+            if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
 
-    def casts(self) -> Iterator[np.ndarray]:
-        """What each leaf uploads: all its masters, in its dtype."""
-        for leaf in self.leaves:
-            if leaf.out is not None:
-                np.copyto(leaf.out, leaf.master, casting="unsafe")
-            yield leaf.to_upload
+    def cast(self, i: int) -> np.ndarray:
+        """What leaf `i` uploads: all its masters, in its dtype."""
+        leaf = self.leaves[i]
+        if leaf.out is not None:
+            np.copyto(leaf.out, leaf.master, casting="unsafe")
+        return leaf.to_upload
 
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
         # A caller that waits for a failed update may still hold these lists.
-        for gradients in self._closed:
-            gradients.clear()
+        for window in self._closed:
+            for gradients in window.gradients.values():
+                gradients.clear()
         self.leaves, self._closed = [], []
         self._adam.close()
 
@@ -182,30 +211,36 @@ class HostState:
         self.scalars = scalars
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
-        """Adds one step's gradients to the open window, `factor` times.
+        """Adds one step's gradients to the open windows, `factor` times.
 
-        They are kept until the window's update, which adds them up on its way through memory; if
-        there are too many, they are added up now. That changes no bit.
+        They are kept until their window's update, which adds them up on its way through memory; if
+        there are too many, some are added up now: first where there are as many as the update could
+        take in one pass. That changes no bit.
         """
-        self._keep(gradients, factor)
-        self.counted += 1
-        if self.mails_kept > MAILS_KEPT:
-            self._overflowed = True
-            self.add_up()
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            _keep(leaf, gradient, factor)
+        self.count()
+        for least in (GRADIENTS_PER_PASS, 1):
+            if self.mails_kept > MAILS_KEPT:
+                self._overflowed = True
+                self.add_up(least)
 
     def count(self) -> None:
-        """Counts one step into the open window, whose gradients the device adds up."""
-        self.counted += 1
+        """Counts one step into the open windows, whose gradients the device may add up."""
+        for window in self.open:
+            window.counted += 1
 
-    def take_sums(self, sums: Sequence[np.ndarray]) -> None:
-        """Takes in the device's sums of the open window, which closes now."""
-        if self.counted:
-            self._keep(sums, 1.0)
+    def take_sums(self, sums: Sequence[np.ndarray], group: int) -> None:
+        """Takes in the device's sums of a group's open window, which closes now."""
+        window = self.open[group]
+        if window.counted:
+            for i, gradient in zip(window.leaves, sums, strict=True):
+                _keep(self.leaves[i], gradient, 1.0)
 
-    def add_up(self) -> None:
-        """Adds up the open window's kept gradients, and drops them."""
+    def add_up(self, least: int = 1) -> None:
+        """Adds up the gradients kept for open windows, of leaves with `least` or more of them."""
         for leaf in self.leaves:
-            if not leaf.mails:
+            if len(leaf.mails) < least:
                 continue
             first = leaf.total is None
             if leaf.total is None:
@@ -213,25 +248,26 @@ class HostState:
             self._adam.accumulate(leaf.total, leaf.mails, first=first)
             leaf.mails.clear()
 
-    def _keep(self, gradients: Sequence[np.ndarray], factor: float) -> None:
-        for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            leaf.mails.append((gradient.reshape(leaf.master.shape), factor))
-
-    def close_window(self) -> ClosedWindow:
-        """Ends the open window; the next mail begins another."""
+    def close_window(self, group: int) -> ClosedWindow:
+        """Ends a group's open window; the next mail begins another."""
         assert self.scalars is not None
         self.windows += 1
-        counted, self.counted = self.counted, 0
+        window = self.open[group]
+        counted = window.counted
+        mine = {i: self.leaves[i] for i in window.leaves}
         closed = ClosedWindow(
             number=self.windows,
-            scale=1 / max(counted, 1),
-            scalars=self.scalars,
-            gradients=[WindowGradients(leaf.total, leaf.mails) for leaf in self.leaves if counted],
-            active=[~_members(leaf.channels, leaf.spec.n) for leaf in self.leaves],
+            counted=counted,
+            step=window_step(self.scalars, max(counted, 1), self._scaling, np),
+            leaves=window.leaves,
+            gradients={i: WindowGradients(x.total, x.mails) for i, x in mine.items() if counted},
+            active={i: ~_members(x.channels, x.spec.n) for i, x in mine.items()},
         )
-        for leaf in self.leaves:
+        for leaf in mine.values():
             leaf.total, leaf.mails = None, []
-        self._closed, self.update_scalars = closed.gradients, self.scalars
+        window.counted = 0
+        window.update_scalars, window.update_counted = self.scalars, counted
+        self._closed.append(closed)
         return closed
 
     def update(
@@ -246,14 +282,11 @@ class HostState:
             finished: Called with the number and arrays of each leaf that is done.
 
         Yields:
-            The leaf's name before each piece. Other methods may run in between, but no hand-over.
+            The leaf's name before each piece. Other methods may run in between, but no hand-over of
+            the same group.
         """
-        if not window.gradients:
-            return
-        for i, (leaf, gradients, active) in enumerate(
-            zip(self.leaves, window.gradients, window.active, strict=True)
-        ):
-            scalars = _for_leaf(window.scalars, leaf.spec)
+        for i, gradients in window.gradients.items():
+            leaf = self.leaves[i]
             yield leaf.spec.name
             for _ in self._adam.adamw(
                 leaf.master,
@@ -262,8 +295,8 @@ class HostState:
                 leaf.steps,
                 gradients.sources,
                 window.scale,
-                active,
-                scalars,
+                window.active[i],
+                _for_leaf(window.step, leaf.spec),
                 leaf.out,
             ):
                 yield leaf.spec.name
@@ -271,6 +304,7 @@ class HostState:
                 leaf.spare.append(gradients.total)
             gradients.clear()
             finished(i, leaf)
+        self._closed.remove(window)
 
     def hand_over(
         self, window: ClosedWindow, i: int, leaving: SelectedRows, chosen: np.ndarray
@@ -295,14 +329,13 @@ class HostState:
         np.put_along_axis(leaf.steps, leaf.channels, leaving.steps, axis=-1)
         entering = active & _members(chosen, leaf.spec.n)
         if window.gradients and entering.any():
-            scalars = _for_leaf(window.scalars, leaf.spec)
             for _ in self._adam.adamw(
                 *wide,
                 leaf.steps,
                 window.gradients[i].sources,
                 window.scale,
                 entering,
-                scalars,
+                _for_leaf(window.step, leaf.spec),
                 None,
             ):
                 pass
@@ -328,8 +361,12 @@ def _new_leaf(spec: LeafSpec, weight: np.ndarray, channels: np.ndarray) -> HostL
     )
 
 
-def _for_leaf(scalars: AdamScalars, spec: LeafSpec) -> AdamScalars:
-    return scalars if spec.decay else scalars._replace(weight_decay=0.0)
+def _keep(leaf: HostLeaf, gradient: np.ndarray, factor: float) -> None:
+    leaf.mails.append((gradient.reshape(leaf.master.shape), factor))
+
+
+def _for_leaf(step: WindowStep, spec: LeafSpec) -> WindowStep:
+    return step if spec.decay else step._replace(scalars=step.scalars._replace(weight_decay=0.0))
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:

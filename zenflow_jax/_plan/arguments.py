@@ -23,6 +23,9 @@ STATIC_ARGS = (
     "select_interval",
     "full_warm_up_rounds",
     "overlap_step",
+    "rolling",
+    "staleness",
+    "window_scaling",
     "channel_axis",
     "resident",
     "partition_replicated",
@@ -64,6 +67,9 @@ def check_schedule(
     select_interval: int | str | AutoSelect | EpochSelect | None,
     full_warm_up_rounds: int,
     overlap_step: bool,
+    rolling: bool,
+    staleness: int | None,
+    window_scaling: float | None,
     offload: bool,
 ) -> Schedule:
     """The schedule that these arguments describe; an error names the argument that is wrong."""
@@ -82,13 +88,63 @@ def check_schedule(
             "first steps that update everything; 0 for none."
         )
     _static("overlap_step", overlap_step, _BOOL, "a bool")
+    _static("rolling", rolling, _BOOL, "a bool")
     _static("offload", offload, _BOOL, "a bool")
+    # An adaptive window is the same for all leaves, as all of them decide when it closes.
+    in_turn = bool(rolling) and not isinstance(window, AutoWindow)
     return Schedule(
         window=window,
         select=select,
         full_warm_up_rounds=int(full_warm_up_rounds),
-        overlap_step=bool(overlap_step),
+        groups=window if in_turn and isinstance(window, int) else 1,
+        staleness=_check_staleness(staleness, window, bool(overlap_step), in_turn),
+        window_scaling=_check_window_scaling(window_scaling),
     )
+
+
+def _check_staleness(
+    staleness: Any, window: int | AutoWindow, overlap_step: bool, rolling: bool
+) -> int | None:
+    """The steps that an update waits; None where that is for the next boundary to say."""
+    if staleness is not None:
+        _static("staleness", staleness, Integral, "an int or None")
+        if not overlap_step and staleness != 0:
+            raise ValueError(
+                f"`staleness` must be 0 or None with overlap_step=False, got {staleness}. Both say "
+                "when an update reaches the parameters: leave `overlap_step` out."
+            )
+        if isinstance(window, AutoWindow) and staleness != 0:
+            raise ValueError(
+                "`staleness` must be 0 or None with an adaptive `update_interval`, got "
+                f"{staleness}. Its updates arrive at the next boundary, and no one knows when that "
+                "will be: leave `staleness` out, or pass an int as `update_interval`."
+            )
+        if not isinstance(window, AutoWindow) and not 0 <= staleness <= window:
+            raise ValueError(
+                f"`staleness` must lie between 0 and `update_interval`, got {staleness} with "
+                f"update_interval={window}. It counts the steps that an update may take before it "
+                "must reach the parameters, which is before the next one begins."
+            )
+        return int(staleness)
+    if not overlap_step:
+        return 0
+    if isinstance(window, AutoWindow):
+        return None
+    return 1 if rolling else window
+
+
+def _check_window_scaling(value: Any) -> float | None:
+    """The exponent of the learning rate; None for no scaling at all."""
+    if value is None:
+        return None
+    _static("window_scaling", value, Real, "a float or None")
+    if not 0 <= float(value) <= 1:
+        raise ValueError(
+            f"`window_scaling` must lie in [0, 1] or be None, got {value}. It is the exponent by "
+            "which the learning rate of a deferred channel grows with the steps in its window: 0.5 "
+            "for the square root, 0 to scale the betas alone, None for the paper's way."
+        )
+    return float(value)
 
 
 def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:

@@ -26,11 +26,12 @@ class LeafSpec:
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
     transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own
+    group: int = 0  # leaves of a group close their windows together
 
     @property
     def anonymous(self) -> "LeafSpec":
         """The spec that all leaves like this one have in common, so that they share programs."""
-        return dataclasses.replace(self, name="", decay=False)
+        return dataclasses.replace(self, name="", decay=False, group=0)
 
     @property
     def mail_dtype(self) -> np.dtype:

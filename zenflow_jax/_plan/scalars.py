@@ -17,3 +17,56 @@ class AdamScalars(NamedTuple):
     one_minus_b2: Any
     eps: Any
     weight_decay: Any
+
+
+class WindowStep(NamedTuple):
+    """The hyperparameters of the one step that deferred channels take for a window."""
+
+    scalars: AdamScalars
+    advance: Any  # how many Adam steps it counts as
+    # Of a single step. The bias corrections have them to the power of a channel's count.
+    b1: Any
+    b2: Any
+
+
+def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: Any) -> WindowStep:
+    """The step with the mean of `counted` gradients, scaled to be worth that many single ones.
+
+    A mean of c gradients is the gradient of a batch c times larger. Adam does with it what it does
+    with c single ones where the learning rate is multiplied by a root of c (`scaling` is the
+    exponent, 0.5 the square root), both betas go to the power c, and eps is divided by the root of
+    c. Weight decay pulls as in c steps. Nothing is scaled where c is 1, or `scaling` is None.
+
+    Args:
+        scalars: Those of a single step: Python floats, or float32 of `xp`.
+        counted: Steps in the mean, at least 1.
+        scaling: The exponent for the learning rate, or None.
+        xp: `numpy` or `jax.numpy`.
+
+    References:
+        Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
+        https://arxiv.org/abs/2205.10287, 2022.
+    """
+    s = scalars
+    if scaling is None:
+        return WindowStep(s, 1, s.b1, s.b2)
+    c = counted
+    one = c == 1
+
+    def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
+        # From `1 - b`, which is exact where `b` is rounded.
+        exponent = c * xp.log1p(-one_minus_b)
+        return xp.where(one, b, xp.exp(exponent)), xp.where(one, one_minus_b, -xp.expm1(exponent))
+
+    b1, one_minus_b1 = power(s.b1, s.one_minus_b1)
+    b2, one_minus_b2 = power(s.b2, s.one_minus_b2)
+    scaled = AdamScalars(
+        learning_rate=s.learning_rate * c**scaling,
+        b1=b1,
+        b2=b2,
+        one_minus_b1=one_minus_b1,
+        one_minus_b2=one_minus_b2,
+        eps=s.eps * c**-0.5,
+        weight_decay=s.weight_decay * c ** (1 - scaling),
+    )
+    return WindowStep(scaled, counted, s.b1, s.b2)

@@ -1,7 +1,8 @@
 """Decides when a window closes and when channels are selected again.
 
 Only the engine and the in-graph mode ask; neither may assume that windows have equal length. Steps
-count from 1; step t's boundary lies between t and t + 1.
+count from 1; step t's boundary lies between t and t + 1. Leaves are in groups (`groups.py`), and
+each group has windows of its own.
 
 The same code decides for NumPy numbers (the engine) and for traced ones (in-graph). A decision
 about a step knows only the steps before it: for more, an engine would wait for the device.
@@ -16,11 +17,12 @@ from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 
 
 class Boundary(NamedTuple):
-    """What happens after a step: bools, or traced ones if the step number is traced."""
+    """What happens to one group after a step: bools, or traced ones if the step is traced."""
 
     closes: Any  # the window ends and its update is made
     selects: Any  # channels are selected again; only where a window closes
-    synchronous: Any  # the update reaches the parameters at once, not at the next boundary
+    synchronous: Any  # the update reaches the parameters at once
+    arrives: Any  # an update that was made before reaches the parameters, ahead of all else
 
 
 class ScheduleState(NamedTuple):
@@ -29,27 +31,35 @@ class ScheduleState(NamedTuple):
     `flush` leaves it alone: a flush ends a window's sum early and moves no boundary.
     """
 
+    # Of adaptive windows, which are the same for all leaves.
     length: Any  # int32: steps since the last boundary, without the one that is asked about
     counted: Any  # float32: the steps among them that were not skipped
     deferred: Any  # float32 (leaves,): deferred channels' root mean square, summed over those
     selected: Any  # float32 (leaves,): the same of the selected channels
-    windows: Any  # int32: windows closed since the last selection
-    kept_share: Any  # float32: share of the best score, measured at the last boundary; else 1
+    # Of each group.
+    windows: Any  # int32 (groups,): windows closed since the last selection
+    kept_share: Any  # float32 (groups,): share of the best score, at the last boundary; else 1
 
     def open_step(self) -> "ScheduleState":
         """The state after a step whose window stays open; `add` takes in what the step says."""
         return self._replace(length=self.length + 1)
 
-    def close_window(self, first: "ScheduleState", selects: Any, xp: Any) -> "ScheduleState":
-        """The state after a step that closed its window; the step's statistics count for none.
+    def close_window(
+        self, first: "ScheduleState", closes: Any, selects: Any, xp: Any
+    ) -> "ScheduleState":
+        """The state after a step that closed windows; the step's statistics count for none.
 
         Args:
             first: The state before the first step.
-            selects: Whether channels were selected again.
+            closes: bool (groups,): whose windows closed.
+            selects: bool (groups,): whose channels were selected again.
             xp: `numpy` or `jax.numpy`, whichever the numbers are of.
         """
-        windows = xp.where(selects, 0, self.windows + 1).astype(np.int32)
-        return first._replace(windows=windows)
+        windows = xp.where(closes, self.windows + 1, self.windows)
+        return first._replace(
+            windows=xp.where(selects, 0, windows).astype(np.int32),
+            kept_share=xp.where(closes, first.kept_share, self.kept_share),
+        )
 
     def add(self, statistics: Any) -> "ScheduleState":
         """The state with a step's float32 [counted, *deferred, *selected]; None adds nothing."""
@@ -71,8 +81,8 @@ def first_schedule_state(schedule: "Schedule", leaves: int) -> ScheduleState:
         counted=np.float32(0),
         deferred=np.zeros(sums, np.float32),
         selected=np.zeros(sums, np.float32),
-        windows=np.int32(0),
-        kept_share=np.float32(1),
+        windows=np.zeros(schedule.groups, np.int32),
+        kept_share=np.ones(schedule.groups, np.float32),
     )
 
 
@@ -84,13 +94,19 @@ class Schedule:
         window: Steps in a window, or the rule that closes it.
         select: Steps between two selections, or the rule that starts one.
         full_warm_up_rounds: Number of first steps, each of which is a window of its own.
-        overlap_step: Whether updates reach the parameters one window later.
+        groups: How many groups of leaves take turns: group j closes its windows j steps ahead of
+            group 0. One for all leaves together.
+        staleness: Steps from the end of a window to the step after which its update reaches the
+            parameters. None: to the next boundary, wherever an adaptive window has it.
+        window_scaling: How a window's update is scaled to the steps in it, as `scaled_step` says.
     """
 
     window: int | AutoWindow
     select: int | AutoSelect | EpochSelect
     full_warm_up_rounds: int
-    overlap_step: bool
+    groups: int
+    staleness: int | None
+    window_scaling: float | None
 
     @property
     def needs_statistics(self) -> bool:
@@ -107,12 +123,18 @@ class Schedule:
         """Whether `boundary` needs a `ScheduleState`."""
         return self.needs_statistics or self.needs_kept_share
 
-    def boundary(self, step: Any, schedule_state: ScheduleState | None) -> Boundary:
-        """What happens after step `step` (a Python int or a traced int32).
+    @property
+    def between_boundaries(self) -> bool:
+        """Whether updates arrive where no window of their group closes."""
+        return self.staleness not in (None, 0, self.window)
+
+    def boundary(self, step: Any, schedule_state: ScheduleState | None, group: int = 0) -> Boundary:
+        """What happens to `group` after step `step` (a Python int or a traced int32).
 
         Args:
             step: Counted from 1.
             schedule_state: Covers the steps before it; may be None unless `adaptive`.
+            group: From 0.
         """
         warm = step <= self.full_warm_up_rounds
         since = step - self.full_warm_up_rounds
@@ -124,17 +146,23 @@ class Schedule:
                 | self._ripe(self.window, schedule_state)
                 | (length >= self.window.max_interval)
             )
+            arrives = closes
         else:
             length = self.window
-            closes = warm | (since % length == 0)
+            closes = warm | ((since + group) % length == 0)
+            arrives = closes
+            if self.between_boundaries:
+                assert self.staleness is not None
+                arrives = (since + group - self.staleness) % length == 0
         # The first selection comes at the warm-up's end; without a warm-up it comes at the first
         # boundary, however far off the interval's end is.
-        first = since == (length if self.full_warm_up_rounds == 0 else 0)
-        due = (since > 0) & self._due(step, since, length, schedule_state)
+        first = since == (length - group if self.full_warm_up_rounds == 0 else 0)
+        due = (since > 0) & self._due(step, since, length, schedule_state, group)
         return Boundary(
             closes=closes,
             selects=closes & (first | due),
-            synchronous=warm | (not self.overlap_step),
+            synchronous=warm | (self.staleness == 0),
+            arrives=arrives,
         )
 
     def _ripe(self, window: AutoWindow, schedule_state: ScheduleState) -> Any:
@@ -143,13 +171,23 @@ class Schedule:
         ripe = (schedule_state.deferred * schedule_state.counted >= schedule_state.selected).sum()
         return (schedule_state.counted > 0) & (ripe >= window.needed(leaves))
 
-    def _due(self, step: Any, since: Any, length: Any, schedule_state: ScheduleState | None) -> Any:
+    def _due(
+        self,
+        step: Any,
+        since: Any,
+        length: Any,
+        schedule_state: ScheduleState | None,
+        group: int,
+    ) -> Any:
         """Whether a selection other than the first is due where a window of `length` steps ends."""
         if isinstance(self.select, AutoSelect):
             assert schedule_state is not None
-            lost = schedule_state.kept_share < self.select.keep
-            return lost | (schedule_state.windows + 1 >= self.select.max_windows)
+            lost = schedule_state.kept_share[group] < self.select.keep
+            return lost | (schedule_state.windows[group] + 1 >= self.select.max_windows)
         # It is due if an interval ends within the window.
         if isinstance(self.select, EpochSelect):
-            return step // self.select.steps > (step - length) // self.select.steps
-        return since // self.select > (since - length) // self.select
+            epoch = self.select.steps
+            # A group's first window may be shorter: what the warm-up had is no part of it.
+            after_warm_up = step // epoch > self.full_warm_up_rounds // epoch
+            return after_warm_up & (step // epoch > (step - length) // epoch)
+        return (since + group) // self.select > (since + group - length) // self.select
