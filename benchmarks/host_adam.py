@@ -26,7 +26,7 @@ import numba
 import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import AdamScalars, window_step
 
 Run = Callable[[], object]
 LIMIT, TORCH, DEEPSPEED = "memory bandwidth", "torch.optim.AdamW(fused)", "DeepSpeed CPUAdam"
@@ -155,7 +155,7 @@ def stream_sum(total, g, zero):
 
 
 def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: str) -> None:
-    scalars = AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)
+    step = window_step(AdamScalars(RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY), 1, None, np)
     n = x.p.shape[2]
     flip = (1, n, WIDTH, 1)  # the same memory, its rows taken for rows of channels
     everything = np.ones((1, n), bool)
@@ -167,7 +167,7 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
         gradients = [(a.reshape(shape), 1.0) for a in (g, *more)]
         out = None if out is None else out.reshape(shape)
         steps = np.full(active.shape, 10, np.int32)
-        return lambda: list(adam.adamw(p, m, v, steps, gradients, 0.25, active, scalars, out))
+        return lambda: list(adam.adamw(p, m, v, steps, gradients, 0.25, active, step, out))
 
     cases[FLOAT32][name] = update(x.g, everything, None)
     cases[BFLOAT16][name] = update(x.g16, everything, x.out16)

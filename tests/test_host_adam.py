@@ -15,7 +15,7 @@ from zenflow_jax._host import adam as adam_module
 from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import AdamScalars, window_step
 
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float32, BFLOAT16, np.float16]
@@ -31,6 +31,7 @@ SHAPES = {  # (groups, rows, n, tail)
 RATE, B1, B2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
 # What the engine passes: Python floats that hold float32 values.
 SCALARS = AdamScalars(*(float(np.float32(x)) for x in (RATE, B1, B2, 1 - B1, 1 - B2, EPS, DECAY)))
+STEP = window_step(SCALARS, 1, None, np)
 # Steps of RATE on parameters near 1, worked out in float32: a few roundings of 6e-8, and for optax
 # one of `1 - b2**t`, which float32 holds to 3e-5 only.
 ATOL = 1e-6
@@ -65,7 +66,7 @@ def some_channels(state: State, seed: int = 2, share: float = 0.7) -> np.ndarray
 def step(adam: HostAdam, state: State, total, active, out=None, *, scale=1.0) -> int:
     """Takes the step and tells in how many chunks; with one gradient, or a list with factors."""
     gradients = total if isinstance(total, list) else [(total, 1.0)]
-    return sum(1 for _ in adam.adamw(*state, gradients, scale, active, SCALARS, out))
+    return sum(1 for _ in adam.adamw(*state, gradients, scale, active, STEP, out))
 
 
 def bits(*arrays: np.ndarray | None) -> list[bytes]:
@@ -134,7 +135,8 @@ def test_bias_corrections_of_early_steps_are_as_exact_as_float32_can_be():
     scalars = SCALARS._replace(learning_rate=1.0, weight_decay=0.0)
     ones, active = np.ones(wide, np.float32), np.ones_like(steps, bool)
     t = steps + 1.0
-    for _ in HostAdam("numpy", 1).adamw(*state, [(ones, 1.0)], 1.0, active, scalars, None):
+    single = window_step(scalars, 1, None, np)
+    for _ in HostAdam("numpy", 1).adamw(*state, [(ones, 1.0)], 1.0, active, single, None):
         pass
     m = scalars.one_minus_b1 / (1 - scalars.b1**t)
     v = scalars.one_minus_b2 / (1 - scalars.b2**t)
@@ -304,7 +306,7 @@ def test_bfloat16_output_is_rounded_to_nearest_even(kernel, around_every_bfloat1
     out = np.zeros(p.shape, BFLOAT16)
     scalars = SCALARS._replace(learning_rate=0.0, weight_decay=0.0)
     active, zeros = np.ones((1, 1), bool), [(np.zeros_like(p), 1.0)]
-    for _ in HostAdam(kernel, 1).adamw(*state, zeros, 1.0, active, scalars, out):
+    for _ in HostAdam(kernel, 1).adamw(*state, zeros, 1.0, active, window_step(scalars, 1, None, np), out):
         pass
     with np.errstate(invalid="ignore", over="ignore"):
         expected = p.astype(BFLOAT16)
@@ -327,7 +329,7 @@ def test_adamw_yields_between_chunks_of_a_big_leaf(kernel):
     state, gradient = new_state(shape), np.ones(shape, np.float32)
     before = state.master.copy()
     chunks = HostAdam(kernel, 1).adamw(
-        *state, [(gradient, 1.0)], 1.0, np.ones((1, 640), bool), SCALARS, None
+        *state, [(gradient, 1.0)], 1.0, np.ones((1, 640), bool), STEP, None
     )
     next(chunks)
     changed = (state.master != before).any(axis=-1)
@@ -352,7 +354,7 @@ def test_channels_are_chosen_when_the_step_begins(monkeypatch):
     active = some_channels(state)
     step(HostAdam("numpy", 1), unchanged, new_gradient(shape), active)
     chunks = HostAdam("numba", 1, tile=43).adamw(
-        *state, [(new_gradient(shape), 1.0)], 1.0, active, SCALARS, None
+        *state, [(new_gradient(shape), 1.0)], 1.0, active, STEP, None
     )
     next(chunks)
     active[:] = True

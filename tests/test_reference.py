@@ -62,7 +62,7 @@ def assert_equals_optax(transformation, settings, steps):
 
 def one_leaf(n, learning_rate=1.0, *, dtype=np.float32, **options):
     """A reference for one `(n, 1)` leaf of zeros whose steps can be done by hand."""
-    settings = Settings(**{**BY_HAND, **options})
+    settings = Settings(**{"rolling": False, **BY_HAND, **options})
     return Reference([np.zeros((n, 1), dtype)], learning_rate, settings, channel_axes=[-2])
 
 

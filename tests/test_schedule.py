@@ -69,6 +69,12 @@ ADAPTIVE = [
 ]
 
 
+def at_once(window, select, warm_up, overlap):
+    """A schedule with one group, whose updates wait for the next boundary or for nothing."""
+    whole = None if isinstance(window, AutoWindow) else window
+    return Schedule(window, select, warm_up, 1, whole if overlap else 0, None)
+
+
 def letter(boundary):
     assert boundary.closes or not boundary.selects
     if not boundary.closes:
@@ -79,17 +85,38 @@ def letter(boundary):
 
 @pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
 def test_windows_close_and_channels_are_selected_where_the_table_says(settings, expected):
-    schedule = Schedule(*settings)
+    schedule = at_once(*settings)
 
     steps = range(1, len(expected) + 1)
     assert "".join(letter(schedule.boundary(t, None)) for t in steps) == expected
     assert "".join(letter(schedule.boundary(jnp.int32(t), None)) for t in steps) == expected
 
 
+# (window, select, warm-up, groups, staleness), and what happens to each group after each step; "a"
+# where an update arrives without one.
+IN_TURN = [
+    ((4, 8, 0, 4, 1), ["...sa..sa", "..sa..ca.", ".sa..ca..", "sa..ca..s"]),
+    ((4, 8, 0, 4, 0), ["...S...S.", "..S...C..", ".S...C...", "S...C...S"]),
+    ((3, 6, 2, 3, 2), ["CS.ac.as.a", "CSacascaca", "CScascacas"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), IN_TURN, ids=lambda x: str(x))
+def test_groups_close_their_windows_one_after_the_other(settings, expected):
+    schedule = Schedule(*settings, None)
+    for group, row in enumerate(expected):
+        for t, mark in enumerate(row, start=1):
+            for step in t, jnp.int32(t):
+                boundary = schedule.boundary(step, None, group)
+                arrives = "a" if boundary.arrives and t > schedule.full_warm_up_rounds else ""
+                found = letter(boundary).replace(".", arrives or ".")
+                assert found == mark, (group, t)
+
+
 @pytest.mark.parametrize(("settings", "known", "expected"), ADAPTIVE, ids=lambda x: str(x))
 @pytest.mark.parametrize("kind", ["numpy", "jax"])
 def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected, kind):
-    schedule = Schedule(*settings)
+    schedule = at_once(*settings)
     xp = np if kind == "numpy" else jnp
     got = []
     for t, (length, ripe, windows, kept) in enumerate(known, start=1):
@@ -99,8 +126,8 @@ def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected, 
             counted=xp.float32(2 if length else 0),
             deferred=xp.asarray([1.0] * ripe + [0.99] * (4 - ripe), xp.float32),
             selected=xp.full(4, 2.0, xp.float32),
-            windows=xp.int32(windows),
-            kept_share=xp.float32(kept),
+            windows=xp.asarray([windows], xp.int32),
+            kept_share=xp.asarray([kept], xp.float32),
         )
         got.append(
             letter(schedule.boundary(t if kind == "numpy" else jnp.int32(t), schedule_state))
