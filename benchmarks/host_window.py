@@ -22,6 +22,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.schedule import Schedule
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LENGTHS = (1, 2, 4, 8, 16)
@@ -40,7 +41,8 @@ def new_host(leaves: int, adam: HostAdam, axis: int = 0) -> HostState:
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal(spec.shape, np.float32).astype(BFLOAT16) for spec in specs)
     chosen = (np.sort(rng.choice(WIDTH, k, replace=False))[None].astype(np.int32) for _ in specs)
-    return HostState(specs, weights, chosen, adam)
+    together = Schedule(4, 64, 0, groups=1, staleness=4, window_scaling=None)
+    return HostState(specs, weights, chosen, adam, together)
 
 
 def window(host: HostState, mails: list[list[np.ndarray]], length: int, *, keep: bool) -> float:
@@ -53,7 +55,7 @@ def window(host: HostState, mails: list[list[np.ndarray]], length: int, *, keep:
             host.add_up()
         sums = sum(leaf.total is not None for leaf in host.leaves) / len(host.leaves)
         most = max(most, host.mails_kept + 2 * sums)  # float32, so twice a mail
-    for _ in host.update(host.close_window(), lambda i, leaf: None):
+    for _ in host.update(host.close_window(0), lambda i, leaf: None):
         pass
     return most
 
@@ -65,7 +67,7 @@ def hand_over(
     for step in range(4):
         host.note(SCALARS)
         host.add(mails[step % len(mails)], 0.9)
-    closed = host.close_window()
+    closed = host.close_window(0)
     moved = []
     for leaf in host.leaves:
         shape = leaf.spec.view4(leaf.spec.k)

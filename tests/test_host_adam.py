@@ -306,7 +306,9 @@ def test_bfloat16_output_is_rounded_to_nearest_even(kernel, around_every_bfloat1
     out = np.zeros(p.shape, BFLOAT16)
     scalars = SCALARS._replace(learning_rate=0.0, weight_decay=0.0)
     active, zeros = np.ones((1, 1), bool), [(np.zeros_like(p), 1.0)]
-    for _ in HostAdam(kernel, 1).adamw(*state, zeros, 1.0, active, window_step(scalars, 1, None, np), out):
+    for _ in HostAdam(kernel, 1).adamw(
+        *state, zeros, 1.0, active, window_step(scalars, 1, None, np), out
+    ):
         pass
     with np.errstate(invalid="ignore", over="ignore"):
         expected = p.astype(BFLOAT16)

@@ -180,7 +180,7 @@ class HostEngine:
         check_max_skipped(max_skipped)
         params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
         state = find_state(opt_state)
-        check_wrappers(opt_state, state)
+        wrapped = check_wrappers(opt_state, state)
         check_not_flattened(params, state)
         check_not_numpy(state)
         check_one_run(state)
@@ -234,7 +234,7 @@ class HostEngine:
         skipped = 0 if resumed is None else resumed.counts.skipped
         in_a_row = int(read(state.skipped_in_a_row))
         self._worker = Worker(host, offloaded, self._peers, skipped, in_a_row, max_skipped)
-        self._mailbox = Mailbox(self._worker, state, number)
+        self._mailbox = Mailbox(self._worker, state, number, wrapped=wrapped)
         self._progress = Progress(self._schedule, len(offloaded.places))
         self._open_steps = [0] * self._schedule.groups
         self._window_lengths: Counter[int] = Counter()

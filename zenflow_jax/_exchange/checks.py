@@ -39,8 +39,8 @@ def check_max_skipped(max_skipped: Any) -> None:
         )
 
 
-def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
-    """Refuses wrappers around the state whose branches jax could not trace."""
+def check_wrappers(opt_state: Any, state: ZenFlowState) -> bool:
+    """Whether a wrapper withholds updates; refuses one whose branches jax could not trace."""
     kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
     around = [
         type(x).__name__.removesuffix("State")
@@ -54,6 +54,7 @@ def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
             "it gets, and both ways of a branch must return the same. Sum micro-batches inside the "
             "step (steps that are not finite are skipped anyway), or leave `send_gradients` out."
         )
+    return bool(around)
 
 
 def check_not_flattened(params: Any, state: ZenFlowState) -> None:
@@ -225,7 +226,7 @@ def check_arrays(state: ZenFlowState) -> None:
 
 
 def check_pinned(
-    mail_bytes: int, mails: int, selected_bytes: int, platform: str, limit_gib: str | None
+    mail_bytes: int, mails: float, selected_bytes: int, platform: str, limit_gib: str | None
 ) -> None:
     """Raises before training if a run needs more pinned memory than jax gives, and says how much.
 
@@ -248,8 +249,8 @@ def check_pinned(
     needed = (mail_bytes * mails + selected_bytes) / 2**30
     if needed > limit:
         raise ValueError(
-            f"expected room for {mails} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over of "
-            f"{selected_bytes / 2**30:.1f} GiB in pinned host memory, got a limit of {limit:g} "
+            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over "
+            f"of {selected_bytes / 2**30:.1f} GiB in pinned host memory, got a limit of {limit:g} "
             "GiB. Set the environment variable "
             f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
         )

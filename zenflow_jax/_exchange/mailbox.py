@@ -11,8 +11,9 @@ sums of the next window.
 """
 
 import dataclasses
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.rules import longest
+from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
 #: The most mails that may be unread, which lets Python run ahead of the device. With "after_step"
@@ -38,14 +40,42 @@ AHEAD = 2
 _POSITIVE = 0x7FFFFFFF
 
 
-def buffers(state: ZenFlowState) -> int:
-    """The most mails that exist in host memory."""
+def buffers(state: ZenFlowState) -> float:
+    """The most mails that exist in host memory; those of some leaves count as a part of one."""
+    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
+    sizes = [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
+    total = max(sum(sizes), 1)
+    of_groups = [0.0] * state.schedule.groups
+    for spec, size in zip(specs, sizes, strict=True):
+        of_groups[spec.group] += size / total
     if state.send_gradients.sums_on_device:
-        return 2  # the sums of the window that is updated, and of the next one
-    # Mails of the window that is updated and of the open one; unread mails; and, where the step
-    # writes mail, the one that it writes and the blank one in the state.
-    kept = min(MAILS_KEPT, 2 * longest(state.schedule.window))
-    return kept + IN_FLIGHT[state.send_gradients] + (2 if state.send_gradients.in_step else 0)
+        # The sums of windows that are updated, and of those that close next.
+        return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
+    blank = {(spec.shape, spec.mail_dtype): size for spec, size in zip(specs, sizes, strict=True)}
+    # One is written by the step, and blank ones are in the state.
+    written = 1 + sum(blank.values()) / total if state.send_gradients.in_step else 0
+    window, in_flight = longest(state.schedule.window), IN_FLIGHT[state.send_gradients]
+    if state.schedule.groups == 1:
+        return float(min(MAILS_KEPT, 2 * window) + in_flight + written)
+    ages = range(1, window + 1)
+    opened = max(
+        sum(ages[(turn + group) % window] * size for group, size in enumerate(of_groups))
+        for turn in ages
+    )
+    waiting = _waiting(state.schedule, of_groups)
+    # An update that must arrive at the next step keeps Python from running ahead.
+    unread = 0 if state.schedule.staleness in (0, 1) else in_flight
+    return float(min(MAILS_KEPT, opened + window * waiting) + unread + written)
+
+
+def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
+    """The most of the leaves whose window has closed, and whose update is not made yet.
+
+    Beside those whose window is the last to have closed.
+    """
+    whole = schedule.window if isinstance(schedule.window, int) else 1
+    staleness = whole if schedule.staleness is None else schedule.staleness
+    return sum(sorted(of_groups)[::-1][: max(staleness - 1, 0)], 0.0)
 
 
 @jax.tree_util.register_dataclass
@@ -64,9 +94,11 @@ class Mailbox:
         worker: Reads the mail.
         state: The state before the first step.
         number: The run's number: another one for each engine, the same in all processes.
+        wrapped: Whether there is a wrapper around the state that withholds updates: its steps read
+            blank mail, and pass it on.
     """
 
-    def __init__(self, worker: Worker, state: ZenFlowState, number: int):
+    def __init__(self, worker: Worker, state: ZenFlowState, number: int, *, wrapped: bool):
         self._worker = worker
         self._given = state.token
         self._token = int(read(state.token))
@@ -74,10 +106,11 @@ class Mailbox:
         # from the same weights, or go on from the same checkpoint, have different ones.
         self._number = number
         self._sending = state.send_gradients
+        self._wrapped = wrapped
         self._blank = _Buffers(state.mail, state.step_scalars)
         if self._sending.in_step:
             # A state from a checkpoint may have them on the device.
-            self._blank = jax.tree.map(in_host_memory, self._blank)
+            self._remake_blank(in_host_memory)
         if self._sending.sums_on_device:
             self._make_zeros = [
                 _zeros_maker(
@@ -170,7 +203,7 @@ class Mailbox:
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
         """The state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
-            self._blank = jax.tree.map(zeros_like, self._blank)
+            self._remake_blank(zeros_like)
         mail = state.mail if self._sending.sums_on_device else self._blank.mail
         return dataclasses.replace(
             state,
@@ -190,6 +223,25 @@ class Mailbox:
         self._unread.clear()
         self._running.clear()
         self._blank = _Buffers((), StepScalars(None, None))
+
+    def _remake_blank(self, make: Callable[[jax.Array], jax.Array]) -> None:
+        """Makes blank buffers of those that there are, or of what is left of them.
+
+        As no step reads them, one array stands for all that are alike: a model has many leaves of
+        few shapes. A wrapper's step may read and donate them, which jax allows once.
+        """
+        if self._wrapped:
+            self._blank = jax.tree.map(make, self._blank)
+            return
+        made: dict[Any, jax.Array] = {}
+
+        def one(x: jax.Array) -> jax.Array:
+            key = (x.shape, x.dtype, x.sharding)
+            if key not in made:
+                made[key] = make(x)
+            return made[key]
+
+        self._blank = jax.tree.map(one, self._blank)
 
     def _write_token(self, number: int, like: jax.Array) -> None:
         """The next state's token, made from a number and placed as `like` is."""
