@@ -1,7 +1,7 @@
 """What do `zenflow`'s update and `exchange` cost beside `optax.adamw`'s update?
 
     python -m benchmarks.overhead --repeats 40
-    python -m benchmarks.overhead --repeats 20 --rest 0.05 --send-gradients exchange
+    python -m benchmarks.overhead --repeats 20 --rest 0.05 --send-gradients after_step
 
 The same float32 tree, whole on a CPU device, once as few large leaves and once as ever more small
 ones. On a CPU nothing is offloaded: mail and uploads are copies in the same memory and the worker
@@ -9,7 +9,8 @@ takes cores from the device, so the first table bounds the overhead from above. 
 leaves so small that what is left is the cost of Python and dispatch, with its growth per leaf.
 With `--rest` the loop sleeps before each exchange, so that the worker is at rest, as it is beside a
 longer step, and what is left of `exchange` is the caller's own. Medians with quartiles, the
-optimizers step by step in turn. Answers: `benchmarks/LOG.md`.
+optimizers step by step in turn: windows of all leaves at once, and of leaves in turn. "Slowest" is
+the median of those steps of a window that take longest. Answers: `benchmarks/LOG.md`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +67,15 @@ class AdamW:
 
 
 class ZenFlow:
-    """Update and exchange; the exchange by itself, apart for boundaries."""
+    """Update and exchange; the exchange by itself, for each step of a window."""
 
-    def __init__(self, params: Tree, sending: Literal["during_step", "after_step"], rest: float):
+    def __init__(self, params: Tree, sending: str, rest: float, *, rolling: bool):
         tx = zenflow_jax.zenflow(
-            1e-3, topk_ratio=0.05, update_interval=INTERVAL, send_gradients=sending
+            1e-3,
+            topk_ratio=0.05,
+            update_interval=INTERVAL,
+            send_gradients=sending,
+            rolling=rolling,
         )
         self.rest = rest
         self.params, self.state = params, tx.init(params)
@@ -90,8 +95,14 @@ class ZenFlow:
         returned = time.perf_counter()
         jax.block_until_ready(self.params)
         end = time.perf_counter()
-        where = "boundary" if self.count % INTERVAL == 0 else "exchange"
-        return {"step": update + end - done, "update": update, where: returned - done}
+        exchange = returned - done
+        where = f"exchange {self.count % INTERVAL}"
+        return {
+            "step": update + end - done,
+            "update": update,
+            "exchange": exchange,
+            where: exchange,
+        }
 
 
 def _update(
@@ -101,9 +112,7 @@ def _update(
     return optax.apply_updates(params, updates), state
 
 
-def measure(
-    case: Case, repeats: int, sending: Literal["during_step", "after_step"], rest: float
-) -> None:
+def measure(case: Case, repeats: int, sending: str, rest: float) -> None:
     device = jax.devices()[0]
     names = [f"leaf{i:04}" for i in range(case.leaves)]
 
@@ -115,56 +124,58 @@ def measure(
             device,
         )
 
-    zenflow = ZenFlow(tree(0), sending, rest)
-    engine = zenflow.engine
-    runs: dict[str, Callable[[Tree], dict[str, float]]] = {
-        "adamw": AdamW(tree(0)),
-        "zenflow": zenflow,
+    ours = {
+        "in turn": ZenFlow(tree(0), sending, rest, rolling=True),
+        "at once": ZenFlow(tree(0), sending, rest, rolling=False),
     }
+    runs: dict[str, Callable[[Tree], dict[str, float]]] = {"adamw": AdamW(tree(0)), **ours}
     gradients = tree(1)
-    samples: dict[str, list[float]] = {}
-    # A whole number of windows; the first ones compile, the first boundary also selects.
-    before = engine.stats
+    samples: dict[tuple[str, str], list[float]] = {}
+    # A whole number of windows; the first ones compile, the first boundaries also select.
+    before = {name: run.engine.stats for name, run in ours.items()}
     for i in range(repeats * INTERVAL + 2 * INTERVAL):
         if i == 2 * INTERVAL:
-            before = engine.stats
+            before = {name: run.engine.stats for name, run in ours.items()}
         for name, run in runs.items():
             for part, seconds in run(gradients).items():
                 if i >= 2 * INTERVAL:
-                    samples.setdefault(f"{name} {part}", []).append(seconds)
-    after = engine.stats
-    engine.close()
-    got = {name: times(s) for name, s in samples.items()}
-    ratio = got["zenflow step"].median / got["adamw step"].median
-    print(
-        f"{case.leaves:6} x {case.rows}x{case.columns}",
-        got["adamw step"],
-        got["zenflow update"],
-        got["zenflow exchange"],
-        got["zenflow boundary"],
-        f"{ratio:7.2f}",
-        f"{1e3 * (after.work_s - before.work_s) / (after.steps - before.steps):9.2f}",
-        sep="  ",
-        flush=True,
-    )
+                    samples.setdefault((name, part), []).append(seconds)
+    got = {key: times(s) for key, s in samples.items()}
+    for name, run in ours.items():
+        old, after = before[name], run.engine.stats
+        run.engine.close()
+        ratio = got[name, "step"].median / got["adamw", "step"].median
+        print(
+            f"{case.leaves:6} x {case.rows}x{case.columns}, {name}",
+            got["adamw", "step"],
+            got[name, "update"],
+            got[name, "exchange"],
+            max((got[name, f"exchange {i}"] for i in range(INTERVAL)), key=lambda t: t.median),
+            f"{ratio:7.2f}",
+            f"{1e3 * (after.work_s - old.work_s) / (after.steps - old.steps):9.2f}",
+            sep="  ",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20, help="windows measured")
     parser.add_argument("--millions", type=int, default=16, help="parameters of the large trees")
-    parser.add_argument("--send-gradients", choices=("step", "exchange"), default="step")
+    ways = ("during_step", "after_step")
+    parser.add_argument("--send-gradients", choices=ways, default=ways[0])
+    parser.add_argument("--leaves", type=int, nargs="+", default=[10, 100, 300, 1000])
     parser.add_argument("--rest", type=float, default=0.0, help="seconds before each exchange")
     args = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; ms: median (quartiles)")
     print(
-        "  leaves x shape | adamw update | zenflow update | exchange | at a boundary |"
+        "  leaves x shape | adamw update | zenflow update | exchange | slowest |"
         " whole step / adamw | worker per step"
     )
     for leaves in (10, 100):
         large = Case(leaves, args.millions * 1_000_000 // (leaves * 1000), 1000)
         measure(large, args.repeats, args.send_gradients, args.rest)
-    for leaves in (10, 100, 300, 1000):
+    for leaves in args.leaves:
         measure(Case(leaves, 16, 16), args.repeats, args.send_gradients, args.rest)
 
 

@@ -35,7 +35,7 @@ class Settings:
     overlap_step: bool = True
     rolling: bool = True
     staleness: int | None = None
-    window_scaling: float | None = None  # exponent of the rate
+    window_scaling: float | str | None = "auto"  # exponent of the rate; "auto" is 0.5 or None
     max_grad_norm: float | None = None
     send_gradients: str = "during_step"
     transfer_dtype: Any = None
@@ -476,10 +476,14 @@ def _adamw(channel: _Channel, g: Any, lr: np.float32, s: Settings, steps: int = 
     The parameter is left as it is.
     """
     b1, b2, eps, decay = s.b1, s.b2, s.eps, channel.weight_decay
-    c = 1 if s.window_scaling is None else steps
-    if c > 1:
+    scaling = s.window_scaling
+    if isinstance(scaling, str):
+        scaling = 0.5 if s.rolling and not isinstance(s.update_interval, AutoWindow) else None
+    c = 1
+    if scaling is not None:
+        c = steps
         b1, b2, eps = s.b1**c, s.b2**c, s.eps / math.sqrt(c)
-        lr, decay = lr * np.float32(c**s.window_scaling), decay * c ** (1 - s.window_scaling)
+        lr, decay = lr * np.float32(c**scaling), decay * c ** (1 - scaling)
     channel.steps += c
     n = np.float32(channel.steps)
     one = np.float32(1)

@@ -139,7 +139,7 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
         "overlap_step": settings.overlap_step,
         "rolling": settings.rolling,
         "staleness": settings.staleness,
-        "window_scaling": settings.window_scaling,
+        "window_scaling": None if settings.window_scaling == "none" else settings.window_scaling,
     }
 
 

@@ -144,9 +144,9 @@ class Settings:
     staleness: int | None = None
     """Steps that an update may take before it reaches the parameters. Left out: 1 if leaves take
     turns, else as many as a window has."""
-    window_scaling: float | None = None
-    """Let a deferred channel's step grow with the steps in its window: the exponent for the
-    learning rate, 0.5 for the rule of the square root. Left out: it does not grow."""
+    window_scaling: float | Literal["auto", "none"] = "auto"
+    """Scale a deferred channel's step to the steps in its window: the exponent for the learning
+    rate, 0.5 for the rule of the square root. "auto": 0.5 if leaves take turns, else "none"."""
     send_gradients: Literal["during_step", "after_step", "per_window"] = "during_step"
     """When gradients leave the device: during the backward pass; for scanned layers, while the next
     step runs; or as one sum per window, which needs room on the device. For offload micro_batches

@@ -195,7 +195,7 @@ class HostEngine:
         check_placement(weights, self._specs)
         check_devices(weights, state)
         self._state_places = StatePlaces(weights)
-        self._state_places.check(state, mail_only=False)
+        self._state_places.check(state, range(self._schedule.groups))
         self._places = Places(self._specs)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         parts = offloaded.parts
@@ -325,8 +325,8 @@ class HostEngine:
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         first = self._progress.step == 0
         if closing or first:
-            self._check_params(taken)
-        self._state_places.check(state, mail_only=not closing)
+            self._check_params(taken, None if first else closing)
+        self._state_places.check(state, closing)
         if first:
             self._follow(state, taken.weights)
             self._updates.note_parameters(taken.offloaded)
@@ -666,9 +666,14 @@ class HostEngine:
         leaves, treedef, places = self._places(params)
         return CallerTree(leaves, treedef, places, self._offloaded)
 
-    def _check_params(self, taken: CallerTree) -> None:
-        check_leaves(taken.weights, self._specs)
-        check_placement(taken.weights, self._specs)
+    def _check_params(self, taken: CallerTree, groups: Sequence[int] | None = None) -> None:
+        """Checks the parameters of some groups; resident ones with the first. None: all."""
+        weights, specs = taken.weights, self._specs
+        if groups is not None:
+            which = [i for i, spec in enumerate(specs) if spec.group in groups]
+            weights, specs = [weights[i] for i in which], [specs[i] for i in which]
+        check_leaves(weights, specs)
+        check_placement(weights, specs)
 
     def _note_changes(self, emitted: tuple[list[int], jax.Array] | None) -> None:
         """Takes over what has been found of the parameters that came in."""

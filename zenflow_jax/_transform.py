@@ -69,7 +69,7 @@ def zenflow(
     overlap_step: bool = True,
     rolling: bool = True,
     staleness: int | None = None,
-    window_scaling: float | None = None,
+    window_scaling: float | str | None = "auto",
     max_grad_norm: jax.typing.ArrayLike | None = None,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
     resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
@@ -82,10 +82,10 @@ def zenflow(
     """AdamW that keeps the state of the channels with the largest gradients on the device.
 
     Selected channels take an AdamW step at every step. The gradients of all other channels go to
-    pinned host memory. There a `HostEngine` sums them over a window of `update_interval` steps,
-    makes one AdamW step with their mean, and brings the result back one window later. So a deferred
-    channel takes one Adam step per window at the full learning rate, as if its batch were
-    `update_interval` times larger.
+    pinned host memory. There a `HostEngine` sums them over a window of `update_interval` steps and
+    makes one AdamW step with their mean, scaled to be worth a window of steps. Leaves take turns:
+    at every step the window of some of them closes, and the update made from it reaches the
+    parameters one step later, while the device computes that step.
 
     With `update_interval=1, overlap_step=False`, or with `topk_ratio=1`, it is `optax.adamw` with
     float32 master weights. Clip with `max_grad_norm`: a transformation in front that needs all
@@ -115,8 +115,24 @@ def zenflow(
             boundary. Or an `AutoSelect`, which selects when other channels matter more, "auto" for
             its defaults; or an `EpochSelect`.
         full_warm_up_rounds: The first steps, at each of which all channels are updated.
-        overlap_step: True: the host updates one window beside the next, at whose end the result
-            arrives. False: the loop waits for it.
+        overlap_step: True: the host makes an update beside the steps that follow its window, and
+            the result arrives when `staleness` says. False: the loop waits for it, as with
+            `staleness=0`.
+        rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
+            one of which closes its window at each step. So the host's work and the bus's load are
+            the same at every step, and a gradient takes effect 1 to `update_interval` steps later.
+            False, the paper's way: all windows close together, so a gradient takes effect
+            `update_interval` to `2 * update_interval - 1` steps later. Windows that adapt close
+            together always.
+        staleness: After how many steps an update reaches the parameters, counted from the step that
+            closed its window; from 0 (the loop waits for it) to `update_interval`. None: 1 if
+            `rolling`, else `update_interval`. The host has so many steps to hide its work behind.
+        window_scaling: How a window's one step is scaled to the c steps in it that count, after
+            Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
+            divided by the root of c, weight decay as in c steps. 0.5 is their rule, 0 scales the
+            betas alone. None, the paper's way, scales nothing: as if the batch were c times larger
+            and nobody had told Adam. "auto": 0.5 if leaves take turns, else None. With
+            `update_interval=1` it changes nothing.
         max_grad_norm: Clips as `optax.clip_by_global_norm` in front does, at no cost in overlap.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
@@ -182,6 +198,8 @@ def zenflow(
 
     References:
         Lan et al., ZenFlow, https://arxiv.org/abs/2505.12242, 2025.
+        Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
+        https://arxiv.org/abs/2205.10287, 2022.
     """
     schedule = check_schedule(
         topk_ratio,

@@ -149,37 +149,38 @@ class StatePlaces:
 
     def __init__(self, weights: Sequence[jax.Array]):
         self._beside = [weight.sharding for weight in weights]
-        # The shardings that were right last time, for each kind of call. As a rule a compiled step
-        # gives the same objects every time, so that a check costs next to nothing.
-        self._right: dict[bool, list[Any]] = {}
+        # The shardings that were right last time, for each choice of groups. As a rule a compiled
+        # step gives the same objects every time, so that a check costs next to nothing.
+        self._right: dict[tuple[int, ...], list[Any]] = {}
 
-    def check(self, state: ZenFlowState, *, mail_only: bool) -> None:
-        """Checks a state.
+    def check(self, state: ZenFlowState, groups: Sequence[int]) -> None:
+        """Checks the mail of a state, and all else of some groups of its leaves.
 
         Args:
             state: With real arrays.
-            mail_only: Whether the mail alone is read now.
+            groups: Those that are read now.
 
         Raises:
             ValueError: If an array is elsewhere.
         """
-        read = state.mail if mail_only else (state.mail, state.leaves)
-        shardings = [x.sharding for x in jax.tree.leaves(read)]
-        right = self._right.get(mail_only, [])
+        groups = tuple(groups)
+        read = [leaf for leaf in state.leaves if leaf.spec.group in groups]
+        shardings = [x.sharding for x in jax.tree.leaves((state.mail, read))]
+        right = self._right.get(groups, [])
         if len(right) == len(shardings) and all(map(operator.is_, right, shardings)):
             return
         for beside, leaf, mail in zip(self._beside, state.leaves, state.mail, strict=True):
             if not leaf.offloaded:
                 continue  # nobody here reads it
             _check_place("mail", mail, Layout(leaf.spec).mail(mail.ndim), beside, leaf.spec)
-            if mail_only:
+            if leaf.spec.group not in groups:
                 continue
             layout = leaf_layout(leaf.spec, deferred=False)
             for name in ("channels", "steps", "master", "mu", "nu", "scores"):
                 x = getattr(leaf, name)
                 if x is not None and x.size:
                     _check_place(name, x, getattr(layout, name), beside, leaf.spec)
-        self._right[mail_only] = shardings
+        self._right[groups] = shardings
 
 
 def _check_place(

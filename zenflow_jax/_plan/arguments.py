@@ -13,6 +13,9 @@ from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
+#: What `window_scaling="auto"` is where leaves take turns.
+ROLLING_SCALING = 0.5
+
 #: Arguments that shape the state, or that are functions but not schedules.
 #: `optax.inject_hyperparams` would turn them into arrays unless it is told which they are:
 #: `optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)(...)`.
@@ -69,7 +72,7 @@ def check_schedule(
     overlap_step: bool,
     rolling: bool,
     staleness: int | None,
-    window_scaling: float | None,
+    window_scaling: float | str | None,
     offload: bool,
 ) -> Schedule:
     """The schedule that these arguments describe; an error names the argument that is wrong."""
@@ -98,7 +101,7 @@ def check_schedule(
         full_warm_up_rounds=int(full_warm_up_rounds),
         groups=window if in_turn and isinstance(window, int) else 1,
         staleness=_check_staleness(staleness, window, bool(overlap_step), in_turn),
-        window_scaling=_check_window_scaling(window_scaling),
+        window_scaling=_check_window_scaling(window_scaling, in_turn),
     )
 
 
@@ -133,11 +136,14 @@ def _check_staleness(
     return 1 if rolling else window
 
 
-def _check_window_scaling(value: Any) -> float | None:
+def _check_window_scaling(value: Any, rolling: bool) -> float | None:
     """The exponent of the learning rate; None for no scaling at all."""
     if value is None:
         return None
-    _static("window_scaling", value, Real, "a float or None")
+    if isinstance(value, str) and value == "auto":
+        # With updates as stale as the paper's, longer steps overshoot (benchmarks/LOG.md).
+        return ROLLING_SCALING if rolling else None
+    _static("window_scaling", value, Real, 'a float, "auto" or None')
     if not 0 <= float(value) <= 1:
         raise ValueError(
             f"`window_scaling` must lie in [0, 1] or be None, got {value}. It is the exponent by "
