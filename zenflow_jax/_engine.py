@@ -107,10 +107,11 @@ class HostEngine:
 
     Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments), and
     the leaf's dtype once more for uploads. Mail stays in pinned memory until its window's update:
-    up to nine mails where an update takes as long as a window, two where the device adds up. Where
-    more would pile up, the engine adds them up, into sums of 4 to 8 bytes per parameter. A
-    hand-over takes 12 pinned bytes for each selected parameter. Device memory: an update that is
-    ready waits there for its boundary, in the leaf's dtype. On a GPU jax caps its pool of pinned
+    at most about 3.5 mails with windows of four steps that leaves close in turn, eight where all
+    close at once, two where the device adds up. Where more would pile up, the engine adds them up,
+    into sums of 4 to 8 bytes per parameter. A hand-over takes 12 pinned bytes for each selected
+    parameter of a group. Device memory: an update that is ready waits there until it is due, in the
+    leaf's dtype; of one group, or of all leaves. On a GPU jax caps its pool of pinned
     memory at 64 GiB; a run that needs more is refused by an error that says how to set
     `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
 
@@ -180,7 +181,7 @@ class HostEngine:
         check_max_skipped(max_skipped)
         params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
         state = find_state(opt_state)
-        wrapped = check_wrappers(opt_state, state)
+        check_wrappers(opt_state, state)
         check_not_flattened(params, state)
         check_not_numpy(state)
         check_one_run(state)
@@ -234,7 +235,7 @@ class HostEngine:
         skipped = 0 if resumed is None else resumed.counts.skipped
         in_a_row = int(read(state.skipped_in_a_row))
         self._worker = Worker(host, offloaded, self._peers, skipped, in_a_row, max_skipped)
-        self._mailbox = Mailbox(self._worker, state, number, wrapped=wrapped)
+        self._mailbox = Mailbox(self._worker, state, number)
         self._progress = Progress(self._schedule, len(offloaded.places))
         self._open_steps = [0] * self._schedule.groups
         self._window_lengths: Counter[int] = Counter()
@@ -284,9 +285,9 @@ class HostEngine:
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail out and brings updates in, between two steps; selects channels where due.
 
-        It waits where a window closes before the host has finished the update of the window
-        before; where the host is more than two mails behind; and, briefly, where channels are
-        selected: for the step, and for the hand-over of the channels that change sides. Where
+        It waits where an update is due that the host has not finished; where the host is more than
+        two mails behind; and, briefly, where channels are selected: for the step, and for the
+        hand-over of the channels that change sides. Where
         windows adapt, it also waits for the step before the one just made (for that one only
         after a `flush`). Do not use the arrays of `opt_state` that hold mail again; you may use
         the parameters.

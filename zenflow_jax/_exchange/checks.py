@@ -39,8 +39,8 @@ def check_max_skipped(max_skipped: Any) -> None:
         )
 
 
-def check_wrappers(opt_state: Any, state: ZenFlowState) -> bool:
-    """Whether a wrapper withholds updates; refuses one whose branches jax could not trace."""
+def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
+    """Refuses wrappers around the state whose branches jax could not trace."""
     kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
     around = [
         type(x).__name__.removesuffix("State")
@@ -54,7 +54,6 @@ def check_wrappers(opt_state: Any, state: ZenFlowState) -> bool:
             "it gets, and both ways of a branch must return the same. Sum micro-batches inside the "
             "step (steps that are not finite are skipped anyway), or leave `send_gradients` out."
         )
-    return bool(around)
 
 
 def check_not_flattened(params: Any, state: ZenFlowState) -> None:

@@ -13,7 +13,7 @@ sums of the next window.
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -94,11 +94,9 @@ class Mailbox:
         worker: Reads the mail.
         state: The state before the first step.
         number: The run's number: another one for each engine, the same in all processes.
-        wrapped: Whether there is a wrapper around the state that withholds updates: its steps read
-            blank mail, and pass it on.
     """
 
-    def __init__(self, worker: Worker, state: ZenFlowState, number: int, *, wrapped: bool):
+    def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
         self._given = state.token
         self._token = int(read(state.token))
@@ -106,11 +104,10 @@ class Mailbox:
         # from the same weights, or go on from the same checkpoint, have different ones.
         self._number = number
         self._sending = state.send_gradients
-        self._wrapped = wrapped
         self._blank = _Buffers(state.mail, state.step_scalars)
         if self._sending.in_step:
             # A state from a checkpoint may have them on the device.
-            self._remake_blank(in_host_memory)
+            self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
             self._make_zeros = [
                 _zeros_maker(
@@ -123,6 +120,9 @@ class Mailbox:
                 for group in range(state.schedule.groups)
             ]
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
+        # Until a step has left them be: one that reads blank mail, as a wrapper with a branch does,
+        # may donate each array once only.
+        self._alone = self._sending.in_step
         # Mail that has not been waited for here. The worker knows which is done, but at moments
         # that differ between processes, and all must wait at the same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
@@ -203,7 +203,10 @@ class Mailbox:
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
         """The state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
-            self._remake_blank(zeros_like)
+            self._blank = jax.tree.map(zeros_like, self._blank)
+        elif self._alone:
+            self._blank = _alike_once(self._blank)
+        self._alone = False
         mail = state.mail if self._sending.sums_on_device else self._blank.mail
         return dataclasses.replace(
             state,
@@ -224,25 +227,6 @@ class Mailbox:
         self._running.clear()
         self._blank = _Buffers((), StepScalars(None, None))
 
-    def _remake_blank(self, make: Callable[[jax.Array], jax.Array]) -> None:
-        """Makes blank buffers of those that there are, or of what is left of them.
-
-        As no step reads them, one array stands for all that are alike: a model has many leaves of
-        few shapes. A wrapper's step may read and donate them, which jax allows once.
-        """
-        if self._wrapped:
-            self._blank = jax.tree.map(make, self._blank)
-            return
-        made: dict[Any, jax.Array] = {}
-
-        def one(x: jax.Array) -> jax.Array:
-            key = (x.shape, x.dtype, x.sharding)
-            if key not in made:
-                made[key] = make(x)
-            return made[key]
-
-        self._blank = jax.tree.map(one, self._blank)
-
     def _write_token(self, number: int, like: jax.Array) -> None:
         """The next state's token, made from a number and placed as `like` is."""
         self._token = number & _POSITIVE  # never USED, which is negative
@@ -256,6 +240,12 @@ class Mailbox:
         mail = self._unread[0]
         self._worker.wait(mail.done, mail.step_scalars if isinstance(mail, Mail) else ())
         self._unread.popleft()
+
+
+def _alike_once(blank: _Buffers) -> _Buffers:
+    """The buffers with one array for all that are alike: a model has many leaves of few shapes."""
+    found: dict[Any, jax.Array] = {}
+    return jax.tree.map(lambda x: found.setdefault((x.shape, x.dtype, x.sharding), x), blank)
 
 
 def _gradients(state: ZenFlowState) -> list[jax.Array]:
