@@ -33,7 +33,7 @@ from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedR
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
-# About how many bytes of selected channels one call uploads.
+# About how many bytes one call uploads.
 _BYTES_PER_UPLOAD = 8 * 2**20
 
 
@@ -363,10 +363,8 @@ class Worker:
         ]
         here = copy_to_host(leaving)
         entering: list[list[Any]] = [[None] * len(part.devices) for part in parts]
-        ready: dict[int, tuple[np.ndarray, ...]] = {}
-        size = 0
-        # Some leaves cross while others are worked on. Small ones cross together: a call costs as
-        # much as some megabytes.
+        ready = _Uploads(parts, entering)
+        # Some leaves cross while others are worked on.
         for i, (moved, part) in enumerate(zip(here, parts, strict=True)):
             if not moved:
                 continue
@@ -374,28 +372,28 @@ class Worker:
             new = self._host.hand_over(
                 window, window.leaves[i], _as_rows(rows, part.spec), host_channels(chosen, part)
             )
-            ready[i] = _as_on_device(new, part.spec)
-            size += _nbytes(ready[i])
-            if size > _BYTES_PER_UPLOAD:
-                _send(ready, parts, entering)
-                size = 0
-        _send(ready, parts, entering)
+            ready.add(i, _as_on_device(new, part.spec))
+        ready.send()
         self._count(bytes_to_host=_nbytes(here), bytes_to_device=_nbytes(entering))
         return entering
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        uploads: list[list[jax.Array]] = []
+        group = self._offloaded.groups[close.group]
+        uploads: list[list[Any]] = []
+        ready = _Uploads(group.parts, uploads)
         first = 0.0  # when the first upload began
 
         def finished(i: int, leaf: HostLeaf) -> None:
             nonlocal first
-            early = self._parts[i].devices if self._offloaded.prefetched[i] else ()
+            early = self._offloaded.prefetched[i]
+            uploads.append([None] * len(self._parts[i].devices) if early else [])
             if early:
                 first = first or time.perf_counter()
-            uploads.append([upload(leaf.to_upload, device) for device in early])
+                ready.add(len(uploads) - 1, leaf.to_upload)
 
         for name in self._host.update(window, finished):
             yield f"the update of leaf {name}, window {window.number}"
+        ready.send()
         if first:
             self.recorder.works_at("wait for uploads", window.number)
             # The next update writes to the arrays that they come from.
@@ -432,18 +430,37 @@ class _Update:
     where: str
 
 
-def _send(
-    ready: dict[int, tuple[np.ndarray, ...]],
-    parts: Sequence[Part],
-    entering: list[list[Any]],
-) -> None:
-    """Uploads the ready arrays of some parts to each of their devices."""
-    devices = {device for i in ready for device in parts[i].devices}
-    for device in sorted(devices, key=lambda device: device.id):
-        mine = {i: x for i, x in ready.items() if device in parts[i].devices}
-        for i, x in upload(mine, device).items():
-            entering[i][parts[i].devices.index(device)] = x
-    ready.clear()
+class _Uploads:
+    """Uploads arrays of some parts to each of their devices.
+
+    Small ones cross together: a call costs as much as some megabytes.
+
+    Args:
+        parts: The parts.
+        arrived: For each part, a list with a place for each of its devices; filled.
+    """
+
+    def __init__(self, parts: Sequence[Part], arrived: list[list[Any]]):
+        self._parts = parts
+        self._arrived = arrived
+        self._ready: dict[int, Any] = {}
+        self._size = 0
+
+    def add(self, i: int, arrays: Any) -> None:
+        """Uploads a tree of NumPy arrays of part `i`, now or together with some that follow."""
+        self._ready[i] = arrays
+        self._size += _nbytes(arrays)
+        if self._size > _BYTES_PER_UPLOAD:
+            self.send()
+
+    def send(self) -> None:
+        """Uploads what is left."""
+        devices = {device for i in self._ready for device in self._parts[i].devices}
+        for device in sorted(devices, key=lambda device: device.id):
+            mine = {i: x for i, x in self._ready.items() if device in self._parts[i].devices}
+            for i, x in upload(mine, device).items():
+                self._arrived[i][self._parts[i].devices.index(device)] = x
+        self._ready, self._size = {}, 0
 
 
 def _check_token(mail: Mail, step: int, token: int) -> None:
