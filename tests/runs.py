@@ -276,6 +276,11 @@ class Training:
             self.step()
             self.exchange()
 
+    @property
+    def on_their_way(self) -> list[Any]:
+        """Futures of the updates that have not reached the parameters, the oldest first."""
+        return [pending.made for pending in self.engine._updates._pending.values()]
+
     def settle(self) -> None:
         """Waits until the worker has nothing to do; no public call does that without flushing."""
         if self.engine is not None:

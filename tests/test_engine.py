@@ -32,10 +32,12 @@ from zenflow_jax._host.state import HostState
 
 TIMEOUT_S = 60  # after it a test that would hang fails instead
 
-# Windows of three steps, one stale, channels change hands at each boundary.
+# Windows of three steps, channels change hands at each boundary.
 BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
-# The same without changes of hands after the first.
+# Longer ones, without changes of hands after the first.
 CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
+# The same, but all leaves close their windows together, and updates take as long as a window.
+TOGETHER = dataclasses.replace(CALM, rolling=False)
 
 
 class Gate:
@@ -142,10 +144,21 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(monkeypatch
         runs.assert_same_bits(training.moments(), expected.moments)
 
 
-SUMMED = dataclasses.replace(CALM, send_gradients="per_window")
-
-
-def test_no_exchange_before_a_boundary_waits_for_the_sums_of_a_window(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "unhindered", "hindered"),
+    [
+        # The eighth step closes a window, whose update arrives after the twelfth.
+        (dict(rolling=False), 7, 4),
+        # One leaf's window closes with the seventh, another's with the eighth; the first update
+        # arrives after the tenth.
+        (dict(staleness=3), 6, 3),
+    ],
+    ids=["together", "in turn"],
+)
+def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(
+    monkeypatch, options, unhindered, hindered
+):
+    settings = dataclasses.replace(CALM, send_gradients="per_window", **options)
     copied = threading.Event()
 
     def copy_to_host(pieces):
@@ -153,18 +166,20 @@ def test_no_exchange_before_a_boundary_waits_for_the_sums_of_a_window(monkeypatc
             assert copied.wait(TIMEOUT_S)
         return memory.copy_to_host(pieces)
 
-    with started(SUMMED) as undisturbed:
+    with started(settings) as undisturbed:
         undisturbed.go(12)
         expected = undisturbed.values()
     monkeypatch.setattr(worker, "copy_to_host", copy_to_host)
-    with started(SUMMED) as training:
+    with started(settings) as training:
         copied.set()
-        training.go(7)
+        training.go(unhindered)
+        assert all(update.done() for update in training.on_their_way)
         copied.clear()
-        training.go(4)  # one step closes a window
-        assert not training.engine._updates.pending.done()
+        training.go(hindered)
+        assert training.on_their_way
+        assert not any(update.done() for update in training.on_their_way)
         copied.set()
-        training.go(1)
+        training.go(12 - training.t)
         runs.assert_same_bits(training.values(), expected)
 
 
@@ -238,8 +253,8 @@ def test_mail_that_is_kept_is_freed_by_close(monkeypatch):
         training.engine._mailbox.drain()
         training.engine.close()
         gc.collect()
-        # Two gradients, floats and ints; of each of two leaves what a hand-over takes from it.
-        assert len(views) == 6 * 4 + training.engine.stats.reselections * 2 * 4
+        # Two gradients, floats and ints; of each of two leaves what its first hand-over takes.
+        assert len(views) == 6 * 4 + 2 * 4
         assert [v for v in views if v() is not None] == []
 
 
@@ -260,27 +275,39 @@ def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
         runs.assert_same_bits(outcome, outcomes[0])
 
 
-def test_how_much_is_prefetched_does_not_change_a_bit():
-    whole = sum(np.prod(x.shape) * np.dtype(x.dtype).itemsize for x in FEW if x.axis is not None)
+@pytest.mark.parametrize(
+    ("rolling", "early_bytes", "missing_bytes"),
+    [
+        # The update of the ninth step is of both leaves, and that of the twelfth, which is the last
+        # one, has not reached its boundary.
+        (False, [320, 80, 0], [0, 240, 320]),
+        # The ninth step closes the second leaf's window. The last update is the fourteenth step's,
+        # of the first leaf.
+        (True, [240, 0, 0], [0, 0, 80]),
+    ],
+    ids=["together", "in turn"],
+)
+def test_how_much_is_prefetched_does_not_change_a_bit(rolling, early_bytes, missing_bytes):
+    settings = dataclasses.replace(BUSY, rolling=rolling)
     outcomes, uploaded, early = [], [], []
+    # The first offloaded leaf has 80 bytes, the next one 240.
     for prefetch_bytes in (None, 100, 0):
-        with started(prefetch_bytes=prefetch_bytes) as training:
+        with started(settings, prefetch_bytes=prefetch_bytes) as training:
             params = []
             for t, values in training.follow(PLAN):
                 if t == 9:
                     training.settle()
                     # What is on its way lies on the device as far as it may.
-                    done = training.engine._updates.pending.result()
-                    early.append(sum(x.nbytes for pieces in done for x in pieces))
+                    (update,) = training.on_their_way
+                    early.append(sum(x.nbytes for pieces in update.result() for x in pieces))
                 params.append(values)
             training.settle()
             outcomes.append((params, training.moments()))
             uploaded.append(training.engine.stats.bytes_to_device)
     for outcome in outcomes[1:]:
         runs.assert_same_bits(outcome, outcomes[0])
-    assert early == [whole, 80, 0]  # the first offloaded leaf has 80 bytes, the next one 240
-    # The last window's update has not reached its boundary.
-    assert uploaded == [uploaded[0], uploaded[0] - 240, uploaded[0] - whole]
+    assert early == early_bytes
+    assert uploaded == [uploaded[0] - missing for missing in missing_bytes]
 
 
 @pytest.mark.slow
@@ -300,16 +327,16 @@ FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))
 def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(
     gate, monkeypatch
 ):
-    with started(CALM, FIVE) as undisturbed:
+    with started(TOGETHER, FIVE) as undisturbed:
         expected = [values for _, values in undisturbed.follow(Plan(12))]
 
-    with started(CALM, FIVE) as training:
+    with started(TOGETHER, FIVE) as training:
         training.go(7)
         training.settle()
         gate.shut()
         gate.log.clear()
         gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
-        update = training.engine._updates.pending
+        (update,) = training.on_their_way
         # Two mails of the next window fit in the box while the worker is in a piece.
         training.go(2)
         assert gate.log.count("piece") == 0
@@ -340,6 +367,37 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
     kinds = [kind for i, kind in enumerate(gate.log) if gate.log[i - 1 : i] != [kind]]
     assert kinds[:4] == ["mail", "piece", "mail", "piece"]
     assert gate.log.count("mail") == 5
+
+
+def test_an_exchange_waits_for_no_update_but_the_one_that_is_due(gate, monkeypatch):
+    settings = dataclasses.replace(CALM, staleness=2)
+    with started(settings) as undisturbed:
+        expected = [values for _, values in undisturbed.follow(Plan(12))]
+
+    waited_for = []
+
+    def note(worker, future, after, wait=Worker.wait):
+        if not future.done():
+            waited_for.append(future)
+            gate.open()
+        return wait(worker, future, after)
+
+    with started(settings) as training:
+        training.go(6)
+        training.settle()
+        gate.shut()
+        gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
+        monkeypatch.setattr(Worker, "wait", note)
+        training.go(1)  # closes another group's
+        assert waited_for == []
+        runs.assert_same_bits(training.values(), expected[7])
+        update, later = training.on_their_way
+        training.go(1)
+        assert waited_for == [update]
+        assert training.on_their_way == [later]
+        runs.assert_same_bits(training.values(), expected[8])
+        training.go(3)
+        runs.assert_same_bits(training.values(), expected[11])
 
 
 @pytest.fixture
@@ -388,7 +446,7 @@ def await_end(training):
 
 
 def test_a_failing_update_is_raised_at_the_next_call_with_its_leaf_and_window(bomb):
-    with started(CALM) as training:
+    with started(TOGETHER) as training:
         training.go(7)
         training.settle()
         bomb.fuse = ("adamw", 2)
@@ -411,7 +469,7 @@ def test_a_failing_update_is_named_though_mail_came_in_between(gate, bomb):
         count(method)
 
     bomb.count = stop_and_count
-    with started(CALM) as training:
+    with started(TOGETHER) as training:
         training.go(7)
         training.settle()
         bomb.fuse = ("adamw's end", 1)
@@ -427,9 +485,10 @@ def test_a_failing_update_is_named_though_mail_came_in_between(gate, bomb):
         assert "the update of leaf ['columns']" in str(error.value)
 
 
-def test_a_failing_hand_over_is_raised_by_the_exchange_that_waits_for_it(bomb):
-    with started() as training:
-        training.go(2)
+@pytest.mark.parametrize(("rolling", "before"), [(True, 1), (False, 2)])
+def test_a_failing_hand_over_is_raised_by_the_exchange_that_waits_for_it(bomb, rolling, before):
+    with started(dataclasses.replace(BUSY, rolling=rolling)) as training:
+        training.go(before)
         training.step()
         bomb.fuse = ("adamw", 1)
         with pytest.raises(RuntimeError, match="the hand-over after window 1: moment is nan"):
@@ -635,7 +694,8 @@ def leave_open(steps):
     training.go(steps)
     globals()["kept"] = training
     if steps:
-        assert not training.engine._updates.pending.done()
+        (update,) = training.on_their_way
+        assert not update.done()
 
 
 @pytest.mark.slow
@@ -823,7 +883,8 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_also_across_a_checkpoint()
 @pytest.mark.parametrize("ours", [["columns"], ["bias", "rows"]], ids=str)
 @pytest.mark.parametrize("wrapper", ["masked", "partition"])
 def test_an_engine_serves_some_of_the_leaves_as_it_does_all(wrapper, ours):
-    with started() as expected:
+    # Which leaves take turns with which depends on all of them.
+    with started(dataclasses.replace(BUSY, rolling=False)) as expected:
         params = runs.initial(FEW)
         if wrapper == "masked":
             tx = optax.masked(expected.tx, {name: name in ours for name in params})
@@ -928,15 +989,22 @@ def test_an_interrupted_exchange_is_not_gone_on_from(monkeypatch):
                 call()
 
 
-def test_what_was_handed_over_does_not_stay_on_the_device():
-    with started(BUSY) as training:
+@pytest.mark.parametrize(
+    ("rolling", "names"), [(True, ["rows"]), (False, ["columns", "rows"])], ids=str
+)
+def test_what_was_handed_over_does_not_stay_on_the_device(rolling, names):
+    with started(dataclasses.replace(BUSY, rolling=rolling)) as training:
         training.go(2)
         training.step()
-        leaving = [weakref.ref(s.mu) for s in training.state.leaves if s.channels is not None]
-        training.exchange()  # selects again
+        before = training.engine.stats.reselections
+        states = zip(FEW, training.state.leaves, strict=True)
+        leaving = [weakref.ref(state.mu) for leaf, state in states if leaf.name in names]
+        assert len(leaving) == len(names)
+        training.exchange()  # selects again, in turn for one of the leaves
+        del states
         training.settle()
         gc.collect()
-        assert training.engine.stats.reselections == 1
+        assert training.engine.stats.reselections == before + 1
         assert [x for x in leaving if x() is not None] == []
 
 
