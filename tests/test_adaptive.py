@@ -148,8 +148,10 @@ def test_a_warm_up_is_made_of_windows_of_one_step():
 )
 @pytest.mark.parametrize("offload", [True, False])
 def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, fixed, offload):
+    # Adaptive ones close together.
     ours, theirs = (
-        Settings(topk_ratio=RATIO, update_interval=x, select_interval=6) for x in (window, fixed)
+        Settings(topk_ratio=RATIO, update_interval=x, select_interval=6, rolling=False)
+        for x in (window, fixed)
     )
     gradients = scripted.gradients(lambda t: Weight(0.02), RATIO)
     options = {"threads": 1, "host_kernel": "numpy"} if offload else {}
@@ -161,28 +163,32 @@ def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, f
             runs.assert_same_bits(mine.params, yours.params)
 
 
-# Windows of two steps; the important channels are others from step 41 on.
+# Windows of two steps that end with the even ones, or with the odd ones for the leaf that is looked
+# at if leaves take turns; the important channels are others from step 41 on.
 SWITCH = 41
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("select", "then"),
+    ("select", "rolling", "then"),
     [
         # The first selection is at step 2; the scores have 19 windows when the switch comes. The
         # new channels' exceed the old ones' after 19 more; by a ninth, with those counted that are
         # important before and after, after 24. That is acted on a window later.
-        (AutoSelect(keep=0.9, max_windows=200), 92),
+        (AutoSelect(keep=0.9, max_windows=200), False, 92),
         # After 30 windows, at step 62, scores are still for the old ones. But they restart, and two
         # windows later it is seen.
-        (AutoSelect(keep=0.9, max_windows=30), 66),
+        (AutoSelect(keep=0.9, max_windows=30), False, 66),
         # At the first boundary at or after each 15th step: in 31 to 46 the old ones have more.
-        (EpochSelect(steps_per_epoch=15), 60),
+        (EpochSelect(steps_per_epoch=15), False, 60),
+        (EpochSelect(steps_per_epoch=15), True, 61),
     ],
     ids=str,
 )
-def test_the_selection_follows_a_switch_within_the_stated_time(select, then):
-    settings = Settings(topk_ratio=RATIO, update_interval=2, select_interval=select)
+def test_the_selection_follows_a_switch_within_the_stated_time(select, rolling, then):
+    settings = Settings(
+        topk_ratio=RATIO, update_interval=2, select_interval=select, rolling=rolling
+    )
     script = scripted.gradients(lambda t: Weight(0.1, first=2 if t >= SWITCH else 0), RATIO)
     plan = Plan(96)
     slow, _ = all_three(FEW, settings, plan, script)

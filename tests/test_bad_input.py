@@ -270,6 +270,77 @@ IF_INJECTED = "static_args=zenflow_jax.STATIC_ARGS"
             TypeError,
             ["`overlap_step`", "a bool", "got 1"],
         ),
+        (
+            "rolling of 1",
+            lambda: make(rolling=1),
+            TypeError,
+            ["`rolling`", "a bool", "got 1"],
+        ),
+        (
+            "staleness below 0",
+            lambda: make(staleness=-1),
+            ValueError,
+            ["`staleness`", "between 0 and `update_interval`", "got -1 with update_interval=2"],
+        ),
+        *(
+            (
+                f"staleness longer than a window, rolling={rolling}",
+                lambda rolling=rolling: make(
+                    update_interval=4, select_interval=4, staleness=5, rolling=rolling
+                ),
+                ValueError,
+                ["`staleness`", "between 0 and `update_interval`", "got 5 with update_interval=4"],
+            )
+            for rolling in (True, False)
+        ),
+        (
+            "staleness of 1.0",
+            lambda: make(staleness=1.0),
+            TypeError,
+            ["`staleness`", "an int or None", "got 1.0"],
+        ),
+        (
+            "staleness of True",
+            lambda: make(staleness=True),
+            TypeError,
+            ["`staleness`", "an int or None", "got True"],
+        ),
+        (
+            "staleness without overlap",
+            lambda: make(staleness=1, overlap_step=False),
+            ValueError,
+            ["`staleness`", "0 or None", "overlap_step=False, got 1", "leave `overlap_step` out"],
+        ),
+        (
+            "staleness of adaptive windows",
+            lambda: make(update_interval=zenflow_jax.AutoWindow(4), staleness=2),
+            ValueError,
+            ["`staleness`", "adaptive `update_interval`, got 2", "leave `staleness` out"],
+        ),
+        (
+            "window_scaling above 1",
+            lambda: make(window_scaling=2),
+            ValueError,
+            ["`window_scaling`", "in [0, 1] or be None, got 2", "0.5 for the square root"],
+        ),
+        (
+            "window_scaling below 0",
+            lambda: make(window_scaling=-0.5),
+            ValueError,
+            ["`window_scaling`", "in [0, 1] or be None, got -0.5"],
+        ),
+        (
+            "window_scaling NaN",
+            lambda: make(window_scaling=float("nan")),
+            ValueError,
+            ["`window_scaling`", "in [0, 1] or be None, got nan"],
+        ),
+        (
+            "window_scaling in words",
+            lambda: make(window_scaling="sqrt"),
+            TypeError,
+            ["`window_scaling`", 'a float, "auto" or None', "got 'sqrt'"],
+        ),
         ("offload None", lambda: make(offload=None), TypeError, ["`offload`", "a bool", "None"]),
         (
             "channel_axis None",
@@ -335,6 +406,13 @@ def test_zenflow_refuses(call, exception, words):
         {"topk_ratio": np.float32(0.25)},
         {"update_interval": np.int64(2)},
         {"overlap_step": np.True_},
+        {"rolling": np.False_, "staleness": np.int32(0)},
+        {"staleness": 2},
+        {"overlap_step": False, "staleness": 0},
+        {"update_interval": "auto", "select_interval": None, "staleness": 0},
+        {"window_scaling": 0},
+        {"window_scaling": None},
+        {"window_scaling": np.float32(1.0)},
         {"max_grad_norm": None},
         {"max_grad_norm": 1},
         {"learning_rate": 0},
@@ -361,6 +439,11 @@ INJECTED = {
     "update_interval": 2,
     "select_interval": 4,
     "full_warm_up_rounds": 3,
+    # Numbers alone: what is a bool it leaves as it is.
+    "overlap_step": jnp.array(True),
+    "rolling": jnp.array(True),
+    "staleness": 1,
+    "window_scaling": 0.5,
     "channel_axis": -1,
 }
 

@@ -20,7 +20,7 @@ from zenflow_jax._device import memory
 from zenflow_jax._exchange import updates
 from zenflow_jax._host import state as host_state
 
-# Stale windows, a warm-up, selections, a skipped step, and an early end of a window.
+# Windows in turn, a warm-up, selections, a skipped step, and an early end of a window.
 SETTINGS = Settings(
     topk_ratio=0.3,
     update_interval=4,
@@ -74,16 +74,17 @@ def end(training):
     ("leaves", "changes", "kernel"),
     [
         (FIRST, {}, "numpy"),
-        (SECOND, {}, "numba"),
+        (SECOND, {"rolling": False}, "numba"),
+        (SECOND, {"staleness": 2, "window_scaling": 0.0}, "numba"),
         (THIRD, {"overlap_step": False}, "numba"),
         (
             FIRST,
             {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.6, 3)},
             "numpy",
         ),
-        (SECOND, {"send_gradients": "per_window"}, "numpy"),
+        (SECOND, {"send_gradients": "per_window", "staleness": 3}, "numpy"),
     ],
-    ids=["first", "second", "synchronous", "adaptive", "added up on the device"],
+    ids=["in turn", "together", "two steps stale", "at once", "adaptive", "added up on the device"],
 )
 def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, kernel):
     settings = dataclasses.replace(SETTINGS, **changes)
@@ -212,7 +213,11 @@ def continued(training, **changes):
             "`select_interval` as in the saved run, 8, got 8 .rule",
         ),
         ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
-        ({"overlap_step": False}, "`overlap_step` as in the saved run, 1, got 0"),
+        ({"overlap_step": False}, "`staleness` as in the saved run, 1, got 0"),
+        ({"staleness": 2}, "`staleness` as in the saved run, 1, got 2"),
+        ({"rolling": False, "staleness": 1}, "`rolling` as in the saved run, 1, got 0"),
+        ({"window_scaling": 0.0}, "`window_scaling` as in the saved run, 0.5, got 0.0"),
+        ({"window_scaling": None}, "`window_scaling` as in the saved run, 0.5, got "),
         (
             {"send_gradients": "per_window"},
             "`send_gradients` as in the saved run, another value, got .per_window.",
@@ -226,6 +231,18 @@ def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
         training.go(6)
         with pytest.raises(ValueError, match=f"{words}.*Learning rate.*may be others"):
             continued(training, **changes)()
+
+
+def test_leaves_that_took_turns_in_other_groups_are_refused_by_name():
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        training.go(6)
+        params, state, engine_state = saved(training)
+        # Of a version that divides leaves by another rule: the first and the last change places.
+        options = engine_state["options"]["leaves"]
+        assert options[:, 3].tolist() == [0, 2, 0, 1]
+        options[[2, 3], 3] = 1, 0
+        with pytest.raises(ValueError, match=r"the group of \['rows'\] as in the saved run, 1, got 0"):
+            HostEngine(params, state, engine_state=engine_state)
 
 
 def test_numbers_that_shape_nothing_may_be_others():

@@ -53,11 +53,20 @@ def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_wi
         refused(training, (flushed[0], state, flushed[2]), "after step 11 of another run")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_single_channel_of_a_pending_update_that_is_a_step_ahead_is_noticed(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        ("float32", {}),
+        ("float32", {"window_scaling": None}),
+        ("bfloat16", {"window_scaling": 0.0}),
+        ("bfloat16", {"rolling": False}),
+        ("float16", {}),
+    ],
+)
+def test_a_single_channel_of_a_pending_update_that_is_a_step_ahead_is_noticed(dtype, changes):
     leaf = Leaf("w", (12, 5), -2, dtype)
-    with HERE((leaf,), SETTINGS) as training:
-        training.go(11)
+    with HERE((leaf,), dataclasses.replace(SETTINGS, **changes)) as training:
+        training.go(10)  # a boundary
         params, state, engine_state = saved(training)
         resumed(training, (params, state, engine_state)).engine.close()
         ahead = training.engine.peek(training.params, training.state)["w"]

@@ -121,7 +121,9 @@ def test_what_happens_to_a_step_happens_in_order(recorded):
 def test_an_update_runs_beside_the_next_steps_and_a_slow_one_is_waited_for(monkeypatch):
     """Steps 5 and 6 are made while the update of steps 3 and 4 cannot go on."""
     entered, released = threading.Event(), threading.Event()
-    settings = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=100)
+    settings = Settings(
+        topk_ratio=0.25, update_interval=INTERVAL, select_interval=100, rolling=False
+    )
     with runs.Training(ONE, settings) as training:
         worker = training.engine._worker
         adamw = worker._host._adam.adamw
@@ -137,7 +139,8 @@ def test_an_update_runs_beside_the_next_steps_and_a_slow_one_is_waited_for(monke
 
         futures_wait = futures.wait
         training.go(3)
-        training.engine._updates.pending.result(60)
+        (update,) = training.on_their_way
+        update.result(60)
         monkeypatch.setattr(worker._host._adam, "adamw", slow)
         training.go(1)
         assert entered.wait(60)
