@@ -79,6 +79,7 @@ def costs(model: Llama, mesh: Mesh, partition: bool) -> Costs:
     ]
     tx = zenflow_jax.zenflow(1e-4, topk_ratio=RATIO, partition_replicated=partition)
     state = zenflow_jax.find_state(tx.init(params))
+    mails = buffers(in_full(model))
     node = set(mesh.devices.flat[:NODE])
     total = Costs(0, 0, 0, 0, 0)
     for (count, shape), p, mail in zip(matrices, params, state.mail, strict=True):
@@ -87,10 +88,27 @@ def costs(model: Llama, mesh: Mesh, partition: bool) -> Costs:
         block = math.prod(p.sharding.shard_shape(shape))
         there = mail.sharding.devices_indices_map(mail.shape)
         kept = part * len({str(index) for device, index in there.items() if device in node})
-        pinned = part * size * NODE * buffers(state)
+        pinned = part * size * NODE * mails
         one = (part * size, part * size, (block - part) * size, kept, pinned)
         total = Costs(*(a + count * b for a, b in zip(total, one, strict=True)))
     return total
+
+
+def in_full(model: Llama) -> zenflow_jax.ZenFlowState:
+    """The state of all leaves, without devices."""
+    shapes = [shape for count, shape in model.leaves() for _ in range(count)]
+    params = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    tx = zenflow_jax.zenflow(1e-4, topk_ratio=RATIO, update_interval=INTERVAL)
+    return zenflow_jax.find_state(tx.init(params))
+
+
+def largest_group(model: Llama) -> float:
+    """The share of the offloaded parameters that are in the largest group."""
+    sizes = dict.fromkeys(range(INTERVAL), 0)
+    for leaf in in_full(model).leaves:
+        if not leaf.spec.resident:
+            sizes[leaf.spec.group] += math.prod(leaf.spec.shape)
+    return max(sizes.values()) / sum(sizes.values())
 
 
 def main() -> None:
@@ -133,6 +151,7 @@ def _print_seconds(model: Llama, c: Costs) -> None:
     # and writes masters and moments (24) and writes what is uploaded (2), which is read (2).
     adam = (INTERVAL * 2 + 26) * c.elements / HOST_MEMORY
     host = (INTERVAL * (2 + 2) + 26 + 2) * c.elements / HOST_MEMORY
+    share = largest_group(model)
     for tokens in (4096, 8192):
         step = 6 * model.parameters * tokens / (FLOPS * UTILIZATION)
         window = INTERVAL * step
@@ -140,7 +159,9 @@ def _print_seconds(model: Llama, c: Costs) -> None:
             f"    {tokens} tokens a device: step {step:.3f} s, mail {c.mail / TO_HOST:.3f} s;"
             f" window {window:.2f} s, update staged {c.upload / TO_DEVICE_STAGED:.3f} s or"
             f" registered {c.upload / TO_DEVICE:.3f} s, host {host:.2f} s (Adam {adam:.2f} s);"
-            f" host memory must do {host * HOST_MEMORY / window / 1e9:.0f} GB/s"
+            f" host memory must do {host * HOST_MEMORY / window / 1e9:.0f} GB/s;"
+            f" the host must hide {host:.2f} s behind {window:.2f} s where windows close at once,"
+            f" at most {share * host:.3f} s behind {step:.3f} s where leaves take turns"
         )
 
 

@@ -241,7 +241,9 @@ def test_leaves_that_took_turns_in_other_groups_are_refused_by_name():
         options = engine_state["options"]["leaves"]
         assert options[:, 3].tolist() == [0, 2, 0, 1]
         options[[2, 3], 3] = 1, 0
-        with pytest.raises(ValueError, match=r"the group of \['rows'\] as in the saved run, 1, got 0"):
+        with pytest.raises(
+            ValueError, match=r"the group of \['rows'\] as in the saved run, 1, got 0"
+        ):
             HostEngine(params, state, engine_state=engine_state)
 
 

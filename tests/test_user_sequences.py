@@ -83,9 +83,7 @@ def world(number: int) -> World:
         max_grad_norm=float(rng.choice([2.0, 50.0])),
         send_gradients=str(rng.choice(["during_step", "after_step", "per_window"])),
     )
-    nested = {
-        x: ("outer", x.name) if rng.integers(2) else (x.name,) for x in (*leaves, *frozen)
-    }
+    nested = {x: ("outer", x.name) if rng.integers(2) else (x.name,) for x in (*leaves, *frozen)}
     # In jax's order of a dict, by which leaves take turns: the reference knows no other.
     leaves = tuple(sorted(leaves, key=nested.__getitem__))
     return World(
