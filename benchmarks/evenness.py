@@ -3,8 +3,8 @@
     python -m benchmarks.evenness
 
 Trains nothing: a tree shaped like a small Llama takes steps with gradients that are drawn once,
-with windows that leaves close in turn, and with windows that close at once. After every exchange the
-loop waits until the host has nothing to do, so that bytes and seconds belong to the step that
+with windows that leaves close in turn, and with windows that close at once. After every exchange
+the loop waits until the host has nothing to do, so that bytes and seconds belong to the step that
 caused them. Prints both for each step of a window, medians over the windows that are measured, and
 the ratio of the largest to the mean. Answers: `benchmarks/LOG.md`.
 """
