@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests import runs
 from tests.runs import FIRST, SECOND, THIRD, Leaf, Plan, Settings, Training
+from zenflow_jax import AutoSelect, EpochSelect
 
 KERNELS = ("numba", "numpy")
 SEEDS = (0, 1)
@@ -147,6 +148,22 @@ AGREEMENTS = {
         THIRD,
         dict(WARM, update_interval=4, select_interval=4, staleness=2, window_scaling=0.5),
         Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
+    ),
+    "in turn, selecting when others matter more": (
+        FIRST,
+        dict(topk_ratio=0.3, update_interval=3, select_interval=AutoSelect(0.9, max_windows=3)),
+        Plan(20, bad=(4, 10), flush_at=(7,)),
+    ),
+    "in turn, selecting by epochs": (
+        SECOND,
+        dict(
+            topk_ratio=0.3,
+            update_interval=4,
+            select_interval=EpochSelect(6),
+            full_warm_up_rounds=4,
+            overlap_step=False,
+        ),
+        Plan(20, bad=(9,)),
     ),
     "added up on the device, scaled betas": (
         SECOND,

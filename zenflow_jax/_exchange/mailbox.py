@@ -63,8 +63,8 @@ def buffers(state: ZenFlowState) -> float:
         for turn in ages
     )
     waiting = _waiting(state.schedule, of_groups)
-    # An update that must arrive at the next step keeps Python from running ahead: one mail is on its
-    # way, or is being written.
+    # An update that must arrive at the next step keeps Python from running ahead: one mail is on
+    # its way, or is being written.
     unread = in_flight
     if state.schedule.staleness in (0, 1):
         unread = 0 if state.send_gradients.in_step else 1
