@@ -1,5 +1,6 @@
 """What is recorded of a run, and the two forms in which it is shown."""
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -21,10 +22,15 @@ STEPS, INTERVAL = 9, 2
 SETTINGS = Settings(topk_ratio=0.25, update_interval=INTERVAL, select_interval=2 * INTERVAL)
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["in turn", "together"])
+def rolling(request) -> bool:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def recorded() -> Timeline:
+def recorded(rolling) -> Timeline:
     """Of nine steps in windows of two, flushed and saved."""
-    with runs.Training(FEW, SETTINGS) as training:
+    with runs.Training(FEW, dataclasses.replace(SETTINGS, rolling=rolling)) as training:
         training.go(STEPS)
         training.flush()
         training.engine.state()
@@ -51,17 +57,26 @@ def inside(span: Span, outer: Span) -> bool:
 # --- what is recorded -----------------------------------------------------------------------
 
 
-def test_every_step_and_every_window_has_its_spans(recorded):
+def last_steps(rolling: bool) -> dict[int, int]:
+    """After which step each window closes, by its number; `flush` closes the last one."""
+    if rolling:  # with each step that of one leaf or of the other
+        return {n: min(n, STEPS) for n in range(1, STEPS + 2)}
+    return {n: min(INTERVAL * n, STEPS) for n in range(1, 1 + -(-STEPS // INTERVAL))}
+
+
+def test_every_step_and_every_window_has_its_spans(recorded, rolling):
     assert recorded.steps == range(1, STEPS + 1)
     for kind in ("step", "copy", "unread", "take in", "exchange"):
         assert sorted(by_number(recorded, kind)) == list(recorded.steps), kind
-    windows = list(range(1, 1 + -(-STEPS // INTERVAL)))  # the last one closed by `flush`
+    windows = list(last_steps(rolling))
     for kind in ("wait for uploads", "upload"):
         assert sorted(by_number(recorded, kind)) == windows, kind
     # In several parts where mail was taken in meanwhile.
     assert sorted({span.number for span in of(recorded, "update")}) == windows
-    # After step 2, at the first boundary, and then every four steps.
-    assert sorted(by_number(recorded, "hand over")) == [1, 2, 4]
+    # At the first boundary, which is after step 2, or in turn after step 1 or 2; and then every
+    # four steps, in turn from the third or the fourth on.
+    handed_over = [1, 2, 3, 4, 7, 8] if rolling else [1, 2, 4]
+    assert sorted(by_number(recorded, "hand over")) == handed_over
     assert [span.number for span in of(recorded, "flush", "state")] == [STEPS, STEPS]
 
 
@@ -104,7 +119,7 @@ def test_waits_lie_inside_the_calls_that_wait(recorded):
         assert [call.number for call in calls if inside(wait, call)] == [wait.number]
 
 
-def test_what_happens_to_a_step_happens_in_order(recorded):
+def test_what_happens_to_a_step_happens_in_order(recorded, rolling):
     steps, takes = by_number(recorded, "step"), by_number(recorded, "take in")
     copies, unread = by_number(recorded, "copy"), by_number(recorded, "unread")
     uploads = by_number(recorded, "upload")
@@ -113,7 +128,7 @@ def test_what_happens_to_a_step_happens_in_order(recorded):
         assert copies[t].end == unread[t].start
         assert unread[t].end <= takes[t].end
     for update in of(recorded, "update"):
-        last = min(update.number * INTERVAL, STEPS)
+        last = last_steps(rolling)[update.number]
         assert takes[last].end <= update.start
         assert update.end <= uploads[update.number].end
 
