@@ -24,7 +24,8 @@ class EngineStats:
         window_lengths: Number of windows of each length in steps, skipped ones included.
         reselections: Selections of channels, the first ones included; of each group's.
         kept_share: The selected channels' share of the best k channels' score, at the last boundary
-            but one of each group; their mean. None before the first one is read, and unless `select_interval` is an `AutoSelect`.
+            but one of each group; their mean. None before the first one is read, and unless
+            `select_interval` is an `AutoSelect`.
         skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
         skipped_in_a_row: Steps skipped since the last one that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
