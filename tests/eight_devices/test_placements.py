@@ -227,6 +227,17 @@ def test_each_shard_selects_its_share_of_the_channels():
     np.testing.assert_array_equal(rows.channels, [0, 1, 2, 3, 16, 17, 18, 19])
 
 
+@pytest.mark.parametrize("placement", ["replicated", "both"])
+def test_leaves_take_turns_with_the_same_ones_on_a_mesh_as_on_one_device(placement):
+    # 1024 bytes, 512 and 512: each has a turn of its own, the first of two that are as large first.
+    alone = runs.transformation(LEAVES, STALE).init(runs.initial(LEAVES))
+    assert [leaf.spec.group for leaf in alone.leaves] == [0, 1, 0, 2]
+    states = states_of(placement)
+    assert {name: state.spec.group for name, (state, _) in states.items()} == {
+        leaf.name: state.spec.group for leaf, state in zip(LEAVES, alone.leaves, strict=True)
+    }
+
+
 @pytest.mark.parametrize("partition", [True, False, lambda path, _: "rows" in str(path)])
 def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partition):
     states = states_of("replicated", partition_replicated=partition)
