@@ -48,7 +48,7 @@ def load_settings(path: str | Path) -> Settings:
                 f"({_TOML_NAMES.get(type(value), type(value).__name__)}). "
                 f"{_remedy(value, hints[key])}"
             )
-        is_float = float in (hints[key], *get_args(hints[key]))
+        is_float = float in (hints[key], *get_args(hints[key])) and not isinstance(value, str)
         values[key] = float(value) if is_float else value
     try:
         return Settings(**values)
