@@ -560,9 +560,10 @@ def test_the_command_trains_and_leaves_its_record(tmp_path, capsys, optimizer):
         assert [summary[name] for name in figures] == [None] * 4
         assert "window" not in shown
     else:
-        assert recorded == {("2.0", "", "1")}
-        # The seventh window has the thirteenth step alone.
-        assert [summary[name] for name in figures] == [7, 13 / 7, 1, None]
+        # Leaves take turns in two groups, one of which has a first window of one step.
+        assert recorded == {("1.75", "", "2"), ("2.0", "", "2")}
+        # The other's seventh window has the thirteenth step alone.
+        assert [summary[name] for name in figures] == [14, 13 / 7, 2, None]
         assert "mean window length" in shown
         assert f"timeline of the last steps: {picture}" in shown
         assert "<svg" in picture.read_text(encoding="utf-8")[:1000]
