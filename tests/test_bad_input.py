@@ -1204,6 +1204,44 @@ def test_after_a_step_the_engine_refuses_and_the_run_goes_on(
     assert_as_if_nothing_had_happened(finish(engine, params, state, 3), undisturbed)
 
 
+@pytest.mark.parametrize(
+    ("change", "exception", "words"),
+    [
+        (
+            lambda p: p | {"weight": p["weight"][:, :1]},
+            ValueError,
+            ["`params`", "(6, 3) at ['weight']", "got float32 (6, 1)"],
+        ),
+        (
+            lambda p: p | {"weight": p["weight"].astype(jnp.bfloat16)},
+            ValueError,
+            ["`params`", "(6, 3) at ['weight']", "got bfloat16 (6, 3)"],
+        ),
+        (lambda p: jax.tree.map(np.asarray, p), TypeError, ["['bias']", "ndarray"]),
+    ],
+    ids=["shape", "dtype", "NumPy"],
+)
+def test_other_parameters_are_refused_where_an_update_arrives_and_no_window_closes(
+    change, exception, words
+):
+    tx = make(update_interval=4, select_interval=4, staleness=2)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
+        for _ in range(5):
+            params, state = engine.exchange(*step(params, state))
+        params, state = step(params, state)
+        assert_told(lambda: engine.exchange(change(params), state), exception, words)
+        # What is right is taken as if nothing had happened.
+        params, state = engine.exchange(params, state)
+        engine.flush(params, state)
+
+
 def until_told(engine, params, state):
     """Steps on until the engine has read the mail that is wrong; two mails may be unread."""
     for _ in range(4):
