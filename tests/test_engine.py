@@ -173,7 +173,7 @@ def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(
     with started(settings) as training:
         copied.set()
         training.go(unhindered)
-        assert all(update.done() for update in training.on_their_way)
+        training.settle()
         copied.clear()
         training.go(hindered)
         assert training.on_their_way
