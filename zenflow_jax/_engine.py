@@ -324,10 +324,12 @@ class HostEngine:
         taken = self._take(params)
         boundaries = self._progress.boundaries()
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
+        arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
+        concerned = sorted({*closing, *arriving})
         first = self._progress.step == 0
-        if closing or first:
-            self._check_params(taken, None if first else closing)
-        self._state_places.check(state, closing)
+        if concerned or first:
+            self._check_params(taken, None if first else concerned)
+        self._state_places.check(state, concerned)
         if first:
             self._follow(state, taken.weights)
             self._updates.note_parameters(taken.offloaded)
@@ -338,7 +340,6 @@ class HostEngine:
             leaves = state.leaves
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
-            arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
             weights = self._updates.collect(taken.offloaded, arriving, state.step, leaves)
             measured = {}
             for group in closing:

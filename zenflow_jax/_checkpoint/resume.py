@@ -224,11 +224,15 @@ def _check_options(
                     )
 
 
+#: What a negative number stands for.
+_OTHERWISE = {"window_scaling": "None", "staleness": "the next boundary"}
+
+
 def _in_words(name: str, option: np.ndarray) -> str:
     if name == "send_gradients":
         return '"per_window"' if option else "another value"
     if option.shape == ():
-        return str(option.item())
+        return _OTHERWISE[name] if name in _OTHERWISE and option < 0 else f"{option.item():g}"
     number, rule, share = option.tolist()
     return f"{number:g}" + ("" if rule == 0 else f" (rule {rule:g}, share {share:g})")
 

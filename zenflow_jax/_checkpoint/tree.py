@@ -137,9 +137,9 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "update_interval": np.array(windows, np.float32),
         "select_interval": np.array(selects, np.float32),
         "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
+        "rolling": np.array(schedule.groups > 1, np.int32),
         # -1 for the next boundary, wherever an adaptive window has it.
         "staleness": np.array(-1 if schedule.staleness is None else schedule.staleness, np.int32),
-        "rolling": np.array(schedule.groups > 1, np.int32),
         # -1 for None.
         "window_scaling": np.array(-1 if scaling is None else scaling, np.float32),
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.

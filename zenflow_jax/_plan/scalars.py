@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class AdamScalars(NamedTuple):
     """Hyperparameters that all leaves share: Python numbers or float32 scalars, traced or not.
@@ -54,8 +56,9 @@ def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: A
     one = c == 1
 
     def power(b: Any, one_minus_b: Any) -> tuple[Any, Any]:
-        # From `1 - b`, which is exact where `b` is rounded.
-        exponent = c * xp.log1p(-one_minus_b)
+        # From `1 - b`, which is exact where `b` is rounded; of a `b` of 0 the logarithm is -inf.
+        with np.errstate(divide="ignore"):
+            exponent = c * xp.log1p(-one_minus_b)
         return xp.where(one, b, xp.exp(exponent)), xp.where(one, one_minus_b, -xp.expm1(exponent))
 
     b1, one_minus_b1 = power(s.b1, s.one_minus_b1)
