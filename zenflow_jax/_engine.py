@@ -39,6 +39,7 @@ from zenflow_jax._device.samples import checksums, differing
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
+from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.caller_tree import CallerTree
 from zenflow_jax._exchange.changes import Doubts
 from zenflow_jax._exchange.checks import (
@@ -69,8 +70,9 @@ from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.adam import HostAdam, compile_loops
 from zenflow_jax._host.state import HostState
+from zenflow_jax._plan.rules import longest
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -239,9 +241,10 @@ class HostEngine:
         self._progress = Progress(self._schedule, len(offloaded.places))
         self._open_steps = [0] * self._schedule.groups
         self._window_lengths: Counter[int] = Counter()
-        self._updates = Updates(self._worker, host, offloaded)
+        self._ahead = Ahead()
+        self._updates = Updates(self._worker, host, offloaded, self._ahead)
         self._doubts = Doubts()
-        self._emitted = Emitted(self._specs)
+        self._emitted = Emitted(self._specs, self._ahead)
         if resumed is not None:
             self._updates.note_parameters(mine)
             self._resume(resumed, states)
@@ -249,10 +252,16 @@ class HostEngine:
         self._interrupted = False
         # When nothing else can fail: who has no engine cannot end its thread.
         self._worker.start()
+        measures = self._schedule.needs_kept_share
+        self._updates.prepare(mine, state.leaves, measures=measures)
+        self._emitted.prepare(weights, state.leaves, state.step_scalars)
+        window = longest(self._schedule.window)
+        self._ahead.run(partial(compile_loops, host_kernel, [p.spec for p in parts], window))
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
         # waited for, before the modules go that it works with.
         weakref.finalize(self, self._worker.ask_to_stop)
         weakref.finalize(self, self._peers.close)
+        weakref.finalize(self, self._ahead.close)
         self._at_exit = partial(_stop, weakref.ref(self._worker))
         atexit.register(self._at_exit)
 
@@ -560,6 +569,7 @@ class HostEngine:
         self._worker.stop()
         self._peers.close()
         self._mailbox.close()
+        self._ahead.close()
         self._updates.forget()
         atexit.unregister(self._at_exit)
 

@@ -5,12 +5,18 @@ import math
 import jax
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
+from tests import runs
+from tests.test_ahead import compilations
 
 N = 4096
 GRADIENT = N * N * 2  # bytes, bfloat16
+
+AHEAD = (runs.Leaf("narrow", (8, 16), -2, "bfloat16"), runs.Leaf("wide", (8, 32), -2, "float32"))
 
 
 def of_sgd_and_zenflow(sharding):
@@ -56,3 +62,15 @@ def test_where_devices_hold_copies_a_step_adds_the_selected_rows_too(name):
     assert 0.04 / 0.05 * rows < added <= rows + 4 * N + 4
     # And the gradient is summed where it was, over those devices that hold copies.
     assert [c for c in ours if c.nbytes > rows] == [c for c in base if c.nbytes > rows]
+
+
+def test_nothing_is_compiled_after_the_second_step(monkeypatch):
+    monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", "1")
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
+    options = runs.Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
+    with runs.Training(AHEAD, options, shardings=shardings) as training, compilations() as names:
+        training.go(2)
+        names.clear()
+        training.go(8)
+        assert names == []

@@ -4,9 +4,9 @@ Each is one program for all leaves, so a boundary costs a few dispatches however
 are. On a mesh, a part's update moves to every device that holds its block; nothing else moves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
+Call = Callable[..., Any]
 
 
 class Merged(NamedTuple):
@@ -46,6 +47,7 @@ def merge(
     specs: Sequence[LeafSpec],
     *,
     keep: bool = False,
+    call: Call | None = None,
 ) -> Merged:
     """The parameters, with a window's update on the channels that it covers.
 
@@ -57,20 +59,35 @@ def merge(
         samples: Samples of the parameters, from their last merge.
         specs: The leaves.
         keep: Whether the uploads stay and the result has memory of its own.
+        call: Calls a program, as `Ahead.call` does; None: it is called.
     """
     merged = Merged(list(weights), list(samples), [])
+    for kind, program, which in merge_programs(specs, keep=keep):
+        columns = (tuple(x[i] for i in which) for x in (weights, uploads, before, now, samples))
+        some = tuple(specs[i] for i in which)
+        if call is None:
+            new, seen, changed = program(*columns, specs=some)
+        else:
+            new, seen, changed = call(kind, program, *columns, specs=some)
+        for i, weight, sample in zip(which, new, seen, strict=True):
+            merged.weights[i], merged.samples[i] = weight, sample
+        merged.changed.append((which, changed))
+    return merged
+
+
+def merge_programs(
+    specs: Sequence[LeafSpec], *, keep: bool = False
+) -> list[tuple[str, Any, list[int]]]:
+    """The programs that merge these leaves: name, program, numbers of its leaves."""
     # Gathering makes a new array, which could not take the place of an upload.
     gathered = [spec.placement is not None and any(spec.placement.shares) for spec in specs]
     in_place = [not (keep or gathers) for gathers in gathered]
-    for kind, program in ((True, _merge_in_place), (False, _merge_parts)):
-        which = [i for i, found in enumerate(in_place) if found == kind]
-        if which:
-            columns = (tuple(x[i] for i in which) for x in (weights, uploads, before, now, samples))
-            new, seen, changed = program(*columns, specs=tuple(specs[i] for i in which))
-            for i, weight, sample in zip(which, new, seen, strict=True):
-                merged.weights[i], merged.samples[i] = weight, sample
-            merged.changed.append((which, changed))
-    return merged
+    kinds = ((True, "merge in place", _merge_in_place), (False, "merge parts", _merge_parts))
+    found = [
+        (name, program, [i for i, place in enumerate(in_place) if place == kind])
+        for kind, name, program in kinds
+    ]
+    return [one for one in found if one[2]]
 
 
 def _merge(

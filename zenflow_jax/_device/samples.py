@@ -9,10 +9,12 @@ Subnormal numbers and both zeros count as equal: adding a zero may turn one into
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, contains
@@ -42,6 +44,15 @@ def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
 def samples(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
     """A few hundred numbers from all over each leaf, on each device."""
     return [_sample(w, spec=_bare(spec)) for w, spec in zip(weights, specs, strict=True)]
+
+
+def abstract_samples(weight: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of what `samples` gives for a parameter."""
+    shape = jax.eval_shape(partial(_sample, spec=_bare(spec)), weight)
+    sharding = weight.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, Layout(spec).each_device)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _bare(spec: LeafSpec) -> LeafSpec:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
@@ -19,6 +20,7 @@ from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars
+from zenflow_jax._exchange.ahead import Ahead, abstract
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 
@@ -39,16 +41,41 @@ class Emitted:
 
     Args:
         specs: All leaves of the state.
+        ahead: Compiles the programs.
     """
 
-    def __init__(self, specs: Sequence[LeafSpec]):
+    def __init__(self, specs: Sequence[LeafSpec], ahead: Ahead):
+        self._ahead = ahead
         moving = [i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k)]
         gap = -(-len(moving) // LEAVES_PER_LOOK)
-        #: Groups of leaves from all over the tree.
-        self._groups = [moving[start::gap] for start in range(gap)]
+        groups = [moving[start::gap] for start in range(gap)]
+        #: Groups of leaves from all over the tree, equally large: what they have is stacked, and
+        #: another number would be another program.
+        self._groups = [(group + moving)[: len(groups[0])] for group in groups]
         self._turn = 0
         self._since = APART
         self._before: list[Array] | None = None
+
+    def prepare(
+        self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
+    ) -> None:
+        """Begins to compile what looks at these parameters and states, before the first step."""
+        sent = jax.tree.map(abstract, step_scalars._replace(statistics=None))
+        known = set()
+        for i in (i for group in self._groups for i in group):
+            leaf = jax.tree.map(abstract, _alone(leaves[i]))
+            if leaf.spec in known:
+                continue
+            known.add(leaf.spec)
+            weight = abstract(weights[i])
+            rows = jax.eval_shape(_rows, weight, leaf)
+            place = leaf.spec.placement
+            sharding = weight.sharding
+            if place is not None and isinstance(sharding, NamedSharding):
+                sharding = NamedSharding(sharding.mesh, Layout(leaf.spec).each_device)
+            rows = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding)
+            self._ahead.prepare(("rows", leaf.spec), _rows, weight, leaf)
+            self._ahead.prepare(("compare", leaf.spec), _compare, weight, rows, leaf, sent)
 
     def compare(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
@@ -64,10 +91,11 @@ class Emitted:
         group = self._groups[self._turn]
         self._turn = (self._turn + 1) % len(self._groups)
         sent = step_scalars._replace(statistics=None)
-        counts = [
-            _compare(weights[i], rows, _alone(leaves[i]), sent)
-            for i, rows in zip(group, before, strict=True)
-        ]
+        counts = []
+        for i, rows in zip(group, before, strict=True):
+            leaf = _alone(leaves[i])
+            key = ("compare", leaf.spec)
+            counts.append(self._ahead.call(key, _compare, weights[i], rows, leaf, sent))
         return group, jnp.stack(counts)
 
     def note_parameters(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
@@ -75,7 +103,11 @@ class Emitted:
         if self._groups and self._since >= APART:
             self._since = 0
             group = self._groups[self._turn]
-            self._before = [_rows(weights[i], _alone(leaves[i])) for i in group]
+            alone = [_alone(leaves[i]) for i in group]
+            self._before = [
+                self._ahead.call(("rows", leaf.spec), _rows, weights[i], leaf)
+                for i, leaf in zip(group, alone, strict=True)
+            ]
 
 
 def _alone(leaf: LeafState) -> LeafState:

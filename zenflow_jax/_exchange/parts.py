@@ -171,7 +171,7 @@ def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
     return np.array(read(channels)).reshape(shape) - part.first
 
 
-def part_sharding(weight: jax.Array, spec: LeafSpec) -> jax.sharding.Sharding:
+def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:
     """The sharding of an array made of a parameter's parts."""
     if not isinstance(weight.sharding, NamedSharding):
         return weight.sharding

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from zenflow_jax._device.boundary import Merged, choose, enter, measure, merge
+from zenflow_jax._device.boundary import Merged, choose, enter, measure, merge, merge_programs
 from zenflow_jax._device.memory import upload
-from zenflow_jax._device.samples import samples
+from zenflow_jax._device.samples import abstract_samples, samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._exchange.ahead import Ahead, abstract
 from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING, Close, HandOver
 from zenflow_jax._exchange.parts import (
     Group,
@@ -48,14 +49,11 @@ class Updates:
         worker: Makes the updates.
         host: The worker's arrays; read here only while the worker has nothing to do.
         offloaded: The leaves whose arrays `host` has.
+        ahead: Compiles the programs.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        host: HostState,
-        offloaded: OffloadedLeaves,
-    ):
+    def __init__(self, worker: Worker, host: HostState, offloaded: OffloadedLeaves, ahead: Ahead):
+        self._ahead = ahead
         self._worker = worker
         self._host = host
         self._offloaded = offloaded
@@ -68,6 +66,55 @@ class Updates:
         self._samples: list[jax.Array] = []
         #: Updates on their way, by group, in the order in which their windows closed.
         self._pending: dict[int, _Pending] = {}
+
+    def prepare(
+        self, weights: Sequence[jax.Array], leaves: Sequence[LeafState], *, measures: bool
+    ) -> None:
+        """Begins to compile what the run's boundaries need, in the order in which they come.
+
+        Args:
+            weights: The parameter of each offloaded leaf.
+            leaves: The states of all leaves.
+            measures: Whether the run asks for the share of the score that is kept.
+        """
+        numbers = range(len(self._offloaded.groups))
+        # The last group's first window is the shortest.
+        for number in reversed(numbers):
+            group = self._offloaded.groups[number]
+            mine = [abstract(x) for x in group.pick(weights)]
+            states = group.pick(self._offloaded.pick(leaves))
+            if not mine:
+                continue
+            scores, channels = [s.scores for s in states], [s.channels for s in states]
+            masters = [
+                jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
+                for spec, s in zip(group.specs, states, strict=True)
+            ]
+            kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
+            self._ahead.prepare(
+                ("choose", number), choose, mine, scores, channels, kept, specs=group.specs
+            )
+            some = [i for i, spec in enumerate(group.specs) if spec.k]
+            if some:
+                columns = ([x[i] for i in some] for x in (mine, masters, channels))
+                specs = tuple(group.specs[i] for i in some)
+                self._ahead.prepare(("enter", number), enter, *columns, specs=specs)
+            uploads = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part_sharding(x, spec))
+                for x, spec in zip(mine, group.specs, strict=True)
+            ]
+            seen = [abstract_samples(x, s) for x, s in zip(mine, group.specs, strict=True)]
+            for kind, program, which in merge_programs(group.specs):
+                columns = (
+                    tuple(x[i] for i in which) for x in (mine, uploads, channels, channels, seen)
+                )
+                specs = tuple(group.specs[i] for i in which)
+                self._ahead.prepare((kind, number), program, *columns, specs=specs)
+        for number in numbers if measures else ():
+            group = self._offloaded.groups[number]
+            states = group.pick(self._offloaded.pick(leaves))
+            scores, channels = [s.scores for s in states], [s.channels for s in states]
+            self._ahead.prepare(("measure", number), measure, scores, channels, specs=group.specs)
 
     @property
     def some_pending(self) -> bool:
@@ -130,7 +177,7 @@ class Updates:
                 seen = samples(group.pick(weights), group.specs)
             else:
                 uploads = self._fetch_rest(group, uploads, after)
-                merged = self._merge(group, weights, uploads, before, leaves)
+                merged = self._merge(number, weights, uploads, before, leaves)
                 seen = merged.samples
                 for i, weight in zip(group.leaves, merged.weights, strict=True):
                     weights[i] = weight
@@ -156,14 +203,14 @@ class Updates:
                 continue
             group = self._offloaded.groups[number]
             uploads = self._fetch_rest(group, uploads, after)
-            merged = self._merge(group, weights, uploads, pending.before, leaves, keep=True)
+            merged = self._merge(number, weights, uploads, pending.before, leaves, keep=True)
             for i, weight in zip(group.leaves, merged.weights, strict=True):
                 weights[i] = weight
         return weights
 
     def _merge(
         self,
-        group: Group,
+        number: int,
         weights: Sequence[jax.Array],
         uploads: Sequence[Sequence[jax.Array]],
         before: Sequence[jax.Array] | None,
@@ -172,6 +219,7 @@ class Updates:
         keep: bool = False,
     ) -> Merged:
         """The parameters of a group with an update, whose arrays stay if `keep`."""
+        group = self._offloaded.groups[number]
         now = [leaf.channels for leaf in group.pick(self._offloaded.pick(leaves))]
         mine = group.pick(weights)
         new = [
@@ -182,7 +230,13 @@ class Updates:
         ]
         before = now if before is None else before
         seen = group.pick(self._samples)
-        merged = merge(mine, new, before, now, seen, group.specs, keep=keep)
+
+        def call(kind: str, program: Any, *arrays: Any, **static: Any) -> Any:
+            # One that keeps is rare, and is compiled where it is called.
+            key = (kind, number, "keep") if keep else (kind, number)
+            return self._ahead.call(key, program, *arrays, **static)
+
+        merged = merge(mine, new, before, now, seen, group.specs, keep=keep, call=call)
         placed = [as_before(x, weight) for x, weight in zip(merged.weights, mine, strict=True)]
         return merged._replace(weights=placed)
 
@@ -229,7 +283,9 @@ class Updates:
         places = group.pick(self._offloaded.places)
         states = [leaves[i] for i in places]
         before = [s.channels for s in states]
-        chosen, current, scores = choose(
+        chosen, current, scores = self._ahead.call(
+            ("choose", number),
+            choose,
             group.pick(weights),
             [s.scores for s in states],
             before,
@@ -252,7 +308,9 @@ class Updates:
         some = [j for j, master in enumerate(masters) if master is not None]
         if not some:
             return weights, leaves
-        merged = enter(
+        merged = self._ahead.call(
+            ("enter", number),
+            enter,
             [weights[group.leaves[j]] for j in some],
             [masters[j] for j in some],
             [leaves[places[j]].channels for j in some],
@@ -263,12 +321,12 @@ class Updates:
             weights[i] = as_before(weight, weights[i])
         return weights, leaves
 
-    def measure(self, group: int, leaves: Sequence[LeafState]) -> jax.Array:
+    def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
         """Starts to compute the selected channels' share of the best score, of a group."""
-        mine = self._offloaded.groups[group]
+        mine = self._offloaded.groups[number]
         states = mine.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
-        return measure(scores, channels, specs=mine.specs)
+        return self._ahead.call(("measure", number), measure, scores, channels, specs=mine.specs)
 
     def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
         """The host's masters of each offloaded leaf, on the devices, in parts; one leaf at a time.

@@ -16,7 +16,7 @@ one entry per channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -24,7 +24,8 @@ import numpy as np
 from zenflow_jax._host.numba_kernel import NumbaKernel
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._host.numpy_kernel import Moving, NumpyKernel, Step, Tile, flat
-from zenflow_jax._plan.scalars import AdamScalars, WindowStep
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
 
 _KERNELS = ("numba", "numpy")
 # The most elements that a thread takes at once. Numba streams through memory and evicts the
@@ -303,3 +304,33 @@ def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
         counts = np.arange(low, high + 1) if shared else steps
         scale = (1 / (1 - np.float64(beta) ** counts)).astype(np.float32)
     return scale[steps - low] if shared else scale
+
+
+def compile_loops(kernel: str, specs: Iterable[LeafSpec], window: int) -> None:
+    """Has the compiled kernel ready for updates and hand-overs of these leaves.
+
+    Numba compiles a loop for each set of dtypes and each number of gradients when it first meets
+    them. So this runs all of them on a few numbers.
+
+    Args:
+        kernel: As for `HostAdam`.
+        specs: The leaves.
+        window: Steps in the longest window.
+    """
+    adam = HostAdam(kernel, 1)
+    step = window_step(AdamScalars(*[0.0] * len(AdamScalars._fields)), 1, None, np)
+    kinds = {
+        (spec.view4(1)[3] == 1, spec.mail_dtype, spec.dtype if spec.keeps_master else None)
+        for spec in specs
+    }
+    for trailing, mail, out in kinds:
+        shape = (1, 2, 2, 1) if trailing else (1, 1, 2, 2)
+        master, mu, nu = (np.zeros(shape, np.float32) for _ in range(3))
+        steps, active = np.zeros((1, 2), np.int32), np.ones((1, 2), bool)
+        cast = None if out is None else np.zeros(shape, out)
+        for count in range(1, min(window, GRADIENTS_PER_PASS) + 1):
+            gradients = [(np.zeros(shape, mail), 1.0)] * count
+            for _ in adam.adamw(master, mu, nu, steps, gradients, 1.0, active, step, cast):
+                pass
+        channels = np.zeros((1, 1), np.int32)
+        adam.put([master], channels, adam.take([master], channels))

@@ -1,0 +1,107 @@
+"""What boundaries need is compiled while the first step is, on another thread."""
+
+import contextlib
+import logging
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from tests import runs
+from tests.runs import FIRST, SECOND, Settings, Training
+from zenflow_jax._exchange.ahead import Ahead
+
+SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=6, full_warm_up_rounds=4)
+
+
+@pytest.fixture(autouse=True)
+def ahead(monkeypatch):
+    monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", "1")
+
+
+class Compiled(logging.Handler):
+    """The names of the programs that this thread has compiled, or found compiled on disk."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self._thread = threading.get_ident()
+
+    def emit(self, record):
+        message = record.getMessage()
+        if message.startswith("Compiling ") and record.thread == self._thread:
+            self.names.append(message.split()[1])
+
+
+@contextlib.contextmanager
+def compilations():
+    handler, logger = Compiled(), logging.getLogger("jax")
+    logger.addHandler(handler)
+    jax.config.update("jax_log_compiles", True)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        yield handler.names
+    finally:
+        jax.config.update("jax_log_compiles", False)
+        logger.propagate = propagates
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+def test_nothing_is_compiled_after_the_second_step(rolling):
+    settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
+    jax.clear_caches()  # other tests have the same programs
+    with Training(SECOND, settings) as training, compilations() as names:
+        training.go(2)
+        assert names
+        names.clear()
+        # The warm-up's end, selections, windows, and steps that are compared.
+        training.go(18)
+        assert training.engine.stats.reselections > 4 if rolling else 2
+        assert names == []
+
+
+def test_it_is_the_variable_that_has_them_compiled_ahead(monkeypatch):
+    monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", "0")
+    jax.clear_caches()
+    with Training(SECOND, SETTINGS) as training, compilations() as names:
+        training.go(2)
+        names.clear()
+        training.go(18)
+        assert any("choose" in name for name in names)
+
+
+def test_what_was_compiled_ahead_gives_the_bits_of_what_was_not(monkeypatch):
+    found = []
+    for on in "1", "0":
+        monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", on)
+        with Training(FIRST, SETTINGS, host_kernel="numpy", optimized=True) as training:
+            found.append(training.history(runs.Plan(14, bad=(3, 9), flush_at=(8,))))
+    runs.assert_same_bits(*found)
+
+
+def test_arrays_that_were_not_expected_are_no_error():
+    ahead = Ahead()
+    double = jax.jit(lambda x: 2 * x)
+    ahead.prepare("double", double, np.zeros(3, np.float32) + jax.numpy.zeros(3))
+    assert ahead.call("double", double, jax.numpy.ones(3)).tolist() == [2, 2, 2]
+    assert ahead.call("double", double, jax.numpy.ones(4)).tolist() == [2, 2, 2, 2]
+    assert ahead.call("double", double, jax.numpy.ones(3, jax.numpy.int32)).tolist() == [2, 2, 2]
+    ahead.close()
+
+
+def test_what_cannot_be_compiled_is_an_error_where_it_is_called():
+    ahead = Ahead()
+    wrong = jax.jit(lambda x: x @ jax.numpy.ones((5, 5)))
+    ahead.prepare("wrong", wrong, jax.numpy.zeros(3))
+    with pytest.raises(TypeError, match="dot_general"):
+        ahead.call("wrong", wrong, jax.numpy.zeros(3))
+    ahead.close()
+
+
+def test_an_engine_that_is_closed_compiles_no_more():
+    with Training(FIRST, SETTINGS) as training:
+        pool = training.engine._ahead._pool
+    pool.shutdown(wait=True)
+    assert not [t for t in pool._threads if t.is_alive()]
