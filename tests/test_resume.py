@@ -216,7 +216,7 @@ def continued(training, **changes):
         ({"overlap_step": False}, "`staleness` as in the saved run, 1, got 0"),
         ({"staleness": 2}, "`staleness` as in the saved run, 1, got 2"),
         ({"rolling": False, "staleness": 1}, "`rolling` as in the saved run, 1, got 0"),
-        ({"window_scaling": 0.0}, "`window_scaling` as in the saved run, 0.5, got 0.0"),
+        ({"window_scaling": 0.0}, "`window_scaling` as in the saved run, 0.5, got 0"),
         ({"window_scaling": None}, "`window_scaling` as in the saved run, 0.5, got "),
         (
             {"send_gradients": "per_window"},
