@@ -22,7 +22,7 @@ class Doubts:
 
     def add(self, step: int, names: Sequence[str], counts: Array) -> None:
         """Takes counts, int32 `(leaves,)`, of the parameters after a step."""
-        self._unread.append((step, list(names), counts))
+        self._unread.append((step, names, counts))
 
     def check(self, until: int) -> None:
         """Reads the counts of the steps up to `until`; waits for them.
@@ -33,8 +33,8 @@ class Doubts:
         while not self.known and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()
             found = np.asarray(counts.addressable_data(0))
-            changed = [name for name, count in zip(names, found, strict=True) if count]
-            if changed:
+            if found.any():
+                changed = [name for name, count in zip(names, found, strict=True) if count]
                 self.known = _words(step, changed)
         if self.known:
             raise RuntimeError(self.known)
