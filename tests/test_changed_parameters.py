@@ -69,6 +69,28 @@ def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
                 call()
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, TOGETHER], ids=["rolling", "together"])
+@pytest.mark.parametrize("ended_early", [False, True], ids=["", "flush"])
+def test_parameters_that_were_changed_while_all_steps_are_skipped_are_refused(
+    settings, ended_early
+):
+    def go_on(run):
+        for _ in range(6):
+            run.step(bad=True)
+            run.exchange()
+            if ended_early:
+                run.flush()
+
+    with training(settings) as run:
+        run.go(4)
+        for _ in range(4):
+            run.step(bad=True)
+            run.exchange()
+        run.params = load(run.params)
+        with pytest.raises(RuntimeError, match=f"{REFUSED} .'rows'. after step"):
+            go_on(run)
+
+
 def test_parameters_without_what_exchange_brought_are_refused_with_where_they_come_from():
     def go(run):
         for _ in range(12):

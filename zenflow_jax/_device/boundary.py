@@ -1,4 +1,4 @@
-"""Device programs that the engine runs between steps: merge, choose, enter, measure.
+"""Device programs that the engine runs between steps: merge, compare, choose, enter, measure.
 
 Each is one program for all leaves, so a boundary costs a few dispatches however many leaves there
 are. On a mesh, a part's update moves to every device that holds its block; nothing else moves.
@@ -101,10 +101,7 @@ def _merge(
             contains(here.to_local(before), n) | contains(here.to_local(now), n), here.block
         )
         new = jnp.where(selected, weight, here.gather(upload))
-        # No step has moved the other channels since their last merge.
-        moved = sample_of(jnp.broadcast_to(selected, weight.shape))
-        changed = jnp.sum(differ(sample_of(weight), sample) & ~moved, dtype=jnp.int32)
-        return new, sample_of(new), here.sum_everywhere(changed)
+        return new, sample_of(new), _changed(here, weight, selected, sample)
 
     made = [
         on_each_device(
@@ -119,6 +116,43 @@ def _merge(
     ]
     new, seen, changed = zip(*made, strict=True)
     return new, seen, jnp.stack(changed)
+
+
+def _changed(here: Here, weight: Array, selected: Array, sample: Array) -> Array:
+    """How many samples differ of channels that no step has moved since their last merge."""
+    moved = sample_of(jnp.broadcast_to(selected, weight.shape))
+    changed = jnp.sum(differ(sample_of(weight), sample) & ~moved, dtype=jnp.int32)
+    return here.sum_everywhere(changed)
+
+
+@partial(jax.jit, static_argnames="specs")
+def compare(
+    weights: Arrays, before: Arrays, now: Arrays, samples: Arrays, *, specs: Specs
+) -> tuple[Arrays, Array]:
+    """What `merge` says of samples, where a window has made no update: new ones, and changes."""
+
+    def one(
+        here: Here, weight: Array, before: Array, now: Array, sample: Array
+    ) -> tuple[Array, Array]:
+        n = here.block.n
+        selected = broadcast_channels(
+            contains(here.to_local(before), n) | contains(here.to_local(now), n), here.block
+        )
+        return sample_of(weight), _changed(here, weight, selected, sample)
+
+    made = [
+        on_each_device(
+            one,
+            spec,
+            [lay.block, lay.channels, lay.channels, lay.each_device],
+            (lay.each_device, REPLICATED),
+        )(*args)
+        for spec, lay, *args in zip(
+            specs, map(Layout, specs), weights, before, now, samples, strict=True
+        )
+    ]
+    seen, changed = zip(*made, strict=True)
+    return seen, jnp.stack(changed)
 
 
 # Merging donates the uploads, never the caller's parameters: those may be in use elsewhere. Either

@@ -13,7 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from zenflow_jax._device.boundary import Merged, choose, enter, measure, merge, merge_programs
+from zenflow_jax._device.boundary import (
+    Merged,
+    choose,
+    compare,
+    enter,
+    measure,
+    merge,
+    merge_programs,
+)
 from zenflow_jax._device.memory import upload
 from zenflow_jax._device.samples import abstract_samples, samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
@@ -172,9 +180,20 @@ class Updates:
             uploads = self._worker.wait(self._pending[number].made, after)
             before = self._pending.pop(number).before
             group = self._offloaded.groups[number]
+            if not group.leaves:
+                continue
             if not uploads:
-                # `before` is gone, which knew the channels that left a boundary ago: sample anew.
-                seen = samples(group.pick(weights), group.specs)
+                # All steps of its window were skipped. The next merge could not tell what has
+                # changed until now, as `before` is gone, which knew the channels that left.
+                now = self._channels(group, leaves)
+                seen, counts = compare(
+                    group.pick(weights),
+                    now if before is None else before,
+                    now,
+                    group.pick(self._samples),
+                    specs=group.specs,
+                )
+                self.changed.append((list(group.leaves), counts))
             else:
                 uploads = self._fetch_rest(group, uploads, after)
                 merged = self._merge(number, weights, uploads, before, leaves)
@@ -208,6 +227,10 @@ class Updates:
                 weights[i] = weight
         return weights
 
+    def _channels(self, group: Group, leaves: Sequence[LeafState]) -> list[jax.Array]:
+        """The channels of each leaf of a group that are selected now."""
+        return [leaf.channels for leaf in group.pick(self._offloaded.pick(leaves))]
+
     def _merge(
         self,
         number: int,
@@ -220,7 +243,7 @@ class Updates:
     ) -> Merged:
         """The parameters of a group with an update, whose arrays stay if `keep`."""
         group = self._offloaded.groups[number]
-        now = [leaf.channels for leaf in group.pick(self._offloaded.pick(leaves))]
+        now = self._channels(group, leaves)
         mine = group.pick(weights)
         new = [
             assemble(pieces, weight.shape, part_sharding(weight, spec))
