@@ -18,7 +18,7 @@ class Doubts:
     def __init__(self) -> None:
         #: What is wrong, in words; empty until it is read.
         self.known = ""
-        self._unread: deque[tuple[int, list[str], Array]] = deque()
+        self._unread: deque[tuple[int, Sequence[str], Array]] = deque()
 
     def add(self, step: int, names: Sequence[str], counts: Array) -> None:
         """Takes counts, int32 `(leaves,)`, of the parameters after a step."""
