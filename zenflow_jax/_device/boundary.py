@@ -96,10 +96,7 @@ def _merge(
     def one(
         here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array
     ) -> tuple[Array, Array, Array]:
-        n = here.block.n
-        selected = broadcast_channels(
-            contains(here.to_local(before), n) | contains(here.to_local(now), n), here.block
-        )
+        selected = _selected(here, before, now)
         new = jnp.where(selected, weight, here.gather(upload))
         return new, sample_of(new), _changed(here, weight, selected, sample)
 
@@ -118,6 +115,13 @@ def _merge(
     return new, seen, jnp.stack(changed)
 
 
+def _selected(here: Here, before: Array, now: Array) -> Array:
+    """Bool, broadcast against a block: where a channel was selected then, or is now."""
+    n = here.block.n
+    either = contains(here.to_local(before), n) | contains(here.to_local(now), n)
+    return broadcast_channels(either, here.block)
+
+
 def _changed(here: Here, weight: Array, selected: Array, sample: Array) -> Array:
     """How many samples differ of channels that no step has moved since their last merge."""
     moved = sample_of(jnp.broadcast_to(selected, weight.shape))
@@ -134,10 +138,7 @@ def compare(
     def one(
         here: Here, weight: Array, before: Array, now: Array, sample: Array
     ) -> tuple[Array, Array]:
-        n = here.block.n
-        selected = broadcast_channels(
-            contains(here.to_local(before), n) | contains(here.to_local(now), n), here.block
-        )
+        selected = _selected(here, before, now)
         return sample_of(weight), _changed(here, weight, selected, sample)
 
     made = [

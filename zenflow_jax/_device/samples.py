@@ -48,11 +48,21 @@ def samples(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
 
 def abstract_samples(weight: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of what `samples` gives for a parameter."""
-    shape = jax.eval_shape(partial(_sample, spec=_bare(spec)), weight)
-    sharding = weight.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, Layout(spec).each_device)
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    made = jax.eval_shape(partial(_sample, spec=_bare(spec)), weight)
+    return of_each_device(made, weight.sharding, spec)
+
+
+def of_each_device(made: Any, beside: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of `made`, placed as what differs on every device of a leaf's parameter.
+
+    Args:
+        made: Has a shape and a dtype.
+        beside: The parameter's sharding.
+        spec: The leaf.
+    """
+    if isinstance(beside, NamedSharding):
+        beside = NamedSharding(beside.mesh, Layout(spec).each_device)
+    return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=beside)
 
 
 def _bare(spec: LeafSpec) -> LeafSpec:

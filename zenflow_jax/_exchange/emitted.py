@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, take
-from zenflow_jax._device.samples import sample_of
+from zenflow_jax._device.samples import of_each_device, sample_of
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars
@@ -68,12 +67,8 @@ class Emitted:
                 continue
             known.add(leaf.spec)
             weight = abstract(weights[i])
-            rows = jax.eval_shape(_rows, weight, leaf)
-            place = leaf.spec.placement
-            sharding = weight.sharding
-            if place is not None and isinstance(sharding, NamedSharding):
-                sharding = NamedSharding(sharding.mesh, Layout(leaf.spec).each_device)
-            rows = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding)
+            made = jax.eval_shape(_rows, weight, leaf)
+            rows = of_each_device(made, weight.sharding, leaf.spec)
             self._ahead.prepare(("rows", leaf.spec), _rows, weight, leaf)
             self._ahead.prepare(("compare", leaf.spec), _compare, weight, rows, leaf, sent)
 

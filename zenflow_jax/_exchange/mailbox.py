@@ -113,13 +113,7 @@ class Mailbox:
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
             self._make_zeros = [
-                _zeros_maker(
-                    [
-                        x
-                        for x, leaf in zip(state.mail, state.leaves, strict=True)
-                        if leaf.offloaded and leaf.spec.group == group
-                    ]
-                )
+                _zeros_maker([state.mail[i] for i in _in_group(state, group)])
                 for group in range(state.schedule.groups)
             ]
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
@@ -184,9 +178,7 @@ class Mailbox:
         """Hands over a group's sums with "per_window"; the state with zeros in their place."""
         if not self._sending.sums_on_device:
             return state
-        mine = [
-            i for i, leaf in enumerate(state.leaves) if leaf.offloaded and leaf.spec.group == group
-        ]
+        mine = _in_group(state, group)
         mail, sums = list(state.mail), [state.mail[i] for i in mine]
         for i, zeros in zip(mine, self._make_zeros[group](sums), strict=True):
             mail[i] = zeros
@@ -249,6 +241,11 @@ def _alike_once(blank: _Buffers) -> _Buffers:
     """The buffers with one array for all that are alike: a model has many leaves of few shapes."""
     found: dict[Any, jax.Array] = {}
     return jax.tree.map(lambda x: found.setdefault((x.shape, x.dtype, x.sharding), x), blank)
+
+
+def _in_group(state: ZenFlowState, group: int) -> list[int]:
+    """The numbers of a group's leaves among all leaves of the state."""
+    return [i for i, leaf in enumerate(state.leaves) if leaf.offloaded and leaf.spec.group == group]
 
 
 def _gradients(state: ZenFlowState) -> list[jax.Array]:

@@ -85,10 +85,8 @@ class Updates:
             leaves: The states of all leaves.
             measures: Whether the run asks for the share of the score that is kept.
         """
-        numbers = range(len(self._offloaded.groups))
         # The last group's first window is the shortest.
-        for number in reversed(numbers):
-            group = self._offloaded.groups[number]
+        for number, group in reversed(list(enumerate(self._offloaded.groups))):
             mine = [abstract(x) for x in group.pick(weights)]
             states = group.pick(self._offloaded.pick(leaves))
             if not mine:
@@ -118,11 +116,9 @@ class Updates:
                 )
                 specs = tuple(group.specs[i] for i in which)
                 self._ahead.prepare((kind, number), program, *columns, specs=specs)
-        for number in numbers if measures else ():
-            group = self._offloaded.groups[number]
-            states = group.pick(self._offloaded.pick(leaves))
-            scores, channels = [s.scores for s in states], [s.channels for s in states]
-            self._ahead.prepare(("measure", number), measure, scores, channels, specs=group.specs)
+            if measures:
+                key = ("measure", number)
+                self._ahead.prepare(key, measure, scores, channels, specs=group.specs)
 
     @property
     def some_pending(self) -> bool:

@@ -221,9 +221,10 @@ class HostState:
             _keep(leaf, gradient, factor)
         self.count()
         for least in (GRADIENTS_PER_PASS, 1):
-            if self.mails_kept > MAILS_KEPT:
-                self._overflowed = True
-                self.add_up(least)
+            if self.mails_kept <= MAILS_KEPT:
+                break
+            self._overflowed = True
+            self.add_up(least)
 
     def count(self) -> None:
         """Counts one step into the open windows, whose gradients the device may add up."""
