@@ -32,6 +32,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import zenflow_jax
 from benchmarks.collectives import Collective, collectives
 from zenflow_jax._device import boundary
+from zenflow_jax._device.samples import abstract_samples
+from zenflow_jax._exchange.parts import part_sharding
 
 # What XLA asks about a GPU of the Hopper family, in the text form of its GpuTargetConfig.
 _HOPPER = """
@@ -271,24 +273,24 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
 
 
 def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
-    """The engine's program that brings a window's update into the parameters."""
+    """The engine's program that brings an update of the largest group into the parameters."""
     params, state, _ = arguments(program, shape, mesh)
-    columns = zip(jax.tree.leaves(params), state.leaves, state.mail, strict=True)
-    mine, leaves, sent = zip(*(x for x in columns if x[1].offloaded), strict=True)
+    pairs = list(zip(jax.tree.leaves(params), state.leaves, strict=True))
+    groups = [
+        [(p, x, x.spec.range_of(j)) for p, x in pairs if x.offloaded and j in x.spec.groups]
+        for j in range(state.schedule.groups)
+    ]
+    largest = max(groups, key=lambda group: sum(math.prod(spec.shape) for *_, spec in group))
+    mine, leaves, specs = zip(*largest, strict=True)
     uploads = [
-        jax.ShapeDtypeStruct(
-            p.shape,
-            p.dtype,
-            sharding=NamedSharding(mesh, PartitionSpec(*mail.sharding.spec[-len(p.shape) :])),
-        )
-        for p, mail in zip(mine, sent, strict=True)
+        jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
+        for p, spec in zip(mine, specs, strict=True)
     ]
     channels = [leaf.channels for leaf in leaves]
-    specs = tuple(leaf.spec for leaf in leaves)
-    shared = {any(spec.placement.shares) for spec in specs}
-    assert len(shared) == 1, "these leaves are merged by two programs"
-    merge = boundary._merge_parts if shared.pop() else boundary._merge_in_place
-    return report(merge.lower(mine, uploads, channels, channels, specs=specs).compile(), params)
+    two = boundary.uploads_in_two(uploads, specs)
+    samples = abstract_samples(mine, specs)
+    merge = boundary.merge.lower(mine, *two, channels, channels, samples, specs=specs)
+    return report(merge.compile(), params)
 
 
 def report(compiled: Any, params: Any) -> Report:
@@ -398,12 +400,12 @@ def many_devices(shape: Shape, devices: int) -> None:
         reports = {
             "optax.adamw, float32 master": partial(compile_step, adamw_step(shape, mesh, 1.0)),
             "zenflow(max_grad_norm=1)": partial(compile_step, ours),
-            "  merge, once a window": partial(compile_merge, ours),
+            "  merge, a step": partial(compile_merge, ours),
         }
         if "data" in sizes:
             whole = zenflow_step(shape, mesh, 1.0, partition=False)
             reports["zenflow, partition_replicated=False"] = partial(compile_step, whole)
-            reports["  merge, once a window "] = partial(compile_merge, whole)
+            reports["  merge, a step "] = partial(compile_merge, whole)
         for name, compiled in reports.items():
             print(f"  {name:34} {_with_collectives(compiled(shape, mesh))}", flush=True)
 

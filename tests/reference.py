@@ -11,6 +11,7 @@ selected; `*stack` the axes whose entries select separately.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -70,7 +71,7 @@ class _Leaf:
     k: int  # selected in each group
     mail_dtype: np.dtype  # of gradients that go to the host
     groups: list[list[_Channel]]
-    turn: int = 0  # which leaves it closes its windows with
+    turns: list[int]  # for each group, with which others it closes its windows
 
     @property
     def channels(self) -> Iterator[_Channel]:
@@ -146,9 +147,8 @@ class Reference:
         self.reselections = 0
         self.turns = 1
         if settings.rolling and isinstance(settings.update_interval, int):
-            offloaded = sum(leaf.axis is not None and leaf.offloaded for leaf in self._leaves)
-            self.turns = min(settings.update_interval, max(offloaded, 1))
-        _take_turns(self._leaves, self.turns)
+            waiting = [leaf for leaf in self._leaves if leaf.axis is not None and leaf.offloaded]
+            self.turns = _take_turns(waiting, settings.update_interval)
         self.boundaries: list[list[int]] = [[] for _ in range(self.turns)]
         self.kept_share: list[list[float]] = [[] for _ in range(self.turns)]
         self._selected_at = [0] * self.turns  # how many boundaries there were at the last selection
@@ -344,28 +344,34 @@ class Reference:
     def _kept_share(self, turn: int) -> float:
         """How much of the best channels' score the selected ones have, by the leaves' sizes."""
         total = size = 0.0
-        for leaf in self._in_turn(turn):
+        for leaf, groups in self._in_turn(turn):
             if leaf.axis is None or not leaf.offloaded:
                 continue
-            held = sum(float(c.score) for c in leaf.channels if c.selected)
+            held = sum(float(c.score) for group in groups for c in group if c.selected)
             best = sum(
                 float(score)
-                for group in leaf.groups
+                for group in groups
                 for score in sorted((c.score for c in group), reverse=True)[: leaf.k]
             )
-            total += leaf.param.size * (held / best if best > 0 else 1.0)
-            size += leaf.param.size
+            mine = leaf.param.size * len(groups) / len(leaf.groups)
+            total += mine * (held / best if best > 0 else 1.0)
+            size += mine
         return total / size if size else 1.0
 
-    def _in_turn(self, turn: int) -> list[_Leaf]:
-        return [leaf for leaf in self._leaves if leaf.turn == turn]
+    def _in_turn(self, turn: int) -> list[tuple[_Leaf, list[list[_Channel]]]]:
+        """The leaves that close windows in this turn, with those of their groups that do."""
+        mine = [
+            (leaf, [g for g, its in zip(leaf.groups, leaf.turns, strict=True) if its == turn])
+            for leaf in self._leaves
+        ]
+        return [(leaf, groups) for leaf, groups in mine if groups]
 
     def _close_window(self, turn: int, *, overlap: bool) -> None:
         # The update before this one first: after the next lines the masters are a window further.
         self._merge(turn)
         taken = self._open_steps_taken[turn]
-        for leaf in self._in_turn(turn):
-            for channel in leaf.channels:
+        for _, groups in self._in_turn(turn):
+            for channel in (channel for group in groups for channel in group):
                 # Selection moves only between windows, so "deferred now" is "deferred all along".
                 if not channel.selected and taken:
                     mean = channel.window_sum / np.float32(taken)
@@ -379,14 +385,14 @@ class Reference:
         self._open_steps_taken[turn] = 0
 
     def _merge(self, turn: int) -> None:
-        for leaf in self._in_turn(turn):
-            for channel in leaf.channels:
+        for leaf, groups in self._in_turn(turn):
+            for channel in (channel for group in groups for channel in group):
                 if channel.waiting:
                     leaf.publish(channel)
 
     def _reselect(self, turn: int) -> None:
-        for leaf in self._in_turn(turn):
-            for group in leaf.groups:
+        for leaf, groups in self._in_turn(turn):
+            for group in groups:
                 ranking = sorted(range(len(group)), key=lambda j, g=group: (-g[j].score, j))
                 for j, channel in enumerate(group):
                     channel.selected = j in ranking[: leaf.k]
@@ -397,16 +403,65 @@ class Reference:
         self.reselections += 1
 
 
-def _take_turns(leaves: Sequence[_Leaf], turns: int) -> None:
-    """Gives each leaf with deferred channels its turn, the largest first, to have as many bytes."""
-    waiting = [leaf for leaf in leaves if leaf.axis is not None and leaf.offloaded]
-    has = [0] * turns
+def _take_turns(leaves: Sequence[_Leaf], most: int) -> int:
+    """Gives each leaf with deferred channels its turns; how many turns there are.
+
+    Stacks of layers are cut into ranges if the turns would have too different numbers of bytes.
+    """
+    everything = sum(leaf.param.nbytes for leaf in leaves)
+    best = None
+    for share in (None, 1, 2, 4):
+        ranges = []
+        for leaf in leaves:
+            layers, count = _layers(leaf), 1
+            while (
+                share is not None
+                and count < min(layers, most)
+                and leaf.param.nbytes * most * share > everything * count
+            ):
+                count += 1
+            ends = [layers * i // count for i in range(count + 1)]
+            ranges += [(leaf, range(*pair)) for pair in itertools.pairwise(ends)]
+        loads, dealt = _deal(ranges, min(most, max(len(ranges), 1)))
+        if best is None or max(loads) < max(best[0]):
+            best = loads, dealt
+        if len(loads) == most and max(loads) <= 1.5 * min(loads):
+            break
+    assert best is not None
+    loads, dealt = best
+    for leaf, layers, turn in dealt:
+        entries = len(leaf.groups) // _layers(leaf)
+        for layer in layers:
+            leaf.turns[layer * entries : (layer + 1) * entries] = [turn] * entries
+    return len(loads)
+
+
+def _deal(
+    ranges: Sequence[tuple[_Leaf, range]], turns: int
+) -> tuple[list[int], list[tuple[_Leaf, range, int]]]:
+    """The largest first, each to the turn with the fewest bytes that has nothing of its leaf."""
+    loads, dealt = [0] * turns, []
+    waiting = [
+        (
+            leaf.param.nbytes * len(layers) // (leaf.param.shape[0] if leaf.stack else 1),
+            leaf,
+            layers,
+        )
+        for leaf, layers in ranges
+    ]
     while waiting:
-        most = max(leaf.param.nbytes for leaf in waiting)
-        leaf = next(leaf for leaf in waiting if leaf.param.nbytes == most)
-        leaf.turn = has.index(min(has))
-        has[leaf.turn] += most
-        waiting = [other for other in waiting if other is not leaf]
+        most = max(size for size, *_ in waiting)
+        i = next(i for i, (size, *_) in enumerate(waiting) if size == most)
+        size, leaf, layers = waiting.pop(i)
+        taken = [turn for other, _, turn in dealt if other is leaf]
+        turn = min((load, turn) for turn, load in enumerate(loads) if turn not in taken)[1]
+        loads[turn] += size
+        dealt.append((leaf, layers, turn))
+    return loads, dealt
+
+
+def _layers(leaf: _Leaf) -> int:
+    return leaf.param.shape[0] if leaf.stack else 1
 
 
 def _make_leaf(
@@ -418,7 +473,7 @@ def _make_leaf(
         return _Channel(where, weight_decay, selected, master, zeros, zeros, zeros)
 
     if axis is None:
-        return _Leaf(param, None, (), 1, param.dtype, [[channel((...,), True)]])
+        return _Leaf(param, None, (), 1, param.dtype, [[channel((...,), True)]], [0])
 
     assert -param.ndim <= axis < param.ndim, (axis, param.shape)
     axis %= param.ndim
@@ -436,7 +491,7 @@ def _make_leaf(
     # float16 has no room for gradients that were divided by a loss scale.
     own: Any = np.float32 if param.dtype == np.float16 else param.dtype
     mail_dtype = settings.transfer_dtype or own
-    return _Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups)
+    return _Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups, [0] * len(groups))
 
 
 def _weigh(leaf: _Leaf, g: np.ndarray) -> tuple[float, float]:

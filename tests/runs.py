@@ -65,6 +65,12 @@ THIRD: Leaves = (
     Leaf("stack", (2, 7, 3), -2, "float32", decay=False),
     Leaf("stacked_columns", (2, 3, 6), -1, "bfloat16"),
 )
+# Stacks are most of it: with windows of three or four steps both are cut into ranges.
+SCANNED: Leaves = (
+    Leaf("layers", (7, 6, 4), -2, "bfloat16"),
+    Leaf("rows", (10, 4), -2, "float32"),
+    Leaf("wide", (3, 4, 8), -1, "float32", decay=False),
+)
 # For tests that are about something else than arithmetic.
 FEW: Leaves = (
     Leaf("bias", (5,), None, "float32"),

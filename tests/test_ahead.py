@@ -1,6 +1,7 @@
 """What boundaries need is compiled while the first step is, on another thread."""
 
 import contextlib
+import dataclasses
 import logging
 import threading
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import runs
-from tests.runs import FIRST, SECOND, Settings, Training
+from tests.runs import FIRST, SCANNED, SECOND, Settings, Training
 from zenflow_jax._exchange.ahead import Ahead
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=6, full_warm_up_rounds=4)
@@ -48,17 +49,26 @@ def compilations():
         logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("rolling", [True, False])
-def test_nothing_is_compiled_after_the_second_step(rolling):
-    settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
+@pytest.mark.parametrize(
+    ("leaves", "changes"),
+    [
+        (SECOND, {}),
+        (SECOND, {"rolling": False}),
+        (SCANNED, {"full_warm_up_rounds": 0}),
+        (SCANNED, {"full_warm_up_rounds": 0, "send_gradients": "per_window"}),
+    ],
+    ids=["in turn", "together", "stacks in ranges", "the same, added up on the device"],
+)
+def test_nothing_is_compiled_after_the_second_step(leaves, changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
     jax.clear_caches()  # other tests have the same programs
-    with Training(SECOND, settings) as training, compilations() as names:
+    with Training(leaves, settings) as training, compilations() as names:
         training.go(2)
         assert names
         names.clear()
         # The warm-up's end, selections, windows, and steps that are compared.
         training.go(18)
-        assert training.engine.stats.reselections > 4 if rolling else 2
+        assert training.engine.stats.reselections > (4 if settings.rolling else 2)
         assert names == []
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import runs
-from tests.runs import FIRST, SECOND, THIRD, Leaf, Plan, Settings, Training
+from tests.runs import FIRST, SCANNED, SECOND, THIRD, Leaf, Plan, Settings, Training
 from zenflow_jax import AutoSelect, EpochSelect
 
 KERNELS = ("numba", "numpy")
@@ -175,6 +175,32 @@ AGREEMENTS = {
             window_scaling=0.0,
         ),
         Plan(20, bad=(2, 7, 8), flush_at=(4, 11)),
+    ),
+    "stacks in ranges, after a warm-up, clipped": (
+        SCANNED,
+        dict(WARM, update_interval=4, select_interval=4),
+        Plan(20, bad=(2, 7, 8, 9, 10, 14), flush_at=(12, 17)),
+    ),
+    "stacks in ranges, two steps stale, selecting when others matter more": (
+        SCANNED,
+        dict(
+            topk_ratio=0.3,
+            update_interval=3,
+            select_interval=AutoSelect(0.9, max_windows=3),
+            staleness=2,
+        ),
+        Plan(20, bad=(4, 10), flush_at=(7,)),
+    ),
+    "stacks in ranges, added up on the device, not stale": (
+        SCANNED,
+        dict(
+            topk_ratio=0.3,
+            update_interval=4,
+            select_interval=8,
+            send_gradients="per_window",
+            overlap_step=False,
+        ),
+        Plan(14, bad=(2, 7), flush_at=(9,)),
     ),
     # Not clipped where sums are bf16: a factor that is off by a bit moves one in some hundreds of
     # them to its neighbour.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import zenflow_jax
+from tests import runs
 
 
 def groups_of(params, interval=4, **options):
@@ -14,6 +15,20 @@ def groups_of(params, interval=4, **options):
     state = jax.eval_shape(tx.init, params)
     groups = [leaf.spec.group for leaf in state.leaves]
     return dict(zip(params, groups, strict=True)), state.schedule.groups
+
+
+def ranges_of(shapes, interval, dtypes, **options):
+    """Each leaf's ranges, by name, as their first and last entries and groups."""
+    tx = zenflow_jax.zenflow(1e-2, update_interval=interval, **options)
+    params = {name: jnp.zeros(shape, dtypes[name]) for name, shape in shapes.items()}
+    state = jax.eval_shape(tx.init, params)
+    found = {}
+    for name, leaf in zip(params, state.leaves, strict=True):
+        starts = [part.start or 0 for part in leaf.spec.ranges]
+        ends = [start + part.shape[0] for start, part in zip(starts, leaf.spec.ranges, strict=True)]
+        assert (starts[1:], ends[-1]) == (ends[:-1], leaf.spec.shape[0])
+        found[name] = (starts, list(leaf.spec.groups))
+    return found, state.schedule.groups
 
 
 def leaves_of(*rows, dtype=np.float32):
@@ -62,6 +77,65 @@ def test_groups_have_nearly_equal_bytes_where_leaves_allow_it(interval):
     assert filled.max() - filled.min() <= max(x.nbytes for x in params.values())
     # And the small ones come last, to even out what the large ones left.
     assert filled.max() <= 1.1 * filled.mean()
+
+
+SCANNED = {leaf.name: leaf.shape for leaf in runs.SCANNED}
+DTYPES = {leaf.name: leaf.dtype for leaf in runs.SCANNED}
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        # 336, 160 and 384 bytes. In halves 144 + 192 and 128 + 256: the groups have 256, 320, 304.
+        (3, {"layers": ([0, 3], [2, 1]), "rows": ([0], [2]), "wide": ([0, 1], [1, 0])}),
+        # In halves they would have 256, 192, 160 and 272: too uneven. In four and three, from one
+        # layer of 48 bytes and one of 128: 208, and three times 224.
+        (
+            4,
+            {
+                "layers": ([0, 1, 3, 5], [0, 1, 2, 3]),
+                "rows": ([0], [0]),
+                "wide": ([0, 1, 2], [1, 2, 3]),
+            },
+        ),
+        # Even enough in one piece.
+        (1, {"layers": ([0], [0]), "rows": ([0], [0]), "wide": ([0], [0])}),
+        (2, {"layers": ([0], [1]), "rows": ([0], [1]), "wide": ([0], [0])}),
+    ],
+    ids=str,
+)
+def test_stacks_are_cut_where_groups_are_uneven_without_it(interval, expected):
+    found, groups = ranges_of(SCANNED, interval, DTYPES)
+    assert (found, groups) == (expected, interval)
+
+
+def test_a_stack_alone_is_as_many_groups_as_it_has_layers_or_turns():
+    for layers, interval, count in ((5, 4, 4), (3, 4, 3), (1, 4, 1)):
+        found, groups = ranges_of({"all": (layers, 4, 2)}, interval, {"all": jnp.bfloat16})
+        assert groups == count
+        assert sorted(found["all"][1]) == list(range(count))
+
+
+def test_a_large_scanned_model_has_even_groups_with_any_window():
+    width, inner, layers = 4096, 11008, 32
+    shapes = {
+        "attention": (layers, width, 4 * width),
+        "down": (layers, inner, width),
+        "embedding": (32000, width),
+        "gate": (layers, width, inner),
+        "head": (width, 32000),
+        "up": (layers, width, inner),
+    }
+    params = {name: jax.ShapeDtypeStruct(x, jnp.bfloat16) for name, x in shapes.items()}
+    for interval in (2, 3, 4, 6, 8, 12, 16, 32):
+        tx = zenflow_jax.zenflow(1e-2, update_interval=interval)
+        state = jax.eval_shape(tx.init, params)
+        filled = np.zeros(state.schedule.groups)
+        for leaf in state.leaves:
+            for part in leaf.spec.ranges:
+                filled[part.group] += np.prod(part.shape)
+        assert len(filled) == interval
+        assert filled.max() <= 1.5 * filled.min(), interval
 
 
 def test_sizes_are_bytes_and_not_elements():

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests import runs
-from tests.runs import FIRST, ONE, SECOND, THIRD, Plan, Settings, Training
+from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine, _engine
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import updates
@@ -83,8 +83,17 @@ def end(training):
             "numpy",
         ),
         (SECOND, {"send_gradients": "per_window", "staleness": 3}, "numpy"),
+        (SCANNED, {"staleness": 2}, "numpy"),
     ],
-    ids=["in turn", "together", "two steps stale", "at once", "adaptive", "added up on the device"],
+    ids=[
+        "in turn",
+        "together",
+        "two steps stale",
+        "at once",
+        "adaptive",
+        "added up on the device",
+        "stacks in ranges",
+    ],
 )
 def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, kernel):
     settings = dataclasses.replace(SETTINGS, **changes)
@@ -238,9 +247,9 @@ def test_leaves_that_took_turns_in_other_groups_are_refused_by_name():
         training.go(6)
         params, state, engine_state = saved(training)
         # Of a version that divides leaves by another rule: the first and the last change places.
-        options = engine_state["options"]["leaves"]
-        assert options[:, 3].tolist() == [0, 2, 0, 1]
-        options[[2, 3], 3] = 1, 0
+        groups = engine_state["options"]["groups"]
+        assert groups.tolist() == [0, 2, 0, 1]
+        groups[[2, 3]] = 1, 0
         with pytest.raises(
             ValueError, match=r"the group of \['rows'\] as in the saved run, 1, got 0"
         ):

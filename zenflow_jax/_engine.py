@@ -218,6 +218,7 @@ class HostEngine:
             (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
             adam,
             state.schedule,
+            offloaded.pieces,
         )
         resumed = None
         if engine_state is not None:
@@ -237,11 +238,11 @@ class HostEngine:
         skipped = 0 if resumed is None else resumed.counts.skipped
         in_a_row = int(read(state.skipped_in_a_row))
         self._worker = Worker(host, offloaded, self._peers, skipped, in_a_row, max_skipped)
-        self._mailbox = Mailbox(self._worker, state, number)
+        self._ahead = Ahead()
+        self._mailbox = Mailbox(self._worker, state, number, self._ahead)
         self._progress = Progress(self._schedule, len(offloaded.places))
         self._open_steps = [0] * self._schedule.groups
         self._window_lengths: Counter[int] = Counter()
-        self._ahead = Ahead()
         self._updates = Updates(self._worker, host, offloaded, self._ahead)
         self._doubts = Doubts()
         self._emitted = Emitted(self._specs, self._ahead)
@@ -682,7 +683,8 @@ class HostEngine:
         """Checks the parameters of some groups; resident ones with the first. None: all."""
         weights, specs = taken.weights, self._specs
         if groups is not None:
-            which = [i for i, spec in enumerate(specs) if spec.group in groups]
+            mine = frozenset(groups)
+            which = [i for i, spec in enumerate(specs) if not mine.isdisjoint(spec.groups)]
             weights, specs = [weights[i] for i in which], [specs[i] for i in which]
         check_leaves(weights, specs)
         check_placement(weights, specs)

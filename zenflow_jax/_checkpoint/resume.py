@@ -193,7 +193,8 @@ _MAY_CHANGE = (
     "intervals, warm-up, `rolling`, `staleness` and `window_scaling` of the saved one, and "
     "`send_gradients` as it was if that is 'per_window'. Learning rate, betas, eps, weight decay "
     "and `max_grad_norm` may be others, and "
-    "so may devices, processes, `partition_replicated`, `host_kernel` and `threads`."
+    "so may devices, processes, `partition_replicated`, `host_kernel` and `threads`. A mesh may "
+    "divide the layers of a stack if that of the saved run did, and else not."
 )
 
 
@@ -202,6 +203,8 @@ def _check_options(
 ) -> None:
     for name, value in expected.items():
         old, new = np.asarray(saved[name]), np.asarray(value)
+        if name == "groups":
+            continue  # with the leaves, which come first
         if name != "leaves":
             if old.shape != new.shape or np.any(old != new):
                 raise ValueError(
@@ -214,9 +217,14 @@ def _check_options(
                 f"expected parameters with {len(old)} leaves, as in the saved run, got {len(new)}. "
                 f"{_MAY_CHANGE}"
             )
-        for spec, before, now in zip(specs, old.tolist(), new.tolist(), strict=True):
-            words = ("channel axis", "number of selected channels", "weight decay", "group")
-            for word, x, y in zip(words, before, now, strict=True):
+        # How many ranges a leaf has only a mesh changes, where it divides the layers of a stack.
+        words = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
+        ends = np.cumsum(new[:, 3])[:-1]
+        then, now = (np.split(np.asarray(x["groups"]), ends) for x in (saved, expected))
+        for i, spec in enumerate(specs):
+            pairs = list(zip(words, old[i].tolist(), new[i].tolist(), strict=True))
+            pairs += [("group", int(x), int(y)) for x, y in zip(then[i], now[i], strict=False)]
+            for word, x, y in pairs:
                 if x != y:
                     raise ValueError(
                         f"expected the {word} of {spec.name} as in the saved run, {x}, got {y}. "

@@ -98,7 +98,7 @@ def what_differs(
     on_host, on_device = [{state.spec.name: _Found() for state in states} for _ in range(2)]
     for taken, leaf, part, then in zip(samples, leaves, parts, before, strict=True):
         state = offloaded[part.leaf]
-        update = updates[state.spec.group]
+        update = updates[part.spec.group]
         group, _, channel, _ = taken.at
         now = _places(leaf.channels, leaf.spec.n)[group, channel] >= 0
         then = np.asarray(then).reshape(leaf.channels.shape) - part.first
@@ -110,8 +110,8 @@ def what_differs(
             low, high = (_cast(x, leaf.spec) for x in (master - slack, master + slack))
             on_host[name].add(taken.values[which], low, high)
         if state.master is not None and now.any():
-            rows = read(part.of(state.master)).reshape(leaf.spec.view4(leaf.spec.k))
-            steps = read(part.of(state.steps)).reshape(leaf.channels.shape)
+            rows = part.cut(read(part.of(state.master))).reshape(leaf.spec.view4(leaf.spec.k))
+            steps = part.cut(read(part.of(state.steps))).reshape(leaf.channels.shape)
             group, row, channel, column = (i[now] for i in taken.at)
             place = _places(leaf.channels, leaf.spec.n)[group, channel]
             # Before its first step a channel's master follows the parameter.

@@ -18,7 +18,14 @@ from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.messages import NONE
-from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, by_leaf, host_channels
+from zenflow_jax._exchange.parts import (
+    OffloadedLeaves,
+    Part,
+    assemble,
+    by_leaf,
+    host_channels,
+    joined,
+)
 from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
@@ -130,7 +137,8 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         selects = (select.steps, 2, 0)
     else:
         selects = (select, 0, 0)
-    rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, s.group) for s in _specs(state)]
+    specs = _specs(state)
+    rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
     scaling = schedule.window_scaling
     return {
         # The number, the kind of rule, and the rule's share.
@@ -144,8 +152,10 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "window_scaling": np.array(-1 if scaling is None else scaling, np.float32),
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
-        # For each leaf its channel axis (-1 if resident), selected channels, weight decay, group.
+        # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges.
         "leaves": np.array(rows, np.int32).reshape(-1, 4),
+        # For each range of each leaf.
+        "groups": np.array([group for s in specs for group in s.groups], np.int32),
     }
 
 
@@ -226,6 +236,7 @@ class EngineTree:
         self._schedule = state.schedule
         self._options = options_of(state)
         self._parts = offloaded.parts
+        self._pieces = offloaded.pieces
         mail = offloaded.pick(state.mail)
         self._arrays = [
             arrays_of(spec, x, state.send_gradients)
@@ -240,8 +251,8 @@ class EngineTree:
         Args:
             leaves: The host's arrays of each part; nobody may write to them meanwhile.
             counts: What the engine counts.
-            before: For each leaf, the channels selected during the pending update's window; None if
-                they still are.
+            before: For each part, its leaf's channels selected during the pending update's window;
+                None if they still are.
         """
         return {
             "leaves": self._of_leaves(leaves, counts.counted, before),
@@ -256,31 +267,21 @@ class EngineTree:
         before: Sequence[jax.Array | None],
     ) -> list[dict[str, jax.Array]]:
         """The host's arrays of each offloaded leaf; a group's sums have `counted` steps."""
-        parts, arrays = self._parts, self._arrays
+        arrays = self._arrays
+        firsts = [self._parts[numbers[0]] for numbers in self._pieces]
         pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
-        for leaf, part in zip(leaves, parts, strict=True):
-            spec = part.spec
-            then = before[part.leaf]
-            channels = leaf.channels if then is None else host_channels(part.of(then), part)
-            # Until a step is counted, a sum is missing.
-            total = leaf.total if counted[spec.group] else None
-            sums = []
-            if "total" in arrays[part.leaf]:
-                sums = [("total", blank(spec.shape) if total is None else total, spec.shape)]
-            for name, x, shape in (
-                ("master", leaf.master, spec.shape),
-                ("mu", leaf.mu, spec.shape),
-                ("nu", leaf.nu, spec.shape),
-                *sums,
-                ("steps", leaf.steps, (*spec.stack, spec.n)),
-                ("before", channels + part.first, (*spec.stack, spec.k)),
-            ):
+        for numbers, first in zip(self._pieces, firsts, strict=True):
+            ranges = [self._of_part(self._parts[i], leaves[i], counted, before[i]) for i in numbers]
+            for name in ranges[0]:
+                if name == "total" and "total" not in arrays[first.leaf]:
+                    continue
+                x = joined([of_range[name] for of_range in ranges])
                 # No empty arrays: nobody asks for them, and GPUs have none in host memory.
-                on_devices = _beside(x.reshape(shape), part.devices) if x.size else []
-                pieces.setdefault(name, []).append(on_devices or [None] * len(part.devices))
+                on_devices = _beside(x, first.devices) if x.size else []
+                pieces.setdefault(name, []).append(on_devices or [None] * len(first.devices))
         # Devices other than CPUs are still copying.
         jax.block_until_ready(pieces)
-        columns = {name: by_leaf(parts, found) for name, found in pieces.items()}
+        columns = {name: by_leaf(firsts, found) for name, found in pieces.items()}
         return [
             {
                 name: assemble(columns[name][i], shape, sharding)
@@ -288,6 +289,23 @@ class EngineTree:
             }
             for i, of_leaf in enumerate(arrays)
         ]
+
+    def _of_part(
+        self, part: Part, leaf: HostLeaf, counted: Sequence[int], before: jax.Array | None
+    ) -> dict[str, np.ndarray]:
+        """The arrays of one part, in its shape; not copies where they need not be."""
+        spec = part.spec
+        channels = leaf.channels if before is None else host_channels(part.of(before), part)
+        # Until a step is counted, a sum is missing.
+        total = leaf.total if counted[spec.group] else None
+        return {
+            "master": leaf.master.reshape(spec.shape),
+            "mu": leaf.mu.reshape(spec.shape),
+            "nu": leaf.nu.reshape(spec.shape),
+            "total": (blank(spec.shape) if total is None else total).reshape(spec.shape),
+            "steps": leaf.steps.reshape(*spec.stack, spec.n),
+            "before": (channels + part.first).reshape(*spec.stack, spec.k),
+        }
 
 
 def _specs(state: ZenFlowState) -> list[LeafSpec]:

@@ -4,7 +4,7 @@ Each is one program for all leaves, so a boundary costs a few dispatches however
 are. On a mesh, a part's update moves to every device that holds its block; nothing else moves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,99 +20,94 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
-from zenflow_jax._device.samples import differ, sample_of
+from zenflow_jax._device.ranges import cut, cut_state, put, put_state
+from zenflow_jax._device.samples import differ, join_samples, sample_row, split_samples
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._plan.leaf import LeafSpec
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
-Call = Callable[..., Any]
 
 
 class Merged(NamedTuple):
     """The result of a merge."""
 
-    weights: list[Array]
-    samples: list[Array]  # of the weights, for the next merge to compare with
-    changed: list[tuple[list[int], Array]]  # leaves, and how many samples of each had changed
+    weights: Arrays
+    samples: Array  # of the weights, for the next merge to compare with
+    changed: Array  # int32 (leaves,): how many samples of each leaf had changed
 
 
-def merge(
-    weights: Sequence[Array],
-    uploads: Sequence[Array],
-    before: Sequence[Array],
-    now: Sequence[Array],
-    samples: Sequence[Array],
-    specs: Sequence[LeafSpec],
+def uploads_in_two(
+    uploads: Sequence[Any], specs: Sequence[LeafSpec]
+) -> tuple[list[Any], list[Any]]:
+    """The uploads whose memory a merge gives to its result, and the others."""
+    pairs = list(zip(uploads, map(_becomes_weight, specs), strict=True))
+    return [x for x, becomes in pairs if becomes], [x for x, becomes in pairs if not becomes]
+
+
+def _becomes_weight(spec: LeafSpec) -> bool:
+    """Whether a leaf's upload is as large as its parameter on each device."""
+    gathered = spec.placement is not None and any(spec.placement.shares)
+    return spec.start is None and not gathered
+
+
+def _merge(
+    weights: Arrays,
+    used_up: Arrays,
+    others: Arrays,
+    before: Arrays,
+    now: Arrays,
+    samples: Array,
     *,
-    keep: bool = False,
-    call: Call | None = None,
+    specs: Specs,
 ) -> Merged:
     """The parameters, with a window's update on the channels that it covers.
 
     Args:
         weights: Parameters.
-        uploads: Casts of the masters, in parts; used up unless `keep`.
+        used_up: Casts of the masters, in parts, as `uploads_in_two` gives them.
+        others: The same.
         before: Channels that were selected during the window.
         now: Channels that are selected since the window closed.
         samples: Samples of the parameters, from their last merge.
-        specs: The leaves.
-        keep: Whether the uploads stay and the result has memory of its own.
-        call: Calls a program, as `Ahead.call` does; None: it is called.
+        specs: The leaves, or ranges of leaves; the other arrays are whole leaves'.
     """
-    merged = Merged(list(weights), list(samples), [])
-    for kind, program, which in merge_programs(specs, keep=keep):
-        columns = (tuple(x[i] for i in which) for x in (weights, uploads, before, now, samples))
-        some = tuple(specs[i] for i in which)
-        if call is None:
-            new, seen, changed = program(*columns, specs=some)
-        else:
-            new, seen, changed = call(kind, program, *columns, specs=some)
-        for i, weight, sample in zip(which, new, seen, strict=True):
-            merged.weights[i], merged.samples[i] = weight, sample
-        merged.changed.append((which, changed))
-    return merged
 
-
-def merge_programs(
-    specs: Sequence[LeafSpec], *, keep: bool = False
-) -> list[tuple[str, Any, list[int]]]:
-    """The programs that merge these leaves: name, program, numbers of its leaves."""
-    # Gathering makes a new array, which could not take the place of an upload.
-    gathered = [spec.placement is not None and any(spec.placement.shares) for spec in specs]
-    in_place = [not (keep or gathers) for gathers in gathered]
-    kinds = ((True, "merge in place", _merge_in_place), (False, "merge parts", _merge_parts))
-    found = [
-        (name, program, [i for i, place in enumerate(in_place) if place == kind])
-        for kind, name, program in kinds
-    ]
-    return [one for one in found if one[2]]
-
-
-def _merge(
-    weights: Arrays, uploads: Arrays, before: Arrays, now: Arrays, samples: Arrays, *, specs: Specs
-) -> tuple[Arrays, Arrays, Array]:
     def one(
         here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array
     ) -> tuple[Array, Array, Array]:
         selected = _selected(here, before, now)
         new = jnp.where(selected, weight, here.gather(upload))
-        return new, sample_of(new), _changed(here, weight, selected, sample)
+        return new, sample_row(new), _changed(here, weight, selected, sample)
 
-    made = [
-        on_each_device(
+    two = {True: iter(used_up), False: iter(others)}
+    new, seen, changed = [], [], []
+    columns = (specs, weights, before, now, split_samples(samples, specs))
+    for spec, weight, *rest, sample in zip(*columns, strict=True):
+        lay = Layout(spec)
+        made = on_each_device(
             one,
             spec,
             [lay.block, lay.part, lay.channels, lay.channels, lay.each_device],
             (lay.block, lay.each_device, REPLICATED),
-        )(*args)
-        for spec, lay, *args in zip(
-            specs, map(Layout, specs), weights, uploads, before, now, samples, strict=True
+        )(
+            cut(weight, spec),
+            next(two[_becomes_weight(spec)]),
+            *(cut(x, spec) for x in rest),
+            sample,
         )
-    ]
-    new, seen, changed = zip(*made, strict=True)
-    return new, seen, jnp.stack(changed)
+        new.append(put(weight, made[0], spec))
+        seen.append(made[1])
+        changed.append(made[2])
+    return Merged(tuple(new), join_samples(seen), jnp.stack(changed))
+
+
+# A merge uses up uploads, never the caller's parameters: those may be in use elsewhere. An upload
+# becomes the new parameter where it is as large as that.
+merge = jax.jit(_merge, static_argnames="specs", donate_argnames="used_up")
+merge_and_keep = jax.jit(_merge, static_argnames="specs")
 
 
 def _selected(here: Here, before: Array, now: Array) -> Array:
@@ -124,22 +119,22 @@ def _selected(here: Here, before: Array, now: Array) -> Array:
 
 def _changed(here: Here, weight: Array, selected: Array, sample: Array) -> Array:
     """How many samples differ of channels that no step has moved since their last merge."""
-    moved = sample_of(jnp.broadcast_to(selected, weight.shape))
-    changed = jnp.sum(differ(sample_of(weight), sample) & ~moved, dtype=jnp.int32)
+    moved = sample_row(jnp.broadcast_to(selected, weight.shape)).astype(bool)
+    changed = jnp.sum(differ(sample_row(weight), sample, weight.dtype) & ~moved, dtype=jnp.int32)
     return here.sum_everywhere(changed)
 
 
 @partial(jax.jit, static_argnames="specs")
 def compare(
-    weights: Arrays, before: Arrays, now: Arrays, samples: Arrays, *, specs: Specs
-) -> tuple[Arrays, Array]:
+    weights: Arrays, before: Arrays, now: Arrays, samples: Array, *, specs: Specs
+) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
     def one(
         here: Here, weight: Array, before: Array, now: Array, sample: Array
     ) -> tuple[Array, Array]:
         selected = _selected(here, before, now)
-        return sample_of(weight), _changed(here, weight, selected, sample)
+        return sample_row(weight), _changed(here, weight, selected, sample)
 
     made = [
         on_each_device(
@@ -147,19 +142,19 @@ def compare(
             spec,
             [lay.block, lay.channels, lay.channels, lay.each_device],
             (lay.each_device, REPLICATED),
-        )(*args)
-        for spec, lay, *args in zip(
-            specs, map(Layout, specs), weights, before, now, samples, strict=True
+        )(*(cut(x, spec) for x in whole), sample)
+        for spec, lay, sample, *whole in zip(
+            specs,
+            map(Layout, specs),
+            split_samples(samples, specs),
+            weights,
+            before,
+            now,
+            strict=True,
         )
     ]
     seen, changed = zip(*made, strict=True)
-    return seen, jnp.stack(changed)
-
-
-# Merging donates the uploads, never the caller's parameters: those may be in use elsewhere. Either
-# way parameters and uploads exist once each, and the result takes the place of one.
-_merge_in_place = jax.jit(_merge, static_argnames="specs", donate_argnames="uploads")
-_merge_parts = jax.jit(_merge, static_argnames="specs")
+    return join_samples(seen), jnp.stack(changed)
 
 
 @partial(jax.jit, static_argnames="specs")
@@ -171,7 +166,10 @@ def choose(
     *,
     specs: Specs,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """The channels to select from now on, the masters of those selected so far, and zero scores."""
+    """The channels to select from now on, the masters of those selected so far, and zero scores.
+
+    Of ranges of leaves, if `specs` are those; the parameters alone are whole leaves then.
+    """
 
     def one(
         here: Here, weight: Array, scores: Array, channels: Array, master: Array | None
@@ -187,7 +185,7 @@ def choose(
             spec,
             [lay.block, lay.channels, lay.channels, None if master is None else lay.part],
             (lay.channels, lay.part, lay.channels),
-        )(weight, score, index, master)
+        )(cut(weight, spec), score, index, master)
         for spec, lay, weight, score, index, master in zip(
             specs, map(Layout, specs), weights, scores, channels, masters, strict=True
         )
@@ -198,7 +196,10 @@ def choose(
 
 @partial(jax.jit, static_argnames="specs")
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
-    """The parameters, with the masters' casts on the selected channels."""
+    """The parameters, with the masters' casts on the selected channels.
+
+    Of ranges of leaves, if `specs` are those; the parameters alone are whole leaves then.
+    """
 
     def one(here: Here, weight: Array, master: Array, channels: Array) -> Array:
         place = positions(here.to_local(channels), here.block.n)
@@ -206,8 +207,14 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
         return jnp.where(broadcast_channels(place >= 0, here.block), new, weight)
 
     return tuple(
-        on_each_device(one, spec, [lay.block, lay.part, lay.channels], lay.block)(*args)
-        for spec, lay, *args in zip(
+        put(
+            weight,
+            on_each_device(one, spec, [lay.block, lay.part, lay.channels], lay.block)(
+                cut(weight, spec), *args
+            ),
+            spec,
+        )
+        for spec, lay, weight, *args in zip(
             specs, map(Layout, specs), weights, masters, channels, strict=True
         )
     )
@@ -216,4 +223,18 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
 @partial(jax.jit, static_argnames="specs")
 def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
     """The share of the best channels' score that the selected ones hold; on every device."""
+    scores = [cut(x, spec) for x, spec in zip(scores, specs, strict=True)]
+    channels = [cut(x, spec) for x, spec in zip(channels, specs, strict=True)]
     return kept_share(scores, channels, specs)
+
+
+@partial(jax.jit, static_argnames="specs")
+def cut_states(leaves: Sequence[LeafState], *, specs: Specs) -> list[LeafState]:
+    """The states of ranges of some leaves."""
+    return [cut_state(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+
+
+@jax.jit
+def put_states(leaves: Sequence[LeafState], parts: Sequence[LeafState]) -> list[LeafState]:
+    """The states of leaves, with those of ranges in their places."""
+    return [put_state(leaf, part) for leaf, part in zip(leaves, parts, strict=True)]

@@ -23,6 +23,7 @@ from zenflow_jax._device.channels import (
     top_channels,
 )
 from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.ranges import cut, cut_state, put, put_state
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import (
     DeferredState,
@@ -83,34 +84,35 @@ def advance(
         for group in range(schedule.groups)
     ]
     groups = [
-        [i for i in offloaded if leaves[i].spec.group == group] for group in range(schedule.groups)
+        {i: leaves[i].spec.range_of(group) for i in offloaded if group in leaves[i].spec.groups}
+        for group in range(schedule.groups)
     ]
     changes = list(changes)
-    for which, counted, boundary in zip(groups, open_steps, boundaries, strict=True):
+    for ranges, counted, boundary in zip(groups, open_steps, boundaries, strict=True):
+        mine = [cut(weights[i], spec) for i, spec in ranges.items()]
 
-        def arrive(parts: list[Any], which: list[int] = which) -> list[Any]:
-            return [
-                _arrive_leaf(leaf, weights[i], c) for i, (leaf, c) in zip(which, parts, strict=True)
-            ]
+        def arrive(parts: list[Any], mine: list[jax.Array] = mine) -> list[Any]:
+            return [_arrive_leaf(leaf, p, c) for p, (leaf, c) in zip(mine, parts, strict=True)]
 
         def close(
             parts: list[Any],
-            which: list[int] = which,
+            mine: list[jax.Array] = mine,
             counted: jax.Array = counted,
             boundary: Boundary = boundary,
         ) -> list[Any]:
             return [
-                _close_leaf(leaf, weights[i], change, schedule, scalars, counted, boundary)
-                for i, (leaf, change) in zip(which, parts, strict=True)
+                _close_leaf(leaf, p, change, schedule, scalars, counted, boundary)
+                for p, (leaf, change) in zip(mine, parts, strict=True)
             ]
 
         # Branches, not a `where`: in three steps of four they cost nothing.
-        parts = [(leaves[i], changes[i]) for i in which]
+        parts = [(cut_state(leaves[i], x), cut(changes[i], x)) for i, x in ranges.items()]
         if schedule.between_boundaries:
             parts = jax.lax.cond(boundary.arrives, arrive, lambda parts: parts, parts)
         parts = jax.lax.cond(boundary.closes, close, lambda parts: parts, parts)
-        for i, (leaf, change) in zip(which, parts, strict=True):
-            leaves[i], changes[i] = leaf, change
+        for (i, spec), (leaf, change) in zip(ranges.items(), parts, strict=True):
+            leaves[i] = put_state(leaves[i], leaf)
+            changes[i] = put(changes[i], change, spec)
     closes = jnp.stack([boundary.closes for boundary in boundaries])
     new = dataclasses.replace(
         state,
@@ -123,7 +125,7 @@ def advance(
             schedule,
             closes,
             jnp.stack([boundary.selects for boundary in boundaries]),
-            [[leaves[i] for i in which] for which in groups],
+            [[cut_state(leaves[i], spec) for i, spec in ranges.items()] for ranges in groups],
             statistics,
         ),
     )
@@ -350,12 +352,19 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             p = weights[place]
-            none = jnp.zeros(p.shape, jnp.float32)
-            counted = state.open_steps[leaf.spec.group]
-            leaf, change = _close_leaf(
-                leaf, p, none, state.schedule, state.scalars, counted, boundary
-            )
-            weights[place] = (p.astype(jnp.float32) + change).astype(p.dtype)
+            changes = jnp.zeros(p.shape, jnp.float32)
+            for spec in leaf.spec.ranges:
+                part, change = _close_leaf(
+                    cut_state(leaf, spec),
+                    cut(p, spec),
+                    cut(changes, spec),
+                    state.schedule,
+                    state.scalars,
+                    state.open_steps[spec.group],
+                    boundary,
+                )
+                leaf, changes = put_state(leaf, part), put(changes, change, spec)
+            weights[place] = (p.astype(jnp.float32) + changes).astype(p.dtype)
         leaves.append(leaf)
     new = dataclasses.replace(
         state, leaves=tuple(leaves), open_steps=jnp.zeros_like(state.open_steps)

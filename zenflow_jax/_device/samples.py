@@ -7,6 +7,7 @@ Subnormal numbers and both zeros count as equal: adding a zero may turn one into
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, contains
+from zenflow_jax._device.ranges import cut
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._plan.leaf import LeafSpec
@@ -41,15 +43,38 @@ def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
     return [i for i, (x, y) in enumerate(pairs) if x != y]
 
 
-def samples(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
-    """A few hundred numbers from all over each leaf, on each device."""
-    return [_sample(w, spec=_bare(spec)) for w, spec in zip(weights, specs, strict=True)]
+@partial(jax.jit, static_argnames="specs")
+def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
+    """A few hundred numbers from all over each leaf, on each device; or range of a leaf.
+
+    One float32 array of a row for each device, which holds any leaf's dtype exactly: an array for
+    each leaf would cost the boundary as much as the update itself.
+    """
+    return join_samples(
+        [
+            on_each_device(lambda _, x: sample_row(x), spec, [lay.block], lay.each_device)(
+                cut(weight, spec)
+            )
+            for weight, spec, lay in zip(weights, specs, map(Layout, specs), strict=True)
+        ]
+    )
 
 
-def abstract_samples(weight: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of what `samples` gives for a parameter."""
-    made = jax.eval_shape(partial(_sample, spec=_bare(spec)), weight)
-    return of_each_device(made, weight.sharding, spec)
+def abstract_samples(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of what `samples` gives for some parameters."""
+    made = jax.eval_shape(partial(samples, specs=tuple(specs)), weights)
+    return of_each_device(made, weights[0].sharding, specs[0])
+
+
+def join_samples(rows: Sequence[Array]) -> Array:
+    """The rows of some leaves as one."""
+    return jnp.concatenate(rows, axis=1)
+
+
+def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:
+    """The inverse of `join_samples`."""
+    widths = [_width(Here(spec).block.shape) for spec in specs]
+    return jnp.split(joined, np.cumsum(widths)[:-1], axis=1)
 
 
 def of_each_device(made: Any, beside: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
@@ -72,24 +97,31 @@ def _bare(spec: LeafSpec) -> LeafSpec:
 
 def sample_of(block: Array) -> Array:
     """Some values of one device's block of a leaf, always from the same places."""
+    return block[_places(block.shape)]
+
+
+def sample_row(block: Array) -> Array:
+    """The same as a row of float32."""
+    return sample_of(block).astype(jnp.float32).reshape(1, -1)
+
+
+def _places(shape: Sequence[int]) -> tuple[slice, ...]:
     # Of a stack all layers, or 32 to 63 of many; of a matrix about eight rows and columns.
-    most = [32] * (block.ndim - 2) + [8, 8][max(2 - block.ndim, 0) :]
-    strides = [max(size // m, 1) for size, m in zip(block.shape, most, strict=True)]
-    return block[tuple(slice(stride // 2, None, stride) for stride in strides)]
+    most = [32] * (len(shape) - 2) + [8, 8][max(2 - len(shape), 0) :]
+    strides = [max(size // m, 1) for size, m in zip(shape, most, strict=True)]
+    return tuple(slice(stride // 2, None, stride) for stride in strides)
 
 
-def differ(x: Array, y: Array) -> Array:
-    """Bool: where two arrays of a leaf's dtype hold different numbers."""
-    tiny = jnp.finfo(x.dtype).tiny
+def _width(shape: Sequence[int]) -> int:
+    """How many values `sample_of` takes of a block."""
+    return math.prod(len(range(n)[s]) for n, s in zip(shape, _places(shape), strict=True))
+
+
+def differ(x: Array, y: Array, dtype: Any) -> Array:
+    """Bool: where two arrays hold different numbers of a leaf's dtype."""
+    tiny = float(jnp.finfo(dtype).tiny)
     none = (jnp.abs(x) < tiny) & (jnp.abs(y) < tiny)
     return (x != y) & ~none & ~(jnp.isnan(x) & jnp.isnan(y))
-
-
-@partial(jax.jit, static_argnames="spec")
-def _sample(weight: Array, *, spec: LeafSpec) -> Array:
-    layout = Layout(spec)
-    take = on_each_device(lambda _, x: sample_of(x), spec, [layout.block], layout.each_device)
-    return take(weight)
 
 
 @partial(jax.jit, static_argnames="spec")

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -150,9 +150,9 @@ class StatePlaces:
         self._beside = [weight.sharding for weight in weights]
         # The shardings that were right last time, for each choice of groups. As a rule a compiled
         # step gives the same objects every time, so that a check costs next to nothing.
-        self._right: dict[tuple[int, ...], list[Any]] = {}
+        self._right: dict[frozenset[int], list[Any]] = {}
 
-    def check(self, state: ZenFlowState, groups: Sequence[int]) -> None:
+    def check(self, state: ZenFlowState, groups: Iterable[int]) -> None:
         """Checks the mail of a state, and all else of some groups of its leaves.
 
         Args:
@@ -162,24 +162,24 @@ class StatePlaces:
         Raises:
             ValueError: If an array is elsewhere.
         """
-        groups = tuple(groups)
-        read = [leaf for leaf in state.leaves if leaf.spec.group in groups]
+        now = frozenset(groups)
+        read = [leaf for leaf in state.leaves if not now.isdisjoint(leaf.spec.groups)]
         shardings = [x.sharding for x in jax.tree.leaves((state.mail, read))]
-        right = self._right.get(groups, [])
+        right = self._right.get(now, [])
         if len(right) == len(shardings) and all(map(operator.is_, right, shardings)):
             return
         for beside, leaf, mail in zip(self._beside, state.leaves, state.mail, strict=True):
             if not leaf.offloaded:
                 continue  # nobody here reads it
             _check_place("mail", mail, Layout(leaf.spec).mail(mail.ndim), beside, leaf.spec)
-            if leaf.spec.group not in groups:
+            if now.isdisjoint(leaf.spec.groups):
                 continue
             layout = leaf_layout(leaf.spec, deferred=False)
             for name in ("channels", "steps", "master", "mu", "nu", "scores"):
                 x = getattr(leaf, name)
                 if x is not None and x.size:
                     _check_place(name, x, getattr(layout, name), beside, leaf.spec)
-        self._right[groups] = shardings
+        self._right[now] = shardings
 
 
 def _check_place(

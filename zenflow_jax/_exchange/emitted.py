@@ -107,7 +107,7 @@ class Emitted:
 
 def _alone(leaf: LeafState) -> LeafState:
     """The leaf without what distinguishes it from leaves that are alike."""
-    spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, group=0)
+    spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
     return dataclasses.replace(leaf, deferred=None, scores=None, spec=spec)
 
 

@@ -23,11 +23,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import in_host_memory, put_everywhere, read, zeros_like
+from zenflow_jax._device.ranges import cut, put
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._device.step_scalars import StepScalars
+from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.messages import Mail, Sums
+from zenflow_jax._exchange.parts import as_before
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
@@ -46,8 +50,8 @@ def buffers(state: ZenFlowState) -> float:
     sizes = [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
     total = max(sum(sizes), 1)
     of_groups = [0.0] * state.schedule.groups
-    for spec, size in zip(specs, sizes, strict=True):
-        of_groups[spec.group] += size / total
+    for part in (part for spec in specs for part in spec.ranges):
+        of_groups[part.group] += math.prod(part.shape) * part.mail_dtype.itemsize / total
     if state.send_gradients.sums_on_device:
         # The sums of windows that are updated, and of those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
@@ -58,11 +62,19 @@ def buffers(state: ZenFlowState) -> float:
     if state.schedule.groups == 1:
         return float(min(MAILS_KEPT, 2 * window) + in_flight + written)
     ages = range(1, window + 1)
+    # Mail of a leaf in ranges is there until the last of them has used it.
     opened = max(
-        sum(ages[(turn + group) % window] * size for group, size in enumerate(of_groups))
+        sum(
+            max(ages[(turn + group) % window] for group in spec.groups) * size / total
+            for spec, size in zip(specs, sizes, strict=True)
+        )
         for turn in ages
     )
-    waiting = _waiting(state.schedule, of_groups)
+    held = [0.0] * state.schedule.groups
+    for spec, size in zip(specs, sizes, strict=True):
+        for group in spec.groups:
+            held[group] += size / total
+    waiting = _waiting(state.schedule, held)
     # An update that must arrive at the next step keeps Python from running ahead: one mail is on
     # its way, or is being written.
     unread = in_flight
@@ -97,10 +109,12 @@ class Mailbox:
         worker: Reads the mail.
         state: The state before the first step.
         number: The run's number: another one for each engine, the same in all processes.
+        ahead: Compiles the programs.
     """
 
-    def __init__(self, worker: Worker, state: ZenFlowState, number: int):
+    def __init__(self, worker: Worker, state: ZenFlowState, number: int, ahead: Ahead):
         self._worker = worker
+        self._ahead = ahead
         self._given = state.token
         self._token = int(read(state.token))
         # Later tokens keep nothing of the first step's, or of the checkpoint's: runs that start
@@ -112,10 +126,13 @@ class Mailbox:
             # A state from a checkpoint may have them on the device.
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
-            self._make_zeros = [
-                _zeros_maker([state.mail[i] for i in _in_group(state, group)])
-                for group in range(state.schedule.groups)
-            ]
+            self._groups = [_InGroup.of(state, group) for group in range(state.schedule.groups)]
+            for number, group in reversed(list(enumerate(self._groups))):
+                whole, cut = group.sums(state.mail)
+                if whole:
+                    self._ahead.prepare(("zeros", number), group.make_zeros, whole)
+                if cut:
+                    self._ahead.prepare(("take", number), _take_ranges, cut, specs=group.ranges)
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
         # Until a step has left them be: one that reads blank mail, as a wrapper with a branch does,
         # may donate each array once only.
@@ -178,11 +195,19 @@ class Mailbox:
         """Hands over a group's sums with "per_window"; the state with zeros in their place."""
         if not self._sending.sums_on_device:
             return state
-        mine = _in_group(state, group)
-        mail, sums = list(state.mail), [state.mail[i] for i in mine]
-        for i, zeros in zip(mine, self._make_zeros[group](sums), strict=True):
-            mail[i] = zeros
-        self._post(Sums(group, sums, self._last))
+        mine, mail = self._groups[group], list(state.mail)
+        whole, cut = mine.sums(mail)
+        taken = dict(zip(mine.whole, whole, strict=True))
+        zeros = self._ahead.call(("zeros", group), mine.make_zeros, whole) if whole else ()
+        for i, x in zip(mine.whole, zeros, strict=True):
+            mail[i] = x
+        if cut:
+            key = ("take", group)
+            parts, rests = self._ahead.call(key, _take_ranges, cut, specs=mine.ranges)
+            taken |= dict(zip(mine.cut, parts, strict=True))
+            for i, rest in zip(mine.cut, rests, strict=True):
+                mail[i] = as_before(rest, mail[i])
+        self._post(Sums(group, [taken[i] for i in sorted(taken)], self._last))
         return dataclasses.replace(state, mail=tuple(mail))
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
@@ -243,9 +268,42 @@ def _alike_once(blank: _Buffers) -> _Buffers:
     return jax.tree.map(lambda x: found.setdefault((x.shape, x.dtype, x.sharding), x), blank)
 
 
-def _in_group(state: ZenFlowState, group: int) -> list[int]:
-    """The numbers of a group's leaves among all leaves of the state."""
-    return [i for i, leaf in enumerate(state.leaves) if leaf.offloaded and leaf.spec.group == group]
+@dataclasses.dataclass(frozen=True)
+class _InGroup:
+    """The leaves of a group with "per_window", by their numbers among all leaves of the state."""
+
+    whole: tuple[int, ...]
+    cut: tuple[int, ...]  # of which the group has a range
+    ranges: tuple[LeafSpec, ...]  # these ranges
+    make_zeros: Any  # gives zeros in place of the sums of the first ones
+
+    @classmethod
+    def of(cls, state: ZenFlowState, group: int) -> "_InGroup":
+        mine = {
+            i: leaf.spec.range_of(group)
+            for i, leaf in enumerate(state.leaves)
+            if leaf.offloaded and group in leaf.spec.groups
+        }
+        cut = {i: spec for i, spec in mine.items() if spec.start is not None}
+        whole = tuple(i for i in mine if i not in cut)
+        zeros = _zeros_maker([state.mail[i] for i in whole])
+        return cls(whole, tuple(cut), tuple(cut.values()), zeros)
+
+    def sums(self, mail: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The sums of `whole` and of `cut`."""
+        return [mail[i] for i in self.whole], [mail[i] for i in self.cut]
+
+
+@partial(jax.jit, static_argnames="specs", donate_argnames="sums")
+def _take_ranges(
+    sums: Sequence[jax.Array], *, specs: Sequence[LeafSpec]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The sums of ranges of some leaves, and those of the leaves with zeros in their places."""
+    parts = [cut(x, spec) for x, spec in zip(sums, specs, strict=True)]
+    rests = [
+        put(x, jnp.zeros_like(part), spec) for x, part, spec in zip(sums, parts, specs, strict=True)
+    ]
+    return parts, rests
 
 
 def _gradients(state: ZenFlowState) -> list[jax.Array]:

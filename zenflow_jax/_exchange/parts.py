@@ -5,6 +5,8 @@ it. Arrays of one mesh list their local pieces in the same order: a device's *po
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ class Part:
     """One part of one leaf, all of whose arrays are on one device at a time."""
 
     leaf: int  # number among the offloaded leaves
+    piece: int  # number of what a device has of the leaf; ranges of a stacked leaf have the same
     spec: LeafSpec  # as if the part were all of the leaf
     index: tuple[slice, ...]  # where it is in the leaf
     first: int  # the number in the leaf of its first channel
@@ -35,6 +38,16 @@ class Part:
     def of(self, x: jax.Array) -> jax.Array:
         """The piece of its first device, of an array that lies as the leaf does."""
         return x.addressable_data(self.positions[0])
+
+    def cut(self, piece: np.ndarray) -> np.ndarray:
+        """Its range of what a device has of the leaf; of an array of the range, all of it."""
+        if self.spec.start is None or piece.shape[0] == self.spec.shape[0]:
+            return piece
+        return piece[self.index[0]]
+
+    def of_mail(self, piece: np.ndarray) -> np.ndarray:
+        """Its range of a piece of mail, without the unit axes in front."""
+        return self.cut(piece.reshape(piece.shape[piece.ndim - len(self.spec.shape) :]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +69,18 @@ class OffloadedLeaves:
         groups = tuple(Group.of(j, specs, parts) for j in range(state.schedule.groups))
         return cls(tuple(places), specs, parts, tuple(within(parts, prefetch_bytes)), groups)
 
+    @functools.cached_property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of each piece's parts: one, or its ranges in order."""
+        found: dict[int, list[int]] = {}
+        for i, part in enumerate(self.parts):
+            found.setdefault(part.piece, []).append(i)
+        return tuple(map(tuple, found.values()))
+
+    def pieces_of(self, leaf: int) -> list[tuple[int, ...]]:
+        """Those of one leaf."""
+        return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
+
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
         """The entries of the offloaded leaves, from those of all leaves of the state."""
         return [of_all[i] for i in self.places]
@@ -63,19 +88,29 @@ class OffloadedLeaves:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The leaves that close their windows together, by their numbers among the offloaded ones."""
+    """The leaves that close their windows together, or that have a range which does.
+
+    By their numbers among the offloaded ones.
+    """
 
     leaves: tuple[int, ...]
-    specs: tuple[LeafSpec, ...]
+    specs: tuple[LeafSpec, ...]  # of the leaves, or of their ranges
+    cut: tuple[int, ...]  # which of these are of ranges
     part_numbers: tuple[int, ...]
     parts: tuple[Part, ...]  # these parts, as if the group's leaves were all that there are
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
-        leaves = tuple(i for i, spec in enumerate(specs) if spec.group == group)
-        numbers = tuple(i for i, part in enumerate(parts) if part.leaf in leaves)
-        mine = (dataclasses.replace(parts[i], leaf=leaves.index(parts[i].leaf)) for i in numbers)
-        return cls(leaves, tuple(specs[i] for i in leaves), numbers, tuple(mine))
+        mine = {i: spec.range_of(group) for i, spec in enumerate(specs) if group in spec.groups}
+        order = {leaf: i for i, leaf in enumerate(mine)}
+        numbers = tuple(i for i, part in enumerate(parts) if part.spec.group == group)
+        return cls(
+            leaves=tuple(mine),
+            specs=tuple(mine.values()),
+            cut=tuple(i for i, spec in enumerate(mine.values()) if spec.start is not None),
+            part_numbers=numbers,
+            parts=tuple(dataclasses.replace(parts[i], leaf=order[parts[i].leaf]) for i in numbers),
+        )
 
     def pick(self, of_offloaded: Sequence[_T]) -> list[_T]:
         """The entries of the group's leaves, from those of all offloaded leaves."""
@@ -84,7 +119,8 @@ class Group:
 
 def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     """This process's parts of offloaded leaves, as the sharding of their mail shows them."""
-    parts = []
+    parts: list[Part] = []
+    pieces = itertools.count()
     for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
         axis = spec.axis
         assert axis is not None
@@ -100,16 +136,22 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
             holders.setdefault(key, []).append((position, shard.device))
         for key, found in holders.items():
             positions, devices = zip(*found, strict=True)
-            parts.append(
-                Part(
-                    leaf=number,
-                    spec=Here(spec).part,
-                    index=tuple(slice(*ends) for ends in key),
-                    first=key[axis][0],
-                    positions=positions,
-                    devices=devices,
+            piece, index = next(pieces), tuple(slice(*ends) for ends in key)
+            for part in spec.ranges:
+                if part.start is not None:
+                    layers = slice(part.start, part.start + part.shape[0])
+                    index = (layers, *index[1:])
+                parts.append(
+                    Part(
+                        leaf=number,
+                        piece=piece,
+                        spec=Here(part).part,
+                        index=index,
+                        first=key[axis][0],
+                        positions=positions,
+                        devices=devices,
+                    )
                 )
-            )
     return parts
 
 
@@ -129,18 +171,24 @@ def selected_bytes(parts: Sequence[Part]) -> int:
 
 
 def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
-    """For each part, whether its leaf is among those whose uploads fit into `budget` bytes.
+    """For each part, whether its leaf, or range, is among those whose uploads fit into `budget`.
 
-    The bytes are those on each device. Leaves are taken in their order; all of them if `budget` is
-    None. The result is the same in every process.
+    It is of bytes on each device. Leaves are taken in their order; all of them if it is None. The
+    result is the same in every process.
     """
     used, found = 0, {}
-    for part in parts:
+    keys = [(part.leaf, part.spec.start) for part in parts]
+    for key, part in zip(keys, parts, strict=True):
         size = math.prod(part.spec.shape) * part.spec.dtype.itemsize
-        if part.leaf not in found:
-            found[part.leaf] = budget is None or used + size <= budget
-            used += size if found[part.leaf] else 0
-    return [found[part.leaf] for part in parts]
+        if key not in found:
+            found[key] = budget is None or used + size <= budget
+            used += size if found[key] else 0
+    return [found[key] for key in keys]
+
+
+def joined(ranges: Sequence[np.ndarray]) -> np.ndarray:
+    """What a device has of a leaf, from its ranges in order; not a copy if there is one."""
+    return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
@@ -168,7 +216,7 @@ def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
     """A part's selected channels, `(groups, k)`, counted from its first one; a copy."""
     # A live view of the array would block its donation.
     shape = part.spec.view4(part.spec.k)[::2]
-    return np.array(read(channels)).reshape(shape) - part.first
+    return np.array(part.cut(read(channels))).reshape(shape) - part.first
 
 
 def part_sharding(weight: Any, spec: LeafSpec) -> jax.sharding.Sharding:

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,12 +18,16 @@ from zenflow_jax._device.boundary import (
     Merged,
     choose,
     compare,
+    cut_states,
     enter,
     measure,
     merge,
-    merge_programs,
+    merge_and_keep,
+    put_states,
+    uploads_in_two,
 )
 from zenflow_jax._device.memory import upload
+from zenflow_jax._device.ranges import put
 from zenflow_jax._device.samples import abstract_samples, samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._exchange.ahead import Ahead, abstract
@@ -33,11 +38,13 @@ from zenflow_jax._exchange.parts import (
     as_before,
     assemble,
     by_leaf,
+    joined,
     part_sharding,
     select_anew,
 )
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import HostState
+from zenflow_jax._plan.leaf import LeafSpec
 
 
 @dataclasses.dataclass
@@ -45,8 +52,8 @@ class _Pending:
     """A group's update that has not reached the parameters."""
 
     made: Future  # as `Close.done`
-    # For each leaf, the channels that were selected while its window was open; None if they still
-    # are.
+    # For each leaf of the group, whole, the channels that were selected while its window was open;
+    # None if they still are.
     before: list[jax.Array] | None = None
 
 
@@ -70,8 +77,9 @@ class Updates:
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
         #: What merges found since it was last taken from here: leaves, and how much had changed.
-        self.changed: list[tuple[list[int], jax.Array]] = []
-        self._samples: list[jax.Array] = []
+        self.changed: list[tuple[Sequence[int], jax.Array]] = []
+        #: Of each group's parameters as they were last merged.
+        self._samples: list[jax.Array | None] = [None] * len(offloaded.groups)
         #: Updates on their way, by group, in the order in which their windows closed.
         self._pending: dict[int, _Pending] = {}
 
@@ -87,38 +95,56 @@ class Updates:
         """
         # The last group's first window is the shortest.
         for number, group in reversed(list(enumerate(self._offloaded.groups))):
-            mine = [abstract(x) for x in group.pick(weights)]
-            states = group.pick(self._offloaded.pick(leaves))
-            if not mine:
+            if not group.leaves:
                 continue
-            scores, channels = [s.scores for s in states], [s.channels for s in states]
-            masters = [
-                jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
-                for spec, s in zip(group.specs, states, strict=True)
-            ]
-            kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
-            self._ahead.prepare(
-                ("choose", number), choose, mine, scores, channels, kept, specs=group.specs
-            )
-            some = [i for i, spec in enumerate(group.specs) if spec.k]
-            if some:
-                columns = ([x[i] for i in some] for x in (mine, masters, channels))
-                specs = tuple(group.specs[i] for i in some)
-                self._ahead.prepare(("enter", number), enter, *columns, specs=specs)
+            mine = [abstract(x) for x in group.pick(weights)]
+            states = [jax.tree.map(abstract, x) for x in self._states(group, leaves)]
+            self._prepare_selection(number, mine, states)
+            channels = [s.channels for s in states]
             uploads = [
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part_sharding(x, spec))
+                jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
                 for x, spec in zip(mine, group.specs, strict=True)
             ]
-            seen = [abstract_samples(x, s) for x, s in zip(mine, group.specs, strict=True)]
-            for kind, program, which in merge_programs(group.specs):
-                columns = (
-                    tuple(x[i] for i in which) for x in (mine, uploads, channels, channels, seen)
-                )
-                specs = tuple(group.specs[i] for i in which)
-                self._ahead.prepare((kind, number), program, *columns, specs=specs)
+            two = uploads_in_two(uploads, group.specs)
+            seen = abstract_samples(mine, group.specs)
+            key = ("merge", number)
+            self._ahead.prepare(key, merge, mine, *two, channels, channels, seen, specs=group.specs)
             if measures:
+                scores = [s.scores for s in states]
                 key = ("measure", number)
                 self._ahead.prepare(key, measure, scores, channels, specs=group.specs)
+
+    def _prepare_selection(
+        self, number: int, weights: Sequence[Any], states: Sequence[LeafState]
+    ) -> None:
+        """The part of `prepare` for one group's selections; arrays are abstract."""
+        group = self._offloaded.groups[number]
+        specs = group.specs
+        ranges = [
+            jax.tree.map(partial(_abstract_cut, spec=spec), x)
+            for x, spec in zip(states, specs, strict=True)
+        ]
+        if group.cut:
+            which = [specs[i] for i in group.cut]
+            whole, parts = ([x[i] for i in group.cut] for x in (states, ranges))
+            parts = [
+                dataclasses.replace(x, spec=spec) for x, spec in zip(parts, which, strict=True)
+            ]
+            self._ahead.prepare(("cut", number), cut_states, whole, specs=tuple(which))
+            self._ahead.prepare(("put", number), put_states, whole, parts)
+        masters = [
+            jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
+            for spec, s in zip(specs, states, strict=True)
+        ]
+        kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
+        scores, channels = [s.scores for s in ranges], [s.channels for s in ranges]
+        key = ("choose", number)
+        self._ahead.prepare(key, choose, weights, scores, channels, kept, specs=specs)
+        some = [i for i, spec in enumerate(specs) if spec.k]
+        if some:
+            columns = ([x[i] for i in some] for x in (weights, masters, channels))
+            which = tuple(specs[i] for i in some)
+            self._ahead.prepare(("enter", number), enter, *columns, specs=which)
 
     @property
     def some_pending(self) -> bool:
@@ -127,13 +153,13 @@ class Updates:
 
     @property
     def before(self) -> list[jax.Array | None]:
-        """For each leaf, the channels selected in the pending update's window; None: as now."""
-        channels: list[jax.Array | None] = [None] * len(self._specs)
-        for group, pending in self._pending.items():
+        """For each part, its leaf's channels in the pending update's window; None: as now."""
+        channels: list[jax.Array | None] = [None] * len(self._parts)
+        for number, pending in self._pending.items():
             if pending.before is not None:
-                leaves = self._offloaded.groups[group].leaves
-                for i, x in zip(leaves, pending.before, strict=True):
-                    channels[i] = x
+                group = self._offloaded.groups[number]
+                for i, part in zip(group.part_numbers, group.parts, strict=True):
+                    channels[i] = pending.before[part.leaf]
         return channels
 
     def forget(self) -> None:
@@ -182,30 +208,23 @@ class Updates:
                 # All steps of its window were skipped. The next merge could not tell what has
                 # changed until now, as `before` is gone, which knew the channels that left.
                 now = self._channels(group, leaves)
-                seen, counts = compare(
-                    group.pick(weights),
-                    now if before is None else before,
-                    now,
-                    group.pick(self._samples),
-                    specs=group.specs,
-                )
-                self.changed.append((list(group.leaves), counts))
+                before = now if before is None else before
+                mine = group.pick(weights)
+                seen, changed = compare(mine, before, now, self._samples[number], specs=group.specs)
             else:
                 uploads = self._fetch_rest(group, uploads, after)
-                merged = self._merge(number, weights, uploads, before, leaves)
-                seen = merged.samples
-                for i, weight in zip(group.leaves, merged.weights, strict=True):
+                new, seen, changed = self._merge(number, weights, uploads, before, leaves)
+                for i, weight in zip(group.leaves, new, strict=True):
                     weights[i] = weight
-                self.changed += [
-                    ([group.leaves[i] for i in which], counts) for which, counts in merged.changed
-                ]
-            for i, sample in zip(group.leaves, seen, strict=True):
-                self._samples[i] = sample
+            self._samples[number] = seen
+            self.changed.append((group.leaves, changed))
         return weights
 
     def note_parameters(self, weights: Sequence[jax.Array]) -> None:
         """Samples the parameters: until the next merge only steps may change them."""
-        self._samples = samples(weights, self._specs)
+        for number, group in enumerate(self._offloaded.groups):
+            if group.leaves:
+                self._samples[number] = samples(group.pick(weights), specs=group.specs)
 
     def peek(
         self, weights: Sequence[jax.Array], after: Any, leaves: Sequence[LeafState]
@@ -223,9 +242,13 @@ class Updates:
                 weights[i] = weight
         return weights
 
+    def _states(self, group: Group, leaves: Sequence[LeafState]) -> list[LeafState]:
+        """The states of a group's leaves, whole, from those of all leaves."""
+        return group.pick(self._offloaded.pick(leaves))
+
     def _channels(self, group: Group, leaves: Sequence[LeafState]) -> list[jax.Array]:
         """The channels of each leaf of a group that are selected now."""
-        return [leaf.channels for leaf in group.pick(self._offloaded.pick(leaves))]
+        return [leaf.channels for leaf in self._states(group, leaves)]
 
     def _merge(
         self,
@@ -242,22 +265,24 @@ class Updates:
         now = self._channels(group, leaves)
         mine = group.pick(weights)
         new = [
-            assemble(pieces, weight.shape, part_sharding(weight, spec))
+            assemble(pieces, spec.shape, part_sharding(weight, spec))
             for weight, spec, pieces in zip(
                 mine, group.specs, by_leaf(group.parts, uploads), strict=True
             )
         ]
-        before = now if before is None else before
-        seen = group.pick(self._samples)
-
-        def call(kind: str, program: Any, *arrays: Any, **static: Any) -> Any:
-            # One that keeps is rare, and is compiled where it is called.
-            key = (kind, number, "keep") if keep else (kind, number)
-            return self._ahead.call(key, program, *arrays, **static)
-
-        merged = merge(mine, new, before, now, seen, group.specs, keep=keep, call=call)
-        placed = [as_before(x, weight) for x, weight in zip(merged.weights, mine, strict=True)]
-        return merged._replace(weights=placed)
+        arrays = (
+            mine,
+            *uploads_in_two(new, group.specs),
+            now if before is None else before,
+            now,
+            self._samples[number],
+        )
+        if keep:  # rare, and compiled where it is called
+            merged = merge_and_keep(*arrays, specs=group.specs)
+        else:
+            merged = self._ahead.call(("merge", number), merge, *arrays, specs=group.specs)
+        placed = (as_before(x, weight) for x, weight in zip(merged.weights, mine, strict=True))
+        return merged._replace(weights=list(placed))
 
     def _fetch_rest(self, group: Group, uploads: list[Any], after: Any) -> list[Any]:
         """An update with its parts that were not prefetched; waits until those are there."""
@@ -300,14 +325,14 @@ class Updates:
         group = self._offloaded.groups[number]
         weights, leaves = list(weights), list(leaves)
         places = group.pick(self._offloaded.places)
-        states = [leaves[i] for i in places]
-        before = [s.channels for s in states]
+        whole = [leaves[i] for i in places]
+        states = self._ranges(number, whole)
         chosen, current, scores = self._ahead.call(
             ("choose", number),
             choose,
             group.pick(weights),
             [s.scores for s in states],
-            before,
+            [s.channels for s in states],
             [s.master for s in states],
             specs=group.specs,
         )
@@ -319,31 +344,55 @@ class Updates:
             chosen,
         )
         self.close_window(number, hand_over)
-        self._pending[number].before = before
+        self._pending[number].before = [s.channels for s in whole]
         entered = by_leaf(group.parts, self._worker.wait(hand_over.done, after))
         masters: list[jax.Array | None] = [None] * len(states)
-        for j, (i, s) in enumerate(zip(places, states, strict=True)):
-            leaves[i], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
+        for j, s in enumerate(states):
+            states[j], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
         some = [j for j, master in enumerate(masters) if master is not None]
-        if not some:
-            return weights, leaves
-        merged = self._ahead.call(
-            ("enter", number),
-            enter,
-            [weights[group.leaves[j]] for j in some],
-            [masters[j] for j in some],
-            [leaves[places[j]].channels for j in some],
-            specs=tuple(group.specs[j] for j in some),
-        )
-        for j, weight in zip(some, merged, strict=True):
-            i = group.leaves[j]
-            weights[i] = as_before(weight, weights[i])
+        if some:
+            merged = self._ahead.call(
+                ("enter", number),
+                enter,
+                [weights[group.leaves[j]] for j in some],
+                [masters[j] for j in some],
+                [states[j].channels for j in some],
+                specs=tuple(group.specs[j] for j in some),
+            )
+            for j, weight in zip(some, merged, strict=True):
+                i = group.leaves[j]
+                weights[i] = as_before(weight, weights[i])
+        for i, new in zip(places, self._put_back(number, whole, states), strict=True):
+            leaves[i] = new
         return weights, leaves
+
+    def _ranges(self, number: int, states: Sequence[LeafState]) -> list[LeafState]:
+        """The states of a group's leaves, or of their ranges."""
+        cut, found = self._offloaded.groups[number].cut, list(states)
+        if cut:
+            specs = tuple(self._offloaded.groups[number].specs[i] for i in cut)
+            some = [states[i] for i in cut]
+            parts = self._ahead.call(("cut", number), cut_states, some, specs=specs)
+            for i, part in zip(cut, parts, strict=True):
+                found[i] = part
+        return found
+
+    def _put_back(
+        self, number: int, whole: Sequence[LeafState], states: Sequence[LeafState]
+    ) -> list[LeafState]:
+        """The states of a group's leaves, with new ones of their ranges."""
+        cut, found = self._offloaded.groups[number].cut, list(states)
+        if cut:
+            old, parts = [whole[i] for i in cut], [states[i] for i in cut]
+            new = self._ahead.call(("put", number), put_states, old, parts)
+            for i, before, after in zip(cut, old, new, strict=True):
+                found[i] = jax.tree.map(as_before, after, before)
+        return found
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
         """Starts to compute the selected channels' share of the best score, of a group."""
         mine = self._offloaded.groups[number]
-        states = mine.pick(self._offloaded.pick(leaves))
+        states = self._states(mine, leaves)
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return self._ahead.call(("measure", number), measure, scores, channels, specs=mine.specs)
 
@@ -353,16 +402,17 @@ class Updates:
         The worker must have nothing to do. The rows of selected channels are not current.
         """
         leaves = self._worker.leaves()
-        for i, spec in zip(self._offloaded.places, self._specs, strict=True):
+        for i, (place, spec) in enumerate(zip(self._offloaded.places, self._specs, strict=True)):
             parts, pieces = [], []
-            for part, host in zip(self._parts, leaves, strict=True):
-                if self._offloaded.places[part.leaf] == i:
-                    master = host.master.reshape(part.spec.shape)
-                    parts.append(dataclasses.replace(part, leaf=0))
-                    pieces.append([upload(master, device) for device in part.devices])
+            for mine in self._offloaded.pieces_of(i):
+                part = self._parts[mine[0]]
+                masters = [leaves[j].master.reshape(self._parts[j].spec.shape) for j in mine]
+                master = joined(masters)
+                parts.append(dataclasses.replace(part, leaf=0))
+                pieces.append([upload(master, device) for device in part.devices])
             # The uploads read live masters, which the next update writes.
             jax.block_until_ready(pieces)
-            yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[i].mu.sharding)
+            yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[place].mu.sharding)
 
     def resume(
         self, pending: Sequence[int], before: Sequence[np.ndarray], states: Sequence[LeafState]
@@ -391,12 +441,24 @@ class Updates:
                 [upload(before[i], device) for device in part.devices]
                 for i, part in zip(group.part_numbers, group.parts, strict=True)
             ]
+            then = by_leaf(group.parts, channels)
             self._pending[number] = _Pending(
                 made,
                 [
-                    assemble(pieces, leaf.channels.shape, leaf.channels.sharding)
-                    for pieces, leaf in zip(
-                        by_leaf(group.parts, channels), group.pick(states), strict=True
+                    as_before(put(x, assemble(pieces, shape, x.sharding), spec), x)
+                    for x, pieces, spec in zip(
+                        (leaf.channels for leaf in group.pick(states)),
+                        then,
+                        group.specs,
+                        strict=True,
                     )
+                    for shape in [(*spec.stack, spec.k)]
                 ],
             )
+
+
+def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:
+    """What `cut` gives of an array like this."""
+    if spec.start is None:
+        return x
+    return jax.ShapeDtypeStruct((spec.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)

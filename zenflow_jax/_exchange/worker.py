@@ -200,9 +200,10 @@ class Worker:
     def _receive(
         self, item: Mail, given: tuple[float, float]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Each part's gradient on its first device, and the step scalars, once in host memory."""
+        """Each piece's gradient on its first device, and the step scalars, once in host memory."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
-        pieces = self._pieces(item) if item.gradients else []
+        firsts = [self._parts[numbers[0]] for numbers in self._offloaded.pieces]
+        pieces = [p.of(item.gradients[p.leaf]) for p in firsts] if item.gradients else []
         if item.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
         jax.block_until_ready((step_scalars, item.step_scalars))
@@ -215,7 +216,8 @@ class Worker:
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:
         """Each part's sum on its first device, once in host memory."""
-        pieces = copy_to_host(self._pieces(item))
+        parts = self._offloaded.groups[item.group].parts
+        pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
         if item.last is not None:
             item.last.arrived.result()  # the step is over, so the copy begins
         start = time.perf_counter()
@@ -224,11 +226,6 @@ class Worker:
         if item.last is not None:
             self.recorder.sums_arrived(item.last.step, start)
         return pieces
-
-    def _pieces(self, item: Mail | Sums) -> list[jax.Array]:
-        """Each part's gradient, or sum, on its first device."""
-        parts = self._parts if isinstance(item, Mail) else self._offloaded.groups[item.group].parts
-        return [part.of(item.gradients[part.leaf]) for part in parts]
 
     def _wake(self) -> None:
         with self._condition:
@@ -316,7 +313,8 @@ class Worker:
         self._host.note(scalars)
         read = _nbytes((gradients, step_scalars))
         if sent.finite and gradients:
-            self._host.add([view(g) for g in gradients], factor)
+            pieces = [view(g) for g in gradients]
+            self._host.add([part.of_mail(pieces[part.piece]) for part in self._parts], factor)
         elif sent.finite:
             self._host.count()
         gradients.clear()

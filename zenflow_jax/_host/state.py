@@ -116,6 +116,7 @@ class HostState:
         channels: Their selected channels, `(*stack, k)`.
         adam: The kernels.
         schedule: Has the number of groups that the leaves are in, and how updates are scaled.
+        pieces: The numbers of the leaves that share memory in a mail; None if none do.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class HostState:
         channels: Iterable[np.ndarray],
         adam: HostAdam,
         schedule: Schedule,
+        pieces: Sequence[Sequence[int]] | None = None,
     ):
         self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
+        self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
         self._adam = adam
         self._scaling = schedule.window_scaling
         self.open = [
@@ -152,13 +155,15 @@ class HostState:
     def mails_kept(self) -> float:
         """Number of mails kept, for open windows and for those whose updates are not made yet."""
         sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
-        opened = sum(n * len(leaf.mails) for n, leaf in zip(sizes, self.leaves, strict=True))
-        closed = sum(
-            sizes[i] * len(x.sources)
-            for window in self._closed
-            for i, x in window.gradients.items()
+        kept = [len(leaf.mails) for leaf in self.leaves]
+        for window in self._closed:
+            for i, gradients in window.gradients.items():
+                kept[i] += len(gradients.sources)
+        # A mail is there until the last of the leaves in it has used it.
+        used = sum(
+            sum(sizes[i] for i in piece) * max(kept[i] for i in piece) for piece in self._pieces
         )
-        return (opened + closed) / max(sum(sizes), 1)
+        return used / max(sum(sizes), 1)
 
     def resume(
         self,

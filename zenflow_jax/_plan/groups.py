@@ -1,14 +1,21 @@
 """Divides the offloaded leaves into groups that take turns to close their windows.
 
-The rule knows shapes, dtypes and order alone, so that a run has the same groups on any devices.
+The rule knows shapes, dtypes and order alone, so that a run has the same groups on any devices. One
+thing of a mesh counts: where it divides the layers of a stack, the stack stays in one piece.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.schedule import Schedule
+
+#: How much more the largest group may have than the smallest before stacked leaves are cut.
+UNEVEN = 1.5
+#: The most bytes of a range of a stacked leaf, in groups' mean bytes, tried in this order. At each
+#: of its boundaries a range costs a copy of its whole leaf on the device, so large ones come first.
+_LARGEST = (math.inf, 1.0, 0.5, 0.25)
 
 
 def in_groups(
@@ -17,17 +24,54 @@ def in_groups(
     """The specs with their groups, and the schedule without groups that would have no leaf.
 
     Groups have nearly equal bytes: the largest leaf comes first, into the group with the least. Of
-    leaves that are as large, and of groups that have as much, the first comes first.
+    leaves that are as large, and of groups that have as much, the first comes first. Where this
+    leaves the groups uneven, stacked leaves are cut into ranges of their layers, and each range of
+    a leaf goes into another group.
     """
-    sizes = {
-        i: math.prod(spec.shape) * spec.dtype.itemsize
+    offloaded = {i: spec for i, spec in enumerate(specs) if not spec.resident}
+    if not offloaded:
+        return tuple(specs), dataclasses.replace(schedule, groups=1)
+    mean = sum(map(_nbytes, offloaded.values())) / schedule.groups
+    tried = []
+    for largest in _LARGEST:
+        cut = {i: _cut(spec, largest * mean, schedule.groups) for i, spec in offloaded.items()}
+        filled, found = _assign(cut, schedule.groups)
+        tried.append((max(filled), len(filled), found))
+        if len(filled) == schedule.groups and max(filled) <= UNEVEN * min(filled):
+            break
+    _, groups, found = min(tried, key=lambda one: one[0])
+    grouped = (
+        dataclasses.replace(spec, groups=found[i]) if i in found else spec
         for i, spec in enumerate(specs)
-        if not spec.resident
+    )
+    return tuple(grouped), dataclasses.replace(schedule, groups=groups)
+
+
+def _nbytes(spec: LeafSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _cut(spec: LeafSpec, largest: float, groups: int) -> LeafSpec:
+    """The leaf with as many ranges as it takes for none to have more than `largest` bytes."""
+    place = spec.placement
+    if not spec.stack or (place is not None and place.part[0]):
+        return spec
+    count = min(math.ceil(_nbytes(spec) / largest), spec.shape[0], groups)
+    return dataclasses.replace(spec, groups=(0,) * max(count, 1))
+
+
+def _assign(
+    specs: Mapping[int, LeafSpec], groups: int
+) -> tuple[list[int], dict[int, tuple[int, ...]]]:
+    """The bytes of each group, and the group of each range of each leaf."""
+    sizes = {
+        (i, j): _nbytes(part) for i, spec in specs.items() for j, part in enumerate(spec.ranges)
     }
-    filled = [0] * min(schedule.groups, max(len(sizes), 1))
-    grouped = list(specs)
-    for i in sorted(sizes, key=lambda i: (-sizes[i], i)):
-        group = filled.index(min(filled))
-        filled[group] += sizes[i]
-        grouped[i] = dataclasses.replace(specs[i], group=group)
-    return tuple(grouped), dataclasses.replace(schedule, groups=len(filled))
+    filled = [0] * min(groups, len(sizes))
+    found = {i: [-1] * len(spec.groups) for i, spec in specs.items()}
+    for i, j in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        free = [group for group in range(len(filled)) if group not in found[i]]
+        group = min(free, key=lambda group: filled[group])
+        filled[group] += sizes[i, j]
+        found[i][j] = group
+    return filled, {i: tuple(of_leaf) for i, of_leaf in found.items()}

@@ -26,12 +26,38 @@ class LeafSpec:
     decay: bool  # whether weight decay applies
     placement: Placement | None = None  # None on one device
     transfer_dtype: np.dtype | None = None  # dtype of its mail; None for the leaf's own
-    group: int = 0  # leaves of a group close their windows together
+    # With which group each range of its first stack axis closes its windows; as a rule it has one.
+    groups: tuple[int, ...] = (0,)
+    start: int | None = None  # of a range of a stacked leaf: the entry at which it begins
 
     @property
     def anonymous(self) -> "LeafSpec":
         """The spec that all leaves like this one have in common, so that they share programs."""
-        return dataclasses.replace(self, name="", decay=False, group=0)
+        return dataclasses.replace(self, name="", decay=False, groups=(0,))
+
+    @property
+    def group(self) -> int:
+        """The group of a leaf that is not cut, or of a range."""
+        (group,) = self.groups
+        return group
+
+    @property
+    def ranges(self) -> tuple["LeafSpec", ...]:
+        """The specs of the ranges of its first stack axis, in order; of an uncut leaf itself."""
+        count = len(self.groups)
+        if count == 1:
+            return (self,)
+        ends = [self.shape[0] * i // count for i in range(count + 1)]
+        return tuple(
+            dataclasses.replace(
+                self, shape=(high - low, *self.shape[1:]), groups=(group,), start=low
+            )
+            for group, low, high in zip(self.groups, ends[:-1], ends[1:], strict=True)
+        )
+
+    def range_of(self, group: int) -> "LeafSpec":
+        """The range that closes its windows with `group`, which must be one of `groups`."""
+        return self.ranges[self.groups.index(group)]
 
     @property
     def mail_dtype(self) -> np.dtype:

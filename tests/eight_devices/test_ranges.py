@@ -1,0 +1,82 @@
+"""Stacks of layers that close their windows in ranges, on a mesh."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import zenflow_jax
+from tests import meshes, runs
+from tests.meshes import STALE
+from tests.runs import Leaf, Plan, Training
+
+LEAVES: runs.Leaves = (
+    Leaf("layers", (6, 16, 8), -2, "bfloat16"),
+    Leaf("rows", (16, 8), -2, "float32"),
+)
+PLAN = Plan(12, bad=(6,), flush_at=(9,))
+ENGINE = dict(threads=1, host_kernel="numpy", donate=True)
+PLACEMENTS = {
+    "replicated": {"layers": (), "rows": ()},
+    "cut": {"layers": (None, "tensor", "fsdp"), "rows": ("fsdp", None)},
+    "by layers": {"layers": ("tensor",), "rows": ()},
+}
+
+
+def shardings(placement, kind=AxisType.Auto):
+    mesh = meshes.make_mesh("three", kind)
+    entries = PLACEMENTS[placement].items()
+    return {name: NamedSharding(mesh, PartitionSpec(*axes)) for name, axes in entries}
+
+
+def places_of(training):
+    arrays = jax.tree.leaves((training.params, training.state))
+    return [x.sharding.devices_indices_map(x.shape) for x in arrays]
+
+
+@pytest.mark.parametrize(
+    ("placement", "kind", "more"),
+    [
+        ("replicated", AxisType.Auto, ENGINE),
+        ("cut", AxisType.Explicit, ENGINE),
+        ("cut", AxisType.Auto, {"offload": False}),
+    ],
+    ids=["replicated", "cut", "in-graph"],
+)
+def test_ranges_on_a_mesh_equal_the_reference(placement, kind, more):
+    places = shardings(placement, kind)
+    shards = meshes.pieces(LEAVES, places)
+    expected, slow = runs.reference(LEAVES, STALE, PLAN, shards=shards)
+    assert slow.turns == 4
+    with Training(LEAVES, STALE, shardings=places, **more) as training:
+        assert [len(leaf.spec.groups) for leaf in training.state.leaves] == [3, 1]
+        before = places_of(training)
+        runs.assert_agree(training.history(PLAN), expected)
+        assert places_of(training) == before
+
+
+def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():
+    with Training(LEAVES, STALE, **ENGINE) as training:
+        training.go(7)
+        saved = jax.tree.map(np.asarray, (training.params, training.state, training.engine.state()))
+        training.go(12)
+        training.flush()
+        expected = training.values()
+    for placement in "replicated", "by layers":
+        with Training(LEAVES, STALE, shardings=shardings(placement), **ENGINE) as training:
+            likes, treedef = jax.tree.flatten((training.params, training.state))
+            pairs = zip(jax.tree.leaves(saved[:2]), likes, strict=True)
+            params, state = treedef.unflatten([jax.device_put(x, y.sharding) for x, y in pairs])
+            if placement == "by layers":
+                with pytest.raises(ValueError, match="ranges of .*layers.* 3, got 1"):
+                    zenflow_jax.HostEngine(params, state, engine_state=saved[2])
+                continue
+            with zenflow_jax.HostEngine(
+                params, state, engine_state=saved[2], threads=1, host_kernel="numpy"
+            ) as engine:
+                training.params, training.state, training.t = params, state, 7
+                training.engine.close()
+                training.engine = engine
+                training.go(12)
+                training.flush()
+                runs.assert_close([training.values()], [expected])
