@@ -51,6 +51,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that start
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
+# Where in Python an instruction comes from is told to XLA by the innermost line alone, not by all the
+# frames above it: to write them down and to read them was a fifth of this suite's time. No program
+# depends on it, and the compilation cache does not look at it.
+jax.config.update("jax_include_full_tracebacks_in_locations", False)
+os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
+
 # Most tests make few steps: what an engine compiles ahead they would never call. Those of
 # `test_ahead.py` do.
 os.environ.setdefault("ZENFLOW_JAX_COMPILE_AHEAD", "0")
