@@ -185,6 +185,20 @@ def programs(
     return tx, jitted(tx, donate=donate, optimized=optimized)
 
 
+@functools.cache
+def init_on_devices(
+    leaves: Leaves, settings: Settings, partition: bool, placed: tuple[tuple[str, Any], ...]
+) -> Any:
+    """`tx.init` of an engine's run on a mesh, as one program however many runs use it.
+
+    Outside of jit it is a hundred small ones, which are compiled anew for each placement.
+    """
+    tx = transformation(
+        leaves, settings, partition_replicated=partition, param_shardings=dict(placed)
+    )
+    return jax.jit(tx.init)
+
+
 # What XLA does by default, and `processes.QUICK_TO_COMPILE` has switched off: these go over it.
 OPTIMIZED = {
     "xla_backend_optimization_level": 3,
@@ -250,7 +264,11 @@ class Training:
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
         self.tx, self.program = programs(leaves, settings, offload, donate, partition, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
-        self.state = self.tx.init(self.params)
+        init = self.tx.init
+        if offload and shardings is not None:  # else as most users call it, outside of jit
+            placed = tuple((leaf.name, shardings[leaf.name]) for leaf in leaves)
+            init = init_on_devices(leaves, settings, partition, placed)
+        self.state = init(self.params)
         self.engine: Any = None
         if offload:
             self.engine = zenflow_jax.HostEngine(self.params, self.state, **engine)

@@ -62,7 +62,8 @@ def placements(training):
     ]
 
 
-# Both modes lay out their state alike: the other one on a mesh and placement of each kind.
+# Both modes lay out their state alike: the other one on a mesh and placement of each kind. Its state
+# is made outside of jit, that of the engine's runs under it.
 IN_GRAPH = [
     ("data", "replicated", AUTO),
     ("two", "channels", EXPLICIT),
