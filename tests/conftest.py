@@ -51,9 +51,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that start
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
-# Where in Python an instruction comes from is told to XLA by the innermost line alone, not by all the
-# frames above it: to write them down and to read them was a fifth of this suite's time. No program
-# depends on it, and the compilation cache does not look at it.
+# XLA is told of each instruction in which line of Python it began, and not of all the frames above:
+# to write these into a program and to read them again was a fifth of the suite's time. No program
+# depends on them, and the compilation cache does not look at them.
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 

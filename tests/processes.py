@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests import warm
+
 # A seventh of the time that XLA takes for a step by default. The last one, which is no flag of its
 # own, leaves out what writes each fused loop by way of MLIR. Checked on jax 0.10.2 and 0.11.2, with
 # `xla_backend_extra_options` and without; a version that does not know it ignores it.
@@ -25,12 +27,17 @@ QUICK_TO_COMPILE = (
 def start_process(
     module: str, function: str, *args: Any, devices: int | None = None
 ) -> subprocess.Popen:
-    """`function` of a module of these tests in an interpreter of its own, with so many devices."""
+    """`function` of a module of these tests in an interpreter of its own.
+
+    With so many devices it has imported already; without a number it is an interpreter as anybody
+    starts it.
+    """
     code = f"from tests import {module}; {module}.{function}(*{args!r})"
+    settings = environment(devices)
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [*(warm.interpreter(settings) if devices else [sys.executable]), "-c", code],
         cwd=Path(__file__).parents[1],
-        env=environment(devices),
+        env=settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -94,11 +101,12 @@ class Group:
         self._processes = [self._start(me) for me in range(count)]
 
     def _start(self, me: int) -> subprocess.Popen:
+        code, settings = "from tests import processes; processes.serve()", environment(self.size[1])
         with self._output(me).open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-c", "from tests import processes; processes.serve()"],
+                [*warm.interpreter(settings), "-c", code],
                 cwd=Path(__file__).parents[1],
-                env=environment(self.size[1]),
+                env=settings,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

@@ -26,7 +26,9 @@ from safetensors.numpy import load_file
 
 from benchmarks import kill_test
 from tests import runs as optimizer_runs
+from tests import warm
 from tests.cut_short import cut_short
+from tests.processes import environment
 from tests.runs import Leaf, Training
 from train import checksums, finetune
 from train.checkpoints import Checkpoints
@@ -56,6 +58,19 @@ def promotion_as_users_have_it():
     """jax's own `dot_product_attention` is not clean under strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def start(config: Path, run: str, *options: str) -> subprocess.Popen:
+    """As `kill_test.start`, which starts what it kills cold."""
+    settings = environment(1)
+    return subprocess.Popen(
+        [*warm.interpreter(settings), "-m", "train.finetune", config, "--run", run, *options],
+        cwd=kill_test.ROOT,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def output(process: subprocess.Popen) -> tuple[int, str]:
@@ -106,7 +121,7 @@ def test_other_ways_to_train_go_on_as_well(tmp_path, capsys, words):
 def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     folder, _ = runs
     trace = folder / "trace.json"
-    process = kill_test.start(folder / "job.toml", "stopped", "--timeline", str(trace))
+    process = start(folder / "job.toml", "stopped", "--timeline", str(trace))
     for line in process.stdout:
         if line.startswith("step"):
             process.send_signal(signal.SIGTERM)
@@ -120,7 +135,7 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     assert command == f"python -m train.finetune {stopped}/settings.toml --run stopped"
     assert f'"step": {step}' in trace.read_text(encoding="utf-8")
 
-    code, text = output(kill_test.start(stopped / "settings.toml", "stopped"))
+    code, text = output(start(stopped / "settings.toml", "stopped"))
     assert (code, f"going on from checkpoint {step}" in text) == (0, True), text
     assert kill_test.differences(folder / "whole", stopped) == []
 
@@ -134,7 +149,7 @@ def test_a_damaged_checkpoint_is_said_and_the_run_goes_on_from_the_one_before(ru
     flip_a_bit(largest_file(damaged / "checkpoints" / str(newest)))
     (damaged / "summary.json").unlink()
     (damaged / "model.safetensors").unlink()
-    code, text = output(kill_test.start(folder / "job.toml", "damaged"))
+    code, text = output(start(folder / "job.toml", "damaged"))
     assert code == 0, text
     assert f"checkpoint {newest} is damaged: " in text
     assert f"going on from checkpoint {older}" in text
@@ -592,7 +607,7 @@ def test_a_run_whose_disk_is_full_ends_with_one_message(runs, tmp_path, room, op
         # What is written to it is the metrics, for which TensorBoard's own thread would be waited
         # for without end; or checkpoints, of which orbax leaves a trace for each array.
         where = ["--output-dir", str(disk), "--keep", "99", *options]
-        code, text = output(kill_test.start(folder / "job.toml", "full", *where))
+        code, text = output(start(folder / "job.toml", "full", *where))
     assert code == 2, text
     assert "Traceback" not in text
     last = text.splitlines()[-1]

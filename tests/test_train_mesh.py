@@ -10,7 +10,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -19,6 +18,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from tests import warm
 from tests.processes import environment, reserved_port
 from train import finetune, models, processes, sharding
 from train.command_line import load_settings, read_command_line
@@ -278,10 +278,11 @@ def config_file(folder: Path, **settings) -> str:
 
 
 def start(*command: str, devices: int) -> subprocess.Popen:
+    settings = environment(devices)
     return subprocess.Popen(
-        [sys.executable, *command],
+        [*warm.interpreter(settings), *command],
         cwd=ROOT,
-        env=environment(devices),
+        env=settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,0 +1,97 @@
+"""A process that has imported already is like one that is started: what it is told, how it ends."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import warm
+from tests.processes import environment
+
+pytestmark = pytest.mark.slow
+
+
+def start(*arguments: str, cold: bool = False, **more) -> subprocess.Popen:
+    settings = environment(3) | {"ASIDE": "ä"}
+    return subprocess.Popen(
+        [*([sys.executable] if cold else warm.interpreter(settings)), *arguments],
+        env=settings,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
+
+
+# The parts of a program's world, one after the other.
+TOLD = """
+import os, sys
+print(__name__, sys.argv, os.getcwd(), ascii(os.environ["ASIDE"]))
+print(sys.stdin.read(), file=sys.stderr)
+import jax
+print(jax.devices(), jax.config.jax_platforms)
+"""
+# The interpreter's own end: threads first, then what is registered.
+ENDS = """
+import atexit, sys, threading
+import jax
+go = threading.Event()
+def late():
+    go.wait()
+    print("the thread")
+threading.Thread(target=late).start()
+atexit.register(print, "the end")
+go.set()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [
+        (TOLD, 0),
+        (ENDS, 0),
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('words')", 1),
+        ("raise ValueError('expected luck')", 1),
+        ("import os; os.abort()", -signal.SIGABRT),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+)
+def test_it_is_told_and_ends_as_one_that_is_started(tmp_path, code, ending):
+    ends = []
+    for cold in (True, False):
+        process = start("-c", code, "an argument", cold=cold, cwd=tmp_path)
+        output, errors = process.communicate("some input\n", timeout=60)
+        ends.append((process.returncode, output, errors.splitlines()[-1:]))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == ending
+
+
+def test_a_module_runs_as_the_main_program():
+    process = start("-m", "train.finetune", cwd=warm.ROOT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (2, "")
+    assert errors.startswith("error: expected the path of a config file")
+
+
+def test_it_hears_signals_and_dies_of_those_that_it_does_not_catch():
+    code = "print('here', flush=True)\nsignal.pause()\nprint('goes on')"
+    catches = "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
+    for more, ending, said in (("", -signal.SIGTERM, ""), (catches, 0, "heard\ngoes on\n")):
+        process = start("-c", f"import signal\n{more}\n{code}")
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[0] == said
+        assert process.returncode == ending
+
+
+def test_it_is_gone_when_what_stands_for_it_is_killed():
+    code = "import signal; print('here', flush=True); signal.pause()"
+    process = start("-c", code)
+    assert process.stdout.readline() == "here\n"
+    process.kill()
+    # The end of its output comes when it is gone, for it holds the other end.
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -signal.SIGKILL
