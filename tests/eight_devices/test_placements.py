@@ -62,8 +62,25 @@ def placements(training):
     ]
 
 
-# Both modes lay out their state alike: the other one on a mesh and placement of each kind. Its state
-# is made outside of jit, that of the engine's runs under it.
+@contextlib.contextmanager
+def traced_once(training, *, donate=True):
+    """Sees to it that the step is."""
+    traces, training_step = [], training.program.__wrapped__
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    def step(*args):
+        traces.append(None)
+        return training_step(*args)
+
+    training.program = step
+    yield
+    assert len(traces) == 1
+    # Parameters may come written otherwise than jit writes them; once, and not through us.
+    assert step._cache_size() <= 2
+
+
+# Both modes lay out their state alike: the other one on a mesh and placement of each kind. It makes
+# its state outside of jit, the runs with an engine make theirs under it.
 IN_GRAPH = [
     ("data", "replicated", AUTO),
     ("two", "channels", EXPLICIT),
@@ -78,8 +95,8 @@ IN_GRAPH = [
     ("offload", "where"), [(True, x) for x in WHERE] + [(False, x) for x in IN_GRAPH], ids=str
 )
 def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, offload):
-    context, make = started(where, STALE, offload=offload, donate=True)
-    with context, make() as training:
+    context, make = started(where, STALE, offload=offload)
+    with context, make() as training, traced_once(training):
         before = placements(training)
         shards = meshes.pieces(LEAVES, training.shardings)
         expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
@@ -142,10 +159,10 @@ def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh(where):
     ids=str,
 )
 def test_other_ways_to_run_equal_the_reference(where, more):
-    more = {"settings": STALE, "donate": True, **more}
-    settings = more["settings"]
+    more = {"settings": STALE, **more}
+    settings, donate = more["settings"], more.pop("donate", True)
     context, make = started(where, **more)
-    with context, make() as training:
+    with context, make() as training, traced_once(training, donate=donate):
         before = placements(training)
         shards = meshes.pieces(LEAVES, training.shardings)
         expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
@@ -171,34 +188,6 @@ def test_shardings_that_jit_is_told_are_kept(where):
         runs.assert_agree(training.history(PLAN), expected)
         assert jax.tree.map(lambda x: x.sharding, (training.params, training.state)) == placed
         assert told._cache_size() == 1
-
-
-@pytest.mark.parametrize(
-    ("where", "more"),
-    [
-        (("three", "both", AUTO), {}),
-        (("two", "channels", EXPLICIT), {}),
-        (("three", "both", AUTO), {"send_gradients": "after_step"}),
-        (("two", "others", EXPLICIT), {"settings": SUMMED}),
-        (("three", "both", AUTO), {"settings": SUMMED}),
-    ],
-    ids=str,
-)
-def test_a_step_is_traced_once(where, more):
-    context, make = started(where, **{"settings": STALE, "donate": True, **more})
-    with context, make() as training:
-        traces = []
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(*args):
-            traces.append(None)
-            return training_step(*args)
-
-        training_step, training.program = training.program, step
-        training.go(10)
-        assert len(traces) == 1
-        # Parameters may come written otherwise than jit writes them; once, and not through us.
-        assert step._cache_size() <= 2
 
 
 def states_of(placement, mesh="three", **options):
