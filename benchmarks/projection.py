@@ -134,8 +134,8 @@ def main() -> None:
         count = math.prod(sizes.values())
         mesh = Mesh(np.array(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
         c = costs(model, mesh, partition)
-        # Masters and moments; what is uploaded.
-        host = c.elements * (12 + 2)
+        # Moments, and masters, which have in them what is uploaded.
+        host = c.elements * 12
         name = f"{model.name}, " + " ".join(f"{k}={v}" for k, v in sizes.items())
         print(
             f"{name:28} {'parts' if partition else 'whole'}",
@@ -148,9 +148,9 @@ def main() -> None:
 
 def _print_seconds(model: Llama, c: Costs) -> None:
     # Of a parameter and window: mail is written by the device (2) and read by Adam (2), which reads
-    # and writes masters and moments (24) and writes what is uploaded (2), which is read (2).
-    adam = (INTERVAL * 2 + 26) * c.elements / HOST_MEMORY
-    host = (INTERVAL * (2 + 2) + 26 + 2) * c.elements / HOST_MEMORY
+    # and writes masters and moments (24), half of the masters is read again and uploaded (2).
+    adam = (INTERVAL * 2 + 24) * c.elements / HOST_MEMORY
+    host = (INTERVAL * (2 + 2) + 24 + 2) * c.elements / HOST_MEMORY
     share = largest_group(model)
     for tokens in (4096, 8192):
         step = 6 * model.parameters * tokens / (FLOPS * UTILIZATION)

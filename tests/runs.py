@@ -370,8 +370,9 @@ class Training:
         for part, half in zip(worker._parts, worker._host.leaves, strict=True):
             if part.leaf != number:
                 continue
+            of_part = {"master": half.master.as_float32(), "mu": half.mu, "nu": half.nu}
             for name, x in wide.items():
-                x[part.index] = getattr(half, name).reshape(part.spec.shape)
+                x[part.index] = of_part[name].reshape(part.spec.shape)
             stack = part.index[: len(spec.stack)]
             steps[(*stack, part.index[spec.axis])] = half.steps.reshape(
                 *part.spec.stack, part.spec.n

@@ -667,9 +667,7 @@ def test_close_frees_the_host_memory():
     with started(CALM) as training:
         training.go(5)
         arrays = [
-            weakref.ref(x)
-            for leaf in training.engine._worker._host.leaves
-            for x in (leaf.master, leaf.mu, leaf.nu)
+            weakref.ref(x) for leaf in training.engine._worker._host.leaves for x in leaf.arrays
         ]
         training.engine.close()
         gc.collect()
@@ -771,7 +769,8 @@ def test_stats_count_steps_windows_and_bytes():
     leaf = runs.Leaf("w", (4, 2), -2, "bfloat16")
     settings = Settings(topk_ratio=0.25, update_interval=2)
     with started(settings, (leaf,)) as training:
-        kept = 4 * 2 * (3 * 4 + 2) + 4 * 4 + 4  # master, moments, upload; step counts; the channel
+        # Masters, with what is uploaded in them, and moments; step counts; the channel.
+        kept = 4 * 2 * 3 * 4 + 4 * 4 + 4
         assert training.engine.stats == zenflow_jax.EngineStats(host_bytes=kept)
         for t in range(1, 6):
             training.step(bad=t == 4)

@@ -416,7 +416,7 @@ def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(mo
     class Remembered(host_state.HostState):
         def __init__(self, *args):
             super().__init__(*args)
-            arrays.extend(weakref.ref(leaf.master) for leaf in self.leaves)
+            arrays.extend(weakref.ref(x) for leaf in self.leaves for x in leaf.arrays)
 
     def explode(*_):
         raise MemoryError("no room for what is on its way")

@@ -27,10 +27,12 @@ import zenflow_jax
 from tests import processes, runs
 from tests.reference import Reference
 from tests.runs import FEW, FIRST, ONE, Leaf, Settings, Training
-from zenflow_jax import HostEngine
+from zenflow_jax import HostEngine, _engine
 from zenflow_jax._checkpoint import tree
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import worker
+from zenflow_jax._exchange import updates, worker
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.masters import Masters
 
 OPTIONS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
 
@@ -204,6 +206,67 @@ def test_an_upload_does_not_share_memory_with_the_array_it_came_from():
     on_device = memory.upload(x, jax.devices()[0])
     x += 1
     np.testing.assert_array_equal(on_device, 0)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [None, 100], ids=["prefetched", "in part"])
+def test_what_an_upload_may_still_read_is_not_written(monkeypatch, prefetch_bytes):
+    # On a GPU an upload reads host memory after the call that started it has returned. Here it is
+    # taken to do so until somebody has waited for it. The worker's thread and the caller both do.
+    reading, clashes, lock = {}, [], threading.Lock()
+    seen, waited_for = set(), jax.block_until_ready
+
+    def upload(tree, device):
+        found = memory.upload(tree, device)
+        with lock:
+            for x, new in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
+                reading[id(new)] = (x, new)
+                seen.add((x.dtype.name, x.shape))
+        return found
+
+    def block_until_ready(tree):
+        waited = waited_for(tree)
+        with lock:
+            for x in jax.tree.leaves(tree):
+                reading.pop(id(x), None)
+        return waited
+
+    def writes(arrays):
+        parts = [y for x in arrays for y in (x.arrays if isinstance(x, Masters) else [x])]
+        with lock:
+            for x, _ in reading.values():
+                clashes.extend(x.shape for y in parts if np.may_share_memory(x, y))
+
+    class Watched(HostAdam):
+        def adamw(self, masters, mu, nu, *args):
+            writes([masters, mu, nu])
+            yield from super().adamw(masters, mu, nu, *args)
+
+        def put(self, arrays, channels, rows):
+            writes(arrays)
+            super().put(arrays, channels, rows)
+
+    monkeypatch.setattr(worker, "upload", upload)
+    monkeypatch.setattr(updates, "upload", upload)
+    monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
+    monkeypatch.setattr(_engine, "HostAdam", Watched)
+    kernels = {"host_kernel": "numpy", "threads": 1, "prefetch_bytes": prefetch_bytes}
+    with Training(FEW, OPTIONS, **kernels) as training:
+        for t in range(12):
+            training.go(1)
+            if t % 3 == 0:
+                training.engine.peek(training.params, training.state)
+            if t == 7:
+                # Goes on from here: what is pending is uploaded again.
+                saved = training.engine.state()
+                training.engine.close()
+                training.engine = HostEngine(
+                    training.params, training.state, engine_state=saved, **kernels
+                )
+        training.flush()
+    for leaf in FEW:
+        if leaf.axis is not None:
+            assert (leaf.dtype, leaf.shape) in seen
+    assert clashes == []
 
 
 def test_nothing_empty_goes_to_host_memory(monkeypatch):

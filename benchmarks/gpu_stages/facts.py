@@ -195,7 +195,7 @@ def _host_memory(stage: Stage, size: int) -> None:
 
             def _piece(begin: int, end: int) -> None:
                 p, m, v, g = (x[begin:end] for x in arrays)
-                stream(p, m, v, g, None, np.float32(0))
+                stream(p, None, m, v, g, np.float32(0))
 
             found[threads] = 28 * size / seconds(update, 3) / 1e9
         rows = [(n, f"{rate:.1f}") for n, rate in found.items()]

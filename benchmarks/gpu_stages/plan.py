@@ -43,8 +43,9 @@ _MAILS = {
 #: Where more than five mails are kept they are added up, in float32 ("Is it cheaper to add up mail
 #: as it comes, or in the update?").
 _SUM_BYTES = 4.0
-#: Master and moments, and what is uploaded of them; the hand-over of a twentieth of the channels.
-_STATE_BYTES, _HAND_OVER_BYTES = 12.0 + 2.0, 0.6
+#: Masters, which have in them what is uploaded, and moments; the hand-over of a twentieth of the
+#: channels.
+_STATE_BYTES, _HAND_OVER_BYTES = 12.0, 0.6
 #: Pinned memory that uploads of pageable memory go through, a leaf or two at a time. Assumed.
 _STAGING_BYTES = 1.0
 #: Of the host's memory, for the system, Python, CUDA and XLA; a process that takes too much is

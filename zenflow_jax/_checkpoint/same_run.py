@@ -65,7 +65,7 @@ def sample(leaves: Sequence[HostLeaf]) -> list[Sample]:
     for leaf in leaves:
         flat = _spread(leaf.master.size)
         at = np.unravel_index(flat, leaf.master.shape)
-        samples.append(Sample(leaf.master[at], at))
+        samples.append(Sample(leaf.master.at(at), at))
     return samples
 
 
@@ -139,7 +139,7 @@ def _masters(
     leaf: HostLeaf, at: tuple[np.ndarray, ...], update: WindowStep | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Masters at these places, before `update` if there is one, and how far off they may be."""
-    master = leaf.master[at].astype(np.float64)
+    master = leaf.master.at(at).astype(np.float64)
     if update is None:
         return master, np.zeros_like(master)
     steps = leaf.steps[at[0], at[2]].astype(np.float64)

@@ -299,7 +299,7 @@ class EngineTree:
         # Until a step is counted, a sum is missing.
         total = leaf.total if counted[spec.group] else None
         return {
-            "master": leaf.master.reshape(spec.shape),
+            "master": leaf.master.as_float32().reshape(spec.shape),
             "mu": leaf.mu.reshape(spec.shape),
             "nu": leaf.nu.reshape(spec.shape),
             "total": (blank(spec.shape) if total is None else total).reshape(spec.shape),

@@ -406,11 +406,11 @@ class Updates:
             parts, pieces = [], []
             for mine in self._offloaded.pieces_of(i):
                 part = self._parts[mine[0]]
-                masters = [leaves[j].master.reshape(self._parts[j].spec.shape) for j in mine]
-                master = joined(masters)
+                whole = {j: leaves[j].master.as_float32() for j in mine}
+                master = joined([x.reshape(self._parts[j].spec.shape) for j, x in whole.items()])
                 parts.append(dataclasses.replace(part, leaf=0))
                 pieces.append([upload(master, device) for device in part.devices])
-            # The uploads read live masters, which the next update writes.
+            # The uploads may read live masters, which the next update writes.
             jax.block_until_ready(pieces)
             yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[place].mu.sharding)
 
@@ -430,9 +430,9 @@ class Updates:
             uploads = []
             if kind == PENDING:
                 for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    cast = self._host.cast(i)
+                    array = self._host.leaves[i].to_upload
                     devices = part.devices if self._offloaded.prefetched[i] else ()
-                    uploads.append([upload(cast, device) for device in devices])
+                    uploads.append([upload(array, device) for device in devices])
                 # The next update writes to the arrays that they come from.
                 jax.block_until_ready(uploads)
             made: Future = Future()

@@ -11,7 +11,8 @@ says why.
 Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
 the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
 run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What has
-one entry per channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient.
+one entry per channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient;
+`masters.py` says how masters are kept.
 """
 
 import os
@@ -21,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
+from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.numba_kernel import NumbaKernel
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
-from zenflow_jax._host.numpy_kernel import Moving, NumpyKernel, Step, Tile, flat
+from zenflow_jax._host.numpy_kernel import Moving, MovingArray, NumpyKernel, Step, Tile, flat
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
 
@@ -45,6 +47,9 @@ _CHUNK = 2 * 1024 * 1024
 
 #: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
 Sources = Sequence[tuple[np.ndarray, float]]
+
+#: What channels are moved of: `(groups, rows, n, tail)`, an array float32.
+Movable = np.ndarray | Masters
 
 _FLOAT16 = np.dtype(np.float16)
 
@@ -114,7 +119,7 @@ class HostAdam:
 
     def adamw(
         self,
-        master: np.ndarray,
+        masters: Masters,
         mu: np.ndarray,
         nu: np.ndarray,
         steps: np.ndarray,
@@ -122,7 +127,6 @@ class HostAdam:
         scale: float,
         active: np.ndarray,
         of_window: WindowStep,
-        out: np.ndarray | None,
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
@@ -130,37 +134,37 @@ class HostAdam:
 
         This is a generator, so that the caller can do something else between chunks of some
         milliseconds each; the step is done when it is exhausted. At its start it reads `steps` and
-        `active`, and writes `steps`. Inactive channels keep every bit of master, moments, steps and
-        `out`, whatever the gradients hold there (the trailing layout may write them with what they
+        `active`, and writes `steps`. Inactive channels keep every bit of masters, moments and
+        steps, whatever the gradients hold there (the trailing layout may write them with what they
         hold).
 
         Args:
-            master: float32 parameters, `(groups, rows, n, tail)`; written.
-            mu: First moment, like `master`.
-            nu: Second moment, like `master`.
+            masters: Of `(groups, rows, n, tail)`; written, with what is uploaded of them.
+            mu: First moment, float32, like `masters`.
+            nu: Second moment, like `mu`.
             steps: int32 `(groups, n)`, Adam steps taken by each channel before this one; written.
-            gradients: With their factors, in order; shape of `master`.
+            gradients: With their factors, in order; shape of `masters`.
             scale: Taken as float32, like the factors.
             active: bool `(groups, n)`; the channels that take the step.
             of_window: Learning rate, betas, eps, weight decay; and how far `steps` advance.
-            out: Gets the new master, rounded to its dtype (float32, bfloat16 or float16; to the
-                nearest, ties to even). None: nothing is cast.
 
         Yields:
             None, after each chunk.
         """
-        assert all(x.dtype == np.float32 and x.flags.writeable for x in (master, mu, nu))
-        assert all(x is None or x.shape == master.shape for x in (mu, nu, out))
+        assert all(x.dtype == np.float32 for x in (mu, nu))
+        assert all(
+            x.shape == masters.shape and x.flags.writeable for x in (*masters.arrays, mu, nu)
+        )
         assert gradients
-        assert all(g.shape == master.shape for g, _ in gradients)
+        assert all(g.shape == masters.shape for g, _ in gradients)
         assert steps.dtype == np.int32
-        assert steps.shape == active.shape == master.shape[::2]
-        groups, rows, n, tail = master.shape
+        assert steps.shape == active.shape == masters.shape[::2]
+        groups, rows, n, tail = masters.shape
         if n == 1:  # One channel: its elements are contiguous in either layout.
             rows, tail = 1, rows * tail
         assert rows == 1 or tail == 1
         active = active.copy()  # The caller may select again while the step is under way.
-        if master.size == 0 or not active.any():
+        if masters.size == 0 or not active.any():
             return
         steps += active * np.int32(of_window.advance)
 
@@ -171,11 +175,12 @@ class HostAdam:
             return flat(x).reshape(-1, width)
 
         step = Step(
-            p=segments(master),
+            p=segments(masters.values),
+            rest=None if masters.rest is None else segments(masters.rest),
+            cast=None if masters.cast is None else segments(masters.cast),
             m=segments(mu),
             v=segments(nu),
             gradients=[(segments(g), np.float32(factor)) for g, factor in gradients],
-            out=None if out is None else segments(out),
             active=active.reshape(-1),
             m_scale=_debias(steps, of_window.b1),
             v_scale=_debias(steps, of_window.b2),
@@ -184,8 +189,8 @@ class HostAdam:
             scale=np.float32(scale),
             scalars=AdamScalars(*map(np.float32, of_window.scalars)),
         )
-        kernel = self._kernel_for(*(g for g, _ in gradients), out)
-        limit = self._limit(kernel, master.size, len(gradients))
+        kernel = self._kernel_for(*(g for g, _ in gradients), masters.cast)
+        limit = self._limit(kernel, masters.size, len(gradients))
         tiles = _tiles(step.p.shape[0], width, limit)
         if not trailing:
             tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
@@ -196,42 +201,64 @@ class HostAdam:
             self._run(work, tiles[i : i + chunk])
             yield
 
-    def take(self, arrays: Sequence[np.ndarray], channels: np.ndarray) -> list[np.ndarray]:
-        """Copies some channels out of float32 arrays of one leaf.
+    def take(self, arrays: Sequence[Movable], channels: np.ndarray) -> list[np.ndarray]:
+        """Copies some channels out of masters and float32 arrays of one leaf.
 
         Args:
             arrays: `(groups, rows, n, tail)` each.
             channels: int32 `(groups, k)`.
 
         Returns:
-            New arrays `(groups, rows, k, tail)`.
+            New float32 arrays `(groups, rows, k, tail)`.
         """
         groups, rows, _, tail = arrays[0].shape
         taken = [np.empty((groups, rows, channels.shape[1], tail), np.float32) for _ in arrays]
-        self._move(Moving(list(zip(arrays, taken, strict=True)), channels, inward=False))
+        self._move(arrays, taken, channels, inward=False)
         return taken
 
     def put(
-        self, arrays: Sequence[np.ndarray], channels: np.ndarray, rows: Sequence[np.ndarray]
+        self, arrays: Sequence[Movable], channels: np.ndarray, rows: Sequence[np.ndarray]
     ) -> None:
-        """Writes `rows` over some channels of `arrays`; shapes and dtypes as for `take`."""
-        self._move(Moving(list(zip(arrays, rows, strict=True)), channels, inward=True))
+        """Writes `rows` over some channels of `arrays`; shapes and dtypes as for `take`.
+
+        Of a float16 leaf what is uploaded stays as it is, until the channels' next update.
+        """
+        self._move(arrays, rows, channels, inward=True)
 
     def close(self) -> None:
         """Ends the threads. Safe twice."""
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _move(self, moving: Moving) -> None:
-        kernel, (x, rows), channels = self._kernel, moving.pairs[0], moving.channels
-        groups, height, n, tail = x.shape
+    def _move(
+        self,
+        arrays: Sequence[Movable],
+        some: Sequence[np.ndarray],
+        channels: np.ndarray,
+        *,
+        inward: bool,
+    ) -> None:
+        moving = Moving(
+            [
+                MovingArray(x.values, x.rest, rows)
+                if isinstance(x, Masters)
+                else MovingArray(x, None, rows)
+                for x, rows in zip(arrays, some, strict=True)
+            ],
+            channels,
+            inward=inward,
+        )
+        kernel, rows = self._kernel, some[0]
+        groups, height, n, tail = arrays[0].shape
         k = channels.shape[1]
         # Compiled code checks nothing: it would read and write anywhere.
         assert channels.dtype == np.int32
         assert channels.shape == (groups, k)
-        assert all(x.shape == (groups, height, n, tail) for x, _ in moving.pairs)
-        assert all(rows.shape == (groups, height, k, tail) for _, rows in moving.pairs)
-        assert all(x.dtype == np.float32 for pair in moving.pairs for x in pair)
+        for x, rest, new in moving.arrays:
+            assert x.shape == (groups, height, n, tail)
+            assert new.shape == (groups, height, k, tail)
+            assert new.dtype == np.float32
+            assert rest is not None or x.dtype == np.float32
         if rows.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
@@ -319,18 +346,15 @@ def compile_loops(kernel: str, specs: Iterable[LeafSpec], window: int) -> None:
     """
     adam = HostAdam(kernel, 1)
     step = window_step(AdamScalars(*[0.0] * len(AdamScalars._fields)), 1, None, np)
-    kinds = {
-        (spec.view4(1)[3] == 1, spec.mail_dtype, spec.dtype if spec.keeps_master else None)
-        for spec in specs
-    }
-    for trailing, mail, out in kinds:
+    kinds = {(spec.view4(1)[3] == 1, spec.mail_dtype, spec.dtype) for spec in specs}
+    for trailing, mail, dtype in kinds:
         shape = (1, 2, 2, 1) if trailing else (1, 1, 2, 2)
-        master, mu, nu = (np.zeros(shape, np.float32) for _ in range(3))
+        masters = Masters.zeros(shape, dtype)
+        mu, nu = (np.zeros(shape, np.float32) for _ in range(2))
         steps, active = np.zeros((1, 2), np.int32), np.ones((1, 2), bool)
-        cast = None if out is None else np.zeros(shape, out)
         for count in range(1, min(window, GRADIENTS_PER_PASS) + 1):
             gradients = [(np.zeros(shape, mail), 1.0)] * count
-            for _ in adam.adamw(master, mu, nu, steps, gradients, 1.0, active, step, cast):
+            for _ in adam.adamw(masters, mu, nu, steps, gradients, 1.0, active, step):
                 pass
         channels = np.zeros((1, 1), np.int32)
-        adam.put([master], channels, adam.take([master], channels))
+        adam.put([masters, mu], channels, adam.take([masters, mu], channels))

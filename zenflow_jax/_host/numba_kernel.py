@@ -28,15 +28,16 @@ class NumbaKernel:
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
         """The function that takes the step on one tile."""
-        out = None if step.out is None else _bits(step.out).reshape(-1)
-        p, m, v = (x.reshape(-1) for x in (step.p, step.m, step.v))
+        assert step.cast is None  # float16 takes the other kernel
+        p, m, v = (_bits(x).reshape(-1) for x in (step.p, step.m, step.v))
+        rest = None if step.rest is None else step.rest.reshape(-1)
         per_channel = (step.active, step.m_scale, step.v_scale)
         width = step.p.shape[1]
         if step.trailing:
             advance, sizes = numba_loops.adamw_trailing, (step.rows, width)
         else:
             advance, sizes = numba_loops.adamw_leading, (width,)
-        more = (out, *per_channel, (step.scale, *step.scalars), *sizes)
+        more = (rest, *per_channel, (step.scale, *step.scalars), *sizes)
         gradients = [(_readable(g.reshape(-1)), factor) for g, factor in step.gradients]
         if len(gradients) <= numba_loops.GRADIENTS_PER_PASS:
             return functools.partial(advance, p, m, v, *_padded(gradients), 0, *more)
@@ -57,18 +58,23 @@ class NumbaKernel:
 
     def move(self, moving: Moving) -> Callable[[Tile], None]:
         """The function that moves one tile: some channels (leading), or some rows (trailing)."""
-        _, height, n, tail = moving.pairs[0][0].shape
-        pairs = [(flat(x), flat(rows)) for x, rows in moving.pairs]
-        if moving.inward:
-            pairs = [(x, _readable(rows)) for x, rows in pairs]
+        _, height, n, tail = moving.arrays[0].x.shape
+        arrays = [
+            (
+                _bits(flat(x)),
+                None if rest is None else flat(rest),
+                _readable(flat(rows)) if moving.inward else flat(rows),
+            )
+            for x, rest, rows in moving.arrays
+        ]
         move, size = (
             (numba_loops.move_leading, tail) if height == 1 else (numba_loops.move_trailing, height)
         )
         inward = moving.inward or None  # another type than True's, so that Numba compiles each way
 
         def work(tile: Tile) -> None:
-            for x, rows in pairs:
-                move(x, rows, moving.channels, inward, n, size, tile)
+            for x, rest, rows in arrays:
+                move(x, rest, rows, moving.channels, inward, n, size, tile)
 
         return work
 

@@ -11,14 +11,16 @@ them: Numba could not compile the wrapper. Numba makes uint64 of the sum of two 
 of bit arithmetic is cast back. Loops count over slices, from zero: Numba checks in the loop an
 index that it cannot prove positive, and the check keeps LLVM from vectorizing.
 
-Letters: `p, m, v` master and moments, each `(segments, width)`, flat; `out` like them or None. `gs`
-are four gradients like them and `fs` their factors; a missing gradient is None and its factor 0.
+Letters: `p, m, v` master and moments, each `(segments, width)`, flat. Of a split master `p` is the
+rounded one and `rest` what it lacks, like `p` (`masters.py`); else `rest` is None. `gs` are four
+gradients like them and `fs` their factors; a missing gradient is None and its factor 0.
 The first gradient may begin at the element `origin` of the others. A tile has the segments `first`
 to `last`, and of each the elements `left` to `right`.
 
-Where rows move, `x` is a leaf's array and `some` has the rows of its `channels`, `(groups, k)` of
-`n`; both are flat. A segment is one of these channels, of `width` elements (leading), or one row of
-all of them (trailing, `height` rows in a group). `inward` is True, or None for the other way.
+Where rows move, `x` is a leaf's array (or `x` and `rest` its split masters) and `some` has the rows
+of its `channels`, `(groups, k)` of `n`; all are flat. A segment is one of these channels, of
+`width` elements (leading), or one row of all of them (trailing, `height` rows in a group). `inward`
+is True, or None for the other way.
 """
 
 from collections.abc import Callable
@@ -93,16 +95,56 @@ def _sum(total, gs, fs, i):
     return _plus(_plus(_plus(_plus(total, a, e, i), b, f, i), c, g, i), d, h, i)
 
 
-def _rounded(x, out):
+def _master(p, rest, i):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_rounded)
+@overload(_master)
 @no_type_check
-def _(x, out):
-    if out.dtype == numba.uint16:
-        return lambda x, out: bfloat16_bits(x)
-    return lambda x, out: x
+def _(p, rest, i):
+    if rest == numba.none:
+        return lambda p, rest, i: p[i]
+
+    def joined(p, rest, i):
+        rounded = np.uint32(np.uint32(p[i]) << np.uint32(16))
+        return np.uint32(rounded + np.uint32(np.int32(rest[i]))).view(np.float32)
+
+    return joined
+
+
+def _keep(x, p, rest, i, on):
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_keep)
+@no_type_check
+def _(x, p, rest, i, on):
+    def whole(x, p, rest, i, on):
+        p[i] = x if on else p[i]
+
+    def split(x, p, rest, i, on):
+        rounded = bfloat16_bits(x)
+        p[i] = _chosen(on, rounded, p[i])
+        rest[i] = np.int16(_chosen(on, rest_of(x, rounded), np.uint16(rest[i])))
+
+    return whole if rest == numba.none else split
+
+
+@_compiled
+@no_type_check
+def _chosen(on, new, old):
+    """`new` if `on`, else `old`: uint16, bit by bit, as LLVM vectorizes no branch around both."""
+    return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
+
+
+@_compiled
+@no_type_check
+def rest_of(x, rounded):
+    """What a bfloat16, given as its bits, lacks of `x`; both as uint16 (`masters.py`)."""
+    bits = np.float32(x).view(np.uint32)
+    lower, upper = np.uint16(bits), np.uint16(np.uint32(bits >> np.uint32(16)))
+    halfway_down = (lower == np.uint16(0x8000)) & (upper == rounded)
+    return np.uint16(lower - np.uint16(halfway_down))
 
 
 @_compiled
@@ -137,7 +179,7 @@ def _element(p, m, v, g, m_scale, v_scale, scalars):
 
 @_compiled
 @no_type_check
-def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, width, tile):
+def adamw_leading(p, m, v, gs, fs, origin, rest, active, m_scale, v_scale, scalars, width, tile):
     first, last, left, right = tile
     s = first
     while s < last:
@@ -158,7 +200,7 @@ def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalar
             v[i:j],
             _pieces(gs, origin, i, j),
             fs,
-            _piece(out, i, j),
+            _piece(rest, i, j),
             m_scale[s],
             v_scale[s],
             scalars,
@@ -168,21 +210,20 @@ def adamw_leading(p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalar
 
 @_compiled
 @no_type_check
-def _advance_channels(p, m, v, gs, fs, out, m_scale, v_scale, scalars):
+def _advance_channels(p, m, v, gs, fs, rest, m_scale, v_scale, scalars):
     for i in range(p.size):
         g = _sum(None, gs, fs, i)
-        p_i, m_i, v_i = _element(p[i], m[i], v[i], g, m_scale, v_scale, scalars)
-        p[i] = p_i
+        p_i = _master(p, rest, i)
+        p_i, m_i, v_i = _element(p_i, m[i], v[i], g, m_scale, v_scale, scalars)
+        _keep(p_i, p, rest, i, True)
         m[i] = m_i
         v[i] = v_i
-        if out is not None:
-            out[i] = _rounded(p_i, out)
 
 
 @_compiled
 @no_type_check
 def adamw_trailing(
-    p, m, v, gs, fs, origin, out, active, m_scale, v_scale, scalars, rows, width, tile
+    p, m, v, gs, fs, origin, rest, active, m_scale, v_scale, scalars, rows, width, tile
 ):
     first, last, left, right = tile
     for s in range(first, last):
@@ -195,7 +236,7 @@ def adamw_trailing(
             v[i:j],
             _pieces(gs, origin, i, j),
             fs,
-            _piece(out, i, j),
+            _piece(rest, i, j),
             active[channels],
             m_scale[channels],
             v_scale[channels],
@@ -205,59 +246,59 @@ def adamw_trailing(
 
 @_compiled
 @no_type_check
-def _advance_row(p, m, v, gs, fs, out, active, m_scale, v_scale, scalars):
+def _advance_row(p, m, v, gs, fs, rest, active, m_scale, v_scale, scalars):
     # Writes every lane, with its new or its old value: LLVM vectorizes a branch around the stores
     # only where the machine has masked ones.
     for i in range(p.size):
         g = _sum(None, gs, fs, i)
-        p_i, m_i, v_i = _element(p[i], m[i], v[i], g, m_scale[i], v_scale[i], scalars)
-        p[i] = p_i if active[i] else p[i]
+        p_i = _master(p, rest, i)
+        p_i, m_i, v_i = _element(p_i, m[i], v[i], g, m_scale[i], v_scale[i], scalars)
+        _keep(p_i, p, rest, i, active[i])
         m[i] = m_i if active[i] else m[i]
         v[i] = v_i if active[i] else v[i]
-    if out is not None:
-        for i in range(p.size):
-            out[i] = _rounded(p[i], out) if active[i] else out[i]
 
 
-def _move(x, i, some, j, inward):
+def _move(x, rest, i, some, j, inward):
     raise NotImplementedError("compiled code only")
 
 
 @overload(_move)
 @no_type_check
-def _(x, i, some, j, inward):
+def _(x, rest, i, some, j, inward):
     # Chosen at compile time: what moves inward is read-only.
-    def out_of(x, i, some, j, inward):
-        some[j] = x[i]
+    def out_of(x, rest, i, some, j, inward):
+        some[j] = _master(x, rest, i)
 
-    def into(x, i, some, j, inward):
-        x[i] = some[j]
+    def into(x, rest, i, some, j, inward):
+        _keep(some[j], x, rest, i, True)
 
     return out_of if inward == numba.none else into
 
 
 @_compiled
 @no_type_check
-def move_leading(x, some, channels, inward, n, width, tile):
+def move_leading(x, rest, some, channels, inward, n, width, tile):
     first, last, left, right = tile
     for s in range(first, last):
         group, j = divmod(s, channels.shape[1])
         i = (group * n + channels[group, j]) * width
         here, there = x[i + left : i + right], some[s * width + left : s * width + right]
+        rest_here = _piece(rest, i + left, i + right)
         for e in range(there.size):
-            _move(here, e, there, e, inward)
+            _move(here, rest_here, e, there, e, inward)
 
 
 @_compiled
 @no_type_check
-def move_trailing(x, some, channels, inward, n, height, tile):
+def move_trailing(x, rest, some, channels, inward, n, height, tile):
     first, last, left, right = tile
     k = channels.shape[1]
     for s in range(first, last):
         index = channels[s // height, left:right]
         here, there = x[s * n : (s + 1) * n], some[s * k + left : s * k + right]
+        rest_here = _piece(rest, s * n, (s + 1) * n)
         for e in range(there.size):
-            _move(here, index[e], there, e, inward)
+            _move(here, rest_here, index[e], there, e, inward)
 
 
 @_compiled

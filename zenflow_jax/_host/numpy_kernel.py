@@ -4,7 +4,8 @@
 its twin and gives the same bits. Here too is what both kernels take: a step or rows that move, and
 a tile of them.
 
-Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`.
+Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`. Of a split master `p`
+is the rounded one, and `rest` what it lacks (`masters.py`).
 """
 
 import functools
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zenflow_jax._host.masters import join, split
 from zenflow_jax._plan.scalars import AdamScalars
 
 # The kernel leaves inactive channels out, run by run, if runs of active ones have at least this
@@ -32,11 +34,12 @@ class Step(NamedTuple):
     all channels in the trailing one.
     """
 
-    p: np.ndarray  # (segments, width) float32, as are m and v
-    m: np.ndarray
+    p: np.ndarray  # (segments, width) float32, or bfloat16 where masters are split
+    rest: np.ndarray | None  # (segments, width) int16; None where they are not
+    cast: np.ndarray | None  # (segments, width) float16: gets the new masters, rounded
+    m: np.ndarray  # (segments, width) float32
     v: np.ndarray
     gradients: Weighed  # (segments, width)
-    out: np.ndarray | None  # (segments, width) float32, bfloat16 or float16
     active: np.ndarray  # (groups * n,) bool
     m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
     v_scale: np.ndarray
@@ -46,10 +49,18 @@ class Step(NamedTuple):
     scalars: AdamScalars  # of np.float32
 
 
+class MovingArray(NamedTuple):
+    """One of a leaf's arrays, and rows of it."""
+
+    x: np.ndarray  # (groups, rows, n, tail) float32, or bfloat16 where masters are split
+    rest: np.ndarray | None  # int16, like x; None where they are not
+    rows: np.ndarray  # (groups, rows, k, tail) float32
+
+
 class Moving(NamedTuple):
     """Some channels of a leaf's arrays that are copied out, or in."""
 
-    pairs: list[tuple[np.ndarray, np.ndarray]]  # float32 (groups, rows, n, tail) and (..., k, tail)
+    arrays: list[MovingArray]
     channels: np.ndarray  # int32 (groups, k)
     inward: bool
 
@@ -79,13 +90,15 @@ class NumpyKernel:
         """The function that moves the rows, all of them at once."""
 
         def work(_: Tile) -> None:
-            for x, rows in moving.pairs:
-                for group, index, some in zip(x, moving.channels, rows, strict=True):
-                    if moving.inward:
-                        group[:, index] = some
+            for x, rest, rows in moving.arrays:
+                for i, (index, some) in enumerate(zip(moving.channels, rows, strict=True)):
+                    if rest is not None:
+                        _move_split(x[i], rest[i], index, some, inward=moving.inward)
+                    elif moving.inward:
+                        x[i][:, index] = some
                     else:
                         # The default mode would fill a buffer of its own first.
-                        np.take(group, index, axis=1, out=some, mode="clip")
+                        np.take(x[i], index, axis=1, out=some, mode="clip")
 
         return work
 
@@ -117,8 +130,13 @@ class NumpyKernel:
             return x[channels][None, :] if step.trailing else x[channels][:, None]
 
         p, m, v = (x[segments, columns] for x in (step.p, step.m, step.v))
-        x, y, *spare = self._scratch(5 if masked else 2, p.shape)
-        new_p, new_m, new_v = spare if masked else (p, m, v)
+        x, y, old_p, *spare = self._scratch(6 if masked else 3, p.shape)
+        rest = None if step.rest is None else step.rest[segments, columns]
+        if rest is None:
+            old_p = p
+        else:
+            join(p, rest, out=old_p)
+        new_p, new_m, new_v = spare if masked else (old_p, m, v)
         s = step.scalars
         with np.errstate(all="ignore"):
             for i, (g, factor) in enumerate(step.gradients):
@@ -138,23 +156,39 @@ class NumpyKernel:
             x += s.eps
             np.multiply(new_m, by_channel(step.m_scale), out=y)
             y /= x
-            np.multiply(p, s.weight_decay, out=x)
+            np.multiply(old_p, s.weight_decay, out=x)
             y += x
             y *= s.learning_rate
-            np.subtract(p, y, out=new_p)
+            np.subtract(old_p, y, out=new_p)
             where = by_channel(step.active) if masked else True
             if masked:
-                for old, new in ((p, new_p), (m, new_m), (v, new_v)):
+                for old, new in ((m, new_m), (v, new_v)):
                     np.copyto(old, new, where=where)
-            if step.out is not None:
-                np.copyto(step.out[segments, columns], new_p, where=where, casting="same_kind")
+            if rest is not None:
+                split(new_p, p, rest, where)
+            elif masked:
+                np.copyto(p, new_p, where=where)
+            if step.cast is not None:
+                np.copyto(step.cast[segments, columns], new_p, where=where, casting="same_kind")
 
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
         """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty((5, self.tile), np.float32)
+            self._local.scratch = np.empty((6, self.tile), np.float32)
         size = int(np.prod(shape))
         return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
+
+
+def _move_split(
+    x: np.ndarray, rest: np.ndarray, index: np.ndarray, some: np.ndarray, *, inward: bool
+) -> None:
+    """Moves rows of split masters of one group."""
+    if not inward:
+        join(x[:, index], rest[:, index], out=some)
+        return
+    rounded, steps = np.empty(some.shape, x.dtype), np.empty(some.shape, rest.dtype)
+    split(some, rounded, steps)
+    x[:, index], rest[:, index] = rounded, steps
 
 
 def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:

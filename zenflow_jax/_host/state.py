@@ -14,6 +14,7 @@ import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import blank, copied
+from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
@@ -29,12 +30,11 @@ class HostLeaf:
     """One leaf's arrays, all `(groups, rows, n, tail)` unless said otherwise."""
 
     spec: LeafSpec
-    master: np.ndarray  # float32
+    master: Masters
     mu: np.ndarray  # float32
     nu: np.ndarray  # float32
     steps: np.ndarray  # int32 (groups, n): Adam steps of each channel
     channels: np.ndarray  # int32 (groups, k), ascending: selected now
-    out: np.ndarray | None  # what is uploaded, in the leaf's dtype; None if that is the master
     # The open window: the float32 sum of its first mails, if any were added up; then the other
     # mails in order, each with its factor. Mails are views of host memory that is freed with them.
     total: np.ndarray | None = None
@@ -43,13 +43,20 @@ class HostLeaf:
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
+    def arrays(self) -> list[np.ndarray]:
+        """All that are the leaf's own, spare ones included; mails are not."""
+        total = [] if self.total is None else [self.total]
+        state = [*self.master.arrays, self.mu, self.nu, self.steps, self.channels]
+        return [*state, *total, *self.spare]
+
+    @property
     def to_upload(self) -> np.ndarray:
         """What an update uploads of the leaf, in its shape. Not a copy."""
-        return (self.master if self.out is None else self.out).reshape(self.spec.shape)
+        return self.master.to_upload.reshape(self.spec.shape)
 
     def take_master(self, weight: np.ndarray) -> None:
         """Sets the masters to these parameters."""
-        np.copyto(self.master, weight.reshape(self.master.shape), casting="unsafe")
+        self.master.write(weight.reshape(self.master.shape))
 
 
 @dataclasses.dataclass
@@ -144,12 +151,7 @@ class HostState:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, spare ones included."""
-        return sum(
-            x.nbytes
-            for leaf in self.leaves
-            for x in (*vars(leaf).values(), *leaf.spare)
-            if isinstance(x, np.ndarray)
-        )
+        return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays)
 
     @property
     def mails_kept(self) -> float:
@@ -189,18 +191,12 @@ class HostState:
             window.counted = steps
             window.update_scalars, window.update_counted = update
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
-            for name in ("master", "mu", "nu", "steps"):
+            leaf.take_master(of_leaf["master"])
+            for name in ("mu", "nu", "steps"):
                 array = getattr(leaf, name)
                 array[...] = of_leaf[name].reshape(array.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
-
-    def cast(self, i: int) -> np.ndarray:
-        """What leaf `i` uploads: all its masters, in its dtype."""
-        leaf = self.leaves[i]
-        if leaf.out is not None:
-            np.copyto(leaf.out, leaf.master, casting="unsafe")
-        return leaf.to_upload
 
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
@@ -303,7 +299,6 @@ class HostState:
                 window.scale,
                 window.active[i],
                 _for_leaf(window.step, leaf.spec),
-                leaf.out,
             ):
                 yield leaf.spec.name
             if self._overflowed and gradients.total is not None:
@@ -342,7 +337,6 @@ class HostState:
                 window.scale,
                 entering,
                 _for_leaf(window.step, leaf.spec),
-                None,
             ):
                 pass
         window.active[i] = active & ~entering
@@ -355,16 +349,16 @@ class HostState:
 def _new_leaf(spec: LeafSpec, weight: np.ndarray, channels: np.ndarray) -> HostLeaf:
     shape = spec.view4(spec.n)
     groups = shape[0]
-    return HostLeaf(
+    leaf = HostLeaf(
         spec=spec,
-        # Copied: the parameter's memory belongs to the device.
-        master=copied(weight.reshape(shape), np.float32),
+        master=Masters.zeros(shape, spec.dtype),
         mu=blank(shape),
         nu=blank(shape),
         steps=blank((groups, spec.n), np.int32),
         channels=np.array(channels, np.int32).reshape(groups, spec.k),
-        out=np.zeros(shape, spec.dtype) if spec.keeps_master else None,
     )
+    leaf.take_master(weight)  # a copy: the parameter's memory belongs to the device
+    return leaf
 
 
 def _keep(leaf: HostLeaf, gradient: np.ndarray, factor: float) -> None:

@@ -1,0 +1,165 @@
+"""Masters in two parts of 16 bits: what is uploaded is their cast, and nothing else is lost."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+
+from zenflow_jax._host import masters as masters_module
+from zenflow_jax._host import numba_loops
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.masters import Masters
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
+
+
+@numba.njit(nogil=True)
+def count_wrong(start, stop):
+    """Of the numbers with these upper halves: how many are not as `masters.py` says.
+
+    And how many have moved by their last bit. No branch: LLVM vectorizes both loops.
+    """
+    p, rest = np.empty(2**16, np.uint16), np.empty(2**16, np.int16)
+    wrong = moved = 0
+    for upper in range(start, stop):
+        first = np.uint32(upper << 16)
+        odd, infinite = np.uint32(upper & 1), (upper & 0x7F80) == 0x7F80
+        quiet = np.uint16((upper & 0x8000) | 0x7FC0)
+        for i in range(p.size):
+            x = np.uint32(first | np.uint32(i)).view(np.float32)
+            numba_loops._keep(x, p, rest, i, True)
+        errors, ties = np.uint32(0), np.uint32(0)
+        for i in range(p.size):
+            lower = np.uint32(i)
+            # To nearest, and where two are as near to the one whose last bit is 0.
+            up = (lower > 0x8000) | ((lower == 0x8000) & (odd == 1))
+            down = (lower == 0x8000) & (odd == 0)
+            rounded = np.uint16(np.uint32(first >> np.uint32(16)) + np.uint32(up))
+            found = np.float32(numba_loops._master(p, rest, i))
+            same = found.view(np.uint32) == np.uint32(np.uint32(first | lower) - np.uint32(down))
+            nan = infinite & (np.uint32(np.uint32(first | lower) & np.uint32(0x7FFFFF)) != 0)
+            right = ((p[i] == rounded) & same & ~nan) | ((p[i] == quiet) & (found != found) & nan)
+            errors = np.uint32(errors + np.uint32(~right))
+            ties = np.uint32(ties + np.uint32(down & ~nan))
+        wrong += errors
+        moved += ties
+    return wrong, moved
+
+
+def test_every_float32_comes_back_but_those_halfway_above_an_even_one_and_nans():
+    edges = range(0, 2**16 + 1, 2**12)
+    with ThreadPoolExecutor(numba.config.NUMBA_NUM_THREADS) as pool:
+        counts = list(pool.map(count_wrong, edges[:-1], edges[1:]))
+    wrong, moved = np.sum(counts, axis=0)
+    assert wrong == 0
+    assert moved == 2**15 - 2**7  # of each even upper half that is finite
+
+
+@pytest.fixture(scope="module")
+def numbers() -> np.ndarray:
+    """Float32 of all lower halves with some upper ones, and of all upper ones with some lower."""
+    some = np.uint32([0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
+    some = np.concatenate([some, some | np.uint32(0x8000)])
+    every = np.arange(2**16, dtype=np.uint32)
+    lower = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    found = [(some[:, None] << 16 | every), (every[:, None] << 16 | lower)]
+    return np.concatenate([x.reshape(-1) for x in found]).view(np.float32)
+
+
+def apart(x: np.ndarray, dtype: np.dtype) -> Masters:
+    masters = Masters.zeros(x.shape, dtype)
+    masters.write(x)
+    return masters
+
+
+def test_what_is_uploaded_is_the_cast_of_the_masters_bit_for_bit(numbers):
+    with np.errstate(all="ignore"):
+        for dtype in (BFLOAT16, FLOAT16, FLOAT32):
+            masters = apart(numbers, dtype)
+            expected = numbers.astype(dtype).tobytes()
+            assert masters.to_upload.tobytes() == expected
+            # Of what the masters are, not only of what they were set to.
+            number = ~np.isnan(numbers)
+            cast = masters.as_float32()[number].astype(dtype)
+            assert masters.to_upload[number].tobytes() == cast.tobytes()
+
+
+def test_numpy_takes_masters_apart_as_compiled_loops_do(numbers):
+    masters = apart(numbers, BFLOAT16)
+    p, rest = np.empty(numbers.shape, np.uint16), np.empty(numbers.shape, np.int16)
+
+    @numba.njit
+    def keep_all(x, p, rest):
+        for i in range(x.size):
+            numba_loops._keep(x[i], p, rest, i, True)
+
+    keep_all(numbers, p, rest)
+    assert masters.values.tobytes() == p.tobytes()
+    assert masters.rest is not None
+    assert masters.rest.tobytes() == rest.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+def test_masters_that_were_read_are_written_back_bit_for_bit(dtype, numbers):
+    masters = apart(numbers, dtype)
+    again = apart(masters.as_float32(), dtype)
+    for ours, theirs in zip(again.arrays, masters.arrays, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+def test_parameters_become_masters_without_rounding(dtype):
+    """In blocks of which the last is not whole, from memory that is not contiguous."""
+    x = np.random.default_rng(0).standard_normal((513, 514)).astype(dtype)
+    assert x.size > 2 * masters_module._BLOCK
+    for given in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[:, ::-1]):
+        masters = apart(given, dtype)
+        found = masters.as_float32()
+        assert found.tobytes() == np.ascontiguousarray(given, np.float32).tobytes()
+        places = (np.array([0, 512, 7]), np.array([513, 0, 7]))
+        assert masters.at(places).tobytes() == found[places].tobytes()
+
+
+def test_parameters_that_replace_masters_leave_nothing_of_them():
+    masters = apart(np.float32([1.001, 2.002, 3.003]), BFLOAT16)
+    masters.write(np.array([4, 5, 6], BFLOAT16))
+    assert masters.as_float32().tolist() == [4, 5, 6]
+
+
+def test_what_is_not_to_be_written_keeps_both_parts():
+    # Any bits: a rest of -32768 beside a number that ends in 0 is of no master.
+    masters = Masters(np.array([1, 2], BFLOAT16), rest=np.int16([-32768, 7]))
+    masters_module.split(np.float32([1, 3]), *masters.arrays, where=np.array([False, True]))
+    assert masters.values.tolist() == [1, 3]
+    assert masters.rest.tolist() == [-32768, 0]
+
+
+def test_what_was_read_of_split_masters_does_not_change_with_them():
+    masters = apart(np.float32([1, 2, 3]), BFLOAT16)
+    before = masters.as_float32()
+    masters.write(np.float32([4, 5, 6]))
+    assert before.tolist() == [1, 2, 3]
+
+
+def test_a_bfloat16_master_takes_four_bytes_and_the_others_what_they_did():
+    for dtype, nbytes in ((BFLOAT16, 4), (FLOAT16, 6), (FLOAT32, 4)):
+        masters = Masters.zeros((3, 5), dtype)
+        assert sum(x.nbytes for x in masters.arrays) == 15 * nbytes
+        assert masters.to_upload.dtype == dtype
+
+
+@pytest.mark.parametrize("kernel", ["numba", "numpy"])
+def test_a_master_halfway_above_an_even_number_moves_once_where_channels_change_sides(kernel):
+    # 1 + 2**-8 lies halfway between 1 and the next bfloat16, and rounds to 1.
+    halfway, below = np.float32(1 + 2**-8), np.nextafter(np.float32(1 + 2**-8), np.float32(0))
+    masters, channels = Masters.zeros((1, 1, 3, 2), BFLOAT16), np.int32([[1]])
+    adam = HostAdam(kernel, 1)
+    rows = np.full((1, 1, 1, 2), halfway)
+    for _ in range(2):
+        adam.put([masters], channels, [rows])
+        (rows,) = adam.take([masters], channels)
+        assert rows.ravel().tolist() == [below, below]
+        assert masters.to_upload[0, 0, :, 0].tolist() == [0, 1, 0]
