@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from tests.checked_types import check_types
+from tests.checked_types import _checked, check_types, checked
 from zenflow_jax._device.adamw import add_gradient
 
 
@@ -25,3 +25,31 @@ def test_what_was_traced_by_a_slow_test_is_traced_again():
     check_types(True)
     with pytest.raises(jaxtyping.TypeCheckError, match="add_gradient"):
         add(jnp.ones(3))
+
+
+def test_functions_that_are_defined_again_share_checks_if_their_annotations_are_the_same():
+    def define(kind, default):
+        @jaxtyping.jaxtyped(typechecker=checked)
+        def inner(x: kind = default) -> kind:
+            return x
+
+        return inner
+
+    define(int, 0)
+    known = len(_checked)
+    number, word, same = define(int, 1), define(str, "one"), define(int, 2)
+    assert len(_checked) == known + 2  # of `word`, before its call and after it
+    assert (number(), word(), same()) == (1, "one", 2)
+    assert (number(3), word("three"), same(3)) == (3, "three", 3)
+    for function, wrong in ((number, "one"), (word, 1), (same, "one")):
+        with pytest.raises(jaxtyping.TypeCheckError, match="inner"):
+            function(wrong)
+
+
+def test_a_wrong_result_is_found():
+    @jaxtyping.jaxtyped(typechecker=checked)
+    def inner(x: int) -> str:
+        return x
+
+    with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
+        inner(1)
