@@ -76,21 +76,37 @@ def test_a_module_runs_as_the_main_program():
     assert errors.startswith("error: expected the path of a config file")
 
 
-def test_it_hears_signals_and_dies_of_those_that_it_does_not_catch():
-    code = "print('here', flush=True)\nsignal.pause()\nprint('goes on')"
-    catches = "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
-    for more, ending, said in (("", -signal.SIGTERM, ""), (catches, 0, "heard\ngoes on\n")):
-        process = start("-c", f"import signal\n{more}\n{code}")
-        assert process.stdout.readline() == "here\n"
+WAITS = "import signal, threading\nheard = threading.Event()\n{}\nprint('here', flush=True)\n"
+WAITS += "heard.wait()\nprint('goes on')"
+
+
+@pytest.fixture
+def waits():
+    """Starts processes that wait for something to be heard."""
+    started = []
+
+    def wait(more: str = "") -> subprocess.Popen:
+        started.append(start("-c", WAITS.format(more)))
+        assert started[-1].stdout.readline() == "here\n"
+        return started[-1]
+
+    yield wait
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_it_hears_signals_and_dies_of_those_that_it_does_not_catch(waits):
+    catches = "signal.signal(signal.SIGTERM, lambda *_: heard.set())"
+    for more, ending, said in (("", -signal.SIGTERM, ""), (catches, 0, "goes on\n")):
+        process = waits(more)
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=60)[0] == said
         assert process.returncode == ending
 
 
-def test_it_is_gone_when_what_stands_for_it_is_killed():
-    code = "import signal; print('here', flush=True); signal.pause()"
-    process = start("-c", code)
-    assert process.stdout.readline() == "here\n"
+def test_it_is_gone_when_what_stands_for_it_is_killed(waits):
+    process = waits()
     process.kill()
     # The end of its output comes when it is gone, for it holds the other end.
     assert process.communicate(timeout=60) == ("", "")
