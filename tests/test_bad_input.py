@@ -1187,7 +1187,7 @@ def test_between_two_steps_the_engine_refuses_and_the_run_goes_on(
     assert_told(lambda: call(engine, params, state), exception, words)
     # What the worker, which may still be at the last mail, and the clock change.
     moving = {f.name: 0.0 for f in dataclasses.fields(before) if f.name.endswith("_s")}
-    moving |= {"bytes_to_host": 0, "host_bytes": 0}
+    moving |= {"bytes_to_host": 0, "host_bytes": 0, "pinned_bytes": 0}
     assert dataclasses.replace(engine.stats, **moving) == dataclasses.replace(before, **moving)
     assert_as_if_nothing_had_happened(finish(engine, params, state), undisturbed)
 

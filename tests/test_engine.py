@@ -792,6 +792,7 @@ def test_stats_count_steps_windows_and_bytes():
         skipped_steps=1,
         bytes_to_host=5 * mail + row + 4,  # and the channel's number
         bytes_to_device=2 * window + row,
+        pinned_bytes=4 * 2 * 2,  # the last step's gradient, in an open window
     )
     assert all(getattr(stats, name) > 0 for name in timed)
     assert stats.work_s >= stats.sum_s + stats.hand_over_s + stats.update_s

@@ -12,6 +12,7 @@ class WorkerStats:
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     host_bytes: int = 0
+    pinned_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,11 @@ class EngineStats:
         bytes_to_host: Bytes of mail read, and of channels handed over.
         bytes_to_device: Bytes of updates, and of channels handed over, counted for each device that
             gets them.
-        host_bytes: Bytes of the NumPy arrays of the deferred half.
+        host_bytes: Bytes of the NumPy arrays of the deferred half: masters, which have in them what
+            is uploaded, moments, counts, and sums. None of it is pinned.
+        pinned_bytes: Bytes of mail, all of it pinned, that the worker has read and keeps for its
+            windows' updates. Beside it there are mail that is unread or being written, and blank
+            mail in the state.
     """
 
     steps: int = 0
@@ -63,3 +68,4 @@ class EngineStats:
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     host_bytes: int = 0
+    pinned_bytes: int = 0

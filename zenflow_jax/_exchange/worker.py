@@ -324,8 +324,8 @@ class Worker:
             skipped_steps=0 if sent.finite else 1,
             skipped_in_a_row=-before if sent.finite else 1,
             bytes_to_host=read,
-            host_bytes=self._host.nbytes - self.stats.host_bytes,
         )
+        self._measure()
         if not sent.finite:
             tell_of_skipped(before + 1, step, self._max_skipped)
 
@@ -335,7 +335,8 @@ class Worker:
         read = _nbytes(sums)
         self._host.take_sums([view(x) for x in sums], item.group)
         sums.clear()
-        self._count(bytes_to_host=read, host_bytes=self._host.nbytes - self.stats.host_bytes)
+        self._count(bytes_to_host=read)
+        self._measure()
 
     def _begin(self, close: Close) -> None:
         self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
@@ -399,6 +400,7 @@ class Worker:
                 jax.block_until_ready(uploads)
             self.recorder.uploaded(window.number, first)
         self._count(bytes_to_device=_nbytes(uploads))
+        self._measure()
         self._finish(close, uploads)
 
     def _go_on(self) -> None:
@@ -412,6 +414,10 @@ class Worker:
             self._updates.popleft()
         else:
             update.where = piece
+
+    def _measure(self) -> None:
+        host = self._host
+        self.stats = replace(self.stats, host_bytes=host.nbytes, pinned_bytes=host.pinned_bytes)
 
     def _count(self, **more: Any) -> None:
         self.stats = replace(

@@ -150,22 +150,36 @@ class HostState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, spare ones included."""
+        """Bytes of all arrays, spare ones included; none of them is in pinned memory."""
         return sum(x.nbytes for leaf in self.leaves for x in leaf.arrays)
 
     @property
     def mails_kept(self) -> float:
         """Number of mails kept, for open windows and for those whose updates are not made yet."""
-        sizes = [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
+        # What updates will read: a sum among it takes as long as a mail.
+        return self._kept(lambda gradients: len(gradients.sources)) / max(sum(self._sizes), 1)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the mails kept: these alone are in memory that jax has pinned."""
+        return self._kept(lambda gradients: len(gradients.mails))
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of a mail of each leaf."""
+        return [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
+
+    def _kept(self, count: Callable[[WindowGradients], int]) -> int:
+        """Bytes of all mails kept, `count` of them of a leaf's closed window."""
+        sizes = self._sizes
         kept = [len(leaf.mails) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
-                kept[i] += len(gradients.sources)
+                kept[i] += count(gradients)
         # A mail is there until the last of the leaves in it has used it.
-        used = sum(
+        return sum(
             sum(sizes[i] for i in piece) * max(kept[i] for i in piece) for piece in self._pieces
         )
-        return used / max(sum(sizes), 1)
 
     def resume(
         self,
