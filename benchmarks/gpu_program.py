@@ -277,19 +277,19 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     params, state, _ = arguments(program, shape, mesh)
     pairs = list(zip(jax.tree.leaves(params), state.leaves, strict=True))
     groups = [
-        [(p, x, x.spec.range_of(j)) for p, x in pairs if x.offloaded and j in x.spec.groups]
+        [(p, x.spec.range_of(j)) for p, x in pairs if x.offloaded and j in x.spec.groups]
         for j in range(state.schedule.groups)
     ]
-    largest = max(groups, key=lambda group: sum(math.prod(spec.shape) for *_, spec in group))
-    mine, leaves, specs = zip(*largest, strict=True)
+    largest = max(groups, key=lambda group: sum(math.prod(spec.shape) for _, spec in group))
+    mine, specs = zip(*largest, strict=True)
     uploads = [
         jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
         for p, spec in zip(mine, specs, strict=True)
     ]
-    channels = [leaf.channels for leaf in leaves]
+    rows = boundary.abstract_channel_rows(mine, specs)
     two = boundary.uploads_in_two(uploads, specs)
     samples = abstract_samples(mine, specs)
-    merge = boundary.merge.lower(mine, *two, channels, channels, samples, specs=specs)
+    merge = boundary.merge.lower(mine, *two, rows, rows, samples, specs=specs)
     return report(merge.compile(), params)
 
 

@@ -33,18 +33,16 @@ from zenflow_jax._checkpoint.tree import (
     EngineTree,
 )
 from zenflow_jax._device.checks import check_placement
-from zenflow_jax._device.leaves import Places, check_leaves, match_leaves
+from zenflow_jax._device.leaves import Places, match_leaves
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import checksums, differing
-from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, replace_state
+from zenflow_jax._device.state import ZenFlowState, find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.caller_tree import CallerTree
 from zenflow_jax._exchange.changes import Doubts
 from zenflow_jax._exchange.checks import (
-    StatePlaces,
-    check_arrays,
     check_budget,
     check_devices,
     check_fresh,
@@ -57,6 +55,7 @@ from zenflow_jax._exchange.checks import (
     check_wrappers,
 )
 from zenflow_jax._exchange.emitted import Emitted
+from zenflow_jax._exchange.expected import Expected
 from zenflow_jax._exchange.mailbox import Mailbox, buffers
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
@@ -197,8 +196,7 @@ class HostEngine:
         self._specs = tuple(leaf.spec for leaf in state.leaves)
         check_placement(weights, self._specs)
         check_devices(weights, state)
-        self._state_places = StatePlaces(weights)
-        self._state_places.check(state, range(self._schedule.groups))
+        self._expected = Expected(state, weights)
         self._places = Places(self._specs)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         parts = offloaded.parts
@@ -247,8 +245,8 @@ class HostEngine:
         self._doubts = Doubts()
         self._emitted = Emitted(self._specs, self._ahead)
         if resumed is not None:
-            self._updates.note_parameters(mine)
-            self._resume(resumed, states)
+            self._updates.note_parameters(mine, state.leaves)
+            self._resume(resumed, mine)
         self._closed = False
         self._interrupted = False
         # When nothing else can fail: who has no engine cannot end its thread.
@@ -323,7 +321,13 @@ class HostEngine:
                 shapes, dtypes or places.
             TypeError: If they are no jax arrays.
         """
-        state = self._check(opt_state)
+        self._check_open()
+        boundaries = self._progress.boundaries()
+        closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
+        arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
+        first = self._progress.step == 0
+        concerned = self._all_groups if first else sorted({*closing, *arriving})
+        state = self._expected.state(opt_state, concerned)
         self._check_flushed(state)
         if self._mailbox.holds(state):
             raise RuntimeError(
@@ -332,17 +336,11 @@ class HostEngine:
             )
         # Refuses what does not fit before anything is done.
         taken = self._take(params)
-        boundaries = self._progress.boundaries()
-        closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
-        arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
-        concerned = sorted({*closing, *arriving})
-        first = self._progress.step == 0
-        if concerned or first:
-            self._check_params(taken, None if first else concerned)
-        self._state_places.check(state, concerned)
+        self._expected.check_params(taken.weights, concerned)
+        self._expected.check_places(state, concerned)
         if first:
             self._follow(state, taken.weights)
-            self._updates.note_parameters(taken.offloaded)
+            self._updates.note_parameters(taken.offloaded, state.leaves)
         with self._all_or_nothing():
             emitted = self._emitted.compare(taken.weights, state.leaves, state.step_scalars)
             self._open_steps = [steps + 1 for steps in self._open_steps]
@@ -350,7 +348,7 @@ class HostEngine:
             leaves = state.leaves
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
-            weights = self._updates.collect(taken.offloaded, arriving, state.step, leaves)
+            weights = self._updates.collect(taken.offloaded, arriving, state.step)
             measured = {}
             for group in closing:
                 if boundaries[group].selects:
@@ -361,7 +359,7 @@ class HostEngine:
                         measured[group] = self._updates.measure(group, leaves)
                 self._count_window(group)
             at_once = [group for group in closing if boundaries[group].synchronous]
-            weights = self._updates.collect(weights, at_once, state.step, leaves)
+            weights = self._updates.collect(weights, at_once, state.step)
             if closing or arriving:
                 taken = taken.with_offloaded(weights)
                 params = taken.tree
@@ -399,14 +397,14 @@ class HostEngine:
             self._doubts.check(self._progress.step)
             return params, opt_state
         with self._all_or_nothing():
-            groups = range(self._schedule.groups)
-            weights = self._updates.collect(taken.offloaded, groups, state.step, state.leaves)
+            groups = self._all_groups
+            weights = self._updates.collect(taken.offloaded, groups, state.step)
             for group in groups:
                 if self._open_steps[group]:
                     state = self._mailbox.send_sums(state, group)
                     self._updates.close_window(group)
                     self._count_window(group)
-            weights = self._updates.collect(weights, groups, state.step, state.leaves)
+            weights = self._updates.collect(weights, groups, state.step)
             self._mailbox.drain()
             self._note_changes(None)
             self._doubts.check(self._progress.step)
@@ -440,7 +438,7 @@ class HostEngine:
             TypeError: If they are no jax arrays.
         """
         state, taken = self._between_steps(params, opt_state, "peek")
-        weights = self._updates.peek(taken.offloaded, state.step, state.leaves)
+        weights = self._updates.peek(taken.offloaded, state.step)
         given = {id(x) for x in taken.leaves}
 
         def of_its_own(x: Any) -> Any:
@@ -624,7 +622,7 @@ class HostEngine:
             "parameters; they are dropped. The parameters are whole, but lack them."
         )
 
-    def _resume(self, resumed: Resumed, states: Sequence[LeafState]) -> None:
+    def _resume(self, resumed: Resumed, weights: Sequence[jax.Array]) -> None:
         """Goes on where another engine was."""
         counts = resumed.counts
         self._progress.resume(
@@ -632,7 +630,7 @@ class HostEngine:
         )
         self._open_steps = list(counts.open_steps)
         self._window_lengths.update(counts.window_lengths)
-        self._updates.resume(counts.pending, resumed.before, states)
+        self._updates.resume(counts.pending, resumed.before, weights)
 
     def _settle(self) -> list[int]:
         """Waits until the worker has nothing to do; what there is of each group's update."""
@@ -657,16 +655,11 @@ class HostEngine:
 
     def _check(self, opt_state: Any) -> ZenFlowState:
         self._check_open()
-        state = find_state(opt_state)
-        if tuple(leaf.spec for leaf in state.leaves) != self._specs or (
-            state.schedule != self._schedule
-        ):
-            raise ValueError(
-                "expected the state of the run that this engine was made for, got one with other "
-                "leaves or settings. Give each run an engine of its own."
-            )
-        check_arrays(state)
-        return state
+        return self._expected.state(opt_state)
+
+    @property
+    def _all_groups(self) -> list[int]:
+        return list(range(self._schedule.groups))
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -678,16 +671,6 @@ class HostEngine:
     def _take(self, params: Any) -> CallerTree:
         leaves, treedef, places = self._places(params)
         return CallerTree(leaves, treedef, places, self._offloaded)
-
-    def _check_params(self, taken: CallerTree, groups: Sequence[int] | None = None) -> None:
-        """Checks the parameters of some groups; resident ones with the first. None: all."""
-        weights, specs = taken.weights, self._specs
-        if groups is not None:
-            mine = frozenset(groups)
-            which = [i for i, spec in enumerate(specs) if not mine.isdisjoint(spec.groups)]
-            weights, specs = [weights[i] for i in which], [specs[i] for i in which]
-        check_leaves(weights, specs)
-        check_placement(weights, specs)
 
     def _note_changes(self, emitted: tuple[list[int], jax.Array] | None) -> None:
         """Takes over what has been found of the parameters that came in."""
@@ -721,7 +704,7 @@ class HostEngine:
                 f"of a step has not been taken. Call `exchange` first, then `{name}`."
             )
         taken = self._take(params)
-        self._check_params(taken)
+        self._expected.check_params(taken.weights, self._all_groups)
         return state, taken
 
     def _count_window(self, group: int) -> None:

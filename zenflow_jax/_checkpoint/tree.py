@@ -23,7 +23,6 @@ from zenflow_jax._exchange.parts import (
     Part,
     assemble,
     by_leaf,
-    host_channels,
     joined,
 )
 from zenflow_jax._host.aligned import blank, copied
@@ -244,15 +243,15 @@ class EngineTree:
         ]
 
     def build(
-        self, leaves: Sequence[HostLeaf], counts: Counts, before: Sequence[jax.Array | None]
+        self, leaves: Sequence[HostLeaf], counts: Counts, before: Sequence[np.ndarray | None]
     ) -> dict[str, Any]:
         """The tree; its arrays are copies.
 
         Args:
             leaves: The host's arrays of each part; nobody may write to them meanwhile.
             counts: What the engine counts.
-            before: For each part, its leaf's channels selected during the pending update's window;
-                None if they still are.
+            before: For each part, its channels selected during the pending update's window, as
+                `HostLeaf.channels`; None if they still are.
         """
         return {
             "leaves": self._of_leaves(leaves, counts.counted, before),
@@ -264,7 +263,7 @@ class EngineTree:
         self,
         leaves: Sequence[HostLeaf],
         counted: Sequence[int],
-        before: Sequence[jax.Array | None],
+        before: Sequence[np.ndarray | None],
     ) -> list[dict[str, jax.Array]]:
         """The host's arrays of each offloaded leaf; a group's sums have `counted` steps."""
         arrays = self._arrays
@@ -291,11 +290,11 @@ class EngineTree:
         ]
 
     def _of_part(
-        self, part: Part, leaf: HostLeaf, counted: Sequence[int], before: jax.Array | None
+        self, part: Part, leaf: HostLeaf, counted: Sequence[int], before: np.ndarray | None
     ) -> dict[str, np.ndarray]:
         """The arrays of one part, in its shape; not copies where they need not be."""
         spec = part.spec
-        channels = leaf.channels if before is None else host_channels(part.of(before), part)
+        channels = leaf.channels if before is None else before
         # Until a step is counted, a sum is missing.
         total = leaf.total if counted[spec.group] else None
         return {

@@ -4,6 +4,7 @@ Each is one program for all leaves, so a boundary costs a few dispatches however
 are. On a mesh, a part's update moves to every device that holds its block; nothing else moves.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from zenflow_jax._device.channels import (
     top_channels,
 )
 from zenflow_jax._device.ranges import cut, cut_state, put, put_state
-from zenflow_jax._device.samples import differ, join_samples, sample_row, split_samples
+from zenflow_jax._device.rows import join, of_each_device, row, split
+from zenflow_jax._device.samples import differ, sample_row, split_samples
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.statistics import kept_share
@@ -57,8 +59,8 @@ def _merge(
     weights: Arrays,
     used_up: Arrays,
     others: Arrays,
-    before: Arrays,
-    now: Arrays,
+    before: Array,
+    now: Array,
     samples: Array,
     *,
     specs: Specs,
@@ -66,13 +68,13 @@ def _merge(
     """The parameters, with a window's update on the channels that it covers.
 
     Args:
-        weights: Parameters.
+        weights: Parameters, of whole leaves.
         used_up: Casts of the masters, in parts, as `uploads_in_two` gives them.
         others: The same.
-        before: Channels that were selected during the window.
+        before: Channels that were selected during the window, as `channel_rows` gives them.
         now: Channels that are selected since the window closed.
         samples: Samples of the parameters, from their last merge.
-        specs: The leaves, or ranges of leaves; the other arrays are whole leaves'.
+        specs: The leaves, or ranges of leaves.
     """
 
     def one(
@@ -84,24 +86,19 @@ def _merge(
 
     two = {True: iter(used_up), False: iter(others)}
     new, seen, changed = [], [], []
-    columns = (specs, weights, before, now, split_samples(samples, specs))
-    for spec, weight, *rest, sample in zip(*columns, strict=True):
+    rows = _of_leaves(before, now, samples, specs)
+    for spec, weight, *mine in zip(specs, weights, *rows, strict=True):
         lay = Layout(spec)
         made = on_each_device(
             one,
             spec,
-            [lay.block, lay.part, lay.channels, lay.channels, lay.each_device],
+            [lay.block, lay.part, *[lay.each_device] * 3],
             (lay.block, lay.each_device, REPLICATED),
-        )(
-            cut(weight, spec),
-            next(two[_becomes_weight(spec)]),
-            *(cut(x, spec) for x in rest),
-            sample,
-        )
+        )(cut(weight, spec), next(two[_becomes_weight(spec)]), *mine)
         new.append(put(weight, made[0], spec))
         seen.append(made[1])
         changed.append(made[2])
-    return Merged(tuple(new), join_samples(seen), jnp.stack(changed))
+    return Merged(tuple(new), join(seen), jnp.stack(changed))
 
 
 # A merge uses up uploads, never the caller's parameters: those may be in use elsewhere. An upload
@@ -110,11 +107,53 @@ merge = jax.jit(_merge, static_argnames="specs", donate_argnames="used_up")
 merge_and_keep = jax.jit(_merge, static_argnames="specs")
 
 
+@partial(jax.jit, static_argnames="specs")
+def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
+    """The numbers on each device of the selected channels of some leaves, or ranges of leaves."""
+    return _channel_rows(channels, specs)
+
+
+def _channel_rows(channels: Arrays, specs: Specs) -> Array:
+    return join(
+        [
+            on_each_device(
+                lambda here, x: row(here.to_local(x)), spec, [lay.channels], lay.each_device
+            )(x)
+            for x, spec, lay in zip(channels, specs, map(Layout, specs), strict=True)
+        ]
+    )
+
+
+def abstract_channel_rows(
+    weights: Sequence[Any], specs: Sequence[LeafSpec]
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of `channel_rows` for the leaves of some parameters."""
+    beside = weights[0].sharding
+    shape = (beside.num_devices, sum(channel_widths(specs)))
+    return of_each_device(jax.ShapeDtypeStruct(shape, jnp.int32), beside, specs[0])
+
+
+def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
+    """How many numbers `channel_rows` has of each leaf."""
+    blocks = [Here(spec).block for spec in specs]
+    return [math.prod(block.stack) * block.k for block in blocks]
+
+
+def _of_leaves(
+    before: Array, now: Array, samples: Array, specs: Specs
+) -> tuple[list[Array], list[Array], list[Array]]:
+    widths = channel_widths(specs)
+    return split(before, widths), split(now, widths), split_samples(samples, specs)
+
+
 def _selected(here: Here, before: Array, now: Array) -> Array:
-    """Bool, broadcast against a block: where a channel was selected then, or is now."""
-    n = here.block.n
-    either = contains(here.to_local(before), n) | contains(here.to_local(now), n)
-    return broadcast_channels(either, here.block)
+    """Bool, broadcast against a block: where a channel was selected then, or is now.
+
+    Both are rows of numbers on this device.
+    """
+    block = here.block
+    then, since = (contains(x.reshape(*block.stack, block.k), block.n) for x in (before, now))
+    return broadcast_channels(then | since, block)
 
 
 def _changed(here: Here, weight: Array, selected: Array, sample: Array) -> Array:
@@ -126,7 +165,7 @@ def _changed(here: Here, weight: Array, selected: Array, sample: Array) -> Array
 
 @partial(jax.jit, static_argnames="specs")
 def compare(
-    weights: Arrays, before: Arrays, now: Arrays, samples: Array, *, specs: Specs
+    weights: Arrays, before: Array, now: Array, samples: Array, *, specs: Specs
 ) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
@@ -140,21 +179,19 @@ def compare(
         on_each_device(
             one,
             spec,
-            [lay.block, lay.channels, lay.channels, lay.each_device],
+            [lay.block, *[lay.each_device] * 3],
             (lay.each_device, REPLICATED),
-        )(*(cut(x, spec) for x in whole), sample)
-        for spec, lay, sample, *whole in zip(
+        )(cut(weight, spec), *mine)
+        for spec, lay, weight, *mine in zip(
             specs,
             map(Layout, specs),
-            split_samples(samples, specs),
             weights,
-            before,
-            now,
+            *_of_leaves(before, now, samples, specs),
             strict=True,
         )
     ]
     seen, changed = zip(*made, strict=True)
-    return join_samples(seen), jnp.stack(changed)
+    return join(seen), jnp.stack(changed)
 
 
 @partial(jax.jit, static_argnames="specs")
@@ -165,8 +202,8 @@ def choose(
     masters: Sequence[Array | None],
     *,
     specs: Specs,
-) -> tuple[Arrays, Arrays, Arrays]:
-    """The channels to select from now on, the masters of those selected so far, and zero scores.
+) -> tuple[Arrays, Array, Arrays, Arrays]:
+    """The channels to select from now on, also as rows; masters of those until now; zero scores.
 
     Of ranges of leaves, if `specs` are those; the parameters alone are whole leaves then.
     """
@@ -191,7 +228,7 @@ def choose(
         )
     ]
     chosen, current, zeros = zip(*made, strict=True) if made else ((), (), ())
-    return chosen, current, zeros
+    return chosen, _channel_rows(chosen, specs), current, zeros
 
 
 @partial(jax.jit, static_argnames="specs")

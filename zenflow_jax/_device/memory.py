@@ -124,25 +124,31 @@ def in_host_memory(blank: jax.Array) -> jax.Array:
 
 
 def _zeros(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    return _put_everywhere(np.zeros(sharding.shard_shape(x.shape), x.dtype), x.shape, sharding)
+    piece = np.zeros(sharding.shard_shape(x.shape), x.dtype)
+    return _put_everywhere([piece], x.shape, sharding)[0]
 
 
-def put_everywhere(piece: np.ndarray | np.generic, like: jax.Array) -> jax.Array:
-    """An array like `like`, each of whose pieces is `piece`.
+def put_everywhere(pieces: Sequence[np.ndarray | np.generic], like: jax.Array) -> list[jax.Array]:
+    """For each piece an array like `like`, all of whose pieces it is.
 
     This asks nothing of other processes; `jax.device_put` would make sure that they do the same.
     """
-    return _put_everywhere(piece, like.shape, like.sharding)
+    return _put_everywhere(pieces, like.shape, like.sharding)
 
 
 def _put_everywhere(
-    piece: np.ndarray | np.generic, shape: Sequence[int], sharding: jax.sharding.Sharding
-) -> jax.Array:
+    pieces: Sequence[np.ndarray | np.generic],
+    shape: Sequence[int],
+    sharding: jax.sharding.Sharding,
+) -> list[jax.Array]:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return jax.device_put(piece, sharding)
+        return jax.device_put(list(pieces), sharding)
     kind = sharding.memory_kind
-    pieces = [
-        jax.device_put(piece, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+    on_devices = [
+        jax.device_put(list(pieces), jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
         for device in sharding.addressable_devices
     ]
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
+    return [
+        jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(alike))
+        for alike in zip(*on_devices, strict=True)
+    ]

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, contains
 from zenflow_jax._device.ranges import cut
+from zenflow_jax._device.rows import join, of_each_device, row, split
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._plan.leaf import LeafSpec
@@ -45,12 +45,11 @@ def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
 
 @partial(jax.jit, static_argnames="specs")
 def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
-    """A few hundred numbers from all over each leaf, on each device; or range of a leaf.
+    """A few hundred numbers from all over each leaf, or range of a leaf, on each device.
 
-    One float32 array of a row for each device, which holds any leaf's dtype exactly: an array for
-    each leaf would cost the boundary as much as the update itself.
+    Float32 rows, which hold any leaf's dtype exactly.
     """
-    return join_samples(
+    return join(
         [
             on_each_device(lambda _, x: sample_row(x), spec, [lay.block], lay.each_device)(
                 cut(weight, spec)
@@ -66,28 +65,9 @@ def abstract_samples(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> jax.S
     return of_each_device(made, weights[0].sharding, specs[0])
 
 
-def join_samples(rows: Sequence[Array]) -> Array:
-    """The rows of some leaves as one."""
-    return jnp.concatenate(rows, axis=1)
-
-
 def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:
-    """The inverse of `join_samples`."""
-    widths = [_width(Here(spec).block.shape) for spec in specs]
-    return jnp.split(joined, np.cumsum(widths)[:-1], axis=1)
-
-
-def of_each_device(made: Any, beside: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of `made`, placed as what differs on every device of a leaf's parameter.
-
-    Args:
-        made: Has a shape and a dtype.
-        beside: The parameter's sharding.
-        spec: The leaf.
-    """
-    if isinstance(beside, NamedSharding):
-        beside = NamedSharding(beside.mesh, Layout(spec).each_device)
-    return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=beside)
+    """Each leaf's row of samples."""
+    return split(joined, [_width(Here(spec).block.shape) for spec in specs])
 
 
 def _bare(spec: LeafSpec) -> LeafSpec:
@@ -102,7 +82,7 @@ def sample_of(block: Array) -> Array:
 
 def sample_row(block: Array) -> Array:
     """The same as a row of float32."""
-    return sample_of(block).astype(jnp.float32).reshape(1, -1)
+    return row(sample_of(block).astype(jnp.float32))
 
 
 def _places(shape: Sequence[int]) -> tuple[slice, ...]:

@@ -1,6 +1,7 @@
 """A caller's tree of parameters, taken apart and put together again."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ class CallerTree:
     places: Sequence[int]  # where each leaf of the state is among `leaves`
     known: OffloadedLeaves
 
-    @property
+    @functools.cached_property
     def weights(self) -> list[Any]:
         """The parameter of each leaf of the state."""
         return [self.leaves[i] for i in self.places]
 
-    @property
+    @functools.cached_property
     def offloaded(self) -> list[Any]:
         """The parameter of each offloaded leaf."""
         return self.known.pick(self.weights)

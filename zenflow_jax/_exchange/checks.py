@@ -1,8 +1,7 @@
 """Checks what users pass to `HostEngine` and says what is wrong with it."""
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -11,12 +10,9 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.shards import Layout
-from zenflow_jax._device.state import ZenFlowState, leaf_layout
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._plan.sending import SendGradients
 
 
@@ -137,92 +133,11 @@ def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
             )
 
 
-class StatePlaces:
-    """Refuses a state whose arrays are not where the step keeps them, beside their parameters.
-
-    A misplaced array has other pieces on each device; they would be read as other channels.
-
-    Args:
-        weights: The parameter of each leaf of the state, where `check_placement` wants it.
-    """
-
-    def __init__(self, weights: Sequence[jax.Array]):
-        self._beside = [weight.sharding for weight in weights]
-        # The shardings that were right last time, for each choice of groups. As a rule a compiled
-        # step gives the same objects every time, so that a check costs next to nothing.
-        self._right: dict[frozenset[int], list[Any]] = {}
-
-    def check(self, state: ZenFlowState, groups: Iterable[int]) -> None:
-        """Checks the mail of a state, and all else of some groups of its leaves.
-
-        Args:
-            state: With real arrays.
-            groups: Those that are read now.
-
-        Raises:
-            ValueError: If an array is elsewhere.
-        """
-        now = frozenset(groups)
-        read = [leaf for leaf in state.leaves if not now.isdisjoint(leaf.spec.groups)]
-        shardings = [x.sharding for x in jax.tree.leaves((state.mail, read))]
-        right = self._right.get(now, [])
-        if len(right) == len(shardings) and all(map(operator.is_, right, shardings)):
-            return
-        for beside, leaf, mail in zip(self._beside, state.leaves, state.mail, strict=True):
-            if not leaf.offloaded:
-                continue  # nobody here reads it
-            _check_place("mail", mail, Layout(leaf.spec).mail(mail.ndim), beside, leaf.spec)
-            if now.isdisjoint(leaf.spec.groups):
-                continue
-            layout = leaf_layout(leaf.spec, deferred=False)
-            for name in ("channels", "steps", "master", "mu", "nu", "scores"):
-                x = getattr(leaf, name)
-                if x is not None and x.size:
-                    _check_place(name, x, getattr(layout, name), beside, leaf.spec)
-        self._right[now] = shardings
-
-
-def _check_place(
-    name: str,
-    x: jax.Array,
-    partition: PartitionSpec,
-    beside: jax.sharding.Sharding,
-    spec: LeafSpec,
-) -> None:
-    if len(beside.device_set) == 1:
-        there = x.sharding.device_set == beside.device_set
-        where: Any = beside
-    else:
-        assert isinstance(beside, NamedSharding)  # `check_placement` guarantees it
-        # Either memory is right: a checkpoint may have been read into the other one.
-        kind = x.sharding.memory_kind
-        where = NamedSharding(beside.mesh, partition, memory_kind=kind)
-        there = x.sharding.is_equivalent_to(where, x.ndim)
-    if not there:
-        raise ValueError(
-            f"expected `{name}` of {spec.name} in the state where `tx.init` put it, {where}, got "
-            f"it at {x.sharding}. Something has placed the state anew: leave it where it is, or "
-            "place it by the shardings that it has after `tx.init(params)`, "
-            "`jax.tree.map(lambda x: x.sharding, opt_state)`."
-        )
-
-
 def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
     if isinstance(sharding, jax.sharding.NamedSharding):
         devices: Any = sharding.mesh.devices
         return list(devices.flat)
     return sorted(sharding.device_set, key=lambda device: device.id)
-
-
-def check_arrays(state: ZenFlowState) -> None:
-    """Refuses a state that is not of jax arrays, by a look at its step scalars alone."""
-    ints = state.step_scalars.ints
-    check_not_numpy(ints)
-    if not isinstance(ints, jax.Array) or isinstance(ints, Tracer):
-        raise TypeError(
-            f"expected a state of jax arrays, got {type(ints).__name__}. Pass what the step "
-            "returned, outside of jit."
-        )
 
 
 def check_pinned(

@@ -15,7 +15,8 @@ from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, take
-from zenflow_jax._device.samples import of_each_device, sample_of
+from zenflow_jax._device.rows import of_each_device
+from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars

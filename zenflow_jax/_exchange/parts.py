@@ -99,6 +99,13 @@ class Group:
     part_numbers: tuple[int, ...]
     parts: tuple[Part, ...]  # these parts, as if the group's leaves were all that there are
 
+    @functools.cached_property
+    def on_one_device(self) -> bool:
+        """Whether each leaf is one part, on one device."""
+        return [(part.leaf, len(part.devices)) for part in self.parts] == [
+            (i, 1) for i in range(len(self.leaves))
+        ]
+
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
         mine = {i: spec.range_of(group) for i, spec in enumerate(specs) if group in spec.groups}
@@ -240,7 +247,9 @@ def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
 
     To jit `P("data")` and `P("data", None)` are two things, and it compiles a step for each.
     """
-    if new.sharding == old.sharding:
+    now, then = new.sharding, old.sharding
+    # Comparing takes longer than looking.
+    if now is then or not isinstance(then, NamedSharding) or now == then:
         return new
     return assemble([s.data for s in new.addressable_shards], old.shape, old.sharding)
 

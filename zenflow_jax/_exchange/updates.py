@@ -16,6 +16,9 @@ import numpy as np
 
 from zenflow_jax._device.boundary import (
     Merged,
+    abstract_channel_rows,
+    channel_rows,
+    channel_widths,
     choose,
     compare,
     cut_states,
@@ -26,8 +29,7 @@ from zenflow_jax._device.boundary import (
     put_states,
     uploads_in_two,
 )
-from zenflow_jax._device.memory import upload
-from zenflow_jax._device.ranges import put
+from zenflow_jax._device.memory import read, upload
 from zenflow_jax._device.samples import abstract_samples, samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._exchange.ahead import Ahead, abstract
@@ -52,9 +54,9 @@ class _Pending:
     """A group's update that has not reached the parameters."""
 
     made: Future  # as `Close.done`
-    # For each leaf of the group, whole, the channels that were selected while its window was open;
-    # None if they still are.
-    before: list[jax.Array] | None = None
+    # The channels that were selected while its window was open, as `channel_rows`; None if they
+    # still are.
+    before: jax.Array | None = None
 
 
 class Updates:
@@ -78,8 +80,10 @@ class Updates:
         self.late_bytes = 0
         #: What merges found since it was last taken from here: leaves, and how much had changed.
         self.changed: list[tuple[Sequence[int], jax.Array]] = []
-        #: Of each group's parameters as they were last merged.
+        #: Of each group, samples of the parameters as they were last merged, and the channels that
+        #: are selected now.
         self._samples: list[jax.Array | None] = [None] * len(offloaded.groups)
+        self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         #: Updates on their way, by group, in the order in which their windows closed.
         self._pending: dict[int, _Pending] = {}
 
@@ -100,7 +104,7 @@ class Updates:
             mine = [abstract(x) for x in group.pick(weights)]
             states = [jax.tree.map(abstract, x) for x in self._states(group, leaves)]
             self._prepare_selection(number, mine, states)
-            channels = [s.channels for s in states]
+            rows = abstract_channel_rows(mine, group.specs)
             uploads = [
                 jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
                 for x, spec in zip(mine, group.specs, strict=True)
@@ -108,9 +112,9 @@ class Updates:
             two = uploads_in_two(uploads, group.specs)
             seen = abstract_samples(mine, group.specs)
             key = ("merge", number)
-            self._ahead.prepare(key, merge, mine, *two, channels, channels, seen, specs=group.specs)
+            self._ahead.prepare(key, merge, mine, *two, rows, rows, seen, specs=group.specs)
             if measures:
-                scores = [s.scores for s in states]
+                scores, channels = [s.scores for s in states], [s.channels for s in states]
                 key = ("measure", number)
                 self._ahead.prepare(key, measure, scores, channels, specs=group.specs)
 
@@ -152,14 +156,20 @@ class Updates:
         return bool(self._pending)
 
     @property
-    def before(self) -> list[jax.Array | None]:
-        """For each part, its leaf's channels in the pending update's window; None: as now."""
-        channels: list[jax.Array | None] = [None] * len(self._parts)
+    def before(self) -> list[np.ndarray | None]:
+        """For each part, its channels in the pending update's window; None: as now.
+
+        Int32 `(groups, k)`, counted from the part's first one.
+        """
+        channels: list[np.ndarray | None] = [None] * len(self._parts)
         for number, pending in self._pending.items():
             if pending.before is not None:
                 group = self._offloaded.groups[number]
+                ends = np.cumsum(channel_widths(group.specs))[:-1]
                 for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    channels[i] = pending.before[part.leaf]
+                    of_leaves = np.split(read(part.of(pending.before)), ends, axis=1)
+                    shape = part.spec.view4(part.spec.k)[::2]
+                    channels[i] = of_leaves[part.leaf].reshape(shape)
         return channels
 
     def forget(self) -> None:
@@ -185,7 +195,6 @@ class Updates:
         weights: Sequence[jax.Array],
         groups: Sequence[int],
         after: Any,
-        leaves: Sequence[LeafState],
     ) -> list[jax.Array]:
         """The parameters with the pending updates of some groups, if there are any.
 
@@ -193,7 +202,6 @@ class Updates:
             weights: The parameter of each offloaded leaf.
             groups: The groups.
             after: Arrays to wait for: only then the memory is free that uploads take.
-            leaves: The states of all leaves, as they are now.
         """
         weights = list(weights)
         for number in groups:
@@ -207,28 +215,32 @@ class Updates:
             if not uploads:
                 # All steps of its window were skipped. The next merge could not tell what has
                 # changed until now, as `before` is gone, which knew the channels that left.
-                now = self._channels(group, leaves)
-                before = now if before is None else before
-                mine = group.pick(weights)
-                seen, changed = compare(mine, before, now, self._samples[number], specs=group.specs)
+                rows, mine = self._both_rows(number, before), group.pick(weights)
+                seen, changed = compare(mine, *rows, self._samples[number], specs=group.specs)
             else:
                 uploads = self._fetch_rest(group, uploads, after)
-                new, seen, changed = self._merge(number, weights, uploads, before, leaves)
+                new, seen, changed = self._merge(number, weights, uploads, before)
                 for i, weight in zip(group.leaves, new, strict=True):
                     weights[i] = weight
             self._samples[number] = seen
             self.changed.append((group.leaves, changed))
         return weights
 
-    def note_parameters(self, weights: Sequence[jax.Array]) -> None:
-        """Samples the parameters: until the next merge only steps may change them."""
+    def note_parameters(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
+        """Samples the parameters: until the next merge only steps may change them.
+
+        Args:
+            weights: The parameter of each offloaded leaf.
+            leaves: The states of all leaves.
+        """
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
                 self._samples[number] = samples(group.pick(weights), specs=group.specs)
+                states = self._ranges(number, self._states(group, leaves))
+                channels = [s.channels for s in states]
+                self._rows[number] = channel_rows(channels, specs=group.specs)
 
-    def peek(
-        self, weights: Sequence[jax.Array], after: Any, leaves: Sequence[LeafState]
-    ) -> list[jax.Array]:
+    def peek(self, weights: Sequence[jax.Array], after: Any) -> list[jax.Array]:
         """As `collect` of all, but updates stay pending. What they change is in new arrays."""
         weights = list(weights)
         for number, pending in self._pending.items():
@@ -237,7 +249,7 @@ class Updates:
                 continue
             group = self._offloaded.groups[number]
             uploads = self._fetch_rest(group, uploads, after)
-            merged = self._merge(number, weights, uploads, pending.before, leaves, keep=True)
+            merged = self._merge(number, weights, uploads, pending.before, keep=True)
             for i, weight in zip(group.leaves, merged.weights, strict=True):
                 weights[i] = weight
         return weights
@@ -246,37 +258,36 @@ class Updates:
         """The states of a group's leaves, whole, from those of all leaves."""
         return group.pick(self._offloaded.pick(leaves))
 
-    def _channels(self, group: Group, leaves: Sequence[LeafState]) -> list[jax.Array]:
-        """The channels of each leaf of a group that are selected now."""
-        return [leaf.channels for leaf in self._states(group, leaves)]
+    def _both_rows(
+        self, number: int, before: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """The channels that were selected in a pending update's window, and those that are now."""
+        now = self._rows[number]
+        return now if before is None else before, now
 
     def _merge(
         self,
         number: int,
         weights: Sequence[jax.Array],
         uploads: Sequence[Sequence[jax.Array]],
-        before: Sequence[jax.Array] | None,
-        leaves: Sequence[LeafState],
+        before: jax.Array | None,
         *,
         keep: bool = False,
     ) -> Merged:
         """The parameters of a group with an update, whose arrays stay if `keep`."""
         group = self._offloaded.groups[number]
-        now = self._channels(group, leaves)
         mine = group.pick(weights)
-        new = [
-            assemble(pieces, spec.shape, part_sharding(weight, spec))
-            for weight, spec, pieces in zip(
-                mine, group.specs, by_leaf(group.parts, uploads), strict=True
-            )
-        ]
-        arrays = (
-            mine,
-            *uploads_in_two(new, group.specs),
-            now if before is None else before,
-            now,
-            self._samples[number],
-        )
+        if group.on_one_device:
+            new = [x for (x,) in uploads]
+        else:
+            new = [
+                assemble(pieces, spec.shape, part_sharding(weight, spec))
+                for weight, spec, pieces in zip(
+                    mine, group.specs, by_leaf(group.parts, uploads), strict=True
+                )
+            ]
+        rows = self._both_rows(number, before)
+        arrays = (mine, *uploads_in_two(new, group.specs), *rows, self._samples[number])
         if keep:  # rare, and compiled where it is called
             merged = merge_and_keep(*arrays, specs=group.specs)
         else:
@@ -323,11 +334,14 @@ class Updates:
             The parameters, and the states of all leaves.
         """
         group = self._offloaded.groups[number]
+        if not group.leaves:
+            self.close_window(number)
+            return list(weights), list(leaves)
         weights, leaves = list(weights), list(leaves)
         places = group.pick(self._offloaded.places)
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
-        chosen, current, scores = self._ahead.call(
+        chosen, rows, current, scores = self._ahead.call(
             ("choose", number),
             choose,
             group.pick(weights),
@@ -344,7 +358,7 @@ class Updates:
             chosen,
         )
         self.close_window(number, hand_over)
-        self._pending[number].before = [s.channels for s in whole]
+        self._pending[number].before, self._rows[number] = self._rows[number], rows
         entered = by_leaf(group.parts, self._worker.wait(hand_over.done, after))
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
@@ -415,14 +429,14 @@ class Updates:
             yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[place].mu.sharding)
 
     def resume(
-        self, pending: Sequence[int], before: Sequence[np.ndarray], states: Sequence[LeafState]
+        self, pending: Sequence[int], before: Sequence[np.ndarray], weights: Sequence[jax.Array]
     ) -> None:
         """Restores another run's pending updates, from masters that are resumed already.
 
         Args:
             pending: What `wait` returned there.
-            before: Each part's channels that were selected while its window was open.
-            states: States of the offloaded leaves.
+            before: Each part's channels that were selected while its window was open, of the leaf.
+            weights: The parameter of each offloaded leaf.
         """
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
             if kind == NONE:
@@ -437,24 +451,21 @@ class Updates:
                 jax.block_until_ready(uploads)
             made: Future = Future()
             made.set_result(uploads)
-            channels = [
-                [upload(before[i], device) for device in part.devices]
-                for i, part in zip(group.part_numbers, group.parts, strict=True)
-            ]
-            then = by_leaf(group.parts, channels)
-            self._pending[number] = _Pending(
-                made,
+            # Of each leaf, on each of this process's devices.
+            rows = by_leaf(
+                group.parts,
                 [
-                    as_before(put(x, assemble(pieces, shape, x.sharding), spec), x)
-                    for x, pieces, spec in zip(
-                        (leaf.channels for leaf in group.pick(states)),
-                        then,
-                        group.specs,
-                        strict=True,
-                    )
-                    for shape in [(*spec.stack, spec.k)]
+                    [(before[i] - part.first).reshape(1, -1)] * len(part.devices)
+                    for i, part in zip(group.part_numbers, group.parts, strict=True)
                 ],
             )
+            (devices, *_) = by_leaf(group.parts, [part.devices for part in group.parts])
+            pieces = [
+                upload(np.concatenate(mine, axis=1), device)
+                for *mine, device in zip(*rows, devices, strict=True)
+            ]
+            like = abstract_channel_rows(group.pick(weights), group.specs)
+            self._pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
 
 
 def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:
