@@ -106,8 +106,10 @@ class HostEngine:
     before you use the parameters for anything else. End it with `close`, or use `with`. Only one
     thread may call it.
 
-    Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments), and
-    the leaf's dtype once more for uploads. Mail stays in pinned memory until its window's update:
+    Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments). What
+    is uploaded of a bfloat16 leaf is half of its masters, of a float16 leaf 2 bytes more. A master
+    of a bfloat16 leaf that lies exactly halfway between two parameters may move by its last bit;
+    what it is rounded to stays. Mail stays in pinned memory until its window's update:
     at most about 3.5 mails with windows of four steps that leaves close in turn, eight where all
     close at once, two where the device adds up. Where more would pile up, the engine adds them up,
     into sums of 4 to 8 bytes per parameter. A hand-over takes 12 pinned bytes for each selected
