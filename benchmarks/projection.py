@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
+from zenflow_jax._exchange.host_memory import host_memory
 from zenflow_jax._exchange.mailbox import buffers
 
 INTERVAL = 4
@@ -134,8 +135,9 @@ def main() -> None:
         count = math.prod(sizes.values())
         mesh = Mesh(np.array(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
         c = costs(model, mesh, partition)
-        # Moments, and masters, which have in them what is uploaded.
-        host = c.elements * 12
+        need = host_memory(in_full(model))
+        offloaded = sum(count * math.prod(shape) for count, shape in model.leaves() if shape[1:])
+        host = c.elements * need.state / offloaded
         name = f"{model.name}, " + " ".join(f"{k}={v}" for k, v in sizes.items())
         print(
             f"{name:28} {'parts' if partition else 'whole'}",

@@ -48,21 +48,32 @@ _POSITIVE = 0x7FFFFFFF
 
 def buffers(state: ZenFlowState) -> float:
     """The most mails that exist in host memory; those of some leaves count as a part of one."""
-    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
-    sizes = [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
+    specs, sizes = _offloaded(state)
     total = max(sum(sizes), 1)
-    of_groups = [0.0] * state.schedule.groups
-    for part in (part for spec in specs for part in spec.ranges):
-        of_groups[part.group] += math.prod(part.shape) * part.mail_dtype.itemsize / total
     if state.send_gradients.sums_on_device:
+        of_groups = [0.0] * state.schedule.groups
+        for part in (part for spec in specs for part in spec.ranges):
+            of_groups[part.group] += math.prod(part.shape) * part.mail_dtype.itemsize / total
         # The sums of windows that are updated, and of those that close next.
         return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
     blank = {(spec.shape, spec.mail_dtype): size for spec, size in zip(specs, sizes, strict=True)}
     # One is written by the step, and blank ones are in the state.
     written = 1 + sum(blank.values()) / total if state.send_gradients.in_step else 0
-    window, in_flight = longest(state.schedule.window), IN_FLIGHT[state.send_gradients]
+    unread = IN_FLIGHT[state.send_gradients]
+    # An update that must arrive at the next step keeps Python from running ahead: one mail is on
+    # its way, or is being written.
+    if state.schedule.groups > 1 and state.schedule.staleness in (0, 1):
+        unread = 0 if state.send_gradients.in_step else 1
+    return float(min(MAILS_KEPT, most_kept(state)) + unread + written)
+
+
+def most_kept(state: ZenFlowState) -> float:
+    """The most mails that would be kept if none were added up, unless the device does that."""
+    specs, sizes = _offloaded(state)
+    total = max(sum(sizes), 1)
+    window = longest(state.schedule.window)
     if state.schedule.groups == 1:
-        return float(min(MAILS_KEPT, 2 * window) + in_flight + written)
+        return 2.0 * window
     ages = range(1, window + 1)
     # Mail of a leaf in ranges is there until the last of them has used it.
     opened = max(
@@ -76,13 +87,13 @@ def buffers(state: ZenFlowState) -> float:
     for spec, size in zip(specs, sizes, strict=True):
         for group in spec.groups:
             held[group] += size / total
-    waiting = _waiting(state.schedule, held)
-    # An update that must arrive at the next step keeps Python from running ahead: one mail is on
-    # its way, or is being written.
-    unread = in_flight
-    if state.schedule.staleness in (0, 1):
-        unread = 0 if state.send_gradients.in_step else 1
-    return float(min(MAILS_KEPT, opened + window * waiting) + unread + written)
+    return opened + window * _waiting(state.schedule, held)
+
+
+def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[int]]:
+    """The offloaded leaves, and the bytes of each one's mail."""
+    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
+    return specs, [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
 
 
 def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:

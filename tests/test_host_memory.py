@@ -1,0 +1,50 @@
+"""The formula for host memory, held to what engines have and to what the README says."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zenflow_jax
+from benchmarks import projection
+from tests.runs import FEW, Settings, Training
+from zenflow_jax._exchange.host_memory import host_memory
+
+SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
+
+
+@pytest.mark.parametrize(
+    ("sending", "rolling"),
+    [("during_step", True), ("during_step", False), ("after_step", True), ("per_window", True)],
+)
+def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(sending, rolling):
+    settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
+    with Training(
+        FEW, settings, send_gradients=sending, host_kernel="numpy", threads=1
+    ) as training:
+        need = host_memory(training.state)
+        assert training.engine.stats.host_bytes == need.state
+        for _ in range(10):
+            training.go(1)
+            stats = training.engine.stats
+            assert need.state <= stats.host_bytes <= need.state + need.sums
+            assert stats.pinned_bytes <= need.mail
+        saved = training.engine.state()["leaves"]
+        wide = [x for leaf in saved for name, x in leaf.items() if name not in ("steps", "before")]
+        assert need.saved == sum(x.nbytes for x in wide)
+
+
+def test_the_readme_has_the_formulas_bytes_of_a_large_model():
+    state = projection.in_full(projection.SMALL)
+    need, size = host_memory(state), projection.SMALL.parameters
+    row = f"| host memory, bytes per parameter | 0 | {(need.state + need.mail) / size:.0f} |"
+    text = Path(__file__).parents[1].joinpath("README.md").read_text()
+    assert f"{row} on paper: the most that may be in use; {need.state / size:.0f} of it" in text
+
+
+@pytest.mark.parametrize(("window", "sums"), [(4, 0), (16, 8)])
+def test_only_long_windows_of_leaves_in_turn_need_sums(window, sums):
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(32)]
+    tx = zenflow_jax.zenflow(1e-3, update_interval=window)
+    assert host_memory(zenflow_jax.find_state(tx.init(params))).sums == sums * 32 * 64**2

@@ -1,0 +1,72 @@
+"""How much host memory a run may need: the one formula, for errors, plans, docs and benchmarks."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._exchange.mailbox import buffers, most_kept
+from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.state import MAILS_KEPT
+
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """Bytes that an engine on one device may have in use at once, by what they are for.
+
+    Pages that nobody has written take no memory yet: moments do from the first update on.
+    """
+
+    state: int  # masters, with what is uploaded, moments, counts and numbers of channels: NumPy
+    sums: int  # of mails that are too many to keep: NumPy
+    mail: int  # pinned: kept, unread, being written, and blank
+    hand_over: int  # of the channels selected in a group: pinned where they come, NumPy as they go
+    saved: int  # what `HostEngine.state` returns, while it lives; on a GPU pinned
+
+    @property
+    def pinned(self) -> int:
+        """What jax pins while a run trains."""
+        return self.mail + self.hand_over
+
+    @property
+    def training(self) -> int:
+        """Everything, while a run trains."""
+        return self.state + self.sums + self.pinned + self.hand_over
+
+
+def host_memory(state: ZenFlowState) -> HostMemory:
+    """What the engine of this state may need; the state may be one of shapes alone.
+
+    On a mesh a process has the parts of its devices: as much for each parameter of theirs.
+
+    Args:
+        state: As `zenflow(...).init` returns it.
+    """
+    leaves = [leaf.spec for leaf in state.leaves if leaf.offloaded]
+    arrays = mails = parameters = 0
+    of_groups = [0] * state.schedule.groups
+    for spec in (part for leaf in leaves for part in leaf.ranges):
+        size, channels = math.prod(spec.shape), math.prod(spec.stack) * spec.n
+        selected = math.prod(spec.stack) * spec.k
+        parameters += size
+        arrays += size * (_bytes_of_master(spec.dtype) + 2 * _FLOAT32)
+        arrays += (channels + selected) * np.dtype(np.int32).itemsize
+        mails += size * spec.mail_dtype.itemsize
+        of_groups[spec.group] += math.prod(spec.selected_shape) * 3 * _FLOAT32
+    on_device = state.send_gradients.sums_on_device
+    # A leaf's open window may have one, and the window that is being updated another.
+    added_up = not on_device and most_kept(state) > MAILS_KEPT
+    return HostMemory(
+        state=arrays,
+        sums=2 * _FLOAT32 * parameters if added_up else 0,
+        mail=round(buffers(state) * mails),
+        hand_over=max(of_groups),
+        saved=(3 if on_device else 4) * _FLOAT32 * parameters,
+    )
+
+
+def _bytes_of_master(dtype: np.dtype) -> int:
+    return sum(x.itemsize for x in Masters.zeros((0,), dtype).arrays)
