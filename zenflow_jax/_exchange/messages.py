@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -75,6 +76,7 @@ class Close:
 
     group: int
     hand_over: HandOver | None = None
+    used_up: list[Any] = field(default_factory=list)  # uploads that are merged, to be freed
     done: Future = field(default_factory=Future)
     begun: bool = False
     is_here: bool = True  # there is nothing to wait for

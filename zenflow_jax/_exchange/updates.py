@@ -84,6 +84,9 @@ class Updates:
         #: are selected now.
         self._samples: list[jax.Array | None] = [None] * len(offloaded.groups)
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
+        #: Uploads that were donated. The worker frees the arrays, which takes the caller half as
+        #: long as the merge.
+        self._used_up: list[Any] = []
         #: Updates on their way, by group, in the order in which their windows closed.
         self._pending: dict[int, _Pending] = {}
 
@@ -175,11 +178,13 @@ class Updates:
     def forget(self) -> None:
         """Drops what is pending."""
         self._pending.clear()
+        self._used_up.clear()
 
     def close_window(self, group: int, hand_over: HandOver | None = None) -> None:
         """Starts the update of a group's window, which ends here."""
         assert group not in self._pending, "a window closed before the last update was collected"
-        close = Close(group, hand_over)
+        close = Close(group, hand_over, self._used_up)
+        self._used_up = []
         self._pending[group] = _Pending(close.done)
         self._worker.post(close)
 
@@ -220,6 +225,8 @@ class Updates:
             else:
                 uploads = self._fetch_rest(group, uploads, after)
                 new, seen, changed = self._merge(number, weights, uploads, before)
+                if group.on_one_device and not group.cut:
+                    self._used_up.append(uploads)
                 for i, weight in zip(group.leaves, new, strict=True):
                     weights[i] = weight
             self._samples[number] = seen

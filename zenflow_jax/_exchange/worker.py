@@ -339,6 +339,7 @@ class Worker:
         self._measure()
 
     def _begin(self, close: Close) -> None:
+        close.used_up.clear()
         self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
         window = self._host.close_window(close.group)
         self._window = window.number + 1
