@@ -101,10 +101,8 @@ class Group:
 
     @functools.cached_property
     def on_one_device(self) -> bool:
-        """Whether each leaf is one part, on one device."""
-        return [(part.leaf, len(part.devices)) for part in self.parts] == [
-            (i, 1) for i in range(len(self.leaves))
-        ]
+        """Whether all there is of its leaves is on one device, the run's only one."""
+        return all(spec.placement is None for spec in self.specs)
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":

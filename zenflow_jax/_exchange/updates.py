@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from zenflow_jax._device.boundary import (
     Merged,
@@ -284,7 +285,7 @@ class Updates:
         """The parameters of a group with an update, whose arrays stay if `keep`."""
         group = self._offloaded.groups[number]
         mine = group.pick(weights)
-        if group.on_one_device:
+        if group.on_one_device and not isinstance(mine[0].sharding, NamedSharding):
             new = [x for (x,) in uploads]
         else:
             new = [
