@@ -8,9 +8,9 @@ Compiles the steps of a Llama-shaped model with `optax.adamw` and `zenflow` for 
 which need not be there: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each
 step the device's peak bytes per parameter (arguments, outputs and temporaries, less what is
 aliased) and the share of the mail's bytes whose copy starts while matmuls are still to come, that
-is, while the backward pass can hide it. With several devices also what they send each other in a
-step, and the program that merges a window's update into the parameters; bytes are those of one
-device, parameters those of the whole model. What `on_gpu.py` would run is compiled by
+is, while the backward pass can hide it; and the program that merges the largest group's update into
+the parameters. With several devices also what they send each other in a step; bytes are those of
+one device, parameters those of the whole model. What `on_gpu.py` would run is compiled by
 `gpu_stages/programs.py`. Answers: `benchmarks/LOG.md`.
 """
 
@@ -192,14 +192,14 @@ def zenflow_step(
     front: bool = False,
     scanned: bool = False,
     partition: bool = True,
-    **sending: str,
+    **options: Any,
 ) -> Program:
     tx = zenflow_jax.zenflow(
         1e-4,
         topk_ratio=0.05,
         max_grad_norm=None if front else max_grad_norm,
         partition_replicated=partition,
-        **sending,
+        **options,
     )
     if front:
         assert max_grad_norm is not None
@@ -386,6 +386,14 @@ def one_device(shape: Shape) -> None:
     )
     for name, program in programs.items():
         print(f"{name:36} {compile_step(program, shape, mesh).row()}", flush=True)
+    merges = {
+        "merge in turn": zenflow_step(shape, mesh, 1.0),
+        "merge at once": zenflow_step(shape, mesh, 1.0, rolling=False),
+        "merge in turn, scanned": zenflow_step(shape, mesh, 1.0, scanned=True),
+        "the same, windows of 16": zenflow_step(shape, mesh, 1.0, scanned=True, update_interval=16),
+    }
+    for name, program in merges.items():
+        print(f"{name:36} {compile_merge(program, shape, mesh).row()}", flush=True)
 
 
 def many_devices(shape: Shape, devices: int) -> None:

@@ -10,6 +10,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -1046,3 +1047,17 @@ def test_buffers_for_mail_are_allocated_once(donate):
         training.go(6)
         after = jax.tree.leaves(training.state.mail)
         assert all(a is b for a, b in zip(after, blank, strict=True))
+
+
+class Computing:
+    """An array that the device never finishes."""
+
+    def is_ready(self):
+        return False
+
+
+def test_a_caller_that_waits_for_an_update_does_not_wait_for_the_device():
+    with Training(FEW, Settings(topk_ratio=0.3)) as training:
+        update = Future()
+        threading.Thread(target=update.set_result, args=("here",)).start()
+        assert training.engine._worker.wait(update, [Computing()]) == "here"

@@ -35,6 +35,8 @@ from zenflow_jax._plan.scalars import AdamScalars
 
 # About how many bytes one call uploads.
 _BYTES_PER_UPLOAD = 8 * 2**20
+# How often a caller that waits looks whether the device still has work.
+_LOOK_S = 1e-3
 
 
 class Worker:
@@ -152,12 +154,15 @@ class Worker:
     def wait(self, future: Future, after: Any) -> Any:
         """The result of `future`, on the caller's thread.
 
-        Until `after` (arrays of the last step) is computed, the caller waits for the device. Only
-        the rest counts as waiting for the host.
+        Until `after` (arrays of the last step) is computed, the device has work. Only the rest
+        counts as waiting for the host. It does not wait for `after` itself: the caller can dispatch
+        the next step before the device has done this one.
         """
         if not future.done():
             begin = time.perf_counter()
-            jax.block_until_ready(after)
+            arrays = jax.tree.leaves(after)
+            while not (future.done() or all(x.is_ready() for x in arrays)):
+                concurrent.futures.wait([future], timeout=_LOOK_S)
             start = time.perf_counter()
             with jax.profiler.TraceAnnotation("zenflow: wait for host"):
                 concurrent.futures.wait([future])
