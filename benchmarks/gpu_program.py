@@ -34,6 +34,7 @@ from benchmarks.collectives import Collective, collectives
 from zenflow_jax._device import boundary
 from zenflow_jax._device.samples import abstract_samples
 from zenflow_jax._exchange.parts import part_sharding
+from zenflow_jax._plan.groups import of_group
 
 # What XLA asks about a GPU of the Hopper family, in the text form of its GpuTargetConfig.
 _HOPPER = """
@@ -275,13 +276,11 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
 def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     """The engine's program that brings an update of the largest group into the parameters."""
     params, state, _ = arguments(program, shape, mesh)
-    pairs = list(zip(jax.tree.leaves(params), state.leaves, strict=True))
-    groups = [
-        [(p, x.spec.range_of(j)) for p, x in pairs if x.offloaded and j in x.spec.groups]
-        for j in range(state.schedule.groups)
-    ]
-    largest = max(groups, key=lambda group: sum(math.prod(spec.shape) for _, spec in group))
-    mine, specs = zip(*largest, strict=True)
+    specs = [leaf.spec for leaf in state.leaves]
+    groups = [of_group(specs, group) for group in range(state.schedule.groups)]
+    largest = max(groups, key=lambda group: sum(math.prod(x.shape) for x in group.values()))
+    weights = jax.tree.leaves(params)
+    mine, specs = tuple(weights[i] for i in largest), tuple(largest.values())
     uploads = [
         jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
         for p, spec in zip(mine, specs, strict=True)

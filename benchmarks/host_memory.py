@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ import optax
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from benchmarks.save_memory import WIDTH, Peak
+from benchmarks.save_memory import WIDTH
+from benchmarks.watched import Most, most_resident
 from zenflow_jax._exchange.host_memory import host_memory
 
 INTERVAL, RATIO = 4, 0.05
@@ -44,30 +44,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Pinned:
-    """The most bytes of jax's arrays in pinned memory while this was open, asked every 20 ms."""
-
-    def __enter__(self) -> "Pinned":
-        self.most = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            found: dict[int, int] = {}  # by address: several arrays may be of one buffer
-            for x in jax.live_arrays():
-                if x.sharding.memory_kind == "pinned_host":
-                    try:
-                        found[x.unsafe_buffer_pointer()] = x.nbytes
-                    except (RuntimeError, ValueError):  # freed meanwhile
-                        continue
-            self.most = max(self.most, sum(found.values()))
+def pinned_now() -> int:
+    """Bytes of jax's arrays in pinned memory."""
+    found: dict[int, int] = {}  # by address: several arrays may be of one buffer
+    for x in jax.live_arrays():
+        if x.sharding.memory_kind == "pinned_host":
+            try:
+                found[x.unsafe_buffer_pointer()] = x.nbytes
+            except (RuntimeError, ValueError):  # freed meanwhile
+                continue
+    return sum(found.values())
 
 
 def matrices(count: int) -> dict[str, jax.Array]:
@@ -82,7 +68,7 @@ def matrices(count: int) -> dict[str, jax.Array]:
 
 def plain(count: int) -> dict[str, float]:
     """The peak of a process that trains with SGD."""
-    with Peak() as peak:
+    with most_resident() as peak:
         params = matrices(count)
         step = jax.jit(lambda p: jax.tree.map(lambda x: x - 1e-4 * (x * 0.01), p), donate_argnums=0)
         for _ in range(BEFORE + AFTER):
@@ -102,7 +88,7 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
 
     step = jax.jit(one_step, donate_argnums=(0, 1))
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    with Peak() as training, Pinned() as pinned:
+    with most_resident() as training, Most(pinned_now, every_s=0.02) as pinned:
         params = matrices(count)
         state = tx.init(params)
         need = host_memory(state)
@@ -112,7 +98,7 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
             params, state = engine.exchange(*step(params, state))
         jax.block_until_ready(params)
     kept = engine.stats
-    with Peak() as saving, ocp.AsyncCheckpointer(handler) as checkpointer:
+    with most_resident() as saving, ocp.AsyncCheckpointer(handler) as checkpointer:
         start = time.perf_counter()
         on_device = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind != "pinned_host"]
         tree = {"params": params, "opt_state": on_device, "engine": engine.state()}

@@ -16,7 +16,6 @@ import ctypes
 import gc
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,38 +28,10 @@ import optax
 import orbax.checkpoint as ocp
 
 import zenflow_jax
+from benchmarks.watched import Most, most_resident
 
 WIDTH = 4096
 INTERVAL = 4
-
-
-def resident() -> int:
-    """Bytes of memory that the process has now."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
-
-
-class Peak:
-    """The most that `resident` was while this was open, asked every 10 ms."""
-
-    def __enter__(self) -> "Peak":
-        self.before = self.most = resident()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def added(self) -> int:
-        return self.most - self.before
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.01):
-            self.most = max(self.most, resident())
 
 
 def main() -> None:
@@ -92,7 +63,7 @@ def main() -> None:
     print(f"{size / 1e6:.0f} M parameters, jax {jax.__version__}, orbax {ocp.__version__}")
     print(f"{'':34} {'peak added, bytes per parameter':>32} {'held up, s':>12} {'in all, s':>10}")
 
-    def show(name: str, peak: Peak, held: float, total: float) -> None:
+    def show(name: str, peak: Most, held: float, total: float) -> None:
         print(f"{name:34} {peak.added / size:32.2f} {held:12.2f} {total:10.2f}", flush=True)
 
     try:
@@ -123,7 +94,7 @@ def main() -> None:
                 engine.state()  # the worker is at rest before and after
                 gc.collect()
                 ctypes.CDLL("libc.so.6").malloc_trim(0)
-                with Peak() as peak:
+                with most_resident() as peak:
                     start = time.perf_counter()
                     held = save()
                     total = time.perf_counter() - start

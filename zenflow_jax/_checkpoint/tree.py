@@ -236,6 +236,7 @@ class EngineTree:
         self._options = options_of(state)
         self._parts = offloaded.parts
         self._pieces = offloaded.pieces
+        self._firsts = offloaded.firsts
         mail = offloaded.pick(state.mail)
         self._arrays = [
             arrays_of(spec, x, state.send_gradients)
@@ -266,8 +267,7 @@ class EngineTree:
         before: Sequence[np.ndarray | None],
     ) -> list[dict[str, jax.Array]]:
         """The host's arrays of each offloaded leaf; a group's sums have `counted` steps."""
-        arrays = self._arrays
-        firsts = [self._parts[numbers[0]] for numbers in self._pieces]
+        arrays, firsts = self._arrays, self._firsts
         pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
         for numbers, first in zip(self._pieces, firsts, strict=True):
             ranges = [self._of_part(self._parts[i], leaves[i], counted, before[i]) for i in numbers]

@@ -22,7 +22,7 @@ from zenflow_jax._device.channels import (
     top_channels,
 )
 from zenflow_jax._device.ranges import cut, cut_state, put, put_state
-from zenflow_jax._device.rows import join, of_each_device, row, split
+from zenflow_jax._device.rows import abstract_rows, join, row, split
 from zenflow_jax._device.samples import differ, sample_row, split_samples
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
@@ -128,9 +128,7 @@ def abstract_channel_rows(
     weights: Sequence[Any], specs: Sequence[LeafSpec]
 ) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of `channel_rows` for the leaves of some parameters."""
-    beside = weights[0].sharding
-    shape = (beside.num_devices, sum(channel_widths(specs)))
-    return of_each_device(jax.ShapeDtypeStruct(shape, jnp.int32), beside, specs[0])
+    return abstract_rows(weights, specs, channel_widths(specs), jnp.int32)
 
 
 def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:

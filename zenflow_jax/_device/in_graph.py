@@ -35,6 +35,7 @@ from zenflow_jax._device.state import (
 )
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._diagnostics.skipped import warn_of_skipped
+from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
@@ -83,10 +84,8 @@ def advance(
         schedule.boundary(state.step, state.schedule_state, group)
         for group in range(schedule.groups)
     ]
-    groups = [
-        {i: leaves[i].spec.range_of(group) for i in offloaded if group in leaves[i].spec.groups}
-        for group in range(schedule.groups)
-    ]
+    specs = [leaf.spec for leaf in leaves]
+    groups = [of_group(specs, group) for group in range(schedule.groups)]
     changes = list(changes)
     for ranges, counted, boundary in zip(groups, open_steps, boundaries, strict=True):
         mine = [cut(weights[i], spec) for i, spec in ranges.items()]

@@ -32,6 +32,15 @@ def split(joined: Array, widths: Sequence[int]) -> list[Array]:
     return jnp.split(joined, np.cumsum(widths)[:-1], axis=1)
 
 
+def abstract_rows(
+    weights: Sequence[Any], specs: Sequence[LeafSpec], widths: Sequence[int], dtype: Any
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the joined rows of some parameters' leaves."""
+    beside = weights[0].sharding
+    made = jax.ShapeDtypeStruct((beside.num_devices, sum(widths)), dtype)
+    return of_each_device(made, beside, specs[0])
+
+
 def of_each_device(made: Any, beside: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
     """Shape and dtype of `made`, placed as what differs on every device of a leaf's parameter.
 

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, contains
 from zenflow_jax._device.ranges import cut
-from zenflow_jax._device.rows import join, of_each_device, row, split
+from zenflow_jax._device.rows import abstract_rows, join, row, split
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._plan.leaf import LeafSpec
@@ -61,13 +61,12 @@ def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
 
 def abstract_samples(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of what `samples` gives for some parameters."""
-    made = jax.eval_shape(partial(samples, specs=tuple(specs)), weights)
-    return of_each_device(made, weights[0].sharding, specs[0])
+    return abstract_rows(weights, specs, _widths(specs), jnp.float32)
 
 
 def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:
     """Each leaf's row of samples."""
-    return split(joined, [_width(Here(spec).block.shape) for spec in specs])
+    return split(joined, _widths(specs))
 
 
 def _bare(spec: LeafSpec) -> LeafSpec:
@@ -92,9 +91,13 @@ def _places(shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(stride // 2, None, stride) for stride in strides)
 
 
-def _width(shape: Sequence[int]) -> int:
-    """How many values `sample_of` takes of a block."""
-    return math.prod(len(range(n)[s]) for n, s in zip(shape, _places(shape), strict=True))
+def _widths(specs: Sequence[LeafSpec]) -> list[int]:
+    """How many values `sample_of` takes of each leaf's block."""
+    shapes = [Here(spec).block.shape for spec in specs]
+    return [
+        math.prod(len(range(n)[s]) for n, s in zip(shape, _places(shape), strict=True))
+        for shape in shapes
+    ]
 
 
 def differ(x: Array, y: Array, dtype: Any) -> Array:

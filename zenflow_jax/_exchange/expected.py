@@ -91,12 +91,11 @@ class Expected:
         choice.state = shardings
 
     def check_params(self, weights: Sequence[Any], groups: Iterable[int]) -> None:
-        """Refuses parameters of some groups of other shapes, dtypes or places; also resident ones
-        with the first group.
+        """Refuses parameters of some groups that have other shapes or dtypes, or are elsewhere.
 
         Args:
             weights: The parameter of each leaf of the state.
-            groups: Those that are read now.
+            groups: Those that are read now; resident leaves are looked at with the first one.
         """
         choice = self._choice(groups)
         mine = [weights[i] for i in choice.leaves]

@@ -31,6 +31,7 @@ from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.parts import as_before
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.schedule import Schedule
@@ -142,11 +143,11 @@ class Mailbox:
         if self._sending.sums_on_device:
             self._groups = [_InGroup.of(state, group) for group in range(state.schedule.groups)]
             for number, group in reversed(list(enumerate(self._groups))):
-                whole, cut = group.sums(state.mail)
+                whole, some = group.sums(state.mail)
                 if whole:
                     self._ahead.prepare(("zeros", number), group.make_zeros, whole)
-                if cut:
-                    self._ahead.prepare(("take", number), _take_ranges, cut, specs=group.ranges)
+                if some:
+                    self._ahead.prepare(("take", number), _take_ranges, some, specs=group.ranges)
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
         # Until a step has left them be: one that reads blank mail, as a wrapper with a branch does,
         # may donate each array once only.
@@ -193,7 +194,10 @@ class Mailbox:
         token = self._token
         # Before the mail is given away: this call lets go of Python's lock, and the caller would
         # get it back only when the worker's threads have looked at every leaf.
-        self._next_token(self._number + step, state.token)
+        if not self._tokens:
+            # A call for each would take a tenth of `exchange`.
+            self._make_tokens(self._number + step, TOKENS, state.token)
+        self._take_token(self._number + step)
         if self._sending.sums_on_device:
             gradients = []
             self._running.append(state.step_scalars)
@@ -210,14 +214,14 @@ class Mailbox:
         if not self._sending.sums_on_device:
             return state
         mine, mail = self._groups[group], list(state.mail)
-        whole, cut = mine.sums(mail)
+        whole, some = mine.sums(mail)
         taken = dict(zip(mine.whole, whole, strict=True))
         zeros = self._ahead.call(("zeros", group), mine.make_zeros, whole) if whole else ()
         for i, x in zip(mine.whole, zeros, strict=True):
             mail[i] = x
-        if cut:
+        if some:
             key = ("take", group)
-            parts, rests = self._ahead.call(key, _take_ranges, cut, specs=mine.ranges)
+            parts, rests = self._ahead.call(key, _take_ranges, some, specs=mine.ranges)
             taken |= dict(zip(mine.cut, parts, strict=True))
             for i, rest in zip(mine.cut, rests, strict=True):
                 mail[i] = as_before(rest, mail[i])
@@ -231,9 +235,9 @@ class Mailbox:
         flush brought nor the gradients that it used up.
         """
         self._replaced = (self._given, self._token)
-        self._tokens.clear()
-        self._next_token(self._token + 500_009, state.token)
-        self._tokens.clear()
+        number = self._token + 500_009
+        self._make_tokens(number, 1, state.token)
+        self._take_token(number)
         return dataclasses.replace(state, token=self._given)
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
@@ -264,13 +268,14 @@ class Mailbox:
         self._tokens.clear()
         self._blank = _Buffers((), StepScalars(None, None))
 
-    def _next_token(self, number: int, like: jax.Array) -> None:
-        """The next state's token, made from a number and placed as `like` is."""
-        if not self._tokens:
-            # Never USED, which is negative. A call for each would take a tenth of `exchange`.
-            numbers = [(number + i) & _POSITIVE for i in range(TOKENS)]
-            arrays = put_everywhere([np.int32(x) for x in numbers], like)
-            self._tokens.extend(zip(numbers, arrays, strict=True))
+    def _make_tokens(self, number: int, count: int, like: jax.Array) -> None:
+        """The next states' tokens, made from consecutive numbers and placed as `like` is."""
+        numbers = [(number + i) & _POSITIVE for i in range(count)]  # never USED, which is negative
+        arrays = put_everywhere([np.int32(x) for x in numbers], like)
+        self._tokens = deque(zip(numbers, arrays, strict=True))
+
+    def _take_token(self, number: int) -> None:
+        """Gives the next state the token that was made from `number`."""
         self._token, self._given = self._tokens.popleft()
         assert self._token == number & _POSITIVE, "tokens are of consecutive steps"
 
@@ -301,15 +306,11 @@ class _InGroup:
 
     @classmethod
     def of(cls, state: ZenFlowState, group: int) -> "_InGroup":
-        mine = {
-            i: leaf.spec.range_of(group)
-            for i, leaf in enumerate(state.leaves)
-            if leaf.offloaded and group in leaf.spec.groups
-        }
-        cut = {i: spec for i, spec in mine.items() if spec.start is not None}
-        whole = tuple(i for i in mine if i not in cut)
+        mine = of_group([leaf.spec for leaf in state.leaves], group)
+        ranges = {i: spec for i, spec in mine.items() if spec.start is not None}
+        whole = tuple(i for i in mine if i not in ranges)
         zeros = _zeros_maker([state.mail[i] for i in whole])
-        return cls(whole, tuple(cut), tuple(cut.values()), zeros)
+        return cls(whole, tuple(ranges), tuple(ranges.values()), zeros)
 
     def sums(self, mail: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
         """The sums of `whole` and of `cut`."""

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import Here, Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
 
 _T = TypeVar("_T")
@@ -77,8 +78,13 @@ class OffloadedLeaves:
             found.setdefault(part.piece, []).append(i)
         return tuple(map(tuple, found.values()))
 
+    @functools.cached_property
+    def firsts(self) -> tuple[Part, ...]:
+        """The first part of each piece."""
+        return tuple(self.parts[numbers[0]] for numbers in self.pieces)
+
     def pieces_of(self, leaf: int) -> list[tuple[int, ...]]:
-        """Those of one leaf."""
+        """The pieces of one leaf."""
         return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
 
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
@@ -106,7 +112,7 @@ class Group:
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
-        mine = {i: spec.range_of(group) for i, spec in enumerate(specs) if group in spec.groups}
+        mine = of_group(specs, group)
         order = {leaf: i for i, leaf in enumerate(mine)}
         numbers = tuple(i for i, part in enumerate(parts) if part.spec.group == group)
         return cls(

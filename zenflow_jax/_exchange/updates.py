@@ -197,10 +197,7 @@ class Updates:
         return found
 
     def collect(
-        self,
-        weights: Sequence[jax.Array],
-        groups: Sequence[int],
-        after: Any,
+        self, weights: Sequence[jax.Array], groups: Sequence[int], after: Any
     ) -> list[jax.Array]:
         """The parameters with the pending updates of some groups, if there are any.
 
@@ -428,8 +425,9 @@ class Updates:
             parts, pieces = [], []
             for mine in self._offloaded.pieces_of(i):
                 part = self._parts[mine[0]]
-                whole = {j: leaves[j].master.as_float32() for j in mine}
-                master = joined([x.reshape(self._parts[j].spec.shape) for j, x in whole.items()])
+                masters = (leaves[j].master.as_float32() for j in mine)
+                shapes = (self._parts[j].spec.shape for j in mine)
+                master = joined([x.reshape(s) for x, s in zip(masters, shapes, strict=True)])
                 parts.append(dataclasses.replace(part, leaf=0))
                 pieces.append([upload(master, device) for device in part.devices])
             # The uploads may read live masters, which the next update writes.

@@ -207,8 +207,9 @@ class Worker:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Each piece's gradient on its first device, and the step scalars, once in host memory."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
-        firsts = [self._parts[numbers[0]] for numbers in self._offloaded.pieces]
-        pieces = [p.of(item.gradients[p.leaf]) for p in firsts] if item.gradients else []
+        pieces = []
+        if item.gradients:
+            pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
         if item.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
         jax.block_until_ready((step_scalars, item.step_scalars))

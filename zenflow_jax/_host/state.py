@@ -136,6 +136,8 @@ class HostState:
         pieces: Sequence[Sequence[int]] | None = None,
     ):
         self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
+        # Bytes of a mail of each leaf.
+        self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
         self._adam = adam
         self._scaling = schedule.window_scaling
@@ -164,21 +166,16 @@ class HostState:
         """Bytes of the mails kept: these alone are in memory that jax has pinned."""
         return self._kept(lambda gradients: len(gradients.mails))
 
-    @property
-    def _sizes(self) -> list[int]:
-        """Bytes of a mail of each leaf."""
-        return [leaf.master.size * leaf.spec.mail_dtype.itemsize for leaf in self.leaves]
-
     def _kept(self, count: Callable[[WindowGradients], int]) -> int:
         """Bytes of all mails kept, `count` of them of a leaf's closed window."""
-        sizes = self._sizes
         kept = [len(leaf.mails) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
                 kept[i] += count(gradients)
         # A mail is there until the last of the leaves in it has used it.
         return sum(
-            sum(sizes[i] for i in piece) * max(kept[i] for i in piece) for piece in self._pieces
+            sum(self._sizes[i] for i in piece) * max(kept[i] for i in piece)
+            for piece in self._pieces
         )
 
     def resume(

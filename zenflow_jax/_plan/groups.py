@@ -47,6 +47,15 @@ def in_groups(
     return tuple(grouped), dataclasses.replace(schedule, groups=groups)
 
 
+def of_group(specs: Sequence[LeafSpec], group: int) -> dict[int, LeafSpec]:
+    """The leaves, or ranges of leaves, that close their windows with a group, by number."""
+    return {
+        i: spec.range_of(group)
+        for i, spec in enumerate(specs)
+        if not spec.resident and group in spec.groups
+    }
+
+
 def _nbytes(spec: LeafSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
