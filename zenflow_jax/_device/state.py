@@ -6,19 +6,22 @@ shardings, shapes and wrapped variables use the same classes.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
 
+from zenflow_jax._device.as_tuple import AsTuple
 from zenflow_jax._device.shards import REPLICATED, Layout
+from zenflow_jax._device.words import count, named, short
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DeferredState:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DeferredState(AsTuple):
     """The deferred channels of one leaf, in-graph (`offload=False`). Full shapes."""
 
     master: Any  # float32, the leaf's shape; rows of selected channels are not current
@@ -28,10 +31,13 @@ class DeferredState:
     total: Any  # sum of the open window's gradients: float32; the mail's dtype if "per_window"
     pending: Any  # bool (*stack, n): the master is ahead of the parameter
 
+    def __repr__(self) -> str:
+        return f"DeferredState{short(self)}"
+
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LeafState:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LeafState(AsTuple):
     """Adam state of one leaf on the device.
 
     Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
@@ -52,10 +58,19 @@ class LeafState:
         """Whether its gradients go to an engine."""
         return self.deferred is None and not self.spec.resident
 
+    def __repr__(self) -> str:
+        spec = self.spec
+        if spec.resident:
+            kind = "resident"
+        else:
+            kind = f"{spec.k} of {spec.n} channels of axis {spec.axis}"
+        shape = ",".join(map(str, spec.shape))
+        return f"{spec.name} {spec.dtype}[{shape}], {kind}: {named(self._asdict())}"
+
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ZenFlowState:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ZenFlowState(AsTuple):
     """State of `zenflow()`: a pytree of arrays, with all that is static in its treedef.
 
     Attributes:
@@ -98,6 +113,21 @@ class ZenFlowState:
     schedule: Schedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
     send_gradients: SendGradients = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        counts = ("step", "skipped", "skipped_in_a_row")
+        head = ", ".join(f"{name}={count(getattr(self, name))}" for name in counts)
+        apart = (*counts, "leaves", "mail")
+        rest = {name: x for name, x in self._asdict().items() if name not in apart}
+        rest |= {"offload": self.offload, "send_gradients": self.send_gradients.value}
+        lines = [f"ZenFlowState({head}, {named(rest)},", f"{self.schedule},"]
+        if isinstance(self.leaves, tuple):
+            mail = self.mail if isinstance(self.mail, tuple) else ()
+            for leaf, sent in itertools.zip_longest(self.leaves, mail):
+                lines.append(repr(leaf) + ("" if sent is None else f", mail={short(sent)}"))
+        else:
+            lines.append(f"leaves={short(self.leaves)}")  # somebody's placeholder
+        return "\n  ".join(lines) + "\n)"
 
 
 def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:

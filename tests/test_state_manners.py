@@ -1,0 +1,138 @@
+"""What users of optax do with any state they do with this one, and it is what they expect."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests import runs
+from zenflow_jax import STATIC_ARGS, ZenFlowState, zenflow
+
+MODES = pytest.mark.parametrize("offload", [True, False], ids=["engine", "in_graph"])
+
+
+def first(offload: bool = True, **options) -> ZenFlowState:
+    return zenflow(1e-2, topk_ratio=0.25, offload=offload, **options).init(runs.initial(runs.FEW))
+
+
+@MODES
+def test_a_state_is_a_tuple_of_its_fields_that_are_no_metadata(offload):
+    state = first(offload)
+    names = [f.name for f in dataclasses.fields(state) if not f.metadata]
+    assert list(state._fields) == names
+    step, skipped, *rest = state
+    assert step is state.step
+    assert skipped is state.skipped
+    assert rest[-1] is state.schedule_state
+    assert state[3] is state.leaves
+    assert state._asdict() == {name: getattr(state, name) for name in names}
+    leaf = state.leaves[1]
+    assert leaf._fields[3] == "mu"
+    assert leaf[3] is leaf.mu
+
+
+@MODES
+def test_a_state_from_jit_is_the_tuple_that_went_in(offload):
+    state = first(offload)
+    new = jax.jit(lambda x: jax.tree.map(jnp.copy, x))(state)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert [type(x) for x in new] == [type(x) for x in state]
+    assert new[0] is new.step
+    assert new.leaves[1][3] is new.leaves[1].mu
+
+
+@MODES
+def test_optax_finds_and_sets_by_name_what_is_in_a_chain(offload):
+    tx = optax.chain(optax.clip(1.0), zenflow(1e-2, topk_ratio=0.25, offload=offload))
+    state = tx.init(runs.initial(runs.FEW))
+    assert optax.tree.get(state, "step") is state[1].step
+    assert optax.tree.get(state, "ZenFlowState") is state[1]
+    assert optax.tree.get(state, "no such name") is None
+    found = {id(x) for _, x in optax.tree.get_all_with_path(state, "mu")}
+    assert found >= {id(leaf.mu) for leaf in state[1].leaves}
+    new = optax.tree.set(state, skipped=jnp.int32(3))
+    assert int(optax.tree.get(new, "skipped")) == 3
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_a_learning_rate_that_is_injected_is_found_by_name():
+    factory = optax.inject_hyperparams(zenflow, static_args=STATIC_ARGS)
+    with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
+        state = factory(learning_rate=3e-2).init({"w": jnp.ones((8, 4))})
+    assert float(optax.tree.get(state, "learning_rate")) == np.float32(3e-2)
+
+
+@MODES
+def test_copies_of_a_state_are_states(offload):
+    state = first(offload)
+    for new in (copy.copy(state), copy.deepcopy(state), state._replace(step=state.step)):
+        assert type(new) is ZenFlowState
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+        assert len(new.leaves[1]) == len(state.leaves[1])
+        assert new.schedule == state.schedule
+
+
+def test_what_a_state_lacks_is_told_by_name():
+    with pytest.raises(TypeError, match="missing .*'skipped'"):
+        ZenFlowState(1)
+
+
+def _donated(state):
+    jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(state)
+    return state
+
+
+def _traced(state):
+    texts = []
+    jax.eval_shape(lambda x: texts.append(repr(x)) or x.step, state)
+    return texts[0]
+
+
+@MODES
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state,
+        _donated,
+        _traced,
+        jax.device_get,
+        lambda state: jax.tree.map(nnx.Variable, state),
+        lambda state: jax.tree.map(lambda x: x.sharding, state),
+        lambda state: jax.eval_shape(lambda: state),
+    ],
+    ids=["arrays", "donated", "traced", "numpy", "nnx", "shardings", "shapes"],
+)
+def test_a_state_prints_a_line_for_each_leaf_and_no_content(change, offload):
+    state = first(offload)
+    names = [leaf.spec.name for leaf in state.leaves]
+    lines = str(change(state)).splitlines()
+    assert lines[0].startswith("ZenFlowState(step=")
+    assert lines[-1] == ")"
+    assert [line.split()[0] for line in lines[2:-1]] == names
+    assert not any("0., 0." in line for line in lines)
+
+
+def test_a_printed_state_says_what_is_selected_and_how_far_the_run_is():
+    state = first()._replace(step=jnp.int32(7))
+    head, schedule, resident, rows, *_ = str(state).splitlines()
+    assert head.startswith("ZenFlowState(step=7, skipped=0, skipped_in_a_row=0, ")
+    assert "send_gradients='during_step'" in head
+    assert "Schedule(window=4, " in schedule
+    assert (
+        resident.strip()
+        == "['bias'] float32[5], resident: steps=int32[], mu=float32[5], nu=float32[5]"
+    )
+    assert rows.strip().startswith(
+        "['columns'] bfloat16[4,10], 1 of 4 channels of axis 0: channels=int32[1], "
+    )
+    assert rows.endswith("mail=bfloat16[1,1,1,1,1,1,4,10]")
+
+
+def test_a_state_whose_leaves_are_a_placeholder_prints_it():
+    state = dataclasses.replace(first(), leaves={"w": 1}, mail=None)
+    assert str(state).splitlines()[2].strip() == "leaves={'w': 1}"
