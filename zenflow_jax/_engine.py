@@ -35,6 +35,7 @@ from zenflow_jax._checkpoint.tree import (
 from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import Places, match_leaves
 from zenflow_jax._device.memory import read
+from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.samples import checksums, differing
 from zenflow_jax._device.state import ZenFlowState, find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -198,6 +199,8 @@ class HostEngine:
         self._specs = tuple(leaf.spec for leaf in state.leaves)
         check_placement(weights, self._specs)
         check_devices(weights, state)
+        # Something may have placed all of it anew since `init`, as trainers do before they compile.
+        state, self._put_back = put_back(state, weights)
         self._expected = Expected(state, weights)
         self._places = Places(self._specs)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
@@ -251,6 +254,7 @@ class HostEngine:
             self._resume(resumed, mine)
         self._closed = False
         self._interrupted = False
+        self._put_back_in_run = False
         # When nothing else can fail: who has no engine cannot end its thread.
         self._worker.start()
         measures = self._schedule.needs_kept_share
@@ -277,6 +281,7 @@ class HostEngine:
             window_lengths=dict(sorted(self._window_lengths.items())),
             reselections=self._progress.reselections,
             kept_share=self._progress.kept_share,
+            put_back=self._put_back,
             wait_s=self._worker.wait_s,
             **self._worker.recorder.seconds(),
             **worker,
@@ -339,7 +344,7 @@ class HostEngine:
         # Refuses what does not fit before anything is done.
         taken = self._take(params)
         self._expected.check_params(taken.weights, concerned)
-        self._expected.check_places(state, concerned)
+        state = self._in_place(state, taken.weights, concerned)
         if first:
             self._follow(state, taken.weights)
             self._updates.note_parameters(taken.offloaded, state.leaves)
@@ -530,11 +535,11 @@ class HostEngine:
             RuntimeError, ValueError: As `exchange`.
             TypeError: If they are something else.
         """
-        self._in_place(self.exchange, model, optimizer)
+        self._of_nnx(self.exchange, model, optimizer)
 
     def flush_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """`flush` for flax nnx: updates `model` and `optimizer` in place. Errors as `flush`."""
-        self._in_place(self.flush, model, optimizer)
+        self._of_nnx(self.flush, model, optimizer)
 
     def peek_nnx(self, model: _Model, optimizer: nnx.Optimizer) -> _Model:
         """`peek` for flax nnx: another model, with the parameters as they are best known now.
@@ -684,6 +689,20 @@ class HostEngine:
             self._doubts.add(self._progress.step, names, counts)
         self._updates.changed = []
 
+    def _in_place(
+        self, state: ZenFlowState, weights: Sequence[jax.Array], groups: Sequence[int]
+    ) -> ZenFlowState:
+        """A step's state with all arrays where they belong; they are put back once in a run."""
+        reason = self._expected.misplaced(state, groups)
+        if reason is None:
+            return state
+        if self._put_back_in_run:
+            raise ValueError(reason)
+        self._put_back_in_run = True
+        state, moved = put_back(state, weights)
+        self._put_back += moved
+        return state
+
     def _check_flushed(self, state: ZenFlowState) -> None:
         if self._mailbox.replaced(state):
             raise RuntimeError(
@@ -713,7 +732,7 @@ class HostEngine:
         self._window_lengths[self._open_steps[group]] += 1
         self._open_steps[group] = 0
 
-    def _in_place(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+    def _of_nnx(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         check_nnx(model, optimizer)
         params = nnx.as_pure(nnx.state(model, optimizer.wrt))
         params, opt_state = call(params, nnx.as_pure(optimizer.opt_state))

@@ -355,13 +355,17 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf):
     ids=["replicated", "along another axis"],
 )
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-def test_a_state_that_was_placed_anew_is_refused(kind, again, name):
+def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, again, name):
     mesh = meshes.make_mesh("fsdp", kind)
     params = {"w": np.ones((16, 16), np.float32)}
     params = runs.place(params, {"w": NamedSharding(mesh, PartitionSpec(None, "fsdp"))})
     tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.5, update_interval=1)
-    state = tx.init(params)
     there = NamedSharding(mesh, again)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return runs.apply(params, updates), state
 
     def placed_anew(state):
         if name == "mail":
@@ -371,14 +375,30 @@ def test_a_state_that_was_placed_anew_is_refused(kind, again, name):
             state, leaves=(dataclasses.replace(leaf, mu=jax.device_put(leaf.mu, there)),)
         )
 
-    words = rf"`{name}` of \['w'\] in the state where `tx.init` put it.*placed the state anew"
-    with pytest.raises(ValueError, match=words):
-        zenflow_jax.HostEngine(params, placed_anew(state), host_kernel="numpy")
-    with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
-        new = jax.jit(tx.update)(params, state, params)[1]
-        with pytest.raises(ValueError, match=words):
-            engine.exchange(params, placed_anew(new))
-        engine.flush(*engine.exchange(params, new))  # as if nothing had happened
+    def run(at_first, after_a_step):
+        now, state = params, tx.init(params)
+        old = [x.sharding for x in jax.tree.leaves(state)]
+        with zenflow_jax.HostEngine(now, at_first(state), host_kernel="numpy") as engine:
+            for change in (after_a_step, lambda state: state):
+                now, state = step(now, state)
+                now, state = engine.exchange(now, change(state))
+                for x, place in zip(jax.tree.leaves(state), old, strict=True):
+                    assert x.sharding.is_equivalent_to(place, x.ndim)
+            now, state = step(now, state)
+            if after_a_step is placed_anew:
+                words = rf"`{name}` of \['w'\] in the state where `tx.init` put it.*does it again"
+                with pytest.raises(ValueError, match=words):
+                    engine.exchange(now, placed_anew(state))
+            now, state = engine.exchange(now, state)  # as if nothing had happened
+            return engine.flush(now, state), engine.stats.put_back
+
+    as_it_was, none = run(lambda state: state, lambda state: state)
+    assert none == 0
+    for both in ((placed_anew, lambda state: state), (placed_anew, placed_anew)):
+        put_back, moved = run(*both)
+        runs.assert_same_bits(put_back[0], as_it_was[0])
+        runs.assert_same_bits(put_back[1].leaves[0].mu, as_it_was[1].leaves[0].mu)
+        assert moved
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax._device import in_graph
 from zenflow_jax._device.channels import first_channels, take
-from zenflow_jax._device.memory import HOST, commit, host_zeros, mail_rank, to_host
+from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host
+from zenflow_jax._device.placing import with_shardings
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars
@@ -38,7 +38,7 @@ def first_state(
     build = partial(_build, specs=specs, schedule=schedule, offload=offload, sending=sending)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         # Shapes in, shapes out: there are no weights to take masters from.
-        return _with_shardings(jax.eval_shape(build, leaves), leaves)
+        return with_shardings(jax.eval_shape(build, leaves), leaves)
     weights = [jnp.asarray(p) for p in leaves]
     if not specs and not isinstance(params, Mapping | list | tuple | None):
         # `optax.tree_map_params` asks with a placeholder, neither arrays nor an empty container,
@@ -216,40 +216,3 @@ def _corner(here: Here, p: jax.Array, *, number: int) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(corner, jnp.uint32).ravel()
     odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * number + 1
     return here.sum_everywhere(jnp.sum(bits * odd))
-
-
-def _with_shardings(state: ZenFlowState, leaves: list[Any]) -> ZenFlowState:
-    """The abstract state with the shardings that a real one would have, as far as known."""
-    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
-    if not meshes or not isinstance(meshes[0], Mesh):
-        return state
-
-    def put(
-        x: Any, spec: PartitionSpec, memory_kind: str | None = None, mesh: Any = meshes[0]
-    ) -> Any:
-        sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    mail_kind = HOST if state.send_gradients.in_step else None
-
-    def mesh_of(parameter: Any) -> Any:
-        placed = isinstance(parameter.sharding, NamedSharding)
-        return parameter.sharding.mesh if placed else meshes[0]
-
-    def put_leaf(leaf: LeafState, parameter: Any) -> LeafState:
-        layout = leaf_layout(leaf.spec, deferred=not state.offload)
-        return jax.tree.map(partial(put, mesh=mesh_of(parameter)), leaf, layout)
-
-    def put_mail(mail: Any, leaf: LeafState, parameter: Any) -> Any:
-        if mail is None:
-            return None
-        return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, mesh_of(parameter))
-
-    mail = state.mail and tuple(map(put_mail, state.mail, state.leaves, leaves))
-    alike = dataclasses.replace(state, leaves=None, mail=None, step_scalars=None)
-    return dataclasses.replace(
-        jax.tree.map(lambda x: put(x, REPLICATED), alike),
-        leaves=tuple(map(put_leaf, state.leaves, leaves)),
-        mail=mail,
-        step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, mail_kind), state.step_scalars),
-    )

@@ -27,6 +27,9 @@ class EngineStats:
         kept_share: The selected channels' share of the best k channels' score, at the last boundary
             but one of each group; their mean. None before the first one is read, and unless
             `select_interval` is an `AutoSelect`.
+        put_back: Arrays of the state that something else, such as a trainer, had placed anew, and
+            that the engine put back: those that it was made with, and once those after a step. The
+            next time it refuses.
         skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
         skipped_in_a_row: Steps skipped since the last one that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
@@ -55,6 +58,7 @@ class EngineStats:
     window_lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     reselections: int = 0
     kept_share: float | None = None
+    put_back: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     exchange_s: float = 0.0

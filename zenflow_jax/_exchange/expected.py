@@ -28,9 +28,6 @@ class Expected:
     Args:
         state: The state before the first step.
         weights: The parameter of each of its leaves, where `check_placement` wants it.
-
-    Raises:
-        ValueError: If an array of the state is elsewhere than its parameter.
     """
 
     def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
@@ -40,7 +37,6 @@ class Expected:
         self._on_mesh = any(len(sharding.device_set) > 1 for sharding in self._beside)
         # The leaves of each choice of groups, and what was right last time.
         self._known: dict[tuple[int, ...], _Choice] = {}
-        self.check_places(state, range(self._schedule.groups))
 
     def state(self, opt_state: Any, groups: Sequence[int] = ()) -> ZenFlowState:
         """The state in `opt_state`; of its leaves, those of `groups` are looked at, or all.
@@ -63,8 +59,8 @@ class Expected:
         _check_arrays(state)
         return state
 
-    def check_places(self, state: ZenFlowState, groups: Iterable[int]) -> None:
-        """Refuses a state whose arrays are not where the step keeps them, beside their parameters.
+    def misplaced(self, state: ZenFlowState, groups: Iterable[int]) -> str | None:
+        """Which array of a state is not where the step keeps it, beside its parameter, in words.
 
         On a mesh a misplaced array has other pieces on each device; they would be read as other
         channels. There it looks at all mail, as each step's is read.
@@ -79,16 +75,21 @@ class Expected:
             shardings = [x.sharding for x in mail if x is not None]
             shardings += [leaf.mu.sharding for leaf in leaves]
         if _same(shardings, choice.state):
-            return
+            return None
         for i, (beside, leaf, sent) in enumerate(
             zip(self._beside, state.leaves, state.mail, strict=True)
         ):
             if not leaf.offloaded:
                 continue  # nobody here reads it
-            _check_place("mail", sent, Layout(leaf.spec).mail(sent.ndim), beside, leaf.spec)
+            arrays = [("mail", sent, Layout(leaf.spec).mail(sent.ndim))]
             if i in choice.leaves:
-                _check_leaf(leaf, beside)
+                arrays += _arrays(leaf)
+            for name, x, partition in arrays:
+                where = _elsewhere(x, partition, beside)
+                if where is not None:
+                    return _in_words(name, leaf.spec, where, x.sharding)
         choice.state = shardings
+        return None
 
     def check_params(self, weights: Sequence[Any], groups: Iterable[int]) -> None:
         """Refuses parameters of some groups that have other shapes or dtypes, or are elsewhere.
@@ -128,37 +129,33 @@ def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
     return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
-def _check_leaf(leaf: LeafState, beside: jax.sharding.Sharding) -> None:
+def _arrays(leaf: LeafState) -> list[tuple[str, jax.Array, PartitionSpec]]:
+    """The arrays of a leaf that are read between steps, with their names and layouts."""
     layout = leaf_layout(leaf.spec, deferred=False)
-    for name in ("channels", "steps", "master", "mu", "nu", "scores"):
-        x = getattr(leaf, name)
-        if x is not None and x.size:
-            _check_place(name, x, getattr(layout, name), beside, leaf.spec)
+    names = ("channels", "steps", "master", "mu", "nu", "scores")
+    found = [(name, getattr(leaf, name), getattr(layout, name)) for name in names]
+    return [(name, x, lay) for name, x, lay in found if x is not None and x.size]
 
 
-def _check_place(
-    name: str,
-    x: jax.Array,
-    partition: PartitionSpec,
-    beside: jax.sharding.Sharding,
-    spec: LeafSpec,
-) -> None:
+def _elsewhere(
+    x: jax.Array, partition: PartitionSpec, beside: jax.sharding.Sharding
+) -> jax.sharding.Sharding | None:
+    """Where an array belongs; None if it is there."""
     if len(beside.device_set) == 1:
-        there = x.sharding.device_set == beside.device_set
-        where: Any = beside
-    else:
-        assert isinstance(beside, NamedSharding)  # `check_placement` guarantees it
-        # Either memory is right: a checkpoint may have been read into the other one.
-        kind = x.sharding.memory_kind
-        where = NamedSharding(beside.mesh, partition, memory_kind=kind)
-        there = x.sharding.is_equivalent_to(where, x.ndim)
-    if not there:
-        raise ValueError(
-            f"expected `{name}` of {spec.name} in the state where `tx.init` put it, {where}, got "
-            f"it at {x.sharding}. Something has placed the state anew: leave it where it is, or "
-            "place it by the shardings that it has after `tx.init(params)`, "
-            "`jax.tree.map(lambda x: x.sharding, opt_state)`."
-        )
+        return None if x.sharding.device_set == beside.device_set else beside
+    assert isinstance(beside, NamedSharding)  # `check_placement` guarantees it
+    # Either memory is right: a checkpoint may have been read into the other one.
+    where = NamedSharding(beside.mesh, partition, memory_kind=x.sharding.memory_kind)
+    return None if x.sharding.is_equivalent_to(where, x.ndim) else where
+
+
+def _in_words(name: str, spec: LeafSpec, where: Any, sharding: Any) -> str:
+    return (
+        f"expected `{name}` of {spec.name} in the state where `tx.init` put it, {where}, got it at "
+        f"{sharding}. Something has placed the state anew, and does it again after it was put "
+        "back: leave it where it is, or place it by the shardings that it has after "
+        "`tx.init(params)`, `jax.tree.map(lambda x: x.sharding, opt_state)`."
+    )
 
 
 def _check_arrays(state: ZenFlowState) -> None:
