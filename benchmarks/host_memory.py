@@ -87,7 +87,10 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
         return optax.apply_updates(params, updates), state
 
     step = jax.jit(one_step, donate_argnums=(0, 1))
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.PyTreeCheckpointHandler(use_compression=False),
+        engine=zenflow_jax.EngineCheckpointHandler(),
+    )
     with most_resident() as training, Most(pinned_now, every_s=0.02) as pinned:
         params = matrices(count)
         state = tx.init(params)
@@ -101,9 +104,12 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
     with most_resident() as saving, ocp.AsyncCheckpointer(handler) as checkpointer:
         start = time.perf_counter()
         on_device = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind != "pinned_host"]
-        tree = {"params": params, "opt_state": on_device, "engine": engine.state()}
-        checkpointer.save(folder / "step", ocp.args.PyTreeSave(tree))
-        del tree, on_device
+        items = {
+            "state": ocp.args.PyTreeSave({"params": params, "opt_state": on_device}),
+            "engine": zenflow_jax.EngineSave(engine),
+        }
+        checkpointer.save(folder / "step", ocp.args.Composite(**items))
+        del items, on_device
         held = time.perf_counter() - start
         for _ in range(AFTER):
             params, state = engine.exchange(*step(params, state))
@@ -125,7 +131,7 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
         "sums": need.sums,
         "mail": need.mail,
         "hand_over": 2 * need.hand_over,
-        "saved": need.saved,
+        "saves": need.saving,
         # Beside parameters: arguments and temporaries of the step; an update that waits; the
         # parameters that it becomes.
         "device": of_step + size * (2 + 2) / groups,
@@ -159,13 +165,13 @@ def main() -> None:
         print(f"SGD: {base['training'] / size:.1f} bytes per parameter in all; above it:")
         print(f"{'':12} {'measured':^31} | formula")
         columns = ("training", "saving", "pinned", "arrays")
-        formula = ("state", "sums", "mail", "hand_over", "device", "saved")
+        formula = ("state", "sums", "mail", "hand_over", "device", "saves")
         print(f"{'':12}", *(f"{x:>9}" for x in (*columns, *formula, "training", "held, s")))
         for way in WAYS:
             r = in_a_process(way, count, folder)
             for name, peak in base.items():
                 r[name] -= peak
-            of_training = sum(r[name] for name in formula if name != "saved")
+            of_training = sum(r[name] for name in formula if name != "saves")
             each = [*(r[name] for name in (*columns, *formula)), of_training]
             shown = (f"{x / size:9.2f}" for x in each)
             print(f"{way:12}", *shown, f"{r['held_s']:9.2f}", flush=True)

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 import zenflow_jax
+from tests import runs
 from tests.meshes import LEAVES, STALE
 from tests.runs import Plan, Training
 
@@ -25,15 +27,19 @@ def abstract(tree: Any) -> Any:
 
 
 def save(training: Training, folder: Path) -> None:
+    """Both ways: the engine's state with the rest, and streamed into a folder of its own."""
     engine_state = training.engine.state()
     tree = {"params": training.params, "opt_state": training.state, "engine": engine_state}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, tree)
         checkpointer.wait_until_finished()
+    with ocp.AsyncCheckpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
+        checkpointer.save(_streamed(folder), args=zenflow_jax.EngineSave(training.engine))
+        checkpointer.wait_until_finished()
 
 
 def resume(training: Training, folder: Path) -> None:
-    """A fresh training goes on from there."""
+    """A fresh training goes on from there; both ways have the same for its devices."""
     training.engine.close()
     template = {
         "params": abstract(training.params),
@@ -46,11 +52,34 @@ def resume(training: Training, folder: Path) -> None:
         if isinstance(y, jax.ShapeDtypeStruct):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
             assert x.sharding.memory_kind == y.sharding.memory_kind
+    with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
+        streamed = checkpointer.restore(_streamed(folder), args=zenflow_jax.EngineRestore())
+    assert_same_state(found["engine"], streamed)
     training.params, training.state = found["params"], found["opt_state"]
     training.engine = zenflow_jax.HostEngine(
-        training.params, training.state, engine_state=found["engine"], **ENGINE
+        training.params, training.state, engine_state=streamed, **ENGINE
     )
     training.t = int(training.state.step)
+
+
+def assert_same_state(placed: Any, streamed: Any) -> None:
+    """This process's parts of a state are those of the streamed one."""
+    runs.assert_same_bits(
+        (placed["counts"], placed["options"]), (streamed["counts"], streamed["options"])
+    )
+    for mine, stored in zip(placed["leaves"], streamed["leaves"], strict=True):
+        assert mine.keys() == stored.keys()
+        for name in mine.keys() - {"total"}:  # of which a window without a step has none
+            for shard in mine[name].addressable_shards:
+                index = [
+                    s.indices(n)[:2] for s, n in zip(shard.index, stored[name].shape, strict=True)
+                ]
+                there = stored[name][tuple(slice(*ends) for ends in index)]
+                np.testing.assert_array_equal(np.asarray(shard.data), there)
+
+
+def _streamed(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-engine")
 
 
 def follow(training: Training, until: int) -> None:

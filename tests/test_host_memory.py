@@ -32,7 +32,7 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(sending, 
             assert stats.pinned_bytes <= need.mail
         saved = training.engine.state()["leaves"]
         wide = [x for leaf in saved for name, x in leaf.items() if name not in ("steps", "before")]
-        assert need.saved == sum(x.nbytes for x in wide)
+        assert need.copied == sum(x.nbytes for x in wide)
 
 
 def test_the_readme_has_the_formulas_bytes_of_a_large_model():

@@ -72,12 +72,11 @@ def described(arrays: Mapping[str, Any]) -> dict[str, str]:
 def check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     for name in [*here, *saved]:
         if saved.get(name) != here.get(name):
-            if name.startswith("engine_state.counts."):  # what runs have alike, whatever they train
+            if name.startswith("engine_state."):  # it has had files of its own since 0.2.0
                 raise SettingsError(
                     f"expected a checkpoint of this version of zenflow_jax, got {folder}, in which "
-                    f"the array `{name}` is {saved.get(name, 'absent')}, here "
-                    f"{here.get(name, 'none')}. Go on with that run by the version that has "
-                    "written it, or name another --run to begin a new one."
+                    f"the engine's state is among the arrays (`{name}`). Go on with that run by "
+                    "the version that has written it, or name another --run to begin a new one."
                 )
             raise SettingsError(
                 f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "

@@ -1,6 +1,7 @@
 """Checkpoints of a run: what is in one, and how it is written beside the training.
 
-    checkpoints/300/state   parameters, optimizer state and the engine's, by orbax; mail is left out
+    checkpoints/300/state   parameters and optimizer state, by orbax; mail is left out
+    checkpoints/300/engine  the engine's state, which is written from its own memory
     checkpoints/300/run     step, settings, names of the arrays, open figures of the metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
     checkpoints/damaged-400   one that was found damaged; nothing here reads it again
@@ -28,6 +29,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+import zenflow_jax
 from train import processes
 from train.checkpoint_arrays import described, split
 from train.checksums import CHECKSUMS, checksums
@@ -96,7 +98,7 @@ class Checkpoints(SavedCheckpoints):
         step: int,
         params: Any,
         opt_state: Any,
-        engine_state: Any,
+        engine: zenflow_jax.HostEngine | None,
         progress: Mapping[str, Any],
         figure: float | None = None,
     ) -> None:
@@ -110,7 +112,7 @@ class Checkpoints(SavedCheckpoints):
         Args:
             step: Of the run, of which the rest is the state.
             params, opt_state: As the last `exchange`, or without an engine the step, returned them.
-            engine_state: `engine.state()`, or None.
+            engine: Theirs. Where it comes to what is not saved yet, it waits.
             progress: Anything that JSON can hold.
             figure: Of the validation, if there was one: what says which checkpoint is best.
         """
@@ -118,7 +120,7 @@ class Checkpoints(SavedCheckpoints):
             self.rate(step, figure)
         self.wait()
         self._failed = None
-        saved, _ = split({"params": params, "opt_state": opt_state, "engine_state": engine_state})
+        saved, _ = split({"params": params, "opt_state": opt_state})
         run = {
             **self._description,
             "step": step,
@@ -126,15 +128,17 @@ class Checkpoints(SavedCheckpoints):
             "figures": list(self._figures.items()),
             "progress": progress,
         }
-        args = ocp.args.Composite(
+        items: dict[str, Any] = {
             # One file for each process, as orbax would copy what it has to divide among several.
-            state=ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
-            run=ocp.args.JsonSave(run),
-        )
+            "state": ocp.args.PyTreeSave(saved, ocdbt_target_data_file_size=0),
+            "run": ocp.args.JsonSave(run),
+        }
+        if engine is not None:
+            items["engine"] = zenflow_jax.EngineSave(engine)
         self._writing = step
         with self._failures():
             # Forced, as orbax would pass over a step that is older than its newest.
-            self._opened().save(step, args=args, force=True)
+            self._opened().save(step, args=ocp.args.Composite(**items), force=True)
 
     def poll(self) -> None:
         """Says so if the save that was under way has failed. Does not wait."""
@@ -193,6 +197,7 @@ class Checkpoints(SavedCheckpoints):
             handlers = {
                 "state": ocp.PyTreeCheckpointHandler(use_compression=False),
                 "run": ocp.JsonCheckpointHandler(),
+                "engine": zenflow_jax.EngineCheckpointHandler(),
             }
             self._manager = ocp.CheckpointManager(
                 self._folder, options=options, item_handlers=handlers

@@ -244,7 +244,6 @@ def train(
             if timeline and processes.is_first():
                 # However the run ends.
                 stack.callback(lambda: write_timeline(timeline, engine.timeline, console))
-            engine_state = None  # the engine has its own copy
         checkpoints.set_aside()  # this start is a valid one
         log = NoLog()
         if processes.is_first():
@@ -314,8 +313,7 @@ def train(
             }
             at, figures = validations[-1] if validations else (0, {})
             figure = figures[task.best] if at == step else None
-            state = engine.state() if engine else None
-            checkpoints.save(step, params, opt_state, state, now, figure=figure)
+            checkpoints.save(step, params, opt_state, engine, now, figure=figure)
 
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps

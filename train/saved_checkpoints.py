@@ -31,7 +31,7 @@ class Restored(NamedTuple):
 
     params: Any
     opt_state: Any
-    engine_state: Any  # None without an engine
+    engine_state: Any  # None without an engine; an engine reads its arrays from the checkpoint
     progress: dict[str, Any]  # as given to `save`
 
 
@@ -99,13 +99,17 @@ class SavedCheckpoints:
         run = self._read_run(step)
         self._check(step, run)
         self._figures = dict(run["figures"])
-        with_engine = run["settings"]["optimizer"] != "adamw"
-        engine_state = zenflow_jax.abstract_engine_state(opt_state) if with_engine else None
-        fresh = {"params": params, "opt_state": opt_state, "engine_state": engine_state}
+        fresh = {"params": params, "opt_state": opt_state}
         saved, others = split(fresh)
         check_arrays(self._folder / str(step), run["arrays"], described(saved))
         arrays = self._read_state(step, saved)
-        return Restored(**join(fresh, arrays, others), progress=run["progress"])
+        engine_state = None
+        if run["settings"]["optimizer"] != "adamw":
+            with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
+                engine_state = reader.restore(self._folder / str(step) / "engine")
+        return Restored(
+            **join(fresh, arrays, others), engine_state=engine_state, progress=run["progress"]
+        )
 
     def find(self, which: str, *, rival: float = math.nan) -> int | None:
         """The step of a checkpoint by its number, or of the "best" of those that have figures.

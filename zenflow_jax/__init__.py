@@ -3,6 +3,9 @@
 `zenflow()` is the optimizer, `HostEngine` the one object that works between its steps.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zenflow_jax._checkpoint.flax_state import register_states as _register_states
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._deepspeed import DeepSpeedOptions, from_deepspeed
@@ -17,6 +20,9 @@ from zenflow_jax._plan.arguments import STATIC_ARGS
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._transform import zenflow
 
+if TYPE_CHECKING:
+    from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -24,6 +30,9 @@ __all__ = [
     "AutoSelect",
     "AutoWindow",
     "DeepSpeedOptions",
+    "EngineCheckpointHandler",
+    "EngineRestore",
+    "EngineSave",
     "EngineStats",
     "EpochSelect",
     "HostEngine",
@@ -41,3 +50,12 @@ __all__ = [
 ]
 
 _register_states()
+
+_OF_ORBAX = {"EngineCheckpointHandler", "EngineRestore", "EngineSave"}
+
+
+def __getattr__(name: str) -> Any:
+    # orbax takes longer to import than all the rest, and not everybody saves by it.
+    if name in _OF_ORBAX:
+        return getattr(importlib.import_module("zenflow_jax._checkpoint.handler"), name)
+    raise AttributeError(f"module 'zenflow_jax' has no attribute {name!r}")

@@ -28,6 +28,7 @@ from zenflow_jax._checkpoint.resume import (
     resume,
 )
 from zenflow_jax._checkpoint.same_run import agree
+from zenflow_jax._checkpoint.stream import EngineStream
 from zenflow_jax._checkpoint.tree import (
     Counts,
     EngineTree,
@@ -78,7 +79,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model", bound=nnx.Module)
 
 _GO_ON = (
-    "Training goes on from the last checkpoint that was saved with `engine.state()`: "
+    "Training goes on from the last checkpoint that has the engine's state: "
     "`HostEngine(params, opt_state, engine_state=...)`."
 )
 
@@ -131,8 +132,8 @@ class HostEngine:
             the boundary, when the step's own memory is free, and the loop waits for it.
         max_skipped: After so many skipped steps in a row (their gradients were not finite) the next
             call raises. None: never; `logging` warns of three in a row.
-        engine_state: What `state()` returned when `params` and `opt_state` were saved. The engine
-            copies it, and goes on from there with the same bits.
+        engine_state: What `EngineRestore` or `state()` gave, saved together with `params` and
+            `opt_state`. The engine copies it, and goes on from there with the same bits.
         exit_if_stuck: When one of several processes fails, the others raise that at their next
             call. A process that waits in a collective, which the failed one never joins, makes no
             next call; neither an exception nor a signal handler reaches it, and jax ends it after
@@ -235,7 +236,7 @@ class HostEngine:
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
         self._made_with = checksums(mine, states) if resumed is None else None
-        self._host = host
+        self._host, self._host_kernel = host, host_kernel
         self._offloaded = offloaded
         self._tree = EngineTree(state, offloaded)
         skipped = 0 if resumed is None else resumed.counts.skipped
@@ -457,10 +458,10 @@ class HostEngine:
     def state(self) -> dict[str, Any]:
         """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
 
-        Save it together with the parameters and the optimizer state that `exchange` returned, and
-        pass it to a new engine as `engine_state`. The call waits for the host work that is under
-        way, an update included; the run goes on as without it. In a run of several processes all
-        must call it.
+        With orbax, `EngineSave` saves the same without a copy. Save it together with the parameters
+        and the optimizer state that `exchange` returned, and pass it to a new engine as
+        `engine_state`. The call waits for the host work that is under way, an update included; the
+        run goes on as without it. In a run of several processes all must call it.
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays lie in host memory (on a GPU
@@ -470,18 +471,43 @@ class HostEngine:
         Raises:
             RuntimeError: If the engine is closed or has failed, or a former call was interrupted.
         """
-        self._check_open()
-        # A checkpoint of parameters that something else has changed would be of no run.
-        self._doubts.check(self._progress.step)
-        pending = self._settle()
-        host, stats = self._host, self._worker.stats
+        pending = self._settle_for_checkpoint()
         try:
-            host.add_up()  # mail is in no checkpoint
+            self._host.add_up()  # mail is in no checkpoint
         except RuntimeError:
             self._worker.check()  # it failed meanwhile, and the kernels' threads are gone
             raise
         leaves = self._worker.leaves()  # not before: what is gone is not added up
-        counts = Counts(
+        return self._tree.build(leaves, self._counts(pending), self._updates.before)
+
+    @_recorded("state")
+    def _stream(self, copy_bytes: int | None) -> EngineStream:
+        """What `state` gives, to be written while the run goes on; for `EngineSave`.
+
+        The run waits for whoever has it: it must be written or closed.
+        """
+        pending = self._settle_for_checkpoint()
+        stream = self._tree.stream(
+            self._worker.leaves(),
+            self._counts(pending),
+            self._updates.before,
+            order=self._progress.next_to_close(),
+            copy_bytes=copy_bytes,
+            adam=HostAdam(self._host_kernel, 1),
+        )
+        self._worker.hold(stream.snapshot)
+        return stream
+
+    def _settle_for_checkpoint(self) -> list[int]:
+        self._check_open()
+        # A checkpoint of parameters that something else has changed would be of no run.
+        self._doubts.check(self._progress.step)
+        return self._settle()
+
+    def _counts(self, pending: Sequence[int]) -> Counts:
+        """All that is counted, while the worker has nothing to do."""
+        host, stats = self._host, self._worker.stats
+        return Counts(
             step=self._progress.step,
             open_steps=self._open_steps,
             counted=[window.counted for window in host.open],
@@ -497,7 +523,6 @@ class HostEngine:
             schedule_state=self._progress.schedule_state,
             shares=self._progress.shares,
         )
-        return self._tree.build(leaves, counts, self._updates.before)
 
     def _follow(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
         """Until a step is made the parameters are right: loaded after the engine, they still are.
@@ -511,9 +536,9 @@ class HostEngine:
         mine = self._offloaded.pick(weights)
         now = checksums(mine, self._offloaded.pick(state.leaves))
         loaded = range(len(mine)) if self._made_with is None else differing(now, self._made_with)
-        for part, leaf in zip(self._offloaded.parts, self._host.leaves, strict=True):
+        for i, part in enumerate(self._offloaded.parts):
             if part.leaf in loaded:
-                leaf.take_master(host_part(mine[part.leaf], part))
+                self._host.take_master(i, host_part(mine[part.leaf], part))
         self._made_with = now
 
     @_recorded("state")

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from zenflow_jax._checkpoint.same_run import sample, what_differs
+from zenflow_jax._checkpoint.stream import StoredArray
 from zenflow_jax._checkpoint.tree import (
-    WIDE,
     Counts,
     _specs,
     abstract_engine_state,
     counts_from_tree,
+    place_of,
 )
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
@@ -26,15 +27,10 @@ from zenflow_jax._plan.scalars import window_step
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
     """A part's piece of a leaf's restored array, which may lie anywhere."""
-    index = part.index
-    if name not in WIDE:
-        assert part.spec.axis is not None
-        channels = index[part.spec.axis]
-        if name == "before":
-            # Each piece of the channel axis has its share of the channels, in order.
-            channels = slice(channels.start * spec.k // spec.n, channels.stop * spec.k // spec.n)
-        index = (*index[: len(part.spec.stack)], channels)
+    index = place_of(name, part, spec)
     x = tree[name]
+    if isinstance(x, StoredArray):
+        return x[index]
     piece = piece_of(x, index) if isinstance(x, jax.Array) else None
     if piece is not None:
         return piece

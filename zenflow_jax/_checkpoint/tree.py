@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from zenflow_jax._checkpoint.stream import EngineStream, SavedPart
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
@@ -25,6 +26,8 @@ from zenflow_jax._exchange.parts import (
     by_leaf,
     joined,
 )
+from zenflow_jax._exchange.snapshot import Snapshot
+from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
@@ -228,11 +231,24 @@ def arrays_of(
     return arrays
 
 
+def place_of(name: str, part: Part, spec: LeafSpec) -> tuple[slice, ...]:
+    """Where a part's array is in that of its leaf, whose `spec` is given."""
+    if name in WIDE:
+        return part.index
+    assert part.spec.axis is not None
+    channels = part.index[part.spec.axis]
+    if name == "before":
+        # Each piece of the channel axis has its share of the channels, in order.
+        channels = slice(channels.start * spec.k // spec.n, channels.stop * spec.k // spec.n)
+    return (*part.index[: len(part.spec.stack)], channels)
+
+
 class EngineTree:
     """Writes the state of an engine as a tree, of the same structure whatever is in it."""
 
     def __init__(self, state: ZenFlowState, offloaded: OffloadedLeaves):
         self._schedule = state.schedule
+        self._specs = offloaded.specs
         self._options = options_of(state)
         self._parts = offloaded.parts
         self._pieces = offloaded.pieces
@@ -254,11 +270,49 @@ class EngineTree:
             before: For each part, its channels selected during the pending update's window, as
                 `HostLeaf.channels`; None if they still are.
         """
-        return {
-            "leaves": self._of_leaves(leaves, counts.counted, before),
-            "counts": counts_to_tree(counts, self._schedule),
-            "options": self._options,
-        }
+        return {"leaves": self._of_leaves(leaves, counts.counted, before), **self._small(counts)}
+
+    def stream(
+        self,
+        leaves: Sequence[HostLeaf],
+        counts: Counts,
+        before: Sequence[np.ndarray | None],
+        *,
+        order: Sequence[int],
+        copy_bytes: int | None,
+        adam: HostAdam,
+    ) -> EngineStream:
+        """The same, to be written while the run goes on; nothing is copied now.
+
+        Args:
+            leaves, counts, before: As for `build`.
+            order: The groups, in the order in which their windows will close.
+            copy_bytes: Memory for copies; None for a byte for each parameter.
+            adam: Of the thread that will write; the stream closes it.
+        """
+        mine = [i for i, part in enumerate(self._parts) if part.saved]
+        mine.sort(key=lambda i: order.index(self._parts[i].spec.group))
+        if copy_bytes is None:
+            copy_bytes = sum(leaf.master.size for leaf in leaves)
+        return EngineStream(
+            snapshot=Snapshot({i: leaves[i] for i in mine}, copy_bytes),
+            parts={
+                i: SavedPart(
+                    self._parts[i],
+                    # A live view of the array would block its donation.
+                    None if (then := before[i]) is None else np.array(then),
+                    counts.counted[self._parts[i].spec.group] > 0,
+                )
+                for i in mine
+            },
+            small=self._small(counts),
+            arrays=self._arrays,
+            place=lambda name, part: place_of(name, part, self._specs[part.leaf]),
+            adam=adam,
+        )
+
+    def _small(self, counts: Counts) -> dict[str, Any]:
+        return {"counts": counts_to_tree(counts, self._schedule), "options": self._options}
 
     def _of_leaves(
         self,

@@ -39,6 +39,8 @@ class EngineStats:
         keep.
         hand_over_s: Seconds that it worked on hand-overs.
         update_s: Seconds that it made updates and began their uploads.
+        save_wait_s: Seconds that it waited for a checkpoint to have arrays that it was to write, or
+            copied them for it. They are no part of `work_s`.
         upload_s: Seconds from each update's first upload until all of it was on the devices; most
             of them overlap `update_s`.
         mail_s: Seconds from the end of each step until all of its mail arrived. Where the device
@@ -67,6 +69,7 @@ class EngineStats:
     sum_s: float = 0.0
     hand_over_s: float = 0.0
     update_s: float = 0.0
+    save_wait_s: float = 0.0
     upload_s: float = 0.0
     mail_s: float = 0.0
     bytes_to_host: int = 0

@@ -3,9 +3,11 @@
 `timeline_output.py` draws and writes the timeline.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 Row = Literal["device", "mail", "host", "upload", "caller"]
@@ -13,7 +15,9 @@ Row = Literal["device", "mail", "host", "upload", "caller"]
 ROWS: tuple[Row, ...] = ("device", "mail", "host", "upload", "caller")
 
 #: Kinds whose number is a window's; the others have a step's.
-OF_WINDOWS = frozenset({"take in sums", "hand over", "update", "wait for uploads", "upload"})
+OF_WINDOWS = frozenset(
+    {"take in sums", "hand over", "update", "wait for uploads", "wait for save", "upload"}
+)
 
 # About nine spans a step, so some 400 steps; 1 MB.
 _CAPACITY = 4096
@@ -56,6 +60,8 @@ class Timeline:
       worker.
     * "host": "take in" (of one step's mail), "take in sums" (of a window), "hand over", "update",
       and "wait for uploads" at its end. Pieces of an update that follow each other are one span.
+      "wait for save" is before arrays are written that a checkpoint does not have yet; it has the
+      time in which they are copied instead.
     * "upload": "upload", from an update's first upload until the whole of it was on the devices.
     * "caller": "exchange" and "flush" are the calls; "state" is also `peek` and `master_params`.
       Inside them "wait for device" is for a step that the call cannot do without, and "wait for
@@ -200,6 +206,16 @@ class Recorder:
         if arrived is not None:
             self._spans.append(Span("mail", "unread", arrived, now, number))
 
+    @contextlib.contextmanager
+    def meanwhile(self, kind: str) -> Iterator[None]:
+        """The worker's: what it does in the block, in the middle of something else."""
+        before = self._host
+        self.works_at(kind, before.number)
+        try:
+            yield
+        finally:
+            self.works_at(before.kind, before.number)
+
     def uploaded(self, window: int, start: float) -> None:
         """The worker's: an update's uploads have all arrived; the first one began at `start`."""
         now = time.perf_counter()
@@ -224,10 +240,11 @@ class Recorder:
             spent = spent | {kind: spent.get(kind, 0.0) + time.perf_counter() - start}
         return {
             "exchange_s": self._exchange_s,
-            "work_s": sum(spent.values(), 0.0),
+            "work_s": sum(spent.values(), 0.0) - spent.get("wait for save", 0.0),
             "sum_s": spent.get("take in", 0.0) + spent.get("take in sums", 0.0),
             "hand_over_s": spent.get("hand over", 0.0),
             "update_s": spent.get("update", 0.0),
+            "save_wait_s": spent.get("wait for save", 0.0),
             "upload_s": self._upload_s,
             "mail_s": self._mail_s + self._sums_s,
         }

@@ -27,6 +27,7 @@ _COLOURS = {
     "hand over": "#a0522d",
     "update": "#ef8a33",
     "wait for uploads": "#f6c9c9",
+    "wait for save": "#d9d2e9",
     "upload": "#57a639",
     "exchange": "#7f7f7f",
     "flush": "#505050",

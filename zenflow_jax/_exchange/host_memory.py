@@ -24,7 +24,8 @@ class HostMemory:
     sums: int  # of mails that are too many to keep: NumPy
     mail: int  # pinned: kept, unread, being written, and blank
     hand_over: int  # of the channels selected in a group: pinned where they come, NumPy as they go
-    saved: int  # what `HostEngine.state` returns, while it lives; on a GPU pinned
+    saving: int  # copies that `EngineSave` makes while it writes, unless it is told otherwise
+    copied: int  # what `HostEngine.state` returns, while it lives; on a GPU pinned
 
     @property
     def pinned(self) -> int:
@@ -64,7 +65,8 @@ def host_memory(state: ZenFlowState) -> HostMemory:
         sums=2 * _FLOAT32 * parameters if added_up else 0,
         mail=round(buffers(state) * mails),
         hand_over=max(of_groups),
-        saved=(3 if on_device else 4) * _FLOAT32 * parameters,
+        saving=parameters,
+        copied=(3 if on_device else 4) * _FLOAT32 * parameters,
     )
 
 

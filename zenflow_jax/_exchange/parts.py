@@ -35,6 +35,7 @@ class Part:
     first: int  # the number in the leaf of its first channel
     positions: tuple[int, ...]  # which of this process's devices hold it
     devices: tuple[Any, ...]  # the same, as jax devices
+    saved: bool  # whether it is this process that saves it, of all that have it
 
     def of(self, x: jax.Array) -> jax.Array:
         """The piece of its first device, of an array that lies as the leaf does."""
@@ -139,14 +140,14 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
         # Not the shards' own indices: before a step mail may be smaller than the leaf.
         shape = sent.shape[:units] + spec.shape
         indices = sent.sharding.addressable_devices_indices_map(shape)
-        holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any]]] = {}
+        holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any, int]]] = {}
         for position, shard in enumerate(sent.addressable_shards):
             index = indices[shard.device]
             ranges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
             key = tuple(ranges[units:])
-            holders.setdefault(key, []).append((position, shard.device))
+            holders.setdefault(key, []).append((position, shard.device, shard.replica_id))
         for key, found in holders.items():
-            positions, devices = zip(*found, strict=True)
+            positions, devices, replicas = zip(*found, strict=True)
             piece, index = next(pieces), tuple(slice(*ends) for ends in key)
             for part in spec.ranges:
                 if part.start is not None:
@@ -161,6 +162,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
                         first=key[axis][0],
                         positions=positions,
                         devices=devices,
+                        saved=0 in replicas,
                     )
                 )
     return parts

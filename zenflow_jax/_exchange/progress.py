@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
+from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 
 
@@ -51,6 +52,22 @@ class Progress:
             Boundary(*map(bool, self._schedule.boundary(self.step + 1, self._state, group)))
             for group in range(self._schedule.groups)
         ]
+
+    def next_to_close(self) -> list[int]:
+        """The groups in the order in which their windows close, as far as is known."""
+        ahead = range(1, longest(self._schedule.window) + 1)
+
+        def steps_left(group: int) -> int:
+            return next(
+                (
+                    k
+                    for k in ahead
+                    if self._schedule.boundary(self.step + k, self._state, group).closes
+                ),
+                len(ahead),
+            )
+
+        return sorted(range(self._schedule.groups), key=steps_left)
 
     def passed(
         self,

@@ -10,6 +10,7 @@ NumPy, and copies arrays to single devices.
 """
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, HandOver, Mail, Sums
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
 from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
@@ -86,6 +88,8 @@ class Worker:
         self._updates: deque[_Update] = deque()  # begun, in order
         self._window = host.windows + 1  # the open window, for messages
         self._where = "the first mail"  # what the thread does, for messages
+        self._snapshots: list[Snapshot] = []  # which somebody may still be saving
+        host.before_write = self._before_write
         # This one waits for the device, so that the worker can go on with an update.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
         # Another one, so that scalars of the next window need not wait behind a window's sums.
@@ -150,6 +154,10 @@ class Worker:
         if len(leaves) != len(self._parts):
             self.check()
         return leaves
+
+    def hold(self, snapshot: Snapshot) -> None:
+        """Writes no leaf of a snapshot from now on that is not saved or copied; as `leaves`."""
+        self._snapshots = [*(x for x in self._snapshots if not x.done), snapshot]
 
     def wait(self, future: Future, after: Any) -> Any:
         """The result of `future`, on the caller's thread.
@@ -251,6 +259,8 @@ class Worker:
         try:
             while self._turn():
                 pass
+        except _ClosedInWait:
+            pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
             if self._other is None:
                 self._reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
@@ -422,6 +432,20 @@ class Worker:
         else:
             update.where = piece
 
+    def _before_write(self, i: int) -> None:
+        for snapshot in self._snapshots:
+            if not snapshot.done:
+                self._wait_for_save(snapshot, i)
+
+    def _wait_for_save(self, snapshot: Snapshot, i: int) -> None:
+        mine = threading.current_thread() is self._thread
+        with self.recorder.meanwhile("wait for save") if mine else contextlib.nullcontext():
+            if snapshot.before_write(i, lambda: self._closed or self._other is not None):
+                return
+        if self._other is not None:
+            raise RuntimeError(self._other)
+        raise _ClosedInWait
+
     def _measure(self) -> None:
         host = self._host
         self.stats = replace(self.stats, host_bytes=host.nbytes, pinned_bytes=host.pinned_bytes)
@@ -430,6 +454,10 @@ class Worker:
         self.stats = replace(
             self.stats, **{name: getattr(self.stats, name) + x for name, x in more.items()}
         )
+
+
+class _ClosedInWait(Exception):
+    """The thread was asked to end while it waited for a save."""
 
 
 @dataclass

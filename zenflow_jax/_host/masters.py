@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host.aligned import blank
+from zenflow_jax._host.aligned import blank, copied
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT16 = np.iinfo(np.int16)
@@ -75,6 +75,19 @@ class Masters:
         for rounded, rest, x in _blocks(self.values, self.rest, found):
             join(rounded, rest, out=x)
         return found
+
+    def copy(self) -> "Masters":
+        """The same in other memory."""
+        rest, cast = (None if x is None else copied(x) for x in (self.rest, self.cast))
+        return Masters(copied(self.values), rest, cast)
+
+    def range(self, begin: int, end: int, scratch: np.ndarray) -> np.ndarray:
+        """Some masters in their order, float32: a view, or written to the start of `scratch`."""
+        values = self.values.reshape(-1)[begin:end]
+        if self.rest is None:
+            return values
+        join(values, self.rest.reshape(-1)[begin:end], out=scratch[: end - begin])
+        return scratch[: end - begin]
 
     def at(self, places: Any) -> np.ndarray:
         """Some masters, float32 and copied; `places` is an index of arrays."""

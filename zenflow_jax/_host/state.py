@@ -54,6 +54,27 @@ class HostLeaf:
         """What an update uploads of the leaf, in its shape. Not a copy."""
         return self.master.to_upload.reshape(self.spec.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what `copy` copies."""
+        state = [*self.master.arrays, self.mu, self.nu, self.steps]
+        return sum(x.nbytes for x in (*state, *([] if self.total is None else [self.total])))
+
+    def now(self) -> "HostLeaf":
+        """The leaf as it is now, in the same memory until somebody writes there."""
+        return dataclasses.replace(self, mails=list(self.mails), spare=[])
+
+    def copy(self) -> "HostLeaf":
+        """The leaf in memory of its own, but for mails and channels, which nobody writes."""
+        return dataclasses.replace(
+            self.now(),
+            master=self.master.copy(),
+            mu=copied(self.mu),
+            nu=copied(self.nu),
+            steps=copied(self.steps),
+            total=None if self.total is None else copied(self.total),
+        )
+
     def take_master(self, weight: np.ndarray) -> None:
         """Sets the masters to these parameters."""
         self.master.write(weight.reshape(self.master.shape))
@@ -149,6 +170,8 @@ class HostState:
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = False  # mails were too many once: sums are worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
+        # Called with the number of a leaf whose arrays are written next: may wait, or copy them.
+        self.before_write: Callable[[int], None] = lambda i: None
 
     @property
     def nbytes(self) -> int:
@@ -218,6 +241,11 @@ class HostState:
         self.leaves, self._closed = [], []
         self._adam.close()
 
+    def take_master(self, i: int, weight: np.ndarray) -> None:
+        """Sets the masters of leaf `i` to these parameters."""
+        self.before_write(i)
+        self.leaves[i].take_master(weight)
+
     def note(self, scalars: AdamScalars) -> None:
         """Keeps the scalars of a step; the last ones before a window closes are the window's."""
         self.scalars = scalars
@@ -252,12 +280,14 @@ class HostState:
 
     def add_up(self, least: int = 1) -> None:
         """Adds up the gradients kept for open windows, of leaves with `least` or more of them."""
-        for leaf in self.leaves:
+        for i, leaf in enumerate(self.leaves):
             if len(leaf.mails) < least:
                 continue
             first = leaf.total is None
             if leaf.total is None:
                 leaf.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
+            else:
+                self.before_write(i)
             self._adam.accumulate(leaf.total, leaf.mails, first=first)
             leaf.mails.clear()
 
@@ -301,6 +331,7 @@ class HostState:
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]
             yield leaf.spec.name
+            self.before_write(i)
             for _ in self._adam.adamw(
                 leaf.master,
                 leaf.mu,
@@ -335,6 +366,7 @@ class HostState:
         Returns:
             The state that the device holds from now on; copies.
         """
+        self.before_write(i)
         leaf, active = self.leaves[i], window.active[i]
         wide = (leaf.master, leaf.mu, leaf.nu)
         self._adam.put(wide, leaf.channels, (leaving.master, leaving.mu, leaving.nu))

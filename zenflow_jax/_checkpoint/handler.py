@@ -1,0 +1,144 @@
+"""How orbax saves and restores an engine's state beside whatever else a checkpoint has."""
+
+import dataclasses
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import future
+
+from zenflow_jax._checkpoint.stream import EngineStream, read_engine_state
+
+
+class _Engine(Protocol):
+    def _stream(self, copy_bytes: int | None) -> EngineStream: ...
+
+
+class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
+    """Writes an engine's state from the engine's own memory, while the run goes on.
+
+    orbax finds it by the arguments `EngineSave` and `EngineRestore`, so that a `CheckpointManager`
+    or a `Checkpointer` with a composite handler needs no word of it.
+    """
+
+    async def async_save(
+        self, directory: epath.PathLike, args: "EngineSave"
+    ) -> list[future.Future] | None:
+        """Takes the engine's state as it is now, and begins to write it."""
+        folder = _local(directory)
+        stream = args.engine._stream(args.copy_bytes)
+        try:
+            writing = _write(stream, folder)
+            # If it never begins, as the folder cannot be made, the run must not wait for it.
+            weakref.finalize(writing, stream.close)
+            return [
+                future.CommitFutureAwaitingContractedSignals(writing, name="zenflow_jax engine")
+            ]
+        except BaseException:
+            stream.close()
+            raise
+
+    def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
+        """Writes it before it returns."""
+        folder = _local(directory)
+        args.engine._stream(args.copy_bytes).write(folder)
+
+    def restore(
+        self, directory: epath.PathLike, args: "EngineRestore | None" = None
+    ) -> dict[str, Any]:
+        """What `EngineSave` wrote, as `EngineRestore` says."""
+        del args
+        return read_engine_state(_local(directory))
+
+
+@ocp.args.register_with_handler(EngineCheckpointHandler, for_save=True)
+@dataclasses.dataclass
+class EngineSave(ocp.args.CheckpointArgs):
+    """Saves the state of a `HostEngine` without a copy of it, for `orbax.checkpoint`.
+
+    It saves what `engine.state()` gives, as of the last `exchange`; save parameters and optimizer
+    state with it. `save` returns when the host work that is under way is done. Then training may go
+    on, while orbax writes. Where an update is about to write arrays that are not saved yet, the
+    worker copies them, if `copy_bytes` has room, and else waits until they are: what is needed
+    first is written first. So a save holds training up for about as long as the disk takes beyond a
+    window's steps. A checkpoint has about 16 bytes for each offloaded parameter. In a run of
+    several processes all must save, into one folder of a file system that they share.
+
+    Attributes:
+        engine: The engine.
+        copy_bytes: Bytes of memory that copies may take. None: one for each offloaded parameter of
+            this process. With 16 for each, training waits for no write.
+
+    Raises:
+        TypeError: If `engine` is something else.
+        ValueError: If `copy_bytes` is negative; in `save`, if the folder is of no file system.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
+        >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
+        >>> with (
+        ...     zenflow_jax.HostEngine(params, opt_state) as engine,
+        ...     ocp.CheckpointManager(tempfile.mkdtemp()) as manager,
+        ... ):
+        ...     manager.save(
+        ...         0,
+        ...         args=ocp.args.Composite(
+        ...             params=ocp.args.StandardSave(params),
+        ...             opt_state=ocp.args.StandardSave(opt_state),
+        ...             engine=zenflow_jax.EngineSave(engine),
+        ...         ),
+        ...     )
+        ...     manager.wait_until_finished()
+        ...     found = manager.restore(
+        ...         0, args=ocp.args.Composite(engine=zenflow_jax.EngineRestore())
+        ...     )
+        True
+        >>> found.engine["leaves"][0]["master"]
+        StoredArray(leaves/0/master, float32[8, 4])
+    """
+
+    engine: Any
+    copy_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.engine, "_stream"):
+            raise TypeError(
+                f"expected a `HostEngine`, got {type(self.engine).__name__}. Pass the engine "
+                "itself, not `engine.state()`, which is for `PyTreeSave` and `StandardSave`."
+            )
+        if self.copy_bytes is not None and self.copy_bytes < 0:
+            raise ValueError(
+                f"`copy_bytes` must not be negative, got {self.copy_bytes}. Pass the memory that "
+                "may be used, 0 for none, or None for one byte for each parameter."
+            )
+
+
+@ocp.args.register_with_handler(EngineCheckpointHandler, for_restore=True)
+@dataclasses.dataclass
+class EngineRestore(ocp.args.CheckpointArgs):
+    """Restores what `EngineSave` saved, for `HostEngine(engine_state=...)`.
+
+    The result is a tree as that of `engine.state()`, but large arrays stay in their files until the
+    new engine reads them, one at a time, on any number of devices and processes. The files must
+    stay until then.
+
+    Raises:
+        FileNotFoundError: In `restore`, if files are missing.
+        ValueError: If they are not whole, or of another version.
+    """
+
+
+async def _write(stream: EngineStream, folder: Path) -> None:
+    stream.write(folder)
+
+
+def _local(directory: epath.PathLike) -> Path:
+    if "://" in str(directory):
+        raise ValueError(
+            f"expected a folder of a file system, got {directory}. Save `engine.state()` by "
+            "`PyTreeSave` or `StandardSave` there, or mount it."
+        )
+    return Path(directory)
