@@ -26,7 +26,15 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.PathLike, args: "EngineSave"
     ) -> list[future.Future] | None:
-        """Takes the engine's state as it is now, and begins to write it."""
+        """Takes the engine's state as it is now, and begins to write it; orbax calls it.
+
+        Args:
+            directory: A folder of a file system. It may still be made while this returns.
+            args: What to save.
+
+        Returns:
+            What to wait for.
+        """
         folder = _local(directory)
         stream = args.engine._stream(args.copy_bytes)
         try:
@@ -41,14 +49,24 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
-        """Writes it before it returns."""
+        """Writes the engine's state before it returns.
+
+        Args:
+            directory: A folder that is there.
+            args: What to save.
+        """
         folder = _local(directory)
         args.engine._stream(args.copy_bytes).write(folder)
 
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
-        """What `EngineSave` wrote, as `EngineRestore` says."""
+        """What `EngineSave` wrote, as `EngineRestore` says.
+
+        Args:
+            directory: The folder that it wrote to.
+            args: Nothing that would be needed.
+        """
         del args
         return read_engine_state(_local(directory))
 
