@@ -28,6 +28,7 @@ import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Moment
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 
 Run = Callable[[], object]
@@ -179,7 +180,7 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
             masters.values.reshape(shape),
             rest=None if masters.rest is None else masters.rest.reshape(shape),
         )
-        m, v = (a.reshape(shape) for a in (x.m, x.v))
+        m, v = (Moment(a.reshape(shape)) for a in (x.m, x.v))
         gradients = [(a.reshape(shape), 1.0) for a in (g, *more)]
         steps = np.full(active.shape, 10, np.int32)
         return lambda: list(adam.adamw(masters, m, v, steps, gradients, 0.25, active, step))

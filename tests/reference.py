@@ -567,3 +567,45 @@ def _clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.flo
         norm = np.sqrt(np.sum(squares, dtype=np.float32))
     limit = np.float32(max_grad_norm)
     return np.float32(1) if norm < limit else limit / norm
+
+
+def compact(mu: Any, nu: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A channel's moments after they were kept in 8 bits, with a unit for each 32 neighbours."""
+    both = []
+    for moment, round_group in ((mu, _round_first), (nu, _round_second)):
+        flat = np.array(moment, np.float32).reshape(-1)
+        with np.errstate(all="ignore"):  # of what is not finite
+            for i in range(0, flat.size, 32):
+                flat[i : i + 32] = round_group(flat[i : i + 32])
+        both.append(flat.reshape(np.shape(moment)))
+    return both[0], both[1]
+
+
+def _round_first(m: np.ndarray) -> np.ndarray:
+    # Codes c from -127 to 127 stand for c (|c| + 60) units.
+    unit = _nine_bits(_largest(m) * (np.float32(1) / np.float32(127 * 187)))
+    if _largest(m) < np.float32(2.0**-100):
+        return np.where(np.isfinite(m), np.float32(0), np.float32(np.nan))
+    c = np.rint(np.sqrt(abs(m) * (np.float32(1) / unit) + np.float32(900)) - np.float32(30))
+    return np.where(np.isfinite(m), np.copysign(c * (c + 60) * unit, m) + 0, np.float32(np.nan))
+
+
+def _round_second(v: np.ndarray) -> np.ndarray:
+    # Codes c from 0 to 254 stand for roots of c units, and only zero's is 0.
+    root = np.sqrt(v)
+    largest = _largest(root)
+    if largest == 0:
+        return np.where(np.isfinite(root), np.float32(0), np.float32(np.nan))
+    unit = _nine_bits(max(largest * (np.float32(1) / np.float32(254)), np.float32(2.0**-74)))
+    c = np.maximum(np.rint(root * (np.float32(1) / unit)), (root > 0).astype(np.float32))
+    return np.where(np.isfinite(root), (c * unit) ** 2, np.float32(np.nan))
+
+
+def _largest(x: np.ndarray) -> np.float32:
+    return np.max(abs(x), where=np.isfinite(x), initial=np.float32(0))
+
+
+def _nine_bits(x: Any) -> np.float32:
+    """The nearest number of nine significant bits."""
+    fraction, exponent = np.frexp(x)
+    return np.float32(np.ldexp(np.rint(fraction * 512), int(exponent) - 9))

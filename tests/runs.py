@@ -370,7 +370,7 @@ class Training:
         for part, half in zip(worker._parts, worker._host.leaves, strict=True):
             if part.leaf != number:
                 continue
-            of_part = {"master": half.master.as_float32(), "mu": half.mu, "nu": half.nu}
+            of_part = {name: getattr(half, name).as_float32() for name in wide}
             for name, x in wide.items():
                 x[part.index] = of_part[name].reshape(part.spec.shape)
             stack = part.index[: len(spec.stack)]

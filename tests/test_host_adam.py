@@ -1,5 +1,6 @@
 """The host's AdamW against optax, against the formula in float64, and against itself bit by bit."""
 
+import copy
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from zenflow_jax._host import adam as adam_module
 from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 
@@ -40,18 +42,22 @@ ATOL = 1e-6
 
 class State(NamedTuple):
     masters: Masters
-    mu: np.ndarray
-    nu: np.ndarray
+    mu: Moment
+    nu: Moment
     steps: np.ndarray
 
     @property
     def arrays(self) -> list[np.ndarray]:
         """The large ones."""
-        return [*self.masters.arrays, self.mu, self.nu]
+        return [*self.masters.arrays, *self.mu.arrays, *self.nu.arrays]
+
+    @property
+    def wide(self) -> list[np.ndarray]:
+        """Masters and moments in float32, copied."""
+        return [np.array(x.as_float32()) for x in (self.masters, self.mu, self.nu)]
 
     def copy(self) -> "State":
-        masters = Masters(*(None if x is None else x.copy() for x in vars(self.masters).values()))
-        return State(masters, *(x.copy() for x in self[1:]))
+        return copy.deepcopy(self)
 
 
 def new_masters(values: np.ndarray, dtype: Any = np.float32) -> Masters:
@@ -60,14 +66,19 @@ def new_masters(values: np.ndarray, dtype: Any = np.float32) -> Masters:
     return masters
 
 
-def new_state(shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> State:
+def new_state(
+    shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32, *, compact: bool = False
+) -> State:
     """A state in mid-run, in which every channel has taken another number of steps."""
     rng = np.random.default_rng(seed)
     master, mu, nu = rng.standard_normal((3, *shape)).astype(np.float32)
     steps = rng.permutation(shape[0] * shape[2]).astype(np.int32)
     # Second moments away from zero: directions near 1, as training has them.
     nu = np.square(nu) + 0.1
-    return State(new_masters(master, dtype), mu, nu, steps.reshape(shape[0], shape[2]))
+    moments = new_moments(shape, compact=compact)
+    for x, values in zip(moments, (mu, nu), strict=True):
+        x.write(values)
+    return State(new_masters(master, dtype), *moments, steps.reshape(shape[0], shape[2]))
 
 
 def new_gradient(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
@@ -86,8 +97,8 @@ def step(adam: HostAdam, state: State, total, active, *, scale=1.0) -> int:
     return sum(1 for _ in adam.adamw(*state, gradients, scale, active, STEP))
 
 
-def bits(*arrays: np.ndarray | Masters) -> list[bytes]:
-    parts = (x.arrays if isinstance(x, Masters) else [x] for x in arrays)
+def bits(*arrays: np.ndarray | Masters | Moment) -> list[bytes]:
+    parts = ([x] if isinstance(x, np.ndarray) else x.arrays for x in arrays)
     return [x.tobytes() for some in parts for x in some]
 
 
@@ -102,7 +113,7 @@ def by_channel(x: np.ndarray) -> np.ndarray:
 def test_a_step_is_the_formula_on_active_channels_and_nothing_on_the_others(kernel, shape, dtype):
     state, gradient = new_state(shape, dtype=dtype), new_gradient(shape, dtype)
     active = some_channels(state)
-    p, m, v = (x.astype(np.float64) for x in (state.masters.as_float32(), state.mu, state.nu))
+    p, m, v = (x.astype(np.float64) for x in state.wide)
     g = gradient.astype(np.float64) / 3
     n = by_channel(state.steps + 1.0)
     rate, b1, b2, one_minus_b1, one_minus_b2, eps, decay = SCALARS
@@ -118,7 +129,7 @@ def test_a_step_is_the_formula_on_active_channels_and_nothing_on_the_others(kern
 
     on = np.broadcast_to(by_channel(active), shape)
     master = state.masters.as_float32()
-    for ours, exact in ((master, p), (state.mu, m), (state.nu, v)):
+    for ours, exact in zip(state.wide, (p, m, v), strict=True):
         np.testing.assert_allclose(ours[on], exact[on], rtol=1e-6, atol=ATOL)
     for ours, old in zip(state.arrays, before.arrays, strict=True):
         assert bits(ours[~on]) == bits(old[~on])
@@ -131,7 +142,7 @@ def test_a_step_is_the_formula_on_active_channels_and_nothing_on_the_others(kern
 def test_several_steps_of_all_channels_equal_optax_adamw(kernel, shape):
     tx = optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)
     state = new_state(shape)
-    for x in state[1:]:
+    for x in (state.mu.values, state.nu.values, state.steps):
         x[:] = 0
     params = jnp.asarray(state.masters.values.copy())
     opt_state = tx.init(params)
@@ -150,7 +161,7 @@ def test_bias_corrections_of_early_steps_are_as_exact_as_float32_can_be():
     steps = np.arange(12, dtype=np.int32)[None]
     wide = (1, 1, 12, 1)
     zeros = [np.zeros(wide, np.float32) for _ in range(3)]
-    state = State(Masters(zeros[0]), *zeros[1:], steps)
+    state = State(Masters(zeros[0]), *map(Moment, zeros[1:]), steps)
     scalars = SCALARS._replace(learning_rate=1.0, weight_decay=0.0)
     ones, active = np.ones(wide, np.float32), np.ones_like(steps, bool)
     t = steps + 1.0
@@ -223,7 +234,7 @@ def test_inactive_channels_keep_every_bit_beside_any_garbage(kernel, threads, dt
     off = ~np.broadcast_to(by_channel(active), shape)
     size = int(off.sum())
     garbage = np.resize(np.float32([np.nan, -np.nan, np.inf, -0.0, 1e-45, -3e38]), size)
-    for x in (state.mu, state.nu, total):
+    for x in (state.mu.values, state.nu.values, total):
         x[off] = garbage
     # Any bits, among them pairs that no master is taken apart into.
     for x in state.masters.arrays:
@@ -233,8 +244,7 @@ def test_inactive_channels_keep_every_bit_beside_any_garbage(kernel, threads, dt
     step(adam, state, total, active)
     adam.close()
     assert bits(*(x[off] for x in state.arrays), state.steps[~active]) == kept
-    master = state.masters.as_float32()
-    assert all(np.isfinite(x[~off]).all() for x in (master, state.mu, state.nu))
+    assert all(np.isfinite(x[~off]).all() for x in state.wide)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -287,10 +297,7 @@ def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, sh
     state = new_state(shape, dtype=dtype)
     arrays = (state.masters, state.mu, state.nu)
 
-    def whole():
-        return [x.copy() for x in (state.masters.as_float32(), state.mu, state.nu)]
-
-    before = whole()
+    before = state.wide
     taken = adam.take(arrays, channels)
     for x, some in zip(before, taken, strict=True):
         for group, index, rows in zip(x, channels, some, strict=True):
@@ -300,7 +307,7 @@ def test_channels_are_taken_out_and_put_back_where_they_were(kernel, threads, sh
     for some in new:
         some.flags.writeable = False  # as what came from a device is
     adam.put(arrays, channels, new)
-    for x, old, some in zip(whole(), before, new, strict=True):
+    for x, old, some in zip(state.wide, before, new, strict=True):
         for group, was, index, rows in zip(x, old, channels, some, strict=True):
             expected = was.copy()
             expected[:, index] = rows
@@ -328,9 +335,10 @@ def around_every_bfloat16() -> np.ndarray:
 def step_onto(adam: HostAdam, x: np.ndarray, masters: Masters) -> None:
     """A step from zero to `x`, exactly: halves and doubles are, below the smallest ones not."""
     scalars = AdamScalars(-1.0, 0.5, 0.5, 0.5, 0.5, 1.0, 0.0)
-    mu, zeros, steps = x.copy(), np.zeros_like(x), np.zeros((1, 1), np.int32)
+    mu, zeros, steps = Moment(x.copy()), np.zeros_like(x), np.zeros((1, 1), np.int32)
+    nu = Moment(zeros.copy())
     of_window, active = window_step(scalars, 1, None, np), np.ones((1, 1), bool)
-    for _ in adam.adamw(masters, mu, zeros.copy(), steps, [(zeros, 1.0)], 1.0, active, of_window):
+    for _ in adam.adamw(masters, mu, nu, steps, [(zeros, 1.0)], 1.0, active, of_window):
         pass
 
 
@@ -355,7 +363,7 @@ def test_a_step_at_rate_zero_keeps_every_bit_of_masters(kernel, dtype, around_ev
     p = around_every_bfloat16[np.isfinite(around_every_bfloat16)].reshape(1, 1, 1, -1)
     masters = new_masters(p, dtype)
     before = bits(masters)
-    mu, nu, zeros = (np.zeros_like(p) for _ in range(3))
+    mu, nu, zeros = *new_moments(p.shape, compact=False), np.zeros_like(p)
     rest = SCALARS._replace(learning_rate=0.0, weight_decay=0.0)
     of_window, active = window_step(rest, 1, None, np), np.ones((1, 1), bool)
     steps = np.zeros((1, 1), np.int32)

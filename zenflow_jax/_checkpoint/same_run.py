@@ -143,7 +143,7 @@ def _masters(
     if update is None:
         return master, np.zeros_like(master)
     steps = leaf.steps[at[0], at[2]].astype(np.float64)
-    mu, nu = (x[at].astype(np.float64) for x in (leaf.mu, leaf.nu))
+    mu, nu = (x.at(at).astype(np.float64) for x in (leaf.mu, leaf.nu))
     with np.errstate(all="ignore"):  # numbers that are not finite are compared as such
         mu, nu = mu / (1 - update.b1**steps), nu / (1 - update.b2**steps)
         scalars = update.scalars

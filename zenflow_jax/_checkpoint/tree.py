@@ -353,8 +353,8 @@ class EngineTree:
         total = leaf.total if counted[spec.group] else None
         return {
             "master": leaf.master.as_float32().reshape(spec.shape),
-            "mu": leaf.mu.reshape(spec.shape),
-            "nu": leaf.nu.reshape(spec.shape),
+            "mu": leaf.mu.as_float32().reshape(spec.shape),
+            "nu": leaf.nu.as_float32().reshape(spec.shape),
             "total": (blank(spec.shape) if total is None else total).reshape(spec.shape),
             "steps": leaf.steps.reshape(*spec.stack, spec.n),
             "before": (channels + part.first).reshape(*spec.stack, spec.k),

@@ -12,7 +12,7 @@ Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` 
 the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
 run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What has
 one entry per channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient;
-`masters.py` says how masters are kept.
+`masters.py` and `moments.py` say how masters and moments are kept.
 """
 
 import os
@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import numpy as np
 
 from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Layout, Moment, new_moments, tiles_of_groups
 from zenflow_jax._host.numba_kernel import NumbaKernel
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._host.numpy_kernel import Moving, MovingArray, NumpyKernel, Step, Tile, flat
@@ -48,8 +49,8 @@ _CHUNK = 2 * 1024 * 1024
 #: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
 Sources = Sequence[tuple[np.ndarray, float]]
 
-#: What channels are moved of: `(groups, rows, n, tail)`, an array float32.
-Movable = np.ndarray | Masters
+#: What channels are moved of: `(groups, rows, n, tail)`.
+Movable = Moment | Masters
 
 _FLOAT16 = np.dtype(np.float16)
 
@@ -120,8 +121,8 @@ class HostAdam:
     def adamw(
         self,
         masters: Masters,
-        mu: np.ndarray,
-        nu: np.ndarray,
+        mu: Moment,
+        nu: Moment,
         steps: np.ndarray,
         gradients: Sources,
         scale: float,
@@ -140,8 +141,8 @@ class HostAdam:
 
         Args:
             masters: Of `(groups, rows, n, tail)`; written, with what is uploaded of them.
-            mu: First moment, float32, like `masters`.
-            nu: Second moment, like `mu`.
+            mu: First moment, like `masters`; written.
+            nu: Second moment, like `mu`, and as compact.
             steps: int32 `(groups, n)`, Adam steps taken by each channel before this one; written.
             gradients: With their factors, in order; shape of `masters`.
             scale: Taken as float32, like the factors.
@@ -151,39 +152,37 @@ class HostAdam:
         Yields:
             None, after each chunk.
         """
-        assert all(x.dtype == np.float32 for x in (mu, nu))
-        assert all(
-            x.shape == masters.shape and x.flags.writeable for x in (*masters.arrays, mu, nu)
-        )
+        assert (mu.units is None) == (nu.units is None)
+        assert mu.shape == nu.shape == masters.shape
+        assert all(x.flags.writeable for x in (*masters.arrays, *mu.arrays, *nu.arrays))
         assert gradients
         assert all(g.shape == masters.shape for g, _ in gradients)
         assert steps.dtype == np.int32
         assert steps.shape == active.shape == masters.shape[::2]
-        groups, rows, n, tail = masters.shape
-        if n == 1:  # One channel: its elements are contiguous in either layout.
-            rows, tail = 1, rows * tail
-        assert rows == 1 or tail == 1
+        layout = Layout.of(masters.shape)
+        rows, width, trailing = layout
+        compact = mu.units is not None
         active = active.copy()  # The caller may select again while the step is under way.
         if masters.size == 0 or not active.any():
             return
         steps += active * np.int32(of_window.advance)
 
-        trailing = tail == 1
-        width = n if trailing else tail
-
         def segments(x: np.ndarray) -> np.ndarray:
             return flat(x).reshape(-1, width)
 
+        m_scale, v_scale = (_debias(steps, beta) for beta in (of_window.b1, of_window.b2))
         step = Step(
             p=segments(masters.values),
             rest=None if masters.rest is None else segments(masters.rest),
             cast=None if masters.cast is None else segments(masters.cast),
-            m=segments(mu),
-            v=segments(nu),
+            m=segments(mu.values),
+            v=segments(nu.values),
+            m_units=mu.units,
+            v_units=nu.units,
             gradients=[(segments(g), np.float32(factor)) for g, factor in gradients],
             active=active.reshape(-1),
-            m_scale=_debias(steps, of_window.b1),
-            v_scale=_debias(steps, of_window.b2),
+            m_scale=m_scale,
+            v_scale=np.sqrt(v_scale) if compact else v_scale,
             rows=rows,
             trailing=trailing,
             scale=np.float32(scale),
@@ -191,7 +190,11 @@ class HostAdam:
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), masters.cast)
         limit = self._limit(kernel, masters.size, len(gradients))
-        tiles = _tiles(step.p.shape[0], width, limit)
+        tiles = (
+            tiles_of_groups(step.p.shape[0], layout, limit)
+            if compact
+            else _tiles(step.p.shape[0], width, limit)
+        )
         if not trailing:
             tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
 
@@ -202,7 +205,7 @@ class HostAdam:
             yield
 
     def take(self, arrays: Sequence[Movable], channels: np.ndarray) -> list[np.ndarray]:
-        """Copies some channels out of masters and float32 arrays of one leaf.
+        """Copies some channels out of masters and moments of one leaf.
 
         Args:
             arrays: `(groups, rows, n, tail)` each.
@@ -240,9 +243,9 @@ class HostAdam:
     ) -> None:
         moving = Moving(
             [
-                MovingArray(x.values, x.rest, rows)
+                MovingArray(x.values, x.rest, None, rows)
                 if isinstance(x, Masters)
-                else MovingArray(x, None, rows)
+                else MovingArray(x.values, None, x.units, rows)
                 for x, rows in zip(arrays, some, strict=True)
             ],
             channels,
@@ -254,21 +257,24 @@ class HostAdam:
         # Compiled code checks nothing: it would read and write anywhere.
         assert channels.dtype == np.int32
         assert channels.shape == (groups, k)
-        for x, rest, new in moving.arrays:
+        for x, rest, units, new in moving.arrays:
             assert x.shape == (groups, height, n, tail)
             assert new.shape == (groups, height, k, tail)
             assert new.dtype == np.float32
-            assert rest is not None or x.dtype == np.float32
+            assert rest is not None or units is not None or x.dtype == np.float32
         if rows.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
                 f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}."
             )
-        segments, width = (groups * k, tail) if height == 1 else (groups * height, k)
+        layout = Layout(1, tail, False) if height == 1 else Layout(height, k, True)
+        segments = groups * (k if height == 1 else height)
+        tiles = [(0, segments, 0, layout.width)]
         # NumPy holds Python's lock while it copies rows, so threads would not help.
-        limit = rows.size if kernel is self._portable else self._limit(kernel, rows.size, 1)
-        self._run(kernel.move(moving), _tiles(segments, width, limit))
+        if kernel is not self._portable:
+            tiles = tiles_of_groups(segments, layout, self._limit(kernel, rows.size, 1))
+        self._run(kernel.move(moving), tiles)
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
@@ -333,7 +339,9 @@ def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
     return scale[steps - low] if shared else scale
 
 
-def compile_loops(kernel: str, specs: Iterable[LeafSpec], window: int) -> None:
+def compile_loops(
+    kernel: str, specs: Iterable[LeafSpec], window: int, *, compact: bool = False
+) -> None:
     """Has the compiled kernel ready for updates and hand-overs of these leaves.
 
     Numba compiles a loop for each set of dtypes and each number of gradients when it first meets
@@ -343,6 +351,7 @@ def compile_loops(kernel: str, specs: Iterable[LeafSpec], window: int) -> None:
         kernel: As for `HostAdam`.
         specs: The leaves.
         window: Steps in the longest window.
+        compact: Whether moments are.
     """
     adam = HostAdam(kernel, 1)
     step = window_step(AdamScalars(*[0.0] * len(AdamScalars._fields)), 1, None, np)
@@ -350,11 +359,12 @@ def compile_loops(kernel: str, specs: Iterable[LeafSpec], window: int) -> None:
     for trailing, mail, dtype in kinds:
         shape = (1, 2, 2, 1) if trailing else (1, 1, 2, 2)
         masters = Masters.zeros(shape, dtype)
-        mu, nu = (np.zeros(shape, np.float32) for _ in range(2))
+        mu, nu = new_moments(shape, compact=compact)
         steps, active = np.zeros((1, 2), np.int32), np.ones((1, 2), bool)
         for count in range(1, min(window, GRADIENTS_PER_PASS) + 1):
             gradients = [(np.zeros(shape, mail), 1.0)] * count
             for _ in adam.adamw(masters, mu, nu, steps, gradients, 1.0, active, step):
                 pass
         channels = np.zeros((1, 1), np.int32)
-        adam.put([masters, mu], channels, adam.take([masters, mu], channels))
+        every = [masters, mu, nu] if compact else [masters, mu]
+        adam.put(every, channels, adam.take(every, channels))

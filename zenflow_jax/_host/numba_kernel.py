@@ -7,8 +7,8 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host import numba_loops
-from zenflow_jax._host.numpy_kernel import Moving, Step, Tile, Weighed, flat
+from zenflow_jax._host import numba_loops, numba_moments
+from zenflow_jax._host.numpy_kernel import Moving, MovingArray, Step, Tile, Weighed, flat
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -33,14 +33,19 @@ class NumbaKernel:
         rest = None if step.rest is None else step.rest.reshape(-1)
         per_channel = (step.active, step.m_scale, step.v_scale)
         width = step.p.shape[1]
-        if step.trailing:
-            advance, sizes = numba_loops.adamw_trailing, (step.rows, width)
+        if step.m_units is None or step.v_units is None:
+            loops, moments = numba_loops, (m, v)
         else:
-            advance, sizes = numba_loops.adamw_leading, (width,)
+            units_m, units_v = (x.reshape(-1) for x in (step.m_units, step.v_units))
+            loops, moments = numba_moments, (m, units_m, v, units_v)
+        if step.trailing:
+            advance, sizes = loops.adamw_trailing, (step.rows, width)
+        else:
+            advance, sizes = loops.adamw_leading, (width,)
         more = (rest, *per_channel, (step.scale, *step.scalars), *sizes)
         gradients = [(_readable(g.reshape(-1)), factor) for g, factor in step.gradients]
         if len(gradients) <= numba_loops.GRADIENTS_PER_PASS:
-            return functools.partial(advance, p, m, v, *_padded(gradients), 0, *more)
+            return functools.partial(advance, p, *moments, *_padded(gradients), 0, *more)
         early, late = (
             gradients[: 1 - numba_loops.GRADIENTS_PER_PASS],
             gradients[1 - numba_loops.GRADIENTS_PER_PASS :],
@@ -50,33 +55,44 @@ class NumbaKernel:
             first, last, left, right = tile
             i, j = first * width + left, (last - 1) * width + right
             total = self._scratch(j - i)
-            self.accumulate(total, [(g[i:j], factor) for g, factor in early], first=True)
+            # Of several rows cut to some of their lanes the rest is nobody's.
+            whole = right - left == width
+            starts = [i] if whole else range(i, j, width)
+            size = j - i if whole else right - left
+            for k in starts:
+                some = [(g[k : k + size], factor) for g, factor in early]
+                self.accumulate(total[k - i : k - i + size], some, first=True)
             gs = _padded([(_readable(total), np.float32(1)), *late])
-            advance(p, m, v, *gs, i, *more, tile)
+            advance(p, *moments, *gs, i, *more, tile)
 
         return add_up_and_advance
 
     def move(self, moving: Moving) -> Callable[[Tile], None]:
         """The function that moves one tile: some channels (leading), or some rows (trailing)."""
         _, height, n, tail = moving.arrays[0].x.shape
-        arrays = [
-            (
-                _bits(flat(x)),
-                None if rest is None else flat(rest),
-                _readable(flat(rows)) if moving.inward else flat(rows),
-            )
-            for x, rest, rows in moving.arrays
-        ]
-        move, size = (
-            (numba_loops.move_leading, tail) if height == 1 else (numba_loops.move_trailing, height)
-        )
-        inward = moving.inward or None  # another type than True's, so that Numba compiles each way
+        size = tail if height == 1 else height
+        moves = [self._move(x, moving, n, size, leading=height == 1) for x in moving.arrays]
 
         def work(tile: Tile) -> None:
-            for x, rest, rows in arrays:
-                move(x, rest, rows, moving.channels, inward, n, size, tile)
+            for move in moves:
+                move(tile)
 
         return work
+
+    def _move(
+        self, array: MovingArray, moving: Moving, n: int, size: int, *, leading: bool
+    ) -> Callable[[Tile], None]:
+        x = _bits(flat(array.x))
+        rows = _readable(flat(array.rows)) if moving.inward else flat(array.rows)
+        if array.units is not None:
+            way, layout = "put" if moving.inward else "take", "leading" if leading else "trailing"
+            move = getattr(numba_moments, f"{way}_{layout}")
+            units = array.units.reshape(-1)
+            return functools.partial(move, x, units, rows, moving.channels, n, size)
+        rest = None if array.rest is None else flat(array.rest)
+        inward = moving.inward or None  # another type than True's, so that Numba compiles each way
+        move = numba_loops.move_leading if leading else numba_loops.move_trailing
+        return functools.partial(move, x, rest, rows, moving.channels, inward, n, size)
 
     def _scratch(self, size: int) -> np.ndarray:
         """A float32 array that belongs to the calling thread; its contents are garbage."""

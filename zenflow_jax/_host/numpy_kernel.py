@@ -5,7 +5,8 @@ its twin and gives the same bits. Here too is what both kernels take: a step or 
 a tile of them.
 
 Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`. Of a split master `p`
-is the rounded one, and `rest` what it lacks (`masters.py`).
+is the rounded one, and `rest` what it lacks (`masters.py`). Compact moments are codes, with their
+units; of a second moment they are the root's (`moments.py`).
 """
 
 import functools
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zenflow_jax._host.masters import join, split
+from zenflow_jax._host.moments import GROUP, Layout, Moment, decode, encode
 from zenflow_jax._plan.scalars import AdamScalars
 
 # The kernel leaves inactive channels out, run by run, if runs of active ones have at least this
@@ -37,12 +39,14 @@ class Step(NamedTuple):
     p: np.ndarray  # (segments, width) float32, or bfloat16 where masters are split
     rest: np.ndarray | None  # (segments, width) int16; None where they are not
     cast: np.ndarray | None  # (segments, width) float16: gets the new masters, rounded
-    m: np.ndarray  # (segments, width) float32
+    m: np.ndarray  # (segments, width) float32, or codes
     v: np.ndarray
+    m_units: np.ndarray | None  # as in `Moment`; None where moments are float32
+    v_units: np.ndarray | None
     gradients: Weighed  # (segments, width)
     active: np.ndarray  # (groups * n,) bool
     m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
-    v_scale: np.ndarray
+    v_scale: np.ndarray  # the same; where moments are compact, their roots
     rows: int  # segments of a group in the trailing layout
     trailing: bool
     scale: np.float32
@@ -52,8 +56,9 @@ class Step(NamedTuple):
 class MovingArray(NamedTuple):
     """One of a leaf's arrays, and rows of it."""
 
-    x: np.ndarray  # (groups, rows, n, tail) float32, or bfloat16 where masters are split
-    rest: np.ndarray | None  # int16, like x; None where they are not
+    x: np.ndarray  # (groups, rows, n, tail) float32, bfloat16 of split masters, or codes
+    rest: np.ndarray | None  # int16, like x: of split masters
+    units: np.ndarray | None  # of codes
     rows: np.ndarray  # (groups, rows, k, tail) float32
 
 
@@ -90,7 +95,10 @@ class NumpyKernel:
         """The function that moves the rows, all of them at once."""
 
         def work(_: Tile) -> None:
-            for x, rest, rows in moving.arrays:
+            for x, rest, units, rows in moving.arrays:
+                if units is not None:
+                    _move_codes(Moment(x, units), moving.channels, rows, inward=moving.inward)
+                    continue
                 for i, (index, some) in enumerate(zip(moving.channels, rows, strict=True)):
                     if rest is not None:
                         _move_split(x[i], rest[i], index, some, inward=moving.inward)
@@ -130,13 +138,23 @@ class NumpyKernel:
             return x[channels][None, :] if step.trailing else x[channels][:, None]
 
         p, m, v = (x[segments, columns] for x in (step.p, step.m, step.v))
-        x, y, old_p, *spare = self._scratch(6 if masked else 3, p.shape)
+        x, y, old_p, *spare = self._scratch(6, p.shape)
         rest = None if step.rest is None else step.rest[segments, columns]
         if rest is None:
             old_p = p
         else:
             join(p, rest, out=old_p)
         new_p, new_m, new_v = spare if masked else (old_p, m, v)
+        layout = Layout(step.rows, step.p.shape[1], step.trailing)
+        coded = []
+        if step.m_units is not None and step.v_units is not None:
+            here = layout.units(segments, columns)
+            new_m, new_v = spare[1:]
+            coded = [(m, step.m_units[here], new_m), (v, step.v_units[here], new_v)]
+            for codes, units, new in coded:
+                decode(codes, layout.spread(units, p.shape), out=new)
+            new_v *= new_v
+            m, v = new_m, new_v
         s = step.scalars
         with np.errstate(all="ignore"):
             for i, (g, factor) in enumerate(step.gradients):
@@ -151,8 +169,12 @@ class NumpyKernel:
             x *= s.one_minus_b2
             np.multiply(v, s.b2, out=new_v)
             new_v += x
-            np.multiply(new_v, by_channel(step.v_scale), out=x)
-            np.sqrt(x, out=x)
+            if coded:  # the root is taken once, for the step and for the codes
+                np.sqrt(new_v, out=new_v)
+                np.multiply(new_v, by_channel(step.v_scale), out=x)
+            else:
+                np.multiply(new_v, by_channel(step.v_scale), out=x)
+                np.sqrt(x, out=x)
             x += s.eps
             np.multiply(new_m, by_channel(step.m_scale), out=y)
             y /= x
@@ -161,7 +183,9 @@ class NumpyKernel:
             y *= s.learning_rate
             np.subtract(old_p, y, out=new_p)
             where = by_channel(step.active) if masked else True
-            if masked:
+            for codes, units, new in coded:
+                encode(new, layout.axis, codes, units, where)
+            if masked and not coded:
                 for old, new in ((m, new_m), (v, new_v)):
                     np.copyto(old, new, where=where)
             if rest is not None:
@@ -174,7 +198,7 @@ class NumpyKernel:
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
         """`count` arrays of float32 that belong to the calling thread; contents are garbage."""
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty((6, self.tile), np.float32)
+            self._local.scratch = np.empty((6, max(self.tile, GROUP)), np.float32)
         size = int(np.prod(shape))
         return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
 
@@ -189,6 +213,33 @@ def _move_split(
     rounded, steps = np.empty(some.shape, x.dtype), np.empty(some.shape, rest.dtype)
     split(some, rounded, steps)
     x[:, index], rest[:, index] = rounded, steps
+
+
+def _move_codes(moment: Moment, channels: np.ndarray, rows: np.ndarray, *, inward: bool) -> None:
+    """Moves channels of a compact moment."""
+    assert moment.units is not None
+    some = Moment.compact(rows.shape, moment.values.dtype)
+    assert some.units is not None
+    units, mine = (_by_channel(x) for x in (moment, some))
+    pairs = [(moment.values, some.values), (units, mine)]
+    if inward:
+        some.write(rows)
+    for i, index in enumerate(channels):
+        for whole, its in pairs:
+            if inward:
+                whole[i][:, index] = its[i]
+            else:
+                its[i] = whole[i][:, index]
+    if not inward:
+        some.read(0, rows.size, flat(rows))
+
+
+def _by_channel(moment: Moment) -> np.ndarray:
+    """Its units as `(groups, blocks of rows, n, groups of codes)`."""
+    assert moment.units is not None
+    groups, _, n, tail = moment.shape
+    shape = (groups, -1, n, 1) if tail == 1 else (groups, 1, n, -1)
+    return moment.units.reshape(shape)
 
 
 def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
@@ -31,8 +32,8 @@ class HostLeaf:
 
     spec: LeafSpec
     master: Masters
-    mu: np.ndarray  # float32
-    nu: np.ndarray  # float32
+    mu: Moment
+    nu: Moment
     steps: np.ndarray  # int32 (groups, n): Adam steps of each channel
     channels: np.ndarray  # int32 (groups, k), ascending: selected now
     # The open window: the float32 sum of its first mails, if any were added up; then the other
@@ -46,7 +47,8 @@ class HostLeaf:
     def arrays(self) -> list[np.ndarray]:
         """All that are the leaf's own, spare ones included; mails are not."""
         total = [] if self.total is None else [self.total]
-        state = [*self.master.arrays, self.mu, self.nu, self.steps, self.channels]
+        moments = [*self.mu.arrays, *self.nu.arrays]
+        state = [*self.master.arrays, *moments, self.steps, self.channels]
         return [*state, *total, *self.spare]
 
     @property
@@ -145,6 +147,7 @@ class HostState:
         adam: The kernels.
         schedule: Has the number of groups that the leaves are in, and how updates are scaled.
         pieces: The numbers of the leaves that share memory in a mail; None if none do.
+        compact: Whether moments take 8 bits.
     """
 
     def __init__(
@@ -155,8 +158,12 @@ class HostState:
         adam: HostAdam,
         schedule: Schedule,
         pieces: Sequence[Sequence[int]] | None = None,
+        *,
+        compact: bool = False,
     ):
-        self.leaves = [_new_leaf(*args) for args in zip(specs, weights, channels, strict=True)]
+        self.leaves = [
+            _new_leaf(*args, compact=compact) for args in zip(specs, weights, channels, strict=True)
+        ]
         # Bytes of a mail of each leaf.
         self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
@@ -226,9 +233,9 @@ class HostState:
             window.update_scalars, window.update_counted = update
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
             leaf.take_master(of_leaf["master"])
-            for name in ("mu", "nu", "steps"):
-                array = getattr(leaf, name)
-                array[...] = of_leaf[name].reshape(array.shape)
+            for name in ("mu", "nu"):
+                getattr(leaf, name).write(of_leaf[name].reshape(leaf.master.shape))
+            leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
 
@@ -389,14 +396,17 @@ class HostState:
         return SelectedRows(master, mu, nu, steps)
 
 
-def _new_leaf(spec: LeafSpec, weight: np.ndarray, channels: np.ndarray) -> HostLeaf:
+def _new_leaf(
+    spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
+) -> HostLeaf:
     shape = spec.view4(spec.n)
     groups = shape[0]
+    mu, nu = new_moments(shape, compact=compact)
     leaf = HostLeaf(
         spec=spec,
         master=Masters.zeros(shape, spec.dtype),
-        mu=blank(shape),
-        nu=blank(shape),
+        mu=mu,
+        nu=nu,
         steps=blank((groups, spec.n), np.int32),
         channels=np.array(channels, np.int32).reshape(groups, spec.k),
     )
