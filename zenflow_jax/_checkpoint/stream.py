@@ -115,16 +115,15 @@ class EngineStream:
             yield 0, leaf.steps
         elif name == "before":
             yield 0, (leaf.channels if saved.before is None else saved.before) + saved.part.first
-        elif name in ("mu", "nu"):
-            yield 0, leaf.mu if name == "mu" else leaf.nu
         else:
             scratch = blank((min(_BLOCK, leaf.master.size),))
             for begin in range(0, leaf.master.size, _BLOCK):
                 end = min(begin + _BLOCK, leaf.master.size)
-                if name == "master":
-                    yield begin, leaf.master.range(begin, end, scratch)
-                else:
+                if name == "total":
                     yield begin, self._sum(leaf, begin, end, scratch)
+                else:
+                    array = {"master": leaf.master, "mu": leaf.mu, "nu": leaf.nu}[name]
+                    yield begin, array.range(begin, end, scratch)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int, scratch: np.ndarray) -> np.ndarray:
         """Some of the sum of the leaf's open window, with the bits of any other way to add up."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zenflow_jax._host.aligned import blank
+from zenflow_jax._host.aligned import blank, copied
 
 #: Elements that share a unit; fewer where a channel ends.
 GROUP = 32
@@ -137,20 +137,18 @@ class Moment:
         if self.units is None:
             return self.values
         found = blank(self.shape)
-        self.read(0, found.size, found.reshape(-1))
+        self.range(0, found.size, found.reshape(-1))
         return found
 
-    def read(self, begin: int, end: int, out: np.ndarray) -> None:
-        """Copies some of it, in float32.
+    def copy(self) -> "Moment":
+        """The same in other memory."""
+        return Moment(copied(self.values), None if self.units is None else copied(self.units))
 
-        Args:
-            begin: The first element, counted in C order.
-            end: One more than the last.
-            out: float32 `(end - begin,)`; written.
-        """
+    def range(self, begin: int, end: int, scratch: np.ndarray) -> np.ndarray:
+        """Some of it in C order, float32: a view, or written to the start of `scratch`."""
         if self.units is None:
-            np.copyto(out, self.values.reshape(-1)[begin:end])
-            return
+            return self.values.reshape(-1)[begin:end]
+        out = scratch[: end - begin]
         width = self.layout.width
         codes, at = self.values.reshape(-1), begin
         for first, last, left, right in _regions(begin, end, width):
@@ -161,6 +159,7 @@ class Moment:
             if codes.dtype == _SECOND:
                 some *= some
             at += size
+        return out
 
     def at(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
         """Some of it, float32 and copied; `places` are the four indices of each."""

@@ -231,7 +231,7 @@ def _move_codes(moment: Moment, channels: np.ndarray, rows: np.ndarray, *, inwar
             else:
                 its[i] = whole[i][:, index]
     if not inward:
-        some.read(0, rows.size, flat(rows))
+        some.range(0, rows.size, flat(rows))
 
 
 def _by_channel(moment: Moment) -> np.ndarray:

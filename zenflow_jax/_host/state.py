@@ -59,7 +59,7 @@ class HostLeaf:
     @property
     def nbytes(self) -> int:
         """Bytes of what `copy` copies."""
-        state = [*self.master.arrays, self.mu, self.nu, self.steps]
+        state = [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps]
         return sum(x.nbytes for x in (*state, *([] if self.total is None else [self.total])))
 
     def now(self) -> "HostLeaf":
@@ -71,8 +71,8 @@ class HostLeaf:
         return dataclasses.replace(
             self.now(),
             master=self.master.copy(),
-            mu=copied(self.mu),
-            nu=copied(self.nu),
+            mu=self.mu.copy(),
+            nu=self.nu.copy(),
             steps=copied(self.steps),
             total=None if self.total is None else copied(self.total),
         )
