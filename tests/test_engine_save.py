@@ -142,12 +142,12 @@ def test_what_is_written_first_is_saved_first():
         saver = snapshot.leaves()
         assert next(saver)[0] == 0
         assert snapshot.before_write(1, stuck), "there is room for a copy"
-        leaves[1].mu[...] += 1
+        leaves[1].mu.values[...] += 1
         assert not snapshot.before_write(3, lambda: True), "and for one alone"
         assert next(saver)[0] == 3, "as somebody waits for it"
         name, copy = next(saver)
         assert name == 1
-        runs.assert_same_bits(copy.mu + 1, leaves[1].mu)
+        runs.assert_same_bits(copy.mu.values + 1, leaves[1].mu.values)
         assert next(saver)[0] == 2
         assert snapshot.before_write(4, stuck), "the copy has given its room back"
         assert not snapshot.done
