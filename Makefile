@@ -28,7 +28,7 @@ tools := $(VENV)/.installed-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs must not meet in one environment
-.PHONY: help quickstart test test-fast lint clean same-python
+.PHONY: help quickstart test test-fast test-tunix lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -37,6 +37,8 @@ help:
 	@echo "make test-fast   run those that are not marked slow, for work in between: a minute and a half"
 	@echo "                 on two cores. No long compiling, no processes that import jax; what was"
 	@echo "                 compiled is kept for the next time. \`make test\` has the say"
+	@echo "make test-tunix  run the tests that need google-tunix, in an environment of their own: two minutes,"
+	@echo "                 and one more for the install, of 1.6 GB"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove the environment"
 	@echo "All take PYTHON=python3.13 to choose the Python and VENV=.venv-3.13 to choose the folder."
@@ -58,6 +60,9 @@ test-fast: $(installed) $(tools)
 	@JAX_COMPILATION_CACHE_DIR=$(compiled) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
 
+test-tunix:
+	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix
+
 lint: $(installed) $(tools)
 	@$(VENV)/bin/ruff check --quiet
 	@$(VENV)/bin/ruff format --quiet --diff
@@ -65,7 +70,7 @@ lint: $(installed) $(tools)
 	  || { cat $(VENV)/pyright.log; exit 1; }
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-tunix
 
 $(made): | same-python
 	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is not to be found; choose a Python with PYTHON=/path/to/python3" >&2; exit 1; }

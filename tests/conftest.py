@@ -16,6 +16,7 @@ lowering and its counts of compilations as without it.
 
 import atexit
 import gc
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -31,6 +32,9 @@ from tests.processes import QUICK_TO_COMPILE
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
 collect_ignore = [] if DEVICES in os.environ.get("XLA_FLAGS", "") else ["eight_devices"]
+# `make test-tunix` runs them, in an environment that has it.
+if importlib.util.find_spec("tunix") is None:
+    collect_ignore.append("in_tunix")
 
 # XLA reads them when jax starts its first backend. That for GPUs has none but optimized code, so
 # where it may be used, which is where a plugin of jax is installed, they stay away.

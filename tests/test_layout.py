@@ -17,3 +17,9 @@ def test_imports_point_one_way():
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_other_peoples_trainers_are_imported_only_when_asked_for():
+    code = "import sys, zenflow_jax; print([x for x in sys.modules if 'integrations' in x])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

@@ -10,11 +10,21 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zenflow_jax._device.memory import HOST
+from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
+
+
+def _says_host(x: jax.Array) -> bool:
+    """Whether a traced function is told that an array in host memory is there.
+
+    jax 0.10.2 tells it that an array on one device is in device memory where it was put together
+    from pieces, as savers do. A function that reads it, as `optax.MultiSteps` does, fails then.
+    """
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
@@ -82,10 +92,12 @@ def put_back(
             kind = x.sharding.memory_kind
         if kind is not None:
             where = where.with_memory_kind(kind)
-        if x.sharding.is_equivalent_to(where, x.ndim):
+        in_place = x.sharding.is_equivalent_to(where, x.ndim)
+        says_so = on_mesh or not memories or kind != HOST or _says_host(x)
+        if in_place and says_so:
             return x
         moved += 1
-        return jax.device_put(x, where)
+        return jax.device_put(np.array(read(x)) if in_place else x, where)
 
     expected = with_shardings(state, weights) if on_mesh else state
     mail = (state.mail, state.step_scalars), (expected.mail, expected.step_scalars)

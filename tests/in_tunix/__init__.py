@@ -1,0 +1,1 @@
+"""What runs against the installed `google-tunix`: `make test-tunix`, in its own environment."""

@@ -1,0 +1,15 @@
+"""Settings under which Tunix runs."""
+
+import jax
+import pytest
+
+# Tunix, optax and flax use what jax calls deprecated, and promote dtypes.
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
+    config.addinivalue_line("filterwarnings", "ignore::UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore::ResourceWarning")
+    config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -1,0 +1,140 @@
+"""A trainer that goes on from its own checkpoint, after a kill too, ends with the same bits."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from tunix.sft import peft_trainer
+
+from tests.in_tunix.trainers import (
+    AS_ADAMW,
+    LATE,
+    Recorder,
+    batches,
+    config,
+    make_model,
+    mesh_of,
+    weights,
+    zenflow,
+)
+from zenflow_jax.integrations.tunix import ITEM, ZenFlowHooks
+
+STEPS = 10
+ATOL = 1e-6  # float32, sums in another order
+
+
+class Killed(Recorder):
+    """Kills the process when a step is to begin: the last checkpoint may still be written."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self._at = at
+
+    def on_train_step_start(self, train_ctx):
+        if train_ctx.train_steps == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go(folder=None, devices=0, accumulate=None, steps=STEPS, hooks=(), every=2, **options):
+    """A run, or the rest of one. What its model has at the end, and the hooks."""
+    settings = config(steps, folder, every, gradient_accumulation_steps=accumulate)
+    with mesh_of(devices):
+        trainer = peft_trainer.PeftTrainer(
+            make_model(devices, np.float32), zenflow(**(LATE | options)), settings
+        )
+        began = trainer.train_steps
+        mine = ZenFlowHooks(trainer, hooks=list(hooks), engine_options={"host_kernel": "numpy"})
+        trainer.train(batches())
+    return weights(trainer.model), began, mine
+
+
+def assert_same_bits(ours, theirs):
+    for name, x in theirs.items():
+        assert ours[name].tobytes() == x.tobytes(), name
+
+
+@pytest.mark.parametrize(("devices", "accumulate"), [(0, 2), (4, None), (4, 2)], ids=str)
+def test_a_run_that_is_killed_goes_on_to_the_bits_of_one_that_is_not(devices, accumulate, tmp_path):
+    code = (
+        "from tests.in_tunix import test_checkpoints as t; "
+        f"t.go({str(tmp_path)!r}, {devices}, {accumulate}, hooks=[t.Killed(7)])"
+    )
+    root = Path(__file__).parents[2]
+    killed = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    ours, began, hooks = go(tmp_path, devices, accumulate)
+    # A checkpoint that is not whole does not count.
+    assert began in (4, 6)
+    assert hooks.stats.steps == STEPS
+    theirs, none, _ = go(None, devices, accumulate)
+    assert none == 0
+    assert_same_bits(ours, theirs)
+
+
+def stop_at(step, folder, devices=0, **options):
+    """The first steps of a run, with a checkpoint of the last of them, which ends no window."""
+    with mesh_of(devices):
+        settings = config(None, folder, every=step)
+        trainer = peft_trainer.PeftTrainer(
+            make_model(devices), zenflow(**(LATE | options)), settings
+        )
+        ZenFlowHooks(trainer, engine_options={"host_kernel": "numpy"})
+        trainer.is_managed_externally = True  # the run stops, but it does not end
+        trainer.train(list(itertools.islice(batches(), step)))
+        trainer.close()
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_run_goes_on_from_the_first_step_and_from_an_open_window(step, tmp_path):
+    stop_at(step, tmp_path)
+    ours, began, _ = go(tmp_path)
+    assert began == step
+    assert_same_bits(ours, go()[0])
+
+
+def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
+    # Of four shards, each of which selects for itself, so many are selected as of the whole.
+    options = AS_ADAMW | dict(topk_ratio=0.5)
+    stop_at(5, tmp_path, devices=4, **options)
+    ours, began, _ = go(tmp_path, **options)
+    assert began == 5
+    for name, x in go(None, devices=4, **options)[0].items():
+        np.testing.assert_allclose(ours[name], x, rtol=0, atol=ATOL)
+
+
+def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tmp_path):
+    ours, _, _ = go(tmp_path, steps=4, every=2, rolling=False)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 4
+        assert ITEM in manager.metadata(4).item_metadata
+        saved = manager.restore(4, args=ocp.args.Composite(model_params=ocp.args.StandardRestore()))
+    found = {name: np.asarray(x["value"]) for name, x in saved["model_params"].items()}
+    assert_same_bits(found, ours)
+    _, began, hooks = go(tmp_path, steps=6, rolling=False)
+    assert began == 4
+    assert hooks.stats.steps == 6
+
+
+def test_a_checkpoint_of_a_trainer_without_hooks_is_refused(tmp_path):
+    def trainer():
+        return peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(2, tmp_path))
+
+    trainer().train(batches())
+    with pytest.raises(ValueError, match=f"expected `{ITEM}` in the checkpoint of step 2 in .*"):
+        ZenFlowHooks(trainer())
+
+
+def test_another_checkpoint_manager_is_refused(tmp_path):
+    class Other(type(peft_trainer.checkpoint_manager.CheckpointManager())):
+        pass
+
+    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(2))
+    trainer.checkpoint_manager = Other()
+    with pytest.raises(ValueError, match="with Tunix's `CheckpointManager`, got Other"):
+        ZenFlowHooks(trainer)

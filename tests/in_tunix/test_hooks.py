@@ -1,0 +1,244 @@
+"""`ZenFlowHooks` in Tunix's own trainer: equality with AdamW, evaluations, and misuse."""
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tunix.sft import peft_trainer
+
+import zenflow_jax
+from tests.in_tunix.trainers import (
+    AS_ADAMW,
+    LATE,
+    Recorder,
+    batches,
+    config,
+    make_model,
+    mesh_of,
+    weights,
+    zenflow,
+)
+from zenflow_jax.integrations.tunix import ZenFlowHooks, channel_axis
+
+# Float32, the same operations in another order; weights near 1, updates near 1e-2.
+ATOL = 1e-6
+ADAMW = optax.adamw(1e-2, weight_decay=0.1)
+DEVICES = pytest.mark.parametrize("devices", [0, 1, 4], ids=["one", "mesh of one", "mesh of four"])
+
+
+def train(tx, steps, devices=0, evaluate=None, others=(), options=None, data=batches, **settings):
+    """A run of Tunix's trainer. With `evaluate` it has the hooks. The model, trainer and hooks."""
+    with mesh_of(devices):
+        trainer = peft_trainer.PeftTrainer(make_model(devices), tx, config(steps, **settings))
+        hooks = None
+        if evaluate is not None:
+            hooks = ZenFlowHooks(
+                trainer,
+                hooks=list(others),
+                evaluate=evaluate,
+                engine_options={"host_kernel": "numpy"} | (options or {}),
+            )
+        elif others:
+            trainer.with_training_hooks(*others)
+        trainer.train(data(), list(itertools.islice(batches(1), 2)))
+        return trainer.model, trainer, hooks
+
+
+def assert_close(ours, theirs):
+    for name, x in weights(theirs).items():
+        np.testing.assert_allclose(weights(ours)[name], x, rtol=0, atol=ATOL, err_msg=name)
+
+
+def assert_same_bits(ours, theirs):
+    for name, x in theirs.items():
+        assert ours[name].tobytes() == x.tobytes(), name
+
+
+@DEVICES
+@pytest.mark.parametrize("accumulate", [None, 2], ids=["each step", "sums of two"])
+def test_windows_of_one_step_are_adamw_in_the_trainer(devices, accumulate):
+    mine, yours = Recorder(), Recorder()
+    settings = dict(devices=devices, gradient_accumulation_steps=accumulate)
+    theirs, _, _ = train(ADAMW, 10, others=[yours], **settings)
+    ours, _, hooks = train(zenflow(**AS_ADAMW), 10, evaluate="as_is", others=[mine], **settings)
+    assert_close(ours, theirs)
+    assert mine.calls == yours.calls
+    np.testing.assert_allclose(mine.losses, yours.losses, rtol=0, atol=ATOL)
+    assert hooks.stats.steps == 10
+    assert hooks.stats.skipped_steps == 0
+    assert (hooks.stats.put_back > 0) == (devices > 0)
+
+
+@pytest.mark.parametrize("devices", [0, 4], ids=["one", "mesh of four"])
+def test_sums_by_multi_steps_of_ones_own_are_those_of_the_trainer(devices):
+    ours, trainer, hooks = train(
+        optax.MultiSteps(zenflow(**LATE), 2), 10, evaluate="as_is", devices=devices
+    )
+    theirs, _, _ = train(
+        zenflow(**LATE), 5, evaluate="as_is", devices=devices, gradient_accumulation_steps=2
+    )
+    assert trainer.train_steps == 10
+    assert hooks.stats.steps == 5
+    assert_same_bits(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize(
+    ("sending", "accumulate"), [("after_step", None), ("per_window", None), ("per_window", 2)]
+)
+def test_other_ways_of_sending_gradients_are_adamw_as_well(sending, accumulate):
+    tx = zenflow(send_gradients=sending, **AS_ADAMW)
+    settings = dict(devices=4, gradient_accumulation_steps=accumulate)
+    assert_close(train(tx, 5, evaluate="as_is", **settings)[0], train(ADAMW, 5, **settings)[0])
+
+
+@DEVICES
+def test_the_step_is_compiled_once(devices, caplog):
+    with jax.log_compiles():
+        train(zenflow(**LATE), 5, devices=devices, evaluate="as_is")
+    compiled = [x for x in caplog.messages if x.startswith("Compiling ") and "train_step" in x]
+    assert len(compiled) == 1, compiled
+
+
+def test_a_run_in_the_trainer_is_the_run_of_a_loop_of_ones_own():
+    ours, _, hooks = train(zenflow(**LATE), 9, evaluate="as_is")
+    model = make_model(0)
+    optimizer = nnx.Optimizer(model, zenflow(**LATE), wrt=nnx.Param)
+    step = nnx.jit(
+        lambda model, optimizer, batch: optimizer.update(
+            model, nnx.grad(lambda model: peft_trainer._default_loss_fn(model, **batch))(model)
+        )
+    )
+    state = nnx.state(model, nnx.Param), optimizer.opt_state
+    with zenflow_jax.HostEngine(*map(nnx.as_pure, state), host_kernel="numpy") as engine:
+        for batch in itertools.islice(batches(), 9):
+            step(model, optimizer, batch)
+            engine.exchange_nnx(model, optimizer)
+        engine.flush_nnx(model, optimizer)
+        assert engine.stats.windows == hooks.stats.windows
+    assert_close(ours, model)
+
+
+def test_evaluations_that_peek_see_what_training_does_not_and_disturb_nothing():
+    seen = {}
+    runs = {}
+    for evaluate in ("as_is", "peek", "flush"):
+        recorder = Recorder()
+        options = zenflow(rolling=False, **LATE)
+        runs[evaluate] = weights(train(options, 6, evaluate=evaluate, others=[recorder])[0])
+        seen[evaluate] = recorder.evaluated
+        assert recorder.calls.count("evaluation end") == 3  # before training, at steps 3 and 6
+    assert_same_bits(runs["peek"], runs["as_is"])
+    first, second = 2, 3  # the steps of the evaluation at step 3
+    for evaluate in ("peek", "flush"):
+        assert_same_bits(seen[evaluate][first], seen[evaluate][second])
+        assert np.any(seen[evaluate][first]["head"] != seen["as_is"][first]["head"])
+    # At step 3 a window is open, of which only a flush brings the gradients.
+    assert np.any(seen["flush"][first]["head"] != seen["peek"][first]["head"])
+
+
+def test_after_training_the_model_has_all_updates_and_the_engine_is_closed():
+    _, trainer, hooks = train(zenflow(rolling=False, **LATE), 5, evaluate="as_is")
+    assert int(zenflow_jax.find_state(nnx.as_pure(trainer.optimizer.opt_state)).step) == 5
+    assert hooks.stats.window_lengths == {1: 1, 2: 2}  # the flushed one, and two before
+    with pytest.raises(RuntimeError, match="open engine"):
+        hooks.flush()
+    hooks.close()
+
+
+def test_a_learning_rate_that_is_injected_is_in_the_trainers_metrics():
+    make = optax.inject_hyperparams(zenflow_jax.zenflow, static_args=zenflow_jax.STATIC_ARGS)
+    tx = make(learning_rate=lambda count: 1e-2 / (1 + count), **AS_ADAMW)
+    _, trainer, _ = train(tx, 4, evaluate="as_is")
+    assert trainer._try_get_learning_rate() == pytest.approx(1e-2 / 4)
+
+
+def test_a_trainer_that_is_called_again_and_again_goes_on_where_it_was():
+    once = weights(train(zenflow(**LATE), 6, evaluate="as_is")[0])
+    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(None))
+    trainer.is_managed_externally = True
+    data = batches()
+    with ZenFlowHooks(trainer, engine_options={"host_kernel": "numpy"}) as hooks:
+        for _ in range(3):
+            trainer.train(list(itertools.islice(data, 2)))
+        assert hooks.stats.window_lengths.get(1, 0) <= 1  # of the group that begins late
+        hooks.flush()
+    assert_same_bits(weights(trainer.model), once)
+
+
+# --- misuse --------------------------------------------------------------------------------------
+
+
+def test_without_hooks_the_loss_is_no_number_from_the_third_step():
+    recorder = Recorder()
+    train(zenflow(**LATE), 4, others=[recorder])
+    assert [bool(np.isnan(x)) for x in recorder.losses] == [False, False, True, True]
+
+
+def test_hooks_that_others_have_replaced_are_missed_at_the_first_step():
+    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(4))
+    ZenFlowHooks(trainer)
+    trainer.with_training_hooks(Recorder())
+    with pytest.raises(RuntimeError, match=r"other hooks have taken the place.*hooks=\.\.\."):
+        trainer.train(batches())
+
+
+def test_hooks_of_one_trainer_refuse_another():
+    first, second = (
+        peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(4)) for _ in range(2)
+    )
+    second.with_training_hooks(ZenFlowHooks(first))
+    with pytest.raises(ValueError, match="Give each trainer hooks of its own"):
+        second.train(batches())
+
+
+def test_what_is_no_trainer_no_hooks_or_no_zenflow_is_refused():
+    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(4))
+    with pytest.raises(TypeError, match="`PeftTrainer` of Tunix, got Model"):
+        ZenFlowHooks(make_model(0))
+    with pytest.raises(TypeError, match="`TrainingHooks`, got str"):
+        ZenFlowHooks(trainer, hooks=["print"])
+    with pytest.raises(ValueError, match="`evaluate` must be one of .* got 'always'"):
+        ZenFlowHooks(trainer, evaluate="always")
+    with pytest.raises(RuntimeError, match="a trainer that has started"):
+        _ = ZenFlowHooks(trainer).engine
+    with pytest.raises(ValueError, match="a trainer without `ZenFlowHooks`"):
+        ZenFlowHooks(trainer)
+    other = peft_trainer.PeftTrainer(make_model(0), optax.adamw(1e-2), config(4))
+    with pytest.raises(ValueError, match="one ZenFlowState in it, got 0"):
+        ZenFlowHooks(other)
+    assert other.training_hooks is None
+
+
+def test_sums_of_gradients_that_stay_on_the_device_are_refused_before_the_first_step():
+    tx = optax.MultiSteps(zenflow(send_gradients="after_step", **LATE), 2)
+    with pytest.raises(ValueError, match="no `optax` wrapper that withholds updates"):
+        train(tx, 4, evaluate="as_is")
+
+
+def test_projections_of_tunix_models_have_their_inputs_as_channels():
+    from tunix.models.qwen3 import model as qwen3
+
+    settings = qwen3.ModelConfig(
+        num_layers=1,
+        vocab_size=32,
+        embed_dim=16,
+        hidden_dim=24,
+        num_heads=4,
+        head_dim=8,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+    )
+    model = nnx.eval_shape(lambda: qwen3.Qwen3(settings, rngs=nnx.Rngs(0)))
+    state = jax.eval_shape(
+        zenflow(channel_axis=channel_axis, topk_ratio=0.25).init, nnx.state(model, nnx.Param)
+    )
+    found = {leaf.spec.name: leaf.spec for leaf in state.leaves}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        (spec,) = (x for key, x in found.items() if name in key)
+        assert (spec.axis, spec.n, spec.stack) == (0, 16, ())
+    (spec,) = (x for key, x in found.items() if "o_proj" in key)
+    assert (spec.n, spec.stack) == (8, (4,))

@@ -1,0 +1,118 @@
+"""Trainers of Tunix that the tests compare, on one device and on a mesh of four."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.interpreters import pxla
+from tunix.sft import hooks as tunix_hooks
+from tunix.sft import peft_trainer
+from tunix.utils import env_utils
+
+import zenflow_jax
+
+env_utils.setup_sharding_environment()  # as Tunix's models do
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 6
+#: zenflow is AdamW then.
+AS_ADAMW: dict[str, Any] = dict(update_interval=1, overlap_step=False)
+#: Windows that stay open over steps, updates that are late, and a selection within 12 steps.
+LATE: dict[str, Any] = dict(update_interval=2, select_interval=4, topk_ratio=0.25)
+
+
+class Model(nnx.Module):
+    """An embedding and a matrix, called as Tunix's models are, divided as its metadata says."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: Any = np.float32):
+        draw = nnx.initializers.normal(0.5, dtype)
+        self.embedding = nnx.Param(
+            draw(rngs.params(), (VOCABULARY, WIDTH)), sharding=(None, "fsdp")
+        )
+        self.bias = nnx.Param(jax.numpy.zeros(VOCABULARY, dtype), sharding=(None,))
+        self.head = nnx.Param(draw(rngs.params(), (WIDTH, VOCABULARY)), sharding=("fsdp", None))
+
+    def __call__(self, tokens, positions, cache, mask):
+        del positions, mask
+        x = jax.numpy.tanh(self.embedding[...][tokens])
+        return x @ self.head[...] + self.bias[...], cache
+
+
+def mesh_of(devices: int) -> Any:
+    """A mesh as Tunix's users make it, to enter with `with`; nothing for no devices."""
+    if not devices:
+        return contextlib.nullcontext()
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((devices,), ("fsdp",), axis_types=auto, devices=jax.devices()[:devices])
+
+
+def make_model(devices: int, dtype: Any = np.float32) -> Model:
+    """The same weights wherever they are. On a mesh: inside of `with mesh_of(devices)`."""
+    model = Model(nnx.Rngs(0), dtype)
+    if devices:
+        state = nnx.state(model)
+        places = nnx.get_named_sharding(state, pxla.thread_resources.env.physical_mesh)
+        nnx.update(model, jax.device_put(state, places))
+    return model
+
+
+def config(steps: int, folder: Any = None, every: int = 2, **more: Any) -> Any:
+    """A trainer's settings; with a folder it saves at every `every`-th step."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
+    given = dict(eval_every_n_steps=3, max_steps=steps, pbar_description=None)
+    if folder is not None:
+        given |= dict(checkpoint_root_directory=str(folder), checkpointing_options=options)
+    return peft_trainer.TrainingConfig(**(given | more))
+
+
+def batches(seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Endless, the same at every call; each is Tunix's own input for its default loss."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield {
+            "input_tokens": rng.integers(0, VOCABULARY, (BATCH, LENGTH)),
+            "input_mask": np.ones((BATCH, LENGTH), bool),
+            "positions": np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH)),
+            "attention_mask": np.ones((BATCH, LENGTH, LENGTH), bool),
+        }
+
+
+def zenflow(rate: Any = 1e-2, **options: Any) -> Any:
+    return zenflow_jax.zenflow(rate, weight_decay=0.1, **options)
+
+
+def weights(model: nnx.Module) -> dict[str, np.ndarray]:
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return {name: np.array(x) for name, x in state.items()}
+
+
+class Recorder(tunix_hooks.TrainingHooks):
+    """Somebody's own hooks: notes what is called, and the model's weights then."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.losses: list[float] = []
+        self.evaluated: list[dict[str, np.ndarray]] = []
+
+    def on_train_start(self, train_ctx):
+        self.calls.append("train start")
+
+    def on_train_end(self, train_ctx):
+        self.calls.append("train end")
+
+    def on_train_step_start(self, train_ctx):
+        self.calls.append("step start")
+
+    def on_train_step_end(self, train_ctx, train_step, train_loss):
+        self.calls.append("step end")
+        self.losses.append(float(train_loss))
+
+    def on_eval_step_start(self, train_ctx):
+        self.calls.append("evaluation step")
+        self.evaluated.append(weights(train_ctx.model))
+
+    def on_eval_step_end(self, train_ctx, eval_loss):
+        self.calls.append("evaluation end")

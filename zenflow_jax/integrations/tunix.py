@@ -1,0 +1,447 @@
+"""zenflow in Tunix's trainers (`google-tunix`): the hooks, and checkpoints that have the engine.
+
+    trainer = peft_trainer.PeftTrainer(model, zenflow_jax.zenflow(1e-5), config)
+    ZenFlowHooks(trainer)
+    trainer.train(batches, evaluation_batches)
+
+What is leant on in Tunix, as of 0.1.7, `tests/in_tunix/` holds to the installed version:
+
+* `train` calls `checkpoint_manager.save` after each update, whether it saves or not, and before the
+  next step. So that is where the exchange is: a checkpoint must have what comes after it. (The hook
+  `on_train_step_end` comes for the step before, and not after the first one.)
+* `train` restores parameters and optimizer state where the trainer is made, and places the
+  optimizer state anew before it compiles, by partition specs that this state does not have.
+* `CheckpointManager._checkpoint_manager` is the one of orbax, and nothing else writes checkpoints.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import NamedSharding
+from tunix.sft import checkpoint_manager as tunix_checkpoints  # pyright: ignore[reportMissingImports]
+from tunix.sft import hooks as tunix_hooks  # pyright: ignore[reportMissingImports]
+from tunix.sft import peft_trainer  # pyright: ignore[reportMissingImports]
+
+from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
+from zenflow_jax._device.checks import check_placement
+from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.memory import HOST, read, zeros_like
+from zenflow_jax._device.placing import put_back
+from zenflow_jax._device.state import find_state, replace_state
+from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._engine import HostEngine
+
+#: The engine's part of a checkpoint, beside Tunix's `model_params` and `optimizer_state`.
+ITEM = "zenflow_engine"
+
+Evaluate = Literal["as_is", "peek", "flush"]
+
+
+class ZenFlowHooks(tunix_hooks.TrainingHooks):
+    """Has a trainer of Tunix train with `zenflow`: make it after the trainer, before `train`.
+
+    It hooks itself into the trainer, beside the hooks that are there, and takes the place of the
+    trainer's checkpoint manager by one that saves the engine's state, too. Every update is
+    exchanged, and the last one flushed: after `train`, the model has all updates. It serves
+    `PeftTrainer` and the trainers that inherit its `train`. Accumulate gradients by
+    `gradient_accumulation_steps` or by an `optax.MultiSteps` of your own. Where `train` is called
+    again and again (`is_managed_externally`, as in Tunix's reinforcement learning) nothing is
+    flushed in between: call `flush` and `close` yourself.
+
+    A trainer whose optimizer has `zenflow`, and that has no such hooks, makes one step. From the
+    third one its loss is NaN, because nobody takes the gradients of deferred channels.
+
+    Args:
+        trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
+            the engine goes on from the same one, bit for bit.
+        hooks: Your own hooks, called after these. None: those that the trainer has.
+        evaluate: With which parameters evaluations see the model. "as_is": those that train, which
+            lack updates that are under way. "peek": with all updates of windows that have closed,
+            while training goes on to the same bits; takes the parameters once more on the device.
+            "flush": with all updates; ends the open windows early.
+        engine_options: Arguments of `HostEngine`: `host_kernel`, `threads`, `prefetch_bytes`, ...
+
+    Raises:
+        ValueError: If an argument is out of range; if the optimizer has not one `zenflow` with an
+            engine; if the trainer has restored a checkpoint without an engine's state.
+        TypeError: If `trainer` or `hooks` are something else.
+    """
+
+    def __init__(
+        self,
+        trainer: peft_trainer.PeftTrainer,
+        *,
+        hooks: tunix_hooks.TrainingHooks | Sequence[tunix_hooks.TrainingHooks] | None = None,
+        evaluate: Evaluate = "as_is",
+        engine_options: Mapping[str, Any] | None = None,
+    ):
+        _check_trainer(trainer)
+        others = trainer.training_hooks if hooks is None else hooks
+        self._others = _as_list(others)
+        if evaluate not in get_args(Evaluate):
+            raise ValueError(
+                f'`evaluate` must be one of {get_args(Evaluate)}, got {evaluate!r}. Take "peek" '
+                "for an evaluation that disturbs nothing."
+            )
+        self._trainer = trainer
+        self._evaluate = evaluate
+        self._engine_options = dict(engine_options or {})
+        self._engine: HostEngine | None = None
+        self._put_back = 0
+        self._evaluating = False
+        self._training: Any = None  # the parameters that train, while others are evaluated
+        # Now, not before the first step: what was restored lies on every device as a whole.
+        self._place()
+        accumulations = _accumulations(self._opt_state)
+        # Else the trainer counts updates as the optimizer does, and nothing need be read.
+        given = trainer.config.gradient_accumulation_steps is not None
+        self._counts_alone = len(accumulations) > given
+        self._exchanged = self._updates
+        manager = CheckpointManager(trainer, self)
+        self._engine_state = manager.restored(trainer.train_steps)
+        trainer.checkpoint_manager = manager
+        trainer.with_training_hooks(self)
+
+    @property
+    def engine(self) -> HostEngine:
+        """The engine, which is made when training starts.
+
+        Raises:
+            RuntimeError: Before that.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "expected a trainer that has started, got one before `train`: there is no engine "
+                "yet. Ask for it after `trainer.train(...)`, or in a hook. If `train` is running, "
+                "other hooks have taken the place of these: pass them on by "
+                "`ZenFlowHooks(trainer, hooks=...)`, and call `with_training_hooks` no more."
+            )
+        return self._engine
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done; `put_back` counts what these hooks have put back, too."""
+        found = self.engine.stats
+        return dataclasses.replace(found, put_back=found.put_back + self._put_back)
+
+    def exchange(self) -> None:
+        """Exchanges the update that the trainer has made last, if that is not done yet."""
+        made = self._updates
+        if made != self._exchanged:
+            self.engine.exchange_nnx(self._trainer.model, self._trainer.optimizer)
+            self._exchanged = made
+
+    def flush(self) -> None:
+        """Brings every update into the trainer's model."""
+        self.exchange()
+        self.engine.flush_nnx(self._trainer.model, self._trainer.optimizer)
+
+    def close(self) -> None:
+        """Frees the engine's thread and memory, as the trainer's own `close` does. Safe twice."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> "ZenFlowHooks":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def on_train_start(self, train_ctx: Any) -> None:
+        """Makes the engine, once the trainer has placed the state for its compiled step."""
+        self._check_mine(train_ctx)
+        if self._engine is None:
+            self._place()
+            self._engine = HostEngine(
+                nnx.as_pure(self._params),
+                self._opt_state,
+                engine_state=self._engine_state,
+                **self._engine_options,
+            )
+            self._engine_state = None
+        for hook in self._others:
+            hook.on_train_start(train_ctx)
+
+    def on_train_step_start(self, train_ctx: Any) -> None:
+        """Exchanges, where something else than `CheckpointManager` saves."""
+        self._check_mine(train_ctx)
+        self.exchange()
+        for hook in self._others:
+            hook.on_train_step_start(train_ctx)
+
+    def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
+        """Does nothing of its own: it comes for the step before."""
+        for hook in self._others:
+            hook.on_train_step_end(train_ctx, train_step, train_loss)
+
+    def on_eval_step_start(self, train_ctx: Any) -> None:
+        """Gives the model its updates, as `evaluate` says, before the first step of each."""
+        # An evaluation before training, for which there is no engine yet, lacks none.
+        if not self._evaluating and self._engine is not None:
+            self._evaluating = True
+            self.exchange()
+            if self._evaluate == "flush":
+                self.flush()
+            elif self._evaluate == "peek":
+                self._training = self._params
+                known = self._engine.peek(nnx.as_pure(self._training), self._opt_state)
+                nnx.update(self._trainer.model, known)
+        for hook in self._others:
+            hook.on_eval_step_start(train_ctx)
+
+    def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
+        """Gives the model back the parameters that train."""
+        for hook in self._others:
+            hook.on_eval_step_end(train_ctx, eval_loss)
+        if self._training is not None:
+            nnx.update(self._trainer.model, self._training)
+        self._evaluating, self._training = False, None
+
+    def on_train_end(self, train_ctx: Any) -> None:
+        """Brings every update into the model, unless `train` is one of many calls."""
+        self.exchange()
+        if not self._trainer.is_managed_externally:
+            self.flush()
+        for hook in self._others:
+            hook.on_train_end(train_ctx)
+
+    @property
+    def _params(self) -> Any:
+        optimizer = self._trainer.optimizer
+        # A copy of the variables: `nnx.update` of the model would change those of its own state.
+        return jax.tree.map(lambda x: x, nnx.state(self._trainer.model, optimizer.wrt))
+
+    @property
+    def _opt_state(self) -> Any:
+        return nnx.as_pure(self._trainer.optimizer.opt_state)
+
+    @property
+    def _updates(self) -> int:
+        """How many updates the optimizer has made; a sum of micro-batches makes one."""
+        if not self._counts_alone:
+            return self._trainer.train_steps
+        made: Any = _accumulations(self._opt_state)[-1].gradient_step
+        return int(read(made))
+
+    def _place(self) -> None:
+        """Puts back what the trainer has placed anew, or read from a checkpoint."""
+        opt_state = self._opt_state
+        state = find_state(opt_state)
+        found, _, places = match_leaves(nnx.as_pure(self._params), state)
+        weights = [found[i] for i in places]
+        check_placement(weights, [leaf.spec for leaf in state.leaves])
+        state, moved = put_back(state, weights, memories=True)
+        if moved:
+            self._put_back += moved
+            nnx.update(
+                self._trainer.optimizer.opt_state, nnx.state(replace_state(opt_state, state))
+            )
+        _say_where(find_state(self._trainer.optimizer.opt_state), state)
+        # Where nothing says on which device a model is, its step would be compiled twice: what it
+        # returns beside mail, which is bound to a device, is bound to it as well.
+        if not any(isinstance(weight.sharding, NamedSharding) for weight in weights):
+            for whole in (self._trainer.model, self._trainer.optimizer):
+                nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))
+
+    def _check_mine(self, trainer: Any) -> None:
+        if trainer is not self._trainer:
+            raise ValueError(
+                "expected the trainer that these hooks were made for, got another one: its steps "
+                "are not those of the engine. Give each trainer hooks of its own, by "
+                "`ZenFlowHooks(trainer)`."
+            )
+
+
+class CheckpointManager(tunix_checkpoints.CheckpointManager):
+    """Tunix's own, whose checkpoints have the engine's state as well; `ZenFlowHooks` makes it.
+
+    All of a checkpoint is in one folder and comes into being at once, so that no kill can part the
+    engine's state from the optimizer's.
+    """
+
+    def __init__(self, trainer: peft_trainer.PeftTrainer, hooks: ZenFlowHooks):
+        self._hooks = hooks
+        self._last_step = None if trainer.is_managed_externally else trainer.config.max_steps
+        self._checkpoint_manager: ocp.CheckpointManager | None = None
+        trainer.checkpoint_manager.close()
+        if trainer.config.checkpoint_root_directory is not None:
+            self._checkpoint_manager = _WithEngine(
+                trainer.config.checkpoint_root_directory,
+                # As in `CheckpointManager.__init__`, and one more.
+                item_handlers={
+                    "model_params": ocp.PyTreeCheckpointHandler(),
+                    "optimizer_state": ocp.PyTreeCheckpointHandler(),
+                    "custom_metadata": ocp.JsonCheckpointHandler(),
+                    ITEM: EngineCheckpointHandler(),
+                },
+                options=trainer.config.checkpointing_options
+                or tunix_checkpoints._DEFAULT_CHECKPOINTING_OPTIONS,
+                hooks=hooks,
+            )
+
+    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
+        """Exchanges what the step has sent, and saves if it is time to.
+
+        The trainer calls this after every update. The last one is flushed, as training ends there:
+        its checkpoint has all updates.
+        """
+        self._hooks.exchange()
+        if step == self._last_step:
+            self._hooks.flush()
+        return super().save(step, *args, **kwargs)
+
+    def restored(self, step: int) -> Any:
+        """The engine's state in the checkpoint that the trainer restored; None if it did not.
+
+        Args:
+            step: The trainer's, 0 if it has restored nothing.
+
+        Raises:
+            ValueError: If the checkpoint has none.
+        """
+        if not step:
+            return None
+        manager = self._checkpoint_manager
+        assert manager is not None  # else there was nothing to restore
+        if ITEM not in (manager.metadata(step).item_metadata or ()):
+            raise ValueError(
+                f"expected `{ITEM}` in the checkpoint of step {step} in {manager.directory}, which "
+                "the trainer has restored, got one without it: it was saved by a trainer without "
+                "`ZenFlowHooks`, and what its deferred channels have learned is not in it. Start "
+                "with its `model_params` in another `checkpoint_root_directory`."
+            )
+        return manager.restore(step, args=ocp.args.Composite(**{ITEM: EngineRestore()}))[ITEM]
+
+    def close(self) -> None:
+        """Ends the checkpoints and the engine, which the trainer needs no more."""
+        super().close()
+        self._hooks.close()
+
+
+class _WithEngine(ocp.CheckpointManager):
+    """Saves the engine's state beside all that it is told to save."""
+
+    def __init__(self, *args: Any, hooks: ZenFlowHooks, **kwargs: Any):
+        self._hooks = hooks
+        super().__init__(*args, **kwargs)
+
+    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
+        items = dict(kwargs.pop("args").items())
+        if "optimizer_state" in items:
+            state = items["optimizer_state"]
+            items["optimizer_state"] = dataclasses.replace(state, item=_own_mail(state.item))
+        items[ITEM] = EngineSave(self._hooks.engine)
+        return super().save(step, *args, args=ocp.args.Composite(**items), **kwargs)
+
+
+def _own_mail(optimizer_state: Any) -> Any:
+    """The state that is saved with blank mail that no step donates while it is written.
+
+    Steps that read mail, as those of `optax.MultiSteps` do, get it donated, and what is in host
+    memory is written from where it is: jax ends the process then (0.10.2, on a mesh of CPUs).
+    """
+
+    def one(x: Any) -> Any:
+        return zeros_like(x) if x.sharding.memory_kind == HOST else x
+
+    return jax.tree.map(one, optimizer_state)
+
+
+def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
+    """The axis of channels of a leaf of Tunix's models, for `zenflow(channel_axis=...)`.
+
+    Their projections to queries, keys and values have the shape `(model, heads, width)`, of which
+    the first axis is the input; zenflow takes the last but one where it is told nothing.
+
+    Args:
+        path: The leaf's key path.
+        leaf: Anything with a shape.
+
+    Examples:
+        >>> from jax.tree_util import DictKey
+        >>> import jax
+        >>> path = (DictKey("attn"), DictKey("q_proj"), DictKey("w"))
+        >>> channel_axis(path, jax.ShapeDtypeStruct((1024, 16, 128), "bfloat16"))
+        0
+        >>> channel_axis(path, jax.ShapeDtypeStruct((1024, 2048), "bfloat16"))
+        -2
+    """
+    names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
+    return 0 if len(leaf.shape) == 3 and names & {"q_proj", "k_proj", "v_proj"} else -2
+
+
+def _say_where(variables: Any, state: Any) -> None:
+    """Has each variable of a state say how a mesh divides it, as parameters do.
+
+    Tunix places the optimizer state by that, and where nothing is said it replicates: each device
+    would hold all of the mail.
+    """
+    for variable, x in zip(
+        jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),
+        jax.tree.leaves(state),
+        strict=True,
+    ):
+        if isinstance(x.sharding, NamedSharding) and any(x.sharding.spec):
+            variable.set_metadata(out_sharding=tuple(x.sharding.spec))
+
+
+def _bound(x: Any) -> Any:
+    """An array bound to the device that it is on; no copy."""
+    return x if not isinstance(x, jax.Array) or x.committed else jax.device_put(x, x.sharding)
+
+
+def _accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
+    """The states of `optax.MultiSteps` around zenflow's, the outermost first."""
+    found, rest = [], opt_state
+    while True:
+        inner = [
+            x
+            for x in jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+            if isinstance(x, optax.MultiStepsState)
+        ]
+        if not inner:
+            return found
+        found.append(inner[0])
+        rest = inner[0].inner_opt_state
+
+
+def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:
+    found = [] if hooks is None else list(hooks) if isinstance(hooks, Sequence) else [hooks]
+    for hook in found:
+        if not isinstance(hook, tunix_hooks.TrainingHooks):
+            raise TypeError(
+                f"expected `hooks` to be Tunix's `TrainingHooks`, got {type(hook).__name__}. Pass "
+                "an object of a class that inherits it, or several in a list."
+            )
+    return found
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, peft_trainer.PeftTrainer):
+        raise TypeError(
+            f"expected a `PeftTrainer` of Tunix, got {type(trainer).__name__}. Make the trainer "
+            "first, with `zenflow(...)` as its optimizer, then `ZenFlowHooks(trainer)`."
+        )
+    if isinstance(trainer.checkpoint_manager, CheckpointManager):
+        raise ValueError(
+            "expected a trainer without `ZenFlowHooks`, got one that has them: an update is "
+            "exchanged once. Make them once for each trainer."
+        )
+    if type(trainer.checkpoint_manager) is not tunix_checkpoints.CheckpointManager:
+        raise ValueError(
+            "expected a trainer with Tunix's `CheckpointManager`, got "
+            f"{type(trainer.checkpoint_manager).__name__}, whose checkpoints would lack the "
+            "engine's state. Leave the trainer's own in place until `ZenFlowHooks(trainer)`."
+        )
+    on_pathways = "proxy" in os.environ.get("JAX_PLATFORMS", "")
+    if on_pathways and trainer.config.checkpoint_root_directory is not None:
+        raise ValueError(
+            "expected jax without Pathways, got JAX_PLATFORMS with a proxy, where Tunix writes "
+            "checkpoints in another way than these hooks do. Set no `checkpoint_root_directory`."
+        )
