@@ -334,6 +334,10 @@ def test_masters_are_those_of_the_reference(leaves, offload):
         go(training, PLAN, 16)
         before = runs.reference(leaves, SETTINGS, PLAN._replace(steps=16))[0]
         masters = zenflow_jax.master_params(training.params, training.state, training.engine)
+        each = zenflow_jax.iter_master_params(training.params, training.state, training.engine)
+        for (path, x), (name, y) in zip(each, masters.items(), strict=True):
+            assert jax.tree_util.keystr(path) == f"['{name}']"
+            runs.assert_same_bits(x, y)
         for name, (expected, *_) in before.moments.items():
             assert masters[name].dtype == np.float32
             np.testing.assert_allclose(masters[name], expected, rtol=0, atol=runs.ATOL)
@@ -349,6 +353,17 @@ def test_masters_want_the_engine_that_has_them():
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
         with pytest.raises(ValueError, match="Pass the engine that trained"):
             zenflow_jax.master_params(training.params, training.state)
+
+
+def test_masters_are_of_one_moment_or_refused():
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+        go(training, PLAN, 5)
+        for later in (training.flush, lambda: go(training, PLAN, 6)):
+            each = zenflow_jax.iter_master_params(training.params, training.state, training.engine)
+            next(each)
+            later()
+            with pytest.raises(RuntimeError, match="expected the masters of step 5, got to step"):
+                list(each)
 
 
 def test_masters_are_on_the_devices_before_the_host_may_change_them(monkeypatch):
@@ -369,7 +384,7 @@ def test_masters_are_on_the_devices_before_the_host_may_change_them(monkeypatch)
         go(training, PLAN, 11)
         monkeypatch.setattr(updates, "upload", upload)
         monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
-        for _ in training.engine._masters(training.state):
+        for _ in zenflow_jax.iter_master_params(training.params, training.state, training.engine):
             assert not on_their_way
 
 
@@ -400,14 +415,14 @@ def test_a_failure_elsewhere_while_the_host_is_read_is_raised_as_such(monkeypatc
             calls[read]()
 
 
-def test_masters_that_are_being_read_stay_those_of_their_step_when_another_process_fails():
+def test_masters_that_are_being_read_end_with_the_failure_of_another_process():
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
         go(training, PLAN, 11)
-        expected = list(training.engine._masters(training.state))
-        masters = training.engine._masters(training.state)
-        found = [next(masters)]
+        each = zenflow_jax.iter_master_params(training.params, training.state, training.engine)
+        next(each)
         fail_elsewhere(training.engine)
-        runs.assert_same_bits([*found, *masters], expected)
+        with pytest.raises(RuntimeError, match="process 1 failed: the memory is gone"):
+            list(each)
 
 
 def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(monkeypatch):

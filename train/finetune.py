@@ -390,10 +390,11 @@ def train(
         best = checkpoints.best(or_step=settings.steps)
         if best < settings.steps:
             # As they were validated: without the updates that were on their way then.
-            masters = checkpoints.weights(best, params)
-        else:
-            masters = zenflow_jax.master_params(params, opt_state, engine) if engine else params
-        saved_model = models.write(folder, model, masters, labels=task.labels)
+            params = checkpoints.weights(best, params)
+        values = iter(jax.tree.leaves(params))
+        if engine and best == settings.steps:
+            values = (x for _, x in zenflow_jax.iter_master_params(params, opt_state, engine))
+        saved_model = models.write(folder, model, params, values, labels=task.labels)
         checkpoints.finish()
 
     stats = engine.stats if engine else None

@@ -1,11 +1,7 @@
 """Writes a trained model as a Hugging Face folder, in the layout that it was read from.
 
 Tensors are written one by one as they are gathered, so that host memory holds one leaf, not the
-model. safetensors makes that easy: a file is the length of its header (8 bytes, little-endian), the
-header (JSON: dtype, shape and place of each tensor) and the bytes of all tensors.
-
-References:
-    https://huggingface.co/docs/safetensors (the format)
+model.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +20,6 @@ from jax.typing import DTypeLike
 from train import processes
 from train.hf_config import CONFIG, ModelError
 from train.hf_tensors import (
-    DTYPES,
     HEADS,
     INDEX,
     PREFIXES,
@@ -35,6 +30,7 @@ from train.hf_tensors import (
     transpose,
 )
 from train.pretrained import Pretrained
+from train.tensor_file import Entry, write_file
 
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
 
@@ -62,18 +58,6 @@ CLASSES = {
 }
 
 
-class _Entry(NamedTuple):
-    """A tensor that is to be written."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-
 def save_folder(
     path: Path,
     pretrained: Pretrained,
@@ -82,6 +66,7 @@ def save_folder(
     dtype: DTypeLike | None = None,
     labels: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    values: Iterator[Any] | None = None,
 ) -> None:
     """Writes a folder that `read_folder` and `transformers` load.
 
@@ -97,6 +82,8 @@ def save_folder(
         labels: Names of the labels of a classification in the order of their ids. () for the names
             that the folder has if there are as many, LABEL_0 and so on otherwise.
         max_shard_bytes: Of tensors in one file; what is more goes to further files, with an index.
+        values: What to write in place of each leaf of `params`, in their order; each is asked for
+            when it is written.
 
     Raises:
         ModelError: In the first process, if `path` holds anything else than a model, or it cannot
@@ -105,7 +92,7 @@ def save_folder(
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
     dtypes = [np.dtype(x.dtype if dtype is None else dtype) for _, x in leaves]
-    tensors = _gathered([x for _, x in leaves], sources, dtypes)
+    tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
     part = path.with_name(path.name + ".part")
     try:
         if processes.is_first():
@@ -113,7 +100,7 @@ def save_folder(
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             entries = [
-                _Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
+                Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
                 for of, dtype in zip(sources, dtypes, strict=True)
                 for name in of.names
             ]
@@ -157,56 +144,30 @@ def _full_name(architecture: str, name: str) -> str:
 
 
 def _write_tensors(
-    folder: Path, entries: Sequence[_Entry], tensors: Iterator[np.ndarray], max_bytes: int
+    folder: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray], max_bytes: int
 ) -> None:
-    shards: list[list[_Entry]] = [[]]
+    shards: list[list[Entry]] = [[]]
     for entry in entries:
         if shards[-1] and sum(e.bytes for e in [*shards[-1], entry]) > max_bytes:
             shards.append([])
         shards[-1].append(entry)
     if len(shards) == 1:
-        _write_file(folder / SINGLE, shards[0], tensors)
+        write_file(folder / SINGLE, shards[0], tensors)
         return
     files = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(folder / name, shard, tensors)
+        write_file(folder / name, shard, tensors)
         files |= dict.fromkeys((entry.name for entry in shard), name)
     total = sum(entry.bytes for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
     _write(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(path: Path, entries: Sequence[_Entry], tensors: Iterator[np.ndarray]) -> None:
-    """Writes one file of safetensors, taking as many of `tensors` as there are `entries`."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    # `transformers` loads no file without this.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.bytes
-        header[entry.name] = {
-            "dtype": names[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for entry in entries:
-            value = next(tensors)
-            assert (value.dtype, value.shape) == (entry.dtype, entry.shape)
-            file.write(value.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _config(
     pretrained: Pretrained,
     leaves: Mapping[str, Any],
-    entries: Sequence[_Entry],
+    entries: Sequence[Entry],
     labels: Sequence[str],
 ) -> dict[str, Any]:
     """The config of the folder that was read, with what is different now."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from train import pretrained, processes
 from train.checkpoint_arrays import name_of
@@ -27,6 +24,7 @@ from train.saved_checkpoints import CheckpointError
 from train.settings import Settings
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
+from train.tensor_file import Entry, write_file
 
 # Where the trained weights go, in the folder of the run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
@@ -140,13 +138,17 @@ def own_config(settings: Settings) -> DecoderConfig:
     )
 
 
-def write(folder: Path, model: Model, masters: Any, *, labels: Sequence[str] = ()) -> str:
+def write(
+    folder: Path, model: Model, params: Any, values: Iterator[Any], *, labels: Sequence[str] = ()
+) -> str:
     """Writes the trained weights into the run's `folder`; all processes must call it.
 
     Args:
         folder: Of the run.
         model: What was trained.
-        masters: Its weights.
+        params: Its parameters.
+        values: Their weights to write, in the order of their leaves: each is asked for when it is
+            written, so that the devices never have all of them.
         labels: Names of the classes that it has learned to tell.
 
     Returns:
@@ -156,40 +158,45 @@ def write(folder: Path, model: Model, masters: Any, *, labels: Sequence[str] = (
         CheckpointError, ModelError: If it could not be written.
     """
     if model.origin is None:
-        write_weights(folder / WEIGHTS, masters)
+        write_weights(folder / WEIGHTS, params, values)
         return WEIGHTS
     dtype = dtype_of(model.origin)
-    save_folder(folder / FOLDER, model.origin, masters, dtype=dtype, labels=labels)
+    save_folder(folder / FOLDER, model.origin, params, dtype=dtype, labels=labels, values=values)
     return FOLDER
 
 
-def write_weights(path: Path, masters: Any) -> None:
-    """Writes weights as safetensors, named by key path: `blocks.0.gate.kernel`.
+def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) -> None:
+    """Writes weights as float32 safetensors, named by key path: `blocks.0.gate.kernel`.
 
     All processes must call it; the first writes, under another name until the file is whole.
+
+    Args:
+        path: Of the file.
+        params: A tree of arrays: the weights, unless there are `values`.
+        values: As for `write`.
 
     Raises:
         CheckpointError: If it cannot be written.
     """
-    arrays = {}
-    for name, x in jax.tree_util.tree_leaves_with_path(masters):
-        value = processes.whole(x)
-        if processes.is_first():
-            arrays[name_of(name)] = np.ascontiguousarray(value, np.float32)
-    if not processes.is_first():
-        return
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    entries = [Entry(name_of(name), np.dtype(np.float32), x.shape) for name, x in leaves]
+    values = iter([x for _, x in leaves]) if values is None else values
+    tensors = (np.ascontiguousarray(processes.whole(x), np.float32) for x in values)
     part = path.with_name(path.name + ".part")
     try:
-        save_file(arrays, part)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    except (OSError, SafetensorError) as error:
+        if processes.is_first():
+            write_file(part, entries, tensors)
+            part.replace(path)
+    except OSError as error:
         part.unlink(missing_ok=True)
         raise CheckpointError(
             f"expected to write the model to {path}, got: {error}. Make room there or see to its "
             "permissions, and start the run again: it goes on from its last checkpoint."
         ) from error
+    finally:
+        # To gather is the work of all processes: they would wait for one that has failed.
+        for _ in tensors:
+            pass
 
 
 def dtype_of(origin: pretrained.Pretrained) -> np.dtype:

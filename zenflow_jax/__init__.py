@@ -15,7 +15,7 @@ from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Span, Timeline
 from zenflow_jax._diagnostics.timeline_output import plot_timeline, save_trace
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._master import master_params
+from zenflow_jax._master import iter_master_params, master_params
 from zenflow_jax._plan.arguments import STATIC_ARGS
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._transform import zenflow
@@ -43,6 +43,7 @@ __all__ = [
     "find_state",
     "flush",
     "from_deepspeed",
+    "iter_master_params",
     "master_params",
     "plot_timeline",
     "save_trace",

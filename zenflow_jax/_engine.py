@@ -542,12 +542,24 @@ class HostEngine:
         self._made_with = now
 
     @_recorded("state")
-    def _masters(self, opt_state: Any) -> Iterator[jax.Array]:
-        """The host's masters of each offloaded leaf, for `_master.py`."""
+    def _masters(self, opt_state: Any) -> Callable[[int], jax.Array]:
+        """Gives the host's masters of an offloaded leaf by its number, for `_master.py`."""
         state = self._check(opt_state)
         self._doubts.check(self._progress.step)
         self._settle()
-        return self._updates.masters(state)
+        now = self._progress.step, self._mailbox.token
+
+        def masters(number: int) -> jax.Array:
+            self._check_open()
+            if now != (self._progress.step, self._mailbox.token):
+                raise RuntimeError(
+                    f"expected the masters of step {now[0]}, got to step {self._progress.step} "
+                    "before all of them were asked for. Make no step, and call no `flush`, while "
+                    "you go through `iter_master_params`."
+                )
+            return self._updates.masters(number, state)
+
+        return masters
 
     def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """`exchange` for flax nnx: updates `model` and `optimizer` in place.

@@ -1,6 +1,7 @@
 """The float32 weights of a run, put together from device, host and parameters."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
 
     Use it to keep a trained model at full precision. It waits for an update that is under way and
     includes it, although that has not reached `params` yet. It leaves out the gradients of an open
-    window. After `engine.flush` (or `zenflow_jax.flush`), result and parameters agree.
+    window. After `engine.flush` (or `zenflow_jax.flush`), result and parameters agree. Where the
+    devices have no room for all masters, take `iter_master_params`.
 
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
@@ -35,6 +37,40 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
         RuntimeError: If the engine is closed or has failed.
         ValueError: If state or parameters do not belong to the engine, or the engine is missing.
     """
+    masters = iter_master_params(params, opt_state, engine)
+    return jax.tree.unflatten(jax.tree.structure(nnx.as_pure(params)), [x for _, x in masters])
+
+
+def iter_master_params(
+    params: Any, opt_state: Any, engine: HostEngine | None = None
+) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
+    """The leaves of `master_params`, one after the other, to write them to a file.
+
+    The devices hold one master at a time, if you let go of it before you ask for the next. In a run
+    of several processes all must ask for all of them.
+
+    Args:
+        params: As for `master_params`.
+        opt_state: As for `master_params`.
+        engine: As for `master_params`.
+
+    Returns:
+        An iterator of pairs: the key path of a leaf, and its masters. They come in the order of
+        `jax.tree.leaves(params)`.
+
+    Raises:
+        RuntimeError, ValueError: As `master_params`; and when a leaf is asked for, if a step or a
+            flush has come in between.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, numpy as np, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4), jnp.bfloat16)}, jax.devices()[0])
+        >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
+        >>> with zenflow_jax.HostEngine(params, opt_state) as engine:
+        ...     for path, x in zenflow_jax.iter_master_params(params, opt_state, engine):
+        ...         print(jax.tree_util.keystr(path), np.asarray(x).dtype)
+        ['w'] float32
+    """
     params = nnx.as_pure(params)
     state = find_state(nnx.as_pure(opt_state))
     if state.offload != (engine is not None):
@@ -43,21 +79,29 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
             f"offload=False, got offload={state.offload} and {type(engine).__name__}. Pass the "
             "engine that trained, as the third argument, or leave it out."
         )
-    weights, treedef, places = match_leaves(params, state)
-    mine = [weights[i] for i in places]
-    hosts = iter(())
+    weights, _, places = match_leaves(params, state)
+    of_host = None
     if engine is not None:
-        engine._follow(state, mine)
-        hosts = engine._masters(state)
-    for place, leaf in zip(places, state.leaves, strict=True):
-        host = steps = None
-        if leaf.deferred is not None:
-            host, steps = leaf.deferred.master, leaf.deferred.steps
-        elif not leaf.spec.resident:
-            host = next(hosts)
-        bare = dataclasses.replace(leaf, deferred=None, spec=leaf.spec.anonymous)
-        weights[place] = _master(weights[place], bare, host, steps)
-    return jax.tree.unflatten(treedef, weights)
+        engine._follow(state, [weights[i] for i in places])
+        of_host = engine._masters(state)
+    leaf_at = dict(zip(places, range(len(places)), strict=True))
+    offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
+
+    def each() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
+        for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+            if place not in leaf_at:
+                yield path, weight
+                continue
+            leaf = state.leaves[number := leaf_at[place]]
+            host = steps = None
+            if leaf.deferred is not None:
+                host, steps = leaf.deferred.master, leaf.deferred.steps
+            elif of_host is not None and leaf.offloaded:
+                host = of_host(offloaded.index(number))
+            bare = dataclasses.replace(leaf, deferred=None, spec=leaf.spec.anonymous)
+            yield path, _master(weight, bare, host, steps)
+
+    return each()
 
 
 @jax.jit

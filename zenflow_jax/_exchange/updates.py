@@ -6,7 +6,7 @@ process dispatches everything here in the same order.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -415,24 +415,24 @@ class Updates:
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return self._ahead.call(("measure", number), measure, scores, channels, specs=mine.specs)
 
-    def masters(self, state: ZenFlowState) -> Iterator[jax.Array]:
-        """The host's masters of each offloaded leaf, on the devices, in parts; one leaf at a time.
+    def masters(self, number: int, state: ZenFlowState) -> jax.Array:
+        """The host's masters of an offloaded leaf, on the devices, in parts.
 
         The worker must have nothing to do. The rows of selected channels are not current.
         """
         leaves = self._worker.leaves()
-        for i, (place, spec) in enumerate(zip(self._offloaded.places, self._specs, strict=True)):
-            parts, pieces = [], []
-            for mine in self._offloaded.pieces_of(i):
-                part = self._parts[mine[0]]
-                masters = (leaves[j].master.as_float32() for j in mine)
-                shapes = (self._parts[j].spec.shape for j in mine)
-                master = joined([x.reshape(s) for x, s in zip(masters, shapes, strict=True)])
-                parts.append(dataclasses.replace(part, leaf=0))
-                pieces.append([upload(master, device) for device in part.devices])
-            # The uploads may read live masters, which the next update writes.
-            jax.block_until_ready(pieces)
-            yield assemble(by_leaf(parts, pieces)[0], spec.shape, state.leaves[place].mu.sharding)
+        parts, pieces = [], []
+        for mine in self._offloaded.pieces_of(number):
+            part = self._parts[mine[0]]
+            masters = (leaves[j].master.as_float32() for j in mine)
+            shapes = (self._parts[j].spec.shape for j in mine)
+            master = joined([x.reshape(s) for x, s in zip(masters, shapes, strict=True)])
+            parts.append(dataclasses.replace(part, leaf=0))
+            pieces.append([upload(master, device) for device in part.devices])
+        # The uploads may read live masters, which the next update writes.
+        jax.block_until_ready(pieces)
+        like = state.leaves[self._offloaded.places[number]].mu
+        return assemble(by_leaf(parts, pieces)[0], self._specs[number].shape, like.sharding)
 
     def resume(
         self, pending: Sequence[int], before: Sequence[np.ndarray], weights: Sequence[jax.Array]
