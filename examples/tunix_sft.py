@@ -1,0 +1,291 @@
+"""Fine-tunes every weight of a Qwen3 on instructions, with Tunix's trainer and zenflow.
+
+    pip install ".[tunix]"
+    python examples/tunix_sft.py --model DIR --data alpaca_data.json --out runs/qwen3
+    python examples/tunix_sft.py  # a small model with random weights, and a few records
+
+DIR is a Hugging Face folder of a Qwen3: config.json, tokenizer.json, *.safetensors. The data are
+records in Alpaca's format, {"instruction", "input", "output"}, as a JSON list or one a line; only
+answers count in the loss. With --out the run saves as it goes, and the same command goes on from
+its last checkpoint. Several devices divide the weights (FSDP).
+"""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tokenizers
+from flax import nnx
+from jax.sharding import AxisType
+from tunix.models.qwen3 import model as qwen3
+from tunix.models.qwen3 import params as qwen3_weights
+from tunix.sft import hooks as tunix_hooks
+from tunix.sft import peft_trainer
+from tunix.sft import utils as tunix_masks
+
+import zenflow_jax
+from zenflow_jax.integrations.tunix import ZenFlowHooks, channel_axis
+
+# The template of the Alpaca data: https://github.com/tatsu-lab/stanford_alpaca
+HEAD = "Below is an instruction that describes a task{}. Write a response that appropriately "
+HEAD += "completes the request.\n\n### Instruction:\n{}\n\n"
+WITH_INPUT = ", paired with an input that provides further context"
+
+SUMS = [
+    {"instruction": "Add.", "input": f"{a} and {b}", "output": f"{a + b}"}
+    for a in range(8)
+    for b in range(8)
+]
+WORDS = [
+    {"instruction": f"Repeat the word {word}.", "input": "", "output": word}
+    for word in ("window", "channel", "mail", "step", "master", "moment", "host", "device")
+]
+
+
+def main(arguments: list[str] | None = None) -> ZenFlowHooks:
+    options = parse(arguments)
+    mesh = make_mesh()
+    encode, end, vocabulary = read_tokenizer(options.model)
+    found = [example(record, encode, end) for record in read_records(options.data)]
+    kept = [x for x in found if len(x[0]) <= options.length]
+    print(f"{len(kept)} of {len(found)} records have at most {options.length} tokens")
+    validation = kept[:: options.validate_every]
+    training = [x for i, x in enumerate(kept) if i % options.validate_every]
+    size = options.batch_size
+    if len(training) < size or not validation:
+        raise SystemExit(
+            f"expected at least {size} records to train and one to validate, got {len(training)} "
+            f"and {len(validation)}; pass more, or a smaller --batch-size"
+        )
+    if size % jax.device_count():
+        raise SystemExit(
+            f"expected a --batch-size that {jax.device_count()} devices can divide, got {size}"
+        )
+    starts = range(0, len(validation), size)
+    evaluation = [padded(validation[i : i + size], options.length, size) for i in starts]
+
+    # The rate is injected so that it is among the trainer's metrics.
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, max(options.steps // 30, 1), options.steps
+    )
+    make = optax.inject_hyperparams(
+        zenflow_jax.zenflow,
+        static_args=zenflow_jax.STATIC_ARGS,
+        hyperparam_dtype=jnp.float32,  # else optax rounds to that of the parameters
+    )
+    tx = make(
+        learning_rate=schedule,
+        topk_ratio=options.topk_ratio,
+        update_interval=options.update_interval,
+        max_grad_norm=1.0,
+        channel_axis=channel_axis,
+        # `MultiSteps`, by which Tunix accumulates, would send every micro-batch's gradient.
+        send_gradients="per_window" if options.accumulate else "during_step",
+    )
+    config = peft_trainer.TrainingConfig(
+        max_steps=options.steps,
+        eval_every_n_steps=options.evaluate_every,
+        gradient_accumulation_steps=options.accumulate,
+        checkpoint_root_directory=None if options.out is None else str(options.out.absolute()),
+        checkpointing_options=ocp.CheckpointManagerOptions(
+            save_interval_steps=options.save_every, max_to_keep=2
+        ),
+    )
+    with mesh or contextlib.nullcontext():
+        model = make_model(options.model, vocabulary, mesh, options.dtype)
+        trainer = peft_trainer.PeftTrainer(model, tx, config)
+        trainer.with_gen_model_input_fn(model_input)
+        hooks = ZenFlowHooks(trainer, hooks=Printed(len(evaluation)), evaluate="peek")
+        if trainer.train_steps:
+            print(f"goes on from the checkpoint of step {trainer.train_steps}")
+        trainer.train(batches(training, size, options.length, options.seed), evaluation)
+    print(hooks.stats)
+    return hooks
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    flags.add_argument("--model", type=Path, help="a Hugging Face folder of a Qwen3")
+    flags.add_argument("--data", type=Path, help="records in Alpaca's format, .json or .jsonl")
+    flags.add_argument("--out", type=Path, help="where checkpoints go; none are written without")
+    flags.add_argument("--steps", type=int, default=40, help="updates")
+    flags.add_argument("--batch-size", type=int, default=8, help="records of a micro-batch")
+    flags.add_argument("--accumulate", type=int, help="micro-batches of an update")
+    flags.add_argument("--length", type=int, default=256, help="the most tokens of a record")
+    flags.add_argument("--learning-rate", type=float, default=1e-3, help="2e-5 for real weights")
+    flags.add_argument("--topk-ratio", type=float, default=0.05)
+    flags.add_argument("--update-interval", type=int, default=4)
+    flags.add_argument("--evaluate-every", type=int, default=20)
+    flags.add_argument("--save-every", type=int, default=20)
+    flags.add_argument("--validate-every", type=int, default=10, help="which records validate")
+    flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    flags.add_argument("--seed", type=int, default=0)
+    return flags.parse_args(arguments)
+
+
+def make_mesh() -> Any:
+    """All devices in one row, as Tunix's models know them; None for one device."""
+    if jax.device_count() == 1:
+        return None
+    kinds = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((jax.device_count(), 1), ("fsdp", "tp"), axis_types=kinds)
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def read_records(path: Path | None) -> list[dict[str, str]]:
+    if path is None:
+        return SUMS + WORDS
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return json.loads(text)
+
+
+def read_tokenizer(folder: Path | None) -> tuple[Any, int, int]:
+    """A function from text to tokens, the end token, and the size of the vocabulary."""
+    if folder is None:
+        return lambda text: [1 + byte for byte in text.encode()], 0, 257
+    settings = json.loads((folder / "config.json").read_text())
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = settings["eos_token_id"]
+    end = end[0] if isinstance(end, list) else end
+    return (
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        end,
+        settings["vocab_size"],
+    )
+
+
+def example(record: dict[str, str], encode: Any, end: int) -> tuple[list[int], int]:
+    """The tokens of a record, and how many of them are the prompt's."""
+    given = record.get("input") or ""
+    prompt = HEAD.format(WITH_INPUT if given else "", record["instruction"])
+    prompt += f"### Input:\n{given}\n\n### Response:" if given else "### Response:"
+    before = encode(prompt)
+    return [*before, *encode(record["output"]), end], len(before)
+
+
+def padded(examples: list[tuple[list[int], int]], length: int, size: int) -> dict[str, np.ndarray]:
+    """A batch; where there are fewer examples, the rest of it counts for nothing."""
+    tokens = np.zeros((size, length), np.int32)
+    there, answers = np.zeros((size, length), bool), np.zeros((size, length), bool)
+    for i, (found, prompt) in enumerate(examples):
+        tokens[i, : len(found)] = found
+        there[i, : len(found)] = True
+        answers[i, prompt : len(found)] = True
+    return {"tokens": tokens, "there": there, "answers": answers}
+
+
+def batches(
+    examples: list[tuple[list[int], int]], size: int, length: int, seed: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Endless, a function of the seed: a run that goes on skips those that it has had."""
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(len(examples))
+        for start in range(0, len(order) - size + 1, size):
+            chosen = [examples[i] for i in order[start : start + size]]
+            yield padded(chosen, length, size)
+
+
+def model_input(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What Tunix's default loss takes: it counts the tokens of `input_mask`."""
+    return {
+        "input_tokens": batch["tokens"],
+        "input_mask": batch["answers"],
+        "positions": tunix_masks.build_positions_from_mask(batch["there"]),
+        "attention_mask": tunix_masks.make_causal_attn_mask(batch["there"]),
+    }
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def make_model(folder: Path | None, vocabulary: int, mesh: Any, dtype: str) -> qwen3.Qwen3:
+    kinds = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(dtype)}
+    if folder is not None:
+        config = qwen3.ModelConfig(**shape_of(folder), **kinds)
+        return qwen3_weights.create_model_from_safe_tensors(
+            str(folder), config, mesh, jnp.dtype(dtype)
+        )
+    config = qwen3.ModelConfig(
+        num_layers=1,
+        vocab_size=-(-vocabulary // 64) * 64,
+        embed_dim=64,
+        hidden_dim=128,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+        **kinds,
+    )
+    model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+    if mesh is not None:
+        state = nnx.state(model)
+        nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
+    return model
+
+
+def shape_of(folder: Path) -> dict[str, Any]:
+    """The arguments of Tunix's configuration, by a Hugging Face config.json."""
+    found = json.loads((folder / "config.json").read_text())
+    if found.get("model_type") != "qwen3":
+        raise SystemExit(
+            f"expected the folder of a Qwen3 (model_type qwen3), got {found.get('model_type')} in "
+            f"{folder}; for other models change `make_model` to another of `tunix.models`"
+        )
+    rope = found.get("rope_theta") or found["rope_parameters"]["rope_theta"]
+    return {
+        "num_layers": found["num_hidden_layers"],
+        "vocab_size": found["vocab_size"],
+        "embed_dim": found["hidden_size"],
+        "hidden_dim": found["intermediate_size"],
+        "num_heads": found["num_attention_heads"],
+        "head_dim": found["head_dim"],
+        "num_kv_heads": found["num_key_value_heads"],
+        "rope_theta": int(rope),
+        "norm_eps": found["rms_norm_eps"],
+        "use_tied_embedding": found.get("tie_word_embeddings", False),
+    }
+
+
+class Printed(tunix_hooks.TrainingHooks):
+    """Prints losses. Hooks of your own go beside zenflow's."""
+
+    def __init__(self, evaluation_batches: int):
+        self._evaluation_batches = evaluation_batches
+
+    def on_train_start(self, train_ctx):
+        pass
+
+    def on_train_end(self, train_ctx):
+        pass
+
+    def on_train_step_start(self, train_ctx):
+        pass
+
+    def on_train_step_end(self, train_ctx, train_step, train_loss):
+        print(f"step {train_step}  loss {float(train_loss):.4f}")
+
+    def on_eval_step_start(self, train_ctx):
+        pass
+
+    def on_eval_step_end(self, train_ctx, eval_loss):
+        mean = float(eval_loss) / self._evaluation_batches  # it is their sum
+        print(f"after step {train_ctx.train_steps}  validation loss {mean:.4f}")
+
+
+if __name__ == "__main__":
+    main()

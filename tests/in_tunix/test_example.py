@@ -1,0 +1,124 @@
+"""`examples/tunix_sft.py` as a user runs it, with tiny sizes, on four devices."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from flax import nnx
+
+from examples import tunix_sft
+
+TINY = ["--length", "240", "--batch-size", "4", "--evaluate-every", "2", "--save-every", "2"]
+SHAPE = dict(
+    model_type="qwen3",
+    num_hidden_layers=1,
+    vocab_size=96,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=2,
+    head_dim=8,
+    num_key_value_heads=1,
+    rope_theta=10_000.0,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    eos_token_id=[1, 2],
+)
+
+
+def losses(out):
+    lines = [line.split() for line in out.splitlines()]
+    return {int(x[1]): float(x[3]) for x in lines if x[:1] == ["step"]}
+
+
+def test_a_small_model_learns_and_the_same_command_goes_on(tmp_path, capsys):
+    command = ["--out", str(tmp_path), *TINY]
+    hooks = tunix_sft.main([*command, "--steps", "4"])
+    out = capsys.readouterr().out
+    assert hooks.stats.steps == 4
+    assert "72 of 72 records" in out
+    found = losses(out)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert found[4] < found[1] < 6  # about the logarithm of the vocabulary at first
+    assert "after step 4  validation loss" in out
+    tunix_sft.main([*command, "--steps", "6"])
+    out = capsys.readouterr().out
+    assert "goes on from the checkpoint of step 4" in out
+    assert sorted(losses(out)) == [5, 6]
+
+
+def folder(path, **changes):
+    """A Hugging Face folder of a tiny Qwen3. The weights in it, by their names."""
+    path.mkdir()
+    rng = np.random.default_rng(0)
+    d, f, v, q, k = 16, 24, 96, 16, 8
+    shapes = {"embed_tokens": (v, d), "norm": (d,)}
+    layer = {
+        "self_attn.q_proj": (q, d),
+        "self_attn.k_proj": (k, d),
+        "self_attn.v_proj": (k, d),
+        "self_attn.o_proj": (d, q),
+        "self_attn.q_norm": (8,),
+        "self_attn.k_norm": (8,),
+        "mlp.gate_proj": (f, d),
+        "mlp.up_proj": (f, d),
+        "mlp.down_proj": (d, f),
+        "input_layernorm": (d,),
+        "post_attention_layernorm": (d,),
+    }
+    shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
+    tensors = {
+        f"model.{name}.weight": rng.normal(0, 0.2, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    tensors["lm_head.weight"] = rng.normal(0, 0.2, (v, d)).astype(np.float32)
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(SHAPE | changes))
+    letters = {chr(i): i - 31 for i in range(32, 126)} | {"?": 0}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tensors
+
+
+def test_a_folder_and_a_file_of_ones_own_are_what_trains(tmp_path, capsys):
+    tensors = folder(tmp_path / "qwen3")
+    mesh = tunix_sft.make_mesh()
+    with mesh:
+        model = tunix_sft.make_model(tmp_path / "qwen3", 96, mesh, "float32")
+    embedding = tensors["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(model.embedder.input_embedding[...], embedding)
+    assert model.embedder.input_embedding[...].sharding.mesh.size == jax.device_count() == 4
+    data = tmp_path / "records.jsonl"
+    records = [*tunix_sft.SUMS[:11], {"instruction": "x" * 300, "input": None, "output": "no"}]
+    data.write_text("\n".join(map(json.dumps, records)))
+    command = ["--model", str(tmp_path / "qwen3"), "--data", str(data), "--dtype", "bfloat16"]
+    hooks = tunix_sft.main([*command, *TINY, "--accumulate", "2", "--steps", "3"])
+    out = capsys.readouterr().out
+    assert "11 of 12 records have at most 240 tokens" in out
+    assert hooks.stats.steps == 3
+    trained = hooks._trainer.model
+    dtypes = {x.dtype for x in jax.tree.leaves(nnx.state(trained, nnx.Param))}
+    assert dtypes == {np.dtype("bfloat16")}
+    assert all(np.isfinite(x) for x in losses(out).values())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--batch-size", "6"], "that 4 devices can divide, got 6"),
+        (["--length", "5"], "at least 4 records to train and one to validate, got 0 and 0"),
+    ],
+    ids=["batch", "length"],
+)
+def test_what_does_not_fit_ends_with_a_sentence(more, words):
+    with pytest.raises(SystemExit, match=words):
+        tunix_sft.main([*TINY, *more])
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path):
+    folder(tmp_path / "llama", model_type="llama")
+    with pytest.raises(SystemExit, match=r"model_type qwen3\), got llama"):
+        tunix_sft.main(["--model", str(tmp_path / "llama"), *TINY])
