@@ -185,6 +185,12 @@ def test_hooks_that_others_have_replaced_are_missed_at_the_first_step():
         trainer.train(batches())
 
 
+def test_a_trainer_that_has_ended_does_not_begin_again():
+    _, trainer, _ = train(zenflow(**LATE), 2, evaluate="as_is")
+    with pytest.raises(RuntimeError, match="To call it several times set `trainer.is_managed_ext"):
+        trainer.train(batches())
+
+
 def test_hooks_of_one_trainer_refuse_another():
     first, second = (
         peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(4)) for _ in range(2)

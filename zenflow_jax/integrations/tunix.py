@@ -93,6 +93,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._evaluate = evaluate
         self._engine_options = dict(engine_options or {})
         self._engine: HostEngine | None = None
+        self._closed = False
         self._put_back = 0
         self._evaluating = False
         self._training: Any = None  # the parameters that train, while others are evaluated
@@ -144,6 +145,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     def close(self) -> None:
         """Frees the engine's thread and memory, as the trainer's own `close` does. Safe twice."""
+        self._closed = True
         if self._engine is not None:
             self._engine.close()
 
@@ -154,17 +156,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self.close()
 
     def on_train_start(self, train_ctx: Any) -> None:
-        """Makes the engine, once the trainer has placed the state for its compiled step."""
-        self._check_mine(train_ctx)
-        if self._engine is None:
-            self._place()
-            self._engine = HostEngine(
-                nnx.as_pure(self._params),
-                self._opt_state,
-                engine_state=self._engine_state,
-                **self._engine_options,
-            )
-            self._engine_state = None
+        """Makes the engine."""
+        self._start(train_ctx)
         for hook in self._others:
             hook.on_train_start(train_ctx)
 
@@ -182,15 +175,15 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
         """Gives the model its updates, as `evaluate` says, before the first step of each."""
-        # An evaluation before training, for which there is no engine yet, lacks none.
-        if not self._evaluating and self._engine is not None:
+        if not self._evaluating:
             self._evaluating = True
+            self._start(train_ctx)  # the first evaluation is ahead of `on_train_start`
             self.exchange()
             if self._evaluate == "flush":
                 self.flush()
             elif self._evaluate == "peek":
                 self._training = self._params
-                known = self._engine.peek(nnx.as_pure(self._training), self._opt_state)
+                known = self.engine.peek(nnx.as_pure(self._training), self._opt_state)
                 nnx.update(self._trainer.model, known)
         for hook in self._others:
             hook.on_eval_step_start(train_ctx)
@@ -210,6 +203,27 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             self.flush()
         for hook in self._others:
             hook.on_train_end(train_ctx)
+
+    def _start(self, trainer: Any) -> None:
+        """Makes the engine, once the trainer has placed the state for its compiled step."""
+        self._check_mine(trainer)
+        if self._closed:
+            raise RuntimeError(
+                "expected a trainer whose `train` is called for the first time, got one that has "
+                "ended: Tunix closes all at the end of `train`. To call it several times set "
+                "`trainer.is_managed_externally = True`, and call `hooks.flush()` and "
+                "`trainer.close()` at the end; or make a new trainer and hooks, which go on from "
+                "its checkpoint."
+            )
+        if self._engine is None:
+            self._place()
+            self._engine = HostEngine(
+                nnx.as_pure(self._params),
+                self._opt_state,
+                engine_state=self._engine_state,
+                **self._engine_options,
+            )
+            self._engine_state = None
 
     @property
     def _params(self) -> Any:
@@ -266,8 +280,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
     """
 
     def __init__(self, trainer: peft_trainer.PeftTrainer, hooks: ZenFlowHooks):
-        self._hooks = hooks
-        self._last_step = None if trainer.is_managed_externally else trainer.config.max_steps
+        self._trainer, self._hooks = trainer, hooks
         self._checkpoint_manager: ocp.CheckpointManager | None = None
         trainer.checkpoint_manager.close()
         if trainer.config.checkpoint_root_directory is not None:
@@ -292,7 +305,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         its checkpoint has all updates.
         """
         self._hooks.exchange()
-        if step == self._last_step:
+        if step == self._trainer.config.max_steps and not self._trainer.is_managed_externally:
             self._hooks.flush()
         return super().save(step, *args, **kwargs)
 
