@@ -7,8 +7,9 @@
 Compiles the steps of a Llama-shaped model with `optax.adamw` and `zenflow` for an NVIDIA H200,
 which need not be there: `pip install "jax[cuda12]"` is enough, on any x86 machine. Prints for each
 step the device's peak bytes per parameter (arguments, outputs and temporaries, less what is
-aliased) and the share of the mail's bytes whose copy starts while matmuls are still to come, that
-is, while the backward pass can hide it; and the program that merges the largest group's update into
+aliased), what its engine may have there besides, and both together; and the share of the mail's
+bytes whose copy starts while matmuls are still to come, that is, while the backward pass can hide
+it; and the program that merges the largest group's update into
 the parameters. With several devices also what they send each other in a step; bytes are those of
 one device, parameters those of the whole model. What `on_gpu.py` would run is compiled by
 `gpu_stages/programs.py`. Answers: `benchmarks/LOG.md`.
@@ -33,6 +34,7 @@ import zenflow_jax
 from benchmarks.collectives import Collective, collectives
 from zenflow_jax._device import boundary
 from zenflow_jax._device.samples import abstract_samples
+from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._plan.groups import of_group
 
@@ -222,13 +224,18 @@ class Report(NamedTuple):
     copies: list[tuple[int, int]]  # to the host, in order: (bytes, matmuls still to come)
     matmuls: int
     collectives: list[Collective]
+    engine_bytes: int = 0  # what an engine may have there while the step runs
 
     def row(self, sent: str = "") -> str:
         """A line of the table; `sent` is a column that only several devices have."""
         mail = sum(size for size, _ in self.copies)
         hidden = sum(size for size, left in self.copies if left > 0)
         n = self.parameters
-        memory = f"{self.peak_bytes / n:5.2f} {self.temporary_bytes / n:5.2f}"
+        together = self.peak_bytes + self.engine_bytes
+        memory = " ".join(
+            f"{x / n:5.2f}"
+            for x in (self.temporary_bytes, self.peak_bytes, self.engine_bytes, together)
+        )
         if not mail:
             return f"{memory}      -        -{sent}   -"
         first = max(left for _, left in self.copies)
@@ -270,7 +277,13 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     # Left to the compiler, what replicated arguments become need not be replicated.
     kept = jax.tree.map(lambda x: x.sharding, params) if mesh.size > 1 else None
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
-    return report(step.lower(params, state, tokens).compile(), params)
+    found = report(step.lower(params, state, tokens).compile(), params)
+    mine = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
+    return found._replace(engine_bytes=sum(device_memory(x).total for x in mine))
+
+
+def _is_zenflow(x: Any) -> bool:
+    return isinstance(x, zenflow_jax.ZenFlowState)
 
 
 def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
@@ -381,7 +394,8 @@ def one_device(shape: Shape) -> None:
         ),
     }
     print(
-        f"{'step':36} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
+        f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8}   "
+        "matmuls to come at first"
     )
     for name, program in programs.items():
         print(f"{name:36} {compile_step(program, shape, mesh).row()}", flush=True)
@@ -397,7 +411,8 @@ def one_device(shape: Shape) -> None:
 
 def many_devices(shape: Shape, devices: int) -> None:
     print(
-        f"{'step':36} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8} {'sent':>6}   "
+        f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8} "
+        f"{'sent':>6}   "
         "matmuls to come at first; between devices: operations of a kind, bytes of their results"
     )
     for sizes in ({"data": devices}, {"fsdp": devices}, {"data": 2, "fsdp": devices // 2}):

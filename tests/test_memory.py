@@ -1,5 +1,6 @@
-"""The formula for host memory, held to what engines have and to what the README says."""
+"""The formulas for memory, held to what engines have and to what the README says."""
 
+import weakref
 from pathlib import Path
 
 import jax
@@ -8,7 +9,10 @@ import pytest
 
 import zenflow_jax
 from benchmarks import projection
-from tests.runs import FEW, Settings, Training
+from tests.runs import FEW, Leaf, Settings, Training
+from zenflow_jax._device import memory
+from zenflow_jax._exchange import worker
+from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.host_memory import host_memory
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
@@ -33,6 +37,35 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(sending, 
         saved = training.engine.state()["leaves"]
         wide = [x for leaf in saved for name, x in leaf.items() if name not in ("steps", "before")]
         assert need.copied == sum(x.nbytes for x in wide)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"staleness": 2}, {"overlap_step": False}, {"rolling": False}],
+    ids=str,
+)
+def test_no_more_updates_wait_on_the_device_than_the_formula_says(changes, monkeypatch):
+    uploaded, most = [], 0
+
+    def upload(tree, device):
+        nonlocal most
+        found = memory.upload(tree, device)
+        uploaded.extend(map(weakref.ref, jax.tree.leaves(found)))
+        there = [x for x in (ref() for ref in uploaded) if x is not None and not x.is_deleted()]
+        most = max(most, sum(x.nbytes for x in there))
+        return found
+
+    # No selections: hand-overs are uploads, too.
+    settings = Settings(**{**vars(SETTINGS), "topk_ratio": 0.0, **changes})
+    leaves = tuple(Leaf(f"w{i}", (8, 8 + i), -2, "bfloat16") for i in range(6))
+    with Training(leaves, settings, host_kernel="numpy", threads=1) as training:
+        need = device_memory(training.state)
+        monkeypatch.setattr(worker, "upload", upload)
+        for _ in range(12):
+            training.go(1)
+            training.settle()
+            jax.block_until_ready(training.params)
+        assert most == need.uploads
 
 
 def test_the_readme_has_the_formulas_bytes_of_a_large_model():
