@@ -1,5 +1,6 @@
 """What `zenflow_jax.integrations.tunix` leans on in Tunix, which nobody has promised."""
 
+import importlib
 import importlib.metadata
 import inspect
 import re
@@ -17,6 +18,7 @@ from tunix.sft import hooks as tunix_hooks
 from tunix.sft import peft_trainer
 
 from tests.in_tunix.trainers import Recorder, batches, config, make_model
+from zenflow_jax.integrations import tunix
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +28,14 @@ def test_the_installed_version_is_the_one_of_the_extra():
         r'^tunix = \["google-tunix>=([\d.]+),<', (ROOT / "pyproject.toml").read_text(), re.M
     )
     assert importlib.metadata.version("google-tunix") == bound
-    for page in ("docs/trainers.md", "zenflow_jax/integrations/tunix.py"):
-        assert bound in (ROOT / page).read_text(), page
+    assert bound == tunix.VERSION
+    assert f"google-tunix {bound}" in (ROOT / "docs/trainers.md").read_text()
+
+
+def test_another_version_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.8")
+    with pytest.raises(ImportError, match=r"expected google-tunix 0\.1\.7, got 0\.1\.8"):
+        importlib.reload(tunix)
 
 
 def test_zenflow_imports_nothing_of_tunix_unasked():

@@ -13,6 +13,7 @@ import zenflow_jax
 from tests.in_tunix.trainers import (
     AS_ADAMW,
     LATE,
+    Conditional,
     Recorder,
     batches,
     config,
@@ -29,21 +30,22 @@ ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 DEVICES = pytest.mark.parametrize("devices", [0, 1, 4], ids=["one", "mesh of one", "mesh of four"])
 
 
-def train(tx, steps, devices=0, evaluate=None, others=(), options=None, data=batches, **settings):
+def train(tx, steps, devices=0, evaluate=None, others=(), kind=None, **settings):
     """A run of Tunix's trainer. With `evaluate` it has the hooks. The model, trainer and hooks."""
     with mesh_of(devices):
-        trainer = peft_trainer.PeftTrainer(make_model(devices), tx, config(steps, **settings))
+        kind = kind or peft_trainer.PeftTrainer
+        trainer = kind(make_model(devices), tx, config(steps, **settings))
         hooks = None
         if evaluate is not None:
             hooks = ZenFlowHooks(
                 trainer,
                 hooks=list(others),
                 evaluate=evaluate,
-                engine_options={"host_kernel": "numpy"} | (options or {}),
+                engine_options={"host_kernel": "numpy"},
             )
         elif others:
             trainer.with_training_hooks(*others)
-        trainer.train(data(), list(itertools.islice(batches(1), 2)))
+        trainer.train(batches(), list(itertools.islice(batches(1), 2)))
         return trainer.model, trainer, hooks
 
 
@@ -92,6 +94,15 @@ def test_other_ways_of_sending_gradients_are_adamw_as_well(sending, accumulate):
     tx = zenflow(send_gradients=sending, **AS_ADAMW)
     settings = dict(devices=4, gradient_accumulation_steps=accumulate)
     assert_close(train(tx, 5, evaluate="as_is", **settings)[0], train(ADAMW, 5, **settings)[0])
+
+
+@pytest.mark.parametrize(("sending", "devices"), [("during_step", 0), ("per_window", 4)])
+def test_an_update_under_a_condition_is_adamw_as_well(sending, devices):
+    settings = dict(devices=devices, gradient_accumulation_steps=2, kind=Conditional)
+    tx = zenflow(send_gradients=sending, **AS_ADAMW)
+    ours, _, hooks = train(tx, 5, evaluate="as_is", **settings)
+    assert hooks.stats.steps == 5
+    assert_close(ours, train(ADAMW, 5, **settings)[0])
 
 
 @DEVICES

@@ -15,6 +15,7 @@ What is leant on in Tunix, as of 0.1.7, `tests/in_tunix/` holds to the installed
 """
 
 import dataclasses
+import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -36,6 +37,18 @@ from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.state import find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._engine import HostEngine
+
+#: The versions that this was read against and is tested with. The next one writes its checkpoints
+#: by another API of orbax, and accumulates gradients in its step.
+VERSION = "0.1.7"
+
+_installed = importlib.metadata.version("google-tunix")
+if _installed.split(".")[:3] != VERSION.split("."):
+    raise ImportError(
+        f"expected google-tunix {VERSION}, got {_installed}, in which trainers may save, or call "
+        f"hooks, at other times. Install `google-tunix=={VERSION}`, as `zenflow_jax[tunix]` does, "
+        "or exchange in hooks of your own, by `HostEngine.exchange_nnx`."
+    )
 
 #: The engine's part of a checkpoint, beside Tunix's `model_params` and `optimizer_state`.
 ITEM = "zenflow_engine"
