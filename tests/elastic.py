@@ -38,7 +38,7 @@ def save(training: Training, folder: Path) -> None:
         checkpointer.wait_until_finished()
 
 
-def resume(training: Training, folder: Path) -> None:
+def resume(training: Training, folder: Path, **engine: Any) -> None:
     """A fresh training goes on from there; both ways have the same for its devices."""
     training.engine.close()
     template = {
@@ -57,7 +57,7 @@ def resume(training: Training, folder: Path) -> None:
     assert_same_state(found["engine"], streamed)
     training.params, training.state = found["params"], found["opt_state"]
     training.engine = zenflow_jax.HostEngine(
-        training.params, training.state, engine_state=streamed, **ENGINE
+        training.params, training.state, engine_state=streamed, **ENGINE, **engine
     )
     training.t = int(training.state.step)
 

@@ -100,6 +100,7 @@ class Reference:
         decay: Whether each leaf takes part in weight decay; None is all of them.
         shards: Into how many equal pieces each leaf's channel axis is cut, each of which selects
             on its own; None is one for every leaf.
+        host_state: "compact" rounds moments of deferred channels to 8 bits.
 
     Attributes:
         step_count: Steps so far, skipped ones included.
@@ -129,8 +130,10 @@ class Reference:
         channel_axes: Sequence[int | None],
         decay: Sequence[bool] | None = None,
         shards: Sequence[int] | None = None,
+        host_state: str = "float32",
     ):
         self._settings = settings
+        self._compact = host_state == "compact"
         self._learning_rate = learning_rate
         decay = [True] * len(params) if decay is None else decay
         shards = [1] * len(params) if shards is None else shards
@@ -376,6 +379,7 @@ class Reference:
                 if not channel.selected and taken:
                     mean = channel.window_sum / np.float32(taken)
                     _adamw(channel, mean, self._last_lr, self._settings, taken)
+                    self._keep_on_host(channel)
                     channel.waiting = True
                 channel.window_sum = np.zeros_like(channel.window_sum)
         if not overlap:
@@ -390,12 +394,18 @@ class Reference:
                 if channel.waiting:
                     leaf.publish(channel)
 
+    def _keep_on_host(self, channel: _Channel) -> None:
+        if self._compact:
+            channel.mu, channel.nu = compact(channel.mu, channel.nu)
+
     def _reselect(self, turn: int) -> None:
         for leaf, groups in self._in_turn(turn):
             for group in groups:
                 ranking = sorted(range(len(group)), key=lambda j, g=group: (-g[j].score, j))
                 for j, channel in enumerate(group):
-                    channel.selected = j in ranking[: leaf.k]
+                    was, channel.selected = channel.selected, j in ranking[: leaf.k]
+                    if was and not channel.selected:
+                        self._keep_on_host(channel)
                     channel.score = np.float32(0)
                     # The device starts from the parameter, so a channel that enters cannot wait.
                     if channel.selected and channel.waiting:

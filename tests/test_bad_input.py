@@ -942,6 +942,15 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
         ),
         *(
             (
+                f"host_state {x!r}",
+                lambda x=x: engine(host_state=x),
+                ValueError,
+                ["`host_state`", "'float32', 'compact'", f"got {x!r}", "Leave it at 'float32'"],
+            )
+            for x in ("int8", None)
+        ),
+        *(
+            (
                 f"threads {threads!r}",
                 lambda threads=threads: engine(threads=threads),
                 ValueError,

@@ -249,6 +249,29 @@ def test_engine_and_in_graph_mode_equal_the_reference(name):
                     assert (stats.windows, stats.reselections) == (slow.windows, slow.reselections)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skipped and flushed everywhere",
+        "after a warm-up, clipped",
+        "all windows at once, two of four steps stale",
+    ],
+)
+def test_an_engine_with_compact_moments_equals_the_reference_that_rounds_them(name):
+    leaves, options, plan = AGREEMENTS[name]
+    options = Settings(weight_decay=0.1, **options)
+    expected, _ = runs.reference(leaves, options, plan, host_state="compact")
+    exact, _ = runs.reference(leaves, options, plan)
+    with pytest.raises(AssertionError, match="numbers differ"):
+        runs.assert_agree_where_rounded(exact, expected)
+    histories = []
+    for kernel in KERNELS:
+        with Training(leaves, options, host_kernel=kernel, host_state="compact") as training:
+            histories.append(training.history(plan))
+        runs.assert_agree_where_rounded(histories[-1], expected)
+    runs.assert_same_bits(*histories)
+
+
 def test_a_donated_step_gives_the_bits_of_one_that_is_not():
     options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
     histories = []

@@ -19,15 +19,22 @@ SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 
 
 @pytest.mark.parametrize(
-    ("sending", "rolling"),
-    [("during_step", True), ("during_step", False), ("after_step", True), ("per_window", True)],
+    ("sending", "rolling", "host_state"),
+    [
+        ("during_step", True, "float32"),
+        ("during_step", False, "compact"),
+        ("after_step", True, "float32"),
+        ("per_window", True, "compact"),
+    ],
 )
-def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(sending, rolling):
+def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
+    sending, rolling, host_state
+):
     settings = Settings(**{**vars(SETTINGS), "rolling": rolling})
     with Training(
-        FEW, settings, send_gradients=sending, host_kernel="numpy", threads=1
+        FEW, settings, send_gradients=sending, host_kernel="numpy", host_state=host_state, threads=1
     ) as training:
-        need = host_memory(training.state)
+        need = host_memory(training.state, host_state=host_state)
         assert training.engine.stats.host_bytes == need.state
         for _ in range(10):
             training.go(1)
@@ -74,6 +81,14 @@ def test_the_readme_has_the_formulas_bytes_of_a_large_model():
     row = f"| host memory, bytes per parameter | 0 | {(need.state + need.mail) / size:.0f} |"
     text = Path(__file__).parents[1].joinpath("README.md").read_text()
     assert f"{row} on paper: the most that may be in use; {need.state / size:.0f} of it" in text
+
+
+def test_a_bfloat16_leaf_takes_twelve_bytes_or_six_and_an_eighth():
+    params = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)]
+    state = zenflow_jax.find_state(zenflow_jax.zenflow(1e-3, topk_ratio=0.0).init(params))
+    counts = 4 * 512
+    for host_state, nbytes in (("float32", 12), ("compact", 6.125)):
+        assert host_memory(state, host_state=host_state).state == nbytes * 512**2 + counts
 
 
 @pytest.mark.parametrize(("window", "sums"), [(4, 0), (16, 8)])

@@ -127,6 +127,51 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, ke
                 assert new.skipped_steps == stats.skipped_steps
 
 
+def test_a_run_with_compact_moments_goes_on_with_the_same_bits():
+    options = {"host_kernel": "numpy", "host_state": "compact"}
+    with Training(FIRST, SETTINGS, threads=1, donate=True, **options) as whole:
+        checkpoints = {}
+        for t in (5, 9, 10, 11, 16):  # 9 follows a skipped step, 10 to 13 close windows
+            go(whole, PLAN, t)
+            checkpoints[t] = saved(whole)
+        go(whole, PLAN, PLAN.steps)
+        expected = end(whole)
+        for t, checkpoint in checkpoints.items():
+            with resumed(whole, checkpoint, **options) as again:
+                again.t = t
+                mine, theirs = again.engine.state()["leaves"], checkpoint[2]["leaves"]
+                runs.assert_same_bits(mine, theirs)
+                go(again, PLAN, PLAN.steps)
+                runs.assert_same_bits(end(again), expected)
+
+
+@pytest.mark.parametrize("then", ["float32", "compact"])
+def test_a_run_may_go_on_with_its_moments_kept_otherwise(then):
+    now = "compact" if then == "float32" else "float32"
+    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy", host_state=then) as training:
+        go(training, PLAN, 11)  # with updates on their way
+        checkpoint = saved(training)
+    with resumed(training, checkpoint, host_kernel="numpy", host_state=now) as again:
+        # What is saved before the next update is rounded once, at most.
+        once = again.engine.state()["leaves"]
+        for mine, theirs in zip(once, checkpoint[2]["leaves"], strict=True):
+            for name in ("master", "steps"):
+                runs.assert_same_bits(mine[name], theirs[name])
+            for name in ("mu", "nu"):
+                x, y = np.asarray(mine[name]), np.asarray(theirs[name])
+                assert (now == "float32") == np.array_equal(x, y)
+                np.testing.assert_allclose(x, y, rtol=0, atol=0.01 * abs(y).max())
+        twice = saved(again)
+        with resumed(training, twice, host_kernel="numpy", host_state=then) as back:
+            runs.assert_same_bits(back.engine.state()["leaves"], once)
+        again.t = 11
+        go(again, PLAN, 14)
+        with resumed(training, saved(again), host_kernel="numpy", host_state=then) as back:
+            back.t = 14
+            go(back, PLAN, PLAN.steps)
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(runs.Training.values(back)))
+
+
 def through_flax(training, target):
     """What flax reads of what it has written."""
     tree = (training.params, training.state, training.engine.state())
@@ -429,8 +474,8 @@ def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(mo
     arrays = []
 
     class Remembered(host_state.HostState):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
             arrays.extend(weakref.ref(x) for leaf in self.leaves for x in leaf.arrays)
 
     def explode(*_):

@@ -77,6 +77,43 @@ def test_a_single_channel_of_a_pending_update_that_is_a_step_ahead_is_noticed(dt
             refused(training, (mixed, state, engine_state), r"of 40 values of \['w'\]")
 
 
+@pytest.mark.parametrize(
+    ("then", "now"), [("compact", "compact"), ("compact", "float32"), ("float32", "compact")]
+)
+def test_a_foreign_checkpoint_is_refused_also_where_moments_are_rounded(then, now):
+    make = functools.partial(HERE, FIRST, SETTINGS, host_state=then)
+    with make() as ours, make(gradients=other) as theirs:
+        for t in (8, 11, 13):
+            go(ours, PLAN, t)
+            go(theirs, PLAN, t)
+            params, state, engine_state = saved(ours)
+            resumed(ours, (params, state, engine_state), host_state=now).engine.close()
+            for name in params:
+                if name == "bias":
+                    continue  # resident
+                mixed = params | {name: saved(theirs)[0][name]}
+                with pytest.raises(ValueError, match=rf"of \d+ values of \['{name}'\]"):
+                    resumed(ours, (mixed, state, engine_state), host_state=now)
+
+
+@pytest.mark.parametrize("now", ["compact", "float32"])
+def test_most_channels_that_are_a_step_ahead_are_noticed_where_moments_were_rounded(now):
+    leaf = Leaf("w", (12, 40), -2, "float32")
+    with HERE((leaf,), SETTINGS, host_state="compact") as training:
+        training.go(10)  # a boundary
+        params, state, engine_state = saved(training)
+        resumed(training, (params, state, engine_state), host_state=now).engine.close()
+        ahead = training.engine.peek(training.params, training.state)["w"]
+        different = np.flatnonzero(np.any(np.asarray(ahead != params["w"]), axis=1))
+        assert different.size
+        for channel in different:
+            mixed = {"w": params["w"].at[channel].set(ahead[channel])}
+            with pytest.raises(ValueError, match=r"of \d+ values of \['w'\]") as refusal:
+                resumed(training, (mixed, state, engine_state), host_state=now)
+            found = int(str(refusal.value).split(" differ")[0].rsplit(" ", 1)[1])
+            assert found > 20, "of the channel's 40"
+
+
 def test_a_large_leaf_is_compared_in_all_its_parts():
     places = same_run._spread(600 * 128)
     assert 500 < places.size <= same_run.COMPARED

@@ -232,6 +232,7 @@ def train(
                     params,
                     opt_state,
                     host_kernel=settings.host_kernel,
+                    host_state=settings.host_state,
                     prefetch_bytes=settings.prefetch_bytes,
                     threads=settings.threads,
                     engine_state=engine_state,

@@ -23,8 +23,8 @@ DEEPSPEED = "deepspeed.json"
 # Not `eval_batches`: figures of other samples cannot tell which checkpoint is best.
 MAY_CHANGE = frozenset(
     "model data deepspeed steps epochs learning_rate warmup_steps warmup_share weight_decay "
-    "max_grad_norm host_kernel threads prefetch_bytes send_gradients mesh remat evaluate_every "
-    "save_every keep keep_best output_dir run progress max_skipped b1 b2 eps".split()
+    "max_grad_norm host_kernel host_state threads prefetch_bytes send_gradients mesh remat "
+    "evaluate_every save_every keep keep_best output_dir run progress max_skipped b1 b2 eps".split()
 )
 
 # What the weights are made for, and how they are laid out.

@@ -111,7 +111,8 @@ class Settings:
     max_skipped: int = 10
     """Steps in a row whose gradient is not finite, which are skipped, after which the run stops."""
 
-    # zenflow; without meaning for the other two, but for `host_kernel` and `threads` of offload.
+    # zenflow; without meaning for the other two, but for `host_kernel`, `host_state` and
+    # `threads` of offload.
     topk_ratio: float = 0.1
     """Share of the channels that is updated on the device at every step."""
     # Lines end where sentences do: `--help` breaks them there.
@@ -155,6 +156,9 @@ class Settings:
     """Send the gradients of float32 weights in half the bytes, rounded."""
     host_kernel: Literal["numba", "numpy"] = "numba"
     """What computes the host update."""
+    host_state: Literal["float32", "compact"] = "float32"
+    """How the host keeps Adam's moments. compact: in 8 bits, 2.125 bytes per parameter in place of
+    8, rounded at each host update."""
     threads: int | None = None
     """Threads of the host update. Left out: the library chooses."""
     prefetch_bytes: int | None = None

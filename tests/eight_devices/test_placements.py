@@ -104,6 +104,16 @@ def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, offloa
         assert placements(training) == before
 
 
+def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
+    # No device has a copy, and none a part of a channel: so groups are those of the reference.
+    where = ("fsdp", "channels", AUTO)
+    context, make = started(where, STALE, host_state="compact")
+    with context, make() as training:
+        shards = meshes.pieces(LEAVES, training.shardings)
+        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards, host_state="compact")
+        runs.assert_agree_where_rounded(training.history(PLAN), expected)
+
+
 @pytest.mark.parametrize(
     ("offload", "where"),
     [

@@ -76,6 +76,7 @@ def resume(
     before = channels_before(parts, specs, engine_state["leaves"])
     samples = sample(host.leaves)
     _resume_host(host, parts, specs, engine_state["leaves"], counts)
+    now = [x + host.compact for x in counts.roundings]
     refusal = other_moment(engine_state, state)
     # Before the first step the parameters may be others: the engine follows them.
     if refusal is None and counts.step:
@@ -88,8 +89,11 @@ def resume(
                 counts.pending, counts.update_scalars, counts.update_counted, strict=True
             )
         ]
-        refusal = what_differs(weights, state.leaves, samples, host.leaves, parts, before, updates)
-    return Resumed(counts, before, refusal)
+        roundings = list(zip(counts.roundings, now, strict=True))
+        refusal = what_differs(
+            weights, state.leaves, samples, host.leaves, parts, before, updates, roundings
+        )
+    return Resumed(dataclasses.replace(counts, roundings=now), before, refusal)
 
 
 def _resume_host(
@@ -189,8 +193,8 @@ _MAY_CHANGE = (
     "intervals, warm-up, `rolling`, `staleness` and `window_scaling` of the saved one, and "
     "`send_gradients` as it was if that is 'per_window'. Learning rate, betas, eps, weight decay "
     "and `max_grad_norm` may be others, and "
-    "so may devices, processes, `partition_replicated`, `host_kernel` and `threads`. A mesh may "
-    "divide the layers of a stack if that of the saved run did, and else not."
+    "so may devices, processes, `partition_replicated`, `host_kernel`, `host_state` and `threads`. "
+    "A mesh may divide the layers of a stack if that of the saved run did, and else not."
 )
 
 

@@ -77,6 +77,7 @@ def what_differs(
     parts: Sequence[Part],
     before: Sequence[np.ndarray],
     updates: Sequence[WindowStep | None],
+    roundings: Sequence[tuple[int, int]],
 ) -> str | None:
     """Why this process's parameters are not those of the states; None if they are.
 
@@ -93,21 +94,28 @@ def what_differs(
         before: Each part's channels, `(*stack, k)`, that were selected while the pending update's
             window was open.
         updates: The step of each group's pending update; None if none is pending.
+        roundings: How often each group's moments were rounded to 8 bits since that update, until
+            they were saved, and until now. A mesh may have had other groups of codes.
     """
     offloaded = [state for state in states if state.offloaded]
     on_host, on_device = [{state.spec.name: _Found() for state in states} for _ in range(2)]
     for taken, leaf, part, then in zip(samples, leaves, parts, before, strict=True):
         state = offloaded[part.leaf]
         update = updates[part.spec.group]
+        saved, until_now = roundings[part.spec.group]
         group, _, channel, _ = taken.at
         now = _places(leaf.channels, leaf.spec.n)[group, channel] >= 0
         then = np.asarray(then).reshape(leaf.channels.shape) - part.first
         was = _places(then, leaf.spec.n)[group, channel] >= 0
         ahead = ~now & ~was & (update is not None)
         name = state.spec.name
-        for which, scalars in ((~now & ~ahead, None), (ahead, update)):
-            master, slack = _masters(leaf, tuple(i[which] for i in taken.at), scalars)
-            low, high = (_cast(x, leaf.spec) for x in (master - slack, master + slack))
+        later = ahead
+        if saved and not _has_whole_channels(part, state.spec):
+            # Another process may have the largest of what were groups of codes.
+            later = np.zeros_like(ahead)
+        for which, scalars in ((~now & ~ahead, None), (later, update)):
+            bounds = _masters(leaf, tuple(i[which] for i in taken.at), scalars, until_now)
+            low, high = (_cast(x, leaf.spec) for x in bounds)
             on_host[name].add(taken.values[which], low, high)
         if state.master is not None and now.any():
             rows = part.cut(read(part.of(state.master))).reshape(leaf.spec.view4(leaf.spec.k))
@@ -135,23 +143,36 @@ def what_differs(
     return None
 
 
+def _has_whole_channels(part: Part, spec: LeafSpec) -> bool:
+    """Whether a part of a leaf has all elements of the channels that it has."""
+    inner = [i for i in range(len(spec.stack), len(spec.shape)) if i != spec.axis]
+    return all(part.index[i].stop - part.index[i].start == spec.shape[i] for i in inner)
+
+
 def _masters(
-    leaf: HostLeaf, at: tuple[np.ndarray, ...], update: WindowStep | None
+    leaf: HostLeaf, at: tuple[np.ndarray, ...], update: WindowStep | None, roundings: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masters at these places, before `update` if there is one, and how far off they may be."""
+    """Two bounds of the masters at these places, before `update` if there is one."""
     master = leaf.master.at(at).astype(np.float64)
     if update is None:
-        return master, np.zeros_like(master)
+        return master, master
     steps = leaf.steps[at[0], at[2]].astype(np.float64)
-    mu, nu = (x.at(at).astype(np.float64) for x in (leaf.mu, leaf.nu))
+    first = leaf.mu.bounds(at, roundings, root=False)
+    root = leaf.nu.bounds(at, roundings, root=True)
     with np.errstate(all="ignore"):  # numbers that are not finite are compared as such
-        mu, nu = mu / (1 - update.b1**steps), nu / (1 - update.b2**steps)
         scalars = update.scalars
-        change = scalars.learning_rate * mu / (np.sqrt(nu) + scalars.eps)
+        rate = scalars.learning_rate / (1 - update.b1**steps)
+        small, large = (w / np.sqrt(1 - update.b2**steps) + scalars.eps for w in root)
+        # A change is largest where the first moment is, and the second smallest if it is positive.
+        low, high = (rate * m for m in first)
+        changes = (low / np.where(low > 0, large, small), high / np.where(high > 0, small, large))
         shrunk = 1 - scalars.learning_rate * (scalars.weight_decay if leaf.spec.decay else 0.0)
-        old = (master + change) / shrunk
-        slack = (_OF_UPDATE * abs(change) + _OF_MASTER * (abs(master) + abs(old))) / abs(shrunk)
-    return old, slack
+        ends = []
+        for change, sign in zip(changes, (-1, 1), strict=True):
+            old = (master + change) / shrunk
+            slack = _OF_UPDATE * abs(change) + _OF_MASTER * (abs(master) + abs(old))
+            ends.append(old + sign * np.sign(shrunk) * slack / abs(shrunk))
+    return np.minimum(*ends), np.maximum(*ends)
 
 
 def _compare_resident(found: _Found, weight: jax.Array, state: LeafState) -> None:

@@ -18,7 +18,7 @@ from zenflow_jax._checkpoint.stream import EngineStream, SavedPart
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
-from zenflow_jax._exchange.messages import NONE
+from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
     Part,
@@ -52,6 +52,8 @@ class Counts:
     update_scalars: Sequence[AdamScalars | None]
     update_counted: Sequence[int]
     shares: np.ndarray  # float32: `Progress.shares`
+    # How often moments were rounded to 8 bits since the pending update was made with them.
+    roundings: Sequence[int]
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # the next step's
@@ -62,6 +64,8 @@ class Counts:
 
 
 _NUMBERS = ("step", "windows", "token", "skipped", "reselections")
+# Of this many, and once more than `PENDING`, are the numbers of rounded ones that are pending: odd.
+_ROUNDED = 2
 _OF_GROUPS = ("open_steps", "counted", "pending", "update_counted")
 
 
@@ -76,6 +80,7 @@ def first_counts(schedule: Schedule, leaves: int) -> Counts:
         update_scalars=[None] * schedule.groups,
         update_counted=none,
         shares=np.full(schedule.groups, np.nan, np.float32),
+        roundings=none,
     )
 
 
@@ -84,6 +89,10 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
     for length, count in counts.window_lengths.items():
         lengths[length] = count
     tree = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS + _OF_GROUPS}
+    # Beside what is pending, so that the tree has the same structure as before there were any.
+    pairs = zip(counts.pending, counts.roundings, strict=True)
+    pending = [x + _ROUNDED * roundings if x == PENDING else x for x, roundings in pairs]
+    tree["pending"] = np.array(pending, np.int32)
     return tree | {
         "window_lengths": lengths,
         "scalars": _scalars_to_tree(counts.scalars),
@@ -105,9 +114,12 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
     schedule_state = {name: np.asarray(x) for name, x in tree["schedule_state"].items()}
     nothing = np.zeros(0, np.float32)
     lengths = np.asarray(tree["window_lengths"])
+    of_groups = {name: np.asarray(tree[name]).tolist() for name in _OF_GROUPS}
+    of_groups["roundings"] = [max(x - PENDING, 0) // _ROUNDED for x in of_groups["pending"]]
+    of_groups["pending"] = [PENDING if x > EMPTY else x for x in of_groups["pending"]]
     return Counts(
         **{name: int(tree[name]) for name in _NUMBERS},
-        **{name: np.asarray(tree[name]).tolist() for name in _OF_GROUPS},
+        **of_groups,
         window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
         scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
         update_scalars=[

@@ -15,6 +15,9 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._plan.sending import SendGradients
 
+#: How the host keeps moments.
+HOST_STATES = ("float32", "compact")
+
 
 def check_budget(prefetch_bytes: Any) -> None:
     whole = isinstance(prefetch_bytes, Integral) and not isinstance(prefetch_bytes, bool)
@@ -24,6 +27,17 @@ def check_budget(prefetch_bytes: Any) -> None:
             "the bytes that updates may take on each device before their boundary, or None for "
             "all they need."
         )
+
+
+def check_host_state(host_state: Any) -> bool:
+    """Whether moments are to be compact."""
+    if host_state not in HOST_STATES:
+        raise ValueError(
+            f"`host_state` must be one of {', '.join(map(repr, HOST_STATES))}, got {host_state!r}. "
+            "Leave it at 'float32', or pass 'compact' for moments of 8 bits, which take a quarter "
+            "of the memory."
+        )
+    return host_state == HOST_STATES[1]
 
 
 def check_max_skipped(max_skipped: Any) -> None:

@@ -6,8 +6,10 @@ import math
 import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax._exchange.mailbox import buffers, most_kept
 from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._host.state import MAILS_KEPT
 
 _FLOAT32 = 4
@@ -38,14 +40,16 @@ class HostMemory:
         return self.state + self.sums + self.pinned + self.hand_over
 
 
-def host_memory(state: ZenFlowState) -> HostMemory:
+def host_memory(state: ZenFlowState, *, host_state: str = "float32") -> HostMemory:
     """What the engine of this state may need; the state may be one of shapes alone.
 
     On a mesh a process has the parts of its devices: as much for each parameter of theirs.
 
     Args:
         state: As `zenflow(...).init` returns it.
+        host_state: As for `HostEngine`.
     """
+    compact = check_host_state(host_state)
     leaves = [leaf.spec for leaf in state.leaves if leaf.offloaded]
     arrays = mails = parameters = 0
     of_groups = [0] * state.schedule.groups
@@ -53,7 +57,8 @@ def host_memory(state: ZenFlowState) -> HostMemory:
         size, channels = math.prod(spec.shape), math.prod(spec.stack) * spec.n
         selected = math.prod(spec.stack) * spec.k
         parameters += size
-        arrays += size * (_bytes_of_master(spec.dtype) + 2 * _FLOAT32)
+        arrays += size * _bytes_of_master(spec.dtype)
+        arrays += bytes_of_moments(spec.view4(spec.n), compact=compact)
         arrays += (channels + selected) * np.dtype(np.int32).itemsize
         mails += size * spec.mail_dtype.itemsize
         of_groups[spec.group] += math.prod(spec.selected_shape) * 3 * _FLOAT32

@@ -166,6 +166,7 @@ class HostState:
         ]
         # Bytes of a mail of each leaf.
         self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
+        self.compact = compact
         self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
         self._adam = adam
         self._scaling = schedule.window_scaling
@@ -390,8 +391,11 @@ class HostState:
             ):
                 pass
         window.active[i] = active & ~entering
-        leaf.channels = chosen
+        before, leaf.channels = leaf.channels, chosen
         master, mu, nu = self._adam.take(wide, chosen)
+        if self.compact:  # what stays is rounded on the host only, where it is not current
+            for taken, given in ((mu, leaving.mu), (nu, leaving.nu)):
+                _keep_staying(taken, chosen, given, before, leaf.spec.n)
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
         return SelectedRows(master, mu, nu, steps)
 
@@ -420,6 +424,17 @@ def _keep(leaf: HostLeaf, gradient: np.ndarray, factor: float) -> None:
 
 def _for_leaf(step: WindowStep, spec: LeafSpec) -> WindowStep:
     return step if spec.decay else step._replace(scalars=step.scalars._replace(weight_decay=0.0))
+
+
+def _keep_staying(
+    rows: np.ndarray, chosen: np.ndarray, given: np.ndarray, before: np.ndarray, n: int
+) -> None:
+    """Writes over rows of `chosen` channels those that were `given` of the same ones `before`."""
+    for some, now, old, then in zip(rows, chosen, given, before, strict=True):
+        place = np.full(n, -1)
+        place[then] = np.arange(then.size)
+        stays = place[now] >= 0
+        some[:, stays] = old[:, place[now[stays]]]
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:
