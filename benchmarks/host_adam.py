@@ -14,6 +14,7 @@ own offloading does.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import statistics
@@ -28,7 +29,7 @@ import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Moment
+from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 
 Run = Callable[[], object]
@@ -48,6 +49,7 @@ class Arrays(NamedTuple):
     g16: np.ndarray  # bfloat16
     out16: np.ndarray  # bfloat16: what is uploaded, and half of our masters
     rest16: np.ndarray  # int16: the other half
+    compact: tuple[Moment, Moment]  # the same moments in 8 bits
     more16: list[np.ndarray]  # bfloat16, the gradients of three other steps
 
 
@@ -94,8 +96,11 @@ def new_arrays(millions: int) -> Arrays:
     masters = Masters.zeros(shape, g16.dtype)
     masters.write(p)
     assert masters.rest is not None
+    compact = new_moments(shape, compact=True)
+    for moment, x in zip(compact, (m, v), strict=True):
+        moment.write(x)
     more = [g16.copy() for _ in range(3)]
-    return Arrays(p, m, v, g, g16, masters.values, masters.rest, more)
+    return Arrays(p, m, v, g, g16, masters.values, masters.rest, compact, more)
 
 
 FLOAT32 = "float32 gradient (28 bytes)"
@@ -175,12 +180,19 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
 
     whole, split = Masters(x.p), Masters(x.out16, rest=x.rest16)
 
-    def update(g, active, masters=split, shape=x.p.shape, more: Sequence[np.ndarray] = ()) -> Run:
+    def update(
+        g,
+        active,
+        masters=split,
+        shape=x.p.shape,
+        more: Sequence[np.ndarray] = (),
+        moments: Sequence[Moment] = (Moment(x.m), Moment(x.v)),
+    ) -> Run:
         masters = Masters(
             masters.values.reshape(shape),
             rest=None if masters.rest is None else masters.rest.reshape(shape),
         )
-        m, v = (Moment(a.reshape(shape)) for a in (x.m, x.v))
+        m, v = (laid_out(moment, shape) for moment in moments)
         gradients = [(a.reshape(shape), 1.0) for a in (g, *more)]
         steps = np.full(active.shape, 10, np.int32)
         return lambda: list(adam.adamw(masters, m, v, steps, gradients, 0.25, active, step))
@@ -194,7 +206,21 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
     cases[WINDOW][f"{name}, trailing channel axis"] = update(
         x.g16, np.ones((1, WIDTH), bool), shape=flip, more=x.more16
     )
+    compact = functools.partial(update, x.g16, more=x.more16, moments=x.compact)
+    cases[WINDOW][f"{name}, compact (20), leading"] = compact(everything)
+    cases[WINDOW][f"{name}, compact (20), trailing"] = compact(
+        np.ones((1, WIDTH), bool), shape=flip
+    )
     cases[ADDING][name] = lambda: adam.accumulate(x.g, [(x.g16, 0.0)], first=False)
+
+
+def laid_out(moment: Moment, shape: tuple[int, ...]) -> Moment:
+    """The same codes, taken for those of another layout; units are as many."""
+    if moment.units is None:
+        return Moment(moment.values.reshape(shape))
+    of_shape = Moment.compact(shape, moment.values.dtype)
+    assert of_shape.units is not None
+    return Moment(moment.values.reshape(shape), moment.units.reshape(of_shape.units.shape))
 
 
 def add_torch(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:

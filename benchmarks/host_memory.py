@@ -41,7 +41,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "at once": {"rolling": False},
     "after_step": {"send_gradients": "after_step"},
     "per_window": {"send_gradients": "per_window"},
+    "compact": {},
 }
+COMPACT = ("compact",)  # whose engine keeps moments in 8 bits
 
 
 def pinned_now() -> int:
@@ -91,12 +93,13 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
         state=ocp.PyTreeCheckpointHandler(use_compression=False),
         engine=zenflow_jax.EngineCheckpointHandler(),
     )
+    host_state = "compact" if way in COMPACT else "float32"
     with most_resident() as training, Most(pinned_now, every_s=0.02) as pinned:
         params = matrices(count)
         state = tx.init(params)
-        need = host_memory(state)
+        need = host_memory(state, host_state=host_state)
         step = step.lower(params, state).compile()
-        engine = zenflow_jax.HostEngine(params, state)
+        engine = zenflow_jax.HostEngine(params, state, host_state=host_state)
         for _ in range(BEFORE):
             params, state = engine.exchange(*step(params, state))
         jax.block_until_ready(params)

@@ -67,6 +67,22 @@ def train(me: int, port: int, count: int, *names: str) -> None:
             runs.assert_close(ours, expected.params)
 
 
+def rounded(me: int, port: int, count: int) -> None:
+    """One of the processes: with moments in 8 bits, of channels that nothing divides."""
+    join(me, port, count)
+    shardings = on_all({"fsdp": jax.device_count()}, "channels")
+    shards = meshes.pieces(LEAVES, shardings)
+    more = {"shardings": shardings, "host_state": "compact", **elastic.ENGINE}
+    with Training(LEAVES, STALE, **more) as training:
+        *_, (_, ours) = training.follow(PLAN)
+    apart = []
+    for host_state in ("compact", "float32"):
+        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards, host_state=host_state)
+        pairs = [(x, expected.params[-1][name]) for name, x in ours.items()]
+        apart.append(np.mean(np.concatenate([(abs(x - y) > runs.ATOL).ravel() for x, y in pairs])))
+    assert apart[0] <= runs.ANOTHER_CODE < apart[1], apart
+
+
 def every(me: int, port: int, count: int) -> None:
     """One of the processes: windows of one step, held to `optax.adamw`."""
     join(me, port, count)
@@ -223,6 +239,12 @@ def together() -> Iterator[Callable[..., list[processes.Outcome]]]:
 )
 def test_several_processes_equal_the_reference(together, count, devices, names):
     for code, output in together("train", count, devices, *names):
+        assert code is None, output[-5000:]
+
+
+@pytest.mark.slow
+def test_compact_moments_of_two_processes_are_those_of_the_reference(together):
+    for code, output in together("rounded", 2, 2):
         assert code is None, output[-5000:]
 
 
