@@ -309,6 +309,22 @@ def test_a_linen_train_state_does_what_it_does_alone():
     assert int(zenflow_jax.find_state(state).step) == STEPS
 
 
+def test_an_engine_serves_a_linen_train_state():
+    model = flax.linen.Dense(3)
+    tx = make(offload=True)
+    state = TrainState.create(apply_fn=model.apply, params=example_params(), tx=tx)
+    step = jax.jit(lambda state, gradients: state.apply_gradients(grads=gradients))
+    with zenflow_jax.HostEngine(
+        state.params, state.opt_state, host_kernel="numpy", threads=1
+    ) as engine:
+        for t in range(1, STEPS + 1):
+            state = step(state, gradients_at(t))
+            params, opt_state = engine.exchange(state.params, state.opt_state)
+            state = state.replace(params=params, opt_state=opt_state)
+        assert_close(state.params, alone())
+        engine.flush(state.params, state.opt_state)
+
+
 class Model(nnx.Module):
     def __init__(self, params):
         self.bias = nnx.Param(params["bias"])
