@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import orbax.checkpoint as ocp
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -218,7 +219,10 @@ def final_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(checkpoint / "state").item_metadata.tree
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in tree}
-        return checkpointer.restore(checkpoint / "state", restore_args=args)
+        found = checkpointer.restore(checkpoint / "state", restore_args=args)
+    for path in (checkpoint / "engine").glob("*.safetensors"):  # none with adamw
+        found |= load_file(path)
+    return found
 
 
 def losses(run: Path) -> list[tuple[str, ...]]:
