@@ -15,6 +15,7 @@ What is leant on in Tunix, as of 0.1.7, `tests/in_tunix/` holds to the installed
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
@@ -112,10 +113,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._training: Any = None  # the parameters that train, while others are evaluated
         # Now, not before the first step: what was restored lies on every device as a whole.
         self._place()
-        accumulations = _accumulations(self._opt_state)
-        # Else the trainer counts updates as the optimizer does, and nothing need be read.
-        given = trainer.config.gradient_accumulation_steps is not None
-        self._counts_alone = len(accumulations) > given
+        # Of these one is the trainer's own, if it accumulates. With others, only they know how many
+        # updates there were.
+        accumulations = len(_accumulations(self._opt_state))
+        of_trainer = trainer.config.gradient_accumulation_steps is not None
+        self._asks_optimizer = accumulations > of_trainer
         self._exchanged = self._updates
         manager = CheckpointManager(trainer, self)
         self._engine_state = manager.restored(trainer.train_steps)
@@ -238,6 +240,13 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             )
             self._engine_state = None
 
+    def _to_save(self) -> tuple[HostEngine, set[int]]:
+        """The engine, and the ids of arrays of the state that are blank mail in host memory."""
+        self._start(self._trainer)  # a trainer may be closed before it has trained
+        state = find_state(self._opt_state)
+        mail = jax.tree.leaves((state.mail, state.step_scalars))
+        return self.engine, {id(x) for x in mail if x.sharding.memory_kind == HOST}
+
     @property
     def _params(self) -> Any:
         optimizer = self._trainer.optimizer
@@ -251,7 +260,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     @property
     def _updates(self) -> int:
         """How many updates the optimizer has made; a sum of micro-batches makes one."""
-        if not self._counts_alone:
+        if not self._asks_optimizer:
             return self._trainer.train_steps
         made: Any = _accumulations(self._opt_state)[-1].gradient_step
         return int(read(made))
@@ -359,24 +368,16 @@ class _WithEngine(ocp.CheckpointManager):
 
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         items = dict(kwargs.pop("args").items())
+        engine, mail = self._hooks._to_save()
+        # Steps that read mail, as those of `optax.MultiSteps` do, get it to write over, and orbax
+        # writes what is in host memory from where it is: jax ends the process then (0.10.2, on a
+        # mesh of CPUs). So blank mail of its own is saved.
+        own = functools.partial(jax.tree.map, lambda x: zeros_like(x) if id(x) in mail else x)
         if "optimizer_state" in items:
-            state = items["optimizer_state"]
-            items["optimizer_state"] = dataclasses.replace(state, item=_own_mail(state.item))
-        items[ITEM] = EngineSave(self._hooks.engine)
+            saved = items["optimizer_state"]
+            items["optimizer_state"] = dataclasses.replace(saved, item=own(saved.item))
+        items[ITEM] = EngineSave(engine)
         return super().save(step, *args, args=ocp.args.Composite(**items), **kwargs)
-
-
-def _own_mail(optimizer_state: Any) -> Any:
-    """The state that is saved with blank mail that no step donates while it is written.
-
-    Steps that read mail, as those of `optax.MultiSteps` do, get it donated, and what is in host
-    memory is written from where it is: jax ends the process then (0.10.2, on a mesh of CPUs).
-    """
-
-    def one(x: Any) -> Any:
-        return zeros_like(x) if x.sharding.memory_kind == HOST else x
-
-    return jax.tree.map(one, optimizer_state)
 
 
 def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
