@@ -2,7 +2,7 @@
 
     python -m benchmarks.host_memory --millions 268
 
-Trains square bfloat16 matrices for 12 steps on a CPU, each way in a process of its own, and saves
+Trains square matrices for 12 steps on a CPU, each way in a process of its own, and saves
 engine state, optimizer state and parameters with orbax after the eighth. Prints bytes per
 parameter: the peak of the process above that of plain SGD on the same matrices, until the save and
 with it; the most that jax had in pinned memory; the engine's arrays before the save; and what
@@ -36,14 +36,15 @@ from zenflow_jax._exchange.host_memory import host_memory
 
 INTERVAL, RATIO = 4, 0.05
 BEFORE, AFTER = 8, 4  # steps before the save and after it
-WAYS: dict[str, dict[str, Any]] = {
-    "in turn": {},
-    "at once": {"rolling": False},
-    "after_step": {"send_gradients": "after_step"},
-    "per_window": {"send_gradients": "per_window"},
-    "compact": {},
+# Of each way what the optimizer is told, and how the engine keeps moments.
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "in turn": ({}, "float32"),
+    "at once": ({"rolling": False}, "float32"),
+    "after_step": ({"send_gradients": "after_step"}, "float32"),
+    "per_window": ({"send_gradients": "per_window"}, "float32"),
+    "compact": ({}, "compact"),
+    "compact per_window": ({"send_gradients": "per_window"}, "compact"),
 }
-COMPACT = ("compact",)  # whose engine keeps moments in 8 bits
 
 
 def pinned_now() -> int:
@@ -58,20 +59,20 @@ def pinned_now() -> int:
     return sum(found.values())
 
 
-def matrices(count: int) -> dict[str, jax.Array]:
+def matrices(count: int, dtype: str) -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
 
     def one() -> jax.Array:
-        x = rng.standard_normal((WIDTH, WIDTH), np.float32).astype(jnp.bfloat16)
+        x = rng.standard_normal((WIDTH, WIDTH), np.float32).astype(dtype)
         return jax.device_put(x, jax.devices()[0])
 
     return {f"w{i}": one() for i in range(count)}
 
 
-def plain(count: int) -> dict[str, float]:
+def plain(count: int, dtype: str) -> dict[str, float]:
     """The peak of a process that trains with SGD."""
     with most_resident() as peak:
-        params = matrices(count)
+        params = matrices(count, dtype)
         step = jax.jit(lambda p: jax.tree.map(lambda x: x - 1e-4 * (x * 0.01), p), donate_argnums=0)
         for _ in range(BEFORE + AFTER):
             params = step(params)
@@ -79,9 +80,10 @@ def plain(count: int) -> dict[str, float]:
     return {"training": peak.most, "saving": peak.most}
 
 
-def measured(way: str, count: int, folder: Path) -> dict[str, float]:
+def measured(way: str, count: int, dtype: str, folder: Path) -> dict[str, float]:
     """Peaks of a process that trains with zenflow and saves, and what the formula says."""
-    tx = zenflow_jax.zenflow(1e-4, topk_ratio=RATIO, update_interval=INTERVAL, **WAYS[way])
+    options, host_state = WAYS[way]
+    tx = zenflow_jax.zenflow(1e-4, topk_ratio=RATIO, update_interval=INTERVAL, **options)
 
     def one_step(params: Any, state: Any) -> Any:
         gradients = jax.tree.map(lambda p: p * 0.01, params)
@@ -93,9 +95,8 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
         state=ocp.PyTreeCheckpointHandler(use_compression=False),
         engine=zenflow_jax.EngineCheckpointHandler(),
     )
-    host_state = "compact" if way in COMPACT else "float32"
     with most_resident() as training, Most(pinned_now, every_s=0.02) as pinned:
-        params = matrices(count)
+        params = matrices(count, dtype)
         state = tx.init(params)
         need = host_memory(state, host_state=host_state)
         step = step.lower(params, state).compile()
@@ -121,8 +122,9 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
     engine.close()
     program = step.memory_analysis()
     assert program is not None
-    size, groups = count * WIDTH**2, 1 if way == "at once" else INTERVAL
-    of_step = program.argument_size_in_bytes + program.temp_size_in_bytes - 2 * size
+    size, wide = count * WIDTH**2, jnp.dtype(dtype).itemsize
+    groups = 1 if way == "at once" else INTERVAL
+    of_step = program.argument_size_in_bytes + program.temp_size_in_bytes - wide * size
     if way == "after_step":  # mail, until it has left
         of_step += program.output_size_in_bytes - program.argument_size_in_bytes
     return {
@@ -137,20 +139,22 @@ def measured(way: str, count: int, folder: Path) -> dict[str, float]:
         "saves": need.saving,
         # Beside parameters: arguments and temporaries of the step; an update that waits; the
         # parameters that it becomes.
-        "device": of_step + size * (2 + 2) / groups,
+        "device": of_step + size * 2 * wide / groups,
         "held_s": held,
     }
 
 
-def in_a_process(way: str, count: int, folder: Path) -> dict[str, float]:
+def in_a_process(way: str, count: int, dtype: str, folder: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.host_memory", "--one", way, str(count)]
-    done = subprocess.run([*command, "--folder", str(folder)], stdout=subprocess.PIPE, check=True)
+    command += ["--dtype", dtype, "--folder", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=int, default=268)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--folder", type=Path, default=None, help="to save in; a temporary one")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -158,26 +162,27 @@ def main() -> None:
     try:
         if args.one:
             way, count = args.one[0], int(args.one[1])
-            found = plain(count) if way == "sgd" else measured(way, count, folder)
+            sgd = way == "sgd"
+            found = plain(count, args.dtype) if sgd else measured(way, count, args.dtype, folder)
             print(json.dumps(found))
             return
         count = max(1, round(args.millions * 1e6 / WIDTH**2))
         size = count * WIDTH**2
-        base = in_a_process("sgd", count, folder)
-        print(f"{size / 1e6:.0f} M bf16 parameters, S = {INTERVAL}, jax {jax.__version__}")
+        base = in_a_process("sgd", count, args.dtype, folder)
+        print(f"{size / 1e6:.0f} M {args.dtype} parameters, S = {INTERVAL}, jax {jax.__version__}")
         print(f"SGD: {base['training'] / size:.1f} bytes per parameter in all; above it:")
-        print(f"{'':12} {'measured':^31} | formula")
+        print(f"{'':18} {'measured':^31} | formula")
         columns = ("training", "saving", "pinned", "arrays")
         formula = ("state", "sums", "mail", "hand_over", "device", "saves")
-        print(f"{'':12}", *(f"{x:>9}" for x in (*columns, *formula, "training", "held, s")))
+        print(f"{'':18}", *(f"{x:>9}" for x in (*columns, *formula, "training", "held, s")))
         for way in WAYS:
-            r = in_a_process(way, count, folder)
+            r = in_a_process(way, count, args.dtype, folder)
             for name, peak in base.items():
                 r[name] -= peak
             of_training = sum(r[name] for name in formula if name != "saves")
             each = [*(r[name] for name in (*columns, *formula)), of_training]
             shown = (f"{x / size:9.2f}" for x in each)
-            print(f"{way:12}", *shown, f"{r['held_s']:9.2f}", flush=True)
+            print(f"{way:18}", *shown, f"{r['held_s']:9.2f}", flush=True)
     finally:
         shutil.rmtree(folder)
 
