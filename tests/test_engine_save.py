@@ -309,3 +309,18 @@ def test_files_that_are_not_whole_are_refused_by_name(tmp_path):
     path.unlink()
     with pytest.raises(FileNotFoundError, match="files of 1 processes in .*, got 0"):
         read_engine_state(tmp_path)
+
+
+def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path):
+    save = EngineCheckpointHandler().save
+    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+        save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
+        found = read_engine_state(tmp_path)
+        (path,) = tmp_path.iterdir()
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match="expected .* to stay until it is read, got none"):
+            resumed(training, (training.params, training.state, found), **KERNEL)
+        training.go(1)  # in the same window: only the sum is another one
+        save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
+        with pytest.raises(ValueError, match="expected .* as it was when .* written since. Restore"):
+            np.asarray(found["leaves"][0]["mu"])

@@ -26,6 +26,9 @@ _LONGEST = 2**30
 class TensorWriter:
     """A new file. Use with `with`: it is on the disk when the block has ended without an error.
 
+    Until then it has no header, so that nobody can read what was cut short: pieces come in any
+    order, and the last one may be there before the first.
+
     Args:
         path: Where; there must be no such file.
         arrays: Dtype (float32 or int32) and shape of each array, by name.
@@ -51,17 +54,13 @@ class TensorWriter:
             self._begin[name] = begin
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        self._first, self._end = 8 + len(text), end
+        self._header = len(text).to_bytes(8, "little") + text
+        self._end = end
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            self._write(len(text).to_bytes(8, "little") + text, 0)
-        except BaseException:
-            os.close(self._file)
-            raise
 
     def write(self, name: str, elements: np.ndarray, begin: int = 0) -> None:
         """Writes consecutive elements of an array, from number `begin` on; C-contiguous."""
-        at = self._first + self._begin[name] + begin * elements.itemsize
+        at = len(self._header) + self._begin[name] + begin * elements.itemsize
         self._write(elements.reshape(-1).view(np.uint8).data, at)
 
     def __enter__(self) -> "TensorWriter":
@@ -70,7 +69,9 @@ class TensorWriter:
     def __exit__(self, kind: Any, *_: Any) -> None:
         try:
             if kind is None:
-                os.ftruncate(self._file, self._first + self._end)
+                os.ftruncate(self._file, len(self._header) + self._end)
+                os.fsync(self._file)
+                self._write(self._header, 0)
                 os.fsync(self._file)
         finally:
             os.close(self._file)
@@ -87,14 +88,45 @@ class Tensor:
     """An array in a file, which may be gone or have been replaced when it is read."""
 
     path: Path
+    stamp: tuple[int, int]  # as `_stamp`, when the header was read
     begin: int  # in bytes, from the start of the file
     dtype: np.dtype
     shape: tuple[int, ...]
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Reads some of it into `out`, of the same shape."""
-        mapped = np.memmap(self.path, self.dtype, "r", self.begin, self.shape)
-        np.copyto(out, mapped[index])
+        """Reads some of it into `out`, of the same shape.
+
+        Raises:
+            FileNotFoundError: If the file is gone.
+            ValueError: If it is another one by now.
+        """
+        try:
+            with self.path.open("rb") as file:
+                found = _stamp(file.fileno())
+                if found == self.stamp:
+                    mapped = np.memmap(file, self.dtype, "r", self.begin, self.shape)
+                    np.copyto(out, mapped[index])
+                    return
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"expected {self.path} to stay until it is read, got none. {_KEEP}"
+            ) from error
+        raise ValueError(
+            f"expected {self.path} as it was when the engine's state was restored, got one that "
+            f"was written since. {_KEEP}"
+        )
+
+
+_KEEP = (
+    "Restore anew, and delete or save over that checkpoint only when the engine is made: it reads "
+    "its large arrays itself."
+)
+
+
+def _stamp(file: int) -> tuple[int, int]:
+    """Size and time of the last change: of another file under the same name it is another one."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -109,19 +141,23 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             if length > _LONGEST:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-            there = os.fstat(file.fileno()).st_size
+            stamp = _stamp(file.fileno())
         metadata = header.pop("__metadata__")
         tensors = {
             name: Tensor(
-                path, 8 + length + x["data_offsets"][0], _DTYPES[x["dtype"]], tuple(x["shape"])
+                path,
+                stamp,
+                8 + length + x["data_offsets"][0],
+                _DTYPES[x["dtype"]],
+                tuple(x["shape"]),
             )
             for name, x in header.items()
         }
         for name, x in tensors.items():
             begin, end = header[name]["data_offsets"]
             size = math.prod(x.shape) * x.dtype.itemsize
-            if end - begin != size or begin < 0 or 8 + length + end > there:
-                raise ValueError(f"{there} bytes, in which {name} is not whole")
+            if end - begin != size or begin < 0 or 8 + length + end > stamp[0]:
+                raise ValueError(f"{stamp[0]} bytes, in which {name} is not whole")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"expected a whole file of an engine's state, got {path}: {error}. Take another "
