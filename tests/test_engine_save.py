@@ -304,10 +304,54 @@ def test_files_that_are_not_whole_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=words):
             read_engine_state(tmp_path)
     path.write_bytes(whole.replace(b'"processes":"1"', b'"processes":"2"'))
-    with pytest.raises(FileNotFoundError, match="files of 2 processes in .*, got 1. Take another"):
+    with pytest.raises(FileNotFoundError, match="of 2 processes in .*, got none of engine-00000"):
         read_engine_state(tmp_path)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match="files of 1 processes in .*, got 0"):
+    with pytest.raises(FileNotFoundError, match="`EngineSave` wrote in .*, got none. Take another"):
+        read_engine_state(tmp_path)
+
+
+def save_as(training, process, folder, monkeypatch):
+    """Saves as one of two processes would."""
+    training.engine._processes = [0, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: process)
+        EngineCheckpointHandler().save(folder, args=zenflow_jax.EngineSave(training.engine))
+
+
+def test_files_of_several_saves_are_refused(tmp_path, monkeypatch):
+    save = EngineCheckpointHandler().save
+    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+        # The other processes of jax's run are in other engines.
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "process_count", lambda: 2)
+            save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
+        assert [path.name for path in tmp_path.iterdir()] == ["engine-00000-of-00001.safetensors"]
+        assert read_engine_state(tmp_path)["counts"]["step"] == 0
+        save_as(training, 1, tmp_path, monkeypatch)
+        with pytest.raises(ValueError, match="of 1 processes in .*, got engine-00001-of-00002"):
+            read_engine_state(tmp_path)
+        (tmp_path / "engine-00000-of-00001.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match="of 2 processes .* none of engine-00000-of"):
+            read_engine_state(tmp_path)
+        training.go(1)
+        save_as(training, 0, tmp_path, monkeypatch)
+        with pytest.raises(ValueError, match="files of one save in .*, got some of steps 0 and 1"):
+            read_engine_state(tmp_path)
+
+
+def test_what_is_cut_short_cannot_be_read_though_its_end_is_there(tmp_path):
+    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+        stream = training.engine._stream(ALL)
+        saver = stream.snapshot.leaves()
+        next(saver)
+        stream.close()
+        with pytest.raises(RuntimeError, match="expected to write 1 parts .* got all but 1"):
+            stream.write(tmp_path)
+    (path,) = tmp_path.iterdir()
+    with open(path, "r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(ValueError, match="expected a whole file of an engine's state, got"):
         read_engine_state(tmp_path)
 
 
@@ -318,9 +362,9 @@ def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path
         found = read_engine_state(tmp_path)
         (path,) = tmp_path.iterdir()
         path.unlink()
-        with pytest.raises(FileNotFoundError, match="expected .* to stay until it is read, got none"):
+        with pytest.raises(FileNotFoundError, match="expected .* to stay until it is read"):
             resumed(training, (training.params, training.state, found), **KERNEL)
         training.go(1)  # in the same window: only the sum is another one
         save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
-        with pytest.raises(ValueError, match="expected .* as it was when .* written since. Restore"):
+        with pytest.raises(ValueError, match="expected .* as it was when .* written since"):
             np.asarray(found["leaves"][0]["mu"])

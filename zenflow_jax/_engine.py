@@ -240,9 +240,8 @@ class HostEngine:
         devices = {d for s in {weight.sharding for weight in weights} for d in s.device_set}
         refusal = None if resumed is None else resumed.refusal
         number = agree(refusal, int(read(state.step)), int(read(state.token)), devices)
-        self._peers = PeerMonitor(
-            f"run {number}", {d.process_index for d in devices}, exit_if_stuck=exit_if_stuck
-        )
+        self._processes = sorted({d.process_index for d in devices})
+        self._peers = PeerMonitor(f"run {number}", self._processes, exit_if_stuck=exit_if_stuck)
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
         self._made_with = checksums(mine, states) if resumed is None else None
@@ -505,6 +504,7 @@ class HostEngine:
             self._counts(pending),
             self._updates.before,
             order=self._progress.next_to_close(),
+            processes=self._processes,
             copy_bytes=copy_bytes,
             adam=HostAdam(self._host_kernel, 1),
         )

@@ -45,6 +45,7 @@ class EngineStream:
         small: Counts and options: a tree of small NumPy arrays, the same in all processes.
         arrays: Shape, dtype and sharding of the arrays of each leaf, as `arrays_of` gives them.
         place: Where a part's array of some name is in that of its leaf.
+        processes: Those that the engine is in, ascending; each writes a file.
         adam: Adds up mail, on the thread that writes.
     """
 
@@ -53,6 +54,7 @@ class EngineStream:
     small: Mapping[str, Any]
     arrays: Sequence[Mapping[str, tuple[tuple[int, ...], Any, Any]]]
     place: Callable[[str, Part], tuple[slice, ...]]
+    processes: Sequence[int]
     adam: HostAdam
 
     def close(self) -> None:
@@ -77,20 +79,29 @@ class EngineStream:
             {name: (np.dtype(dtype).name, shape) for name, (shape, dtype, _) in leaf.items()}
             for leaf in self.arrays
         ]
-        process, processes = jax.process_index(), jax.process_count()
+        # Others may be in jax's run, each with an engine and checkpoints of its own.
+        number, count = self.processes.index(jax.process_index()), len(self.processes)
         metadata = {
             "format": _FORMAT,
             "version": _VERSION,
-            "processes": str(processes),
+            "processes": str(count),
             "leaves": json.dumps(shapes),
         }
-        with TensorWriter(folder / _file_name(process, processes), tensors, metadata) as file:
+        missing = set(wide)
+        with TensorWriter(folder / _file_name(number, count), tensors, metadata) as file:
             for name, x in small.items():
                 file.write(name, np.ascontiguousarray(x))
             for i, leaf in self.snapshot.leaves():
                 for name, (tensor, *_) in wide[i].items():
                     for begin, elements in self._blocks(self.parts[i], leaf, name):
                         file.write(tensor, elements, begin)
+                missing.remove(i)
+            if missing:
+                raise RuntimeError(
+                    f"expected to write {len(wide)} parts of an engine's state, got all but "
+                    f"{len(missing)} when it was closed. Save again, and let orbax finish: "
+                    "`wait_until_finished`."
+                )
 
     def _tensors(self, saved: SavedPart) -> dict[str, tuple[str, Any, tuple[int, ...]]]:
         """Name in the file, dtype and shape of each of a part's arrays."""
@@ -195,12 +206,7 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
                 f"expected a file of an engine's state, version {_VERSION}, got {path} of version "
                 f"{version}. Read it with the zenflow_jax that wrote it."
             )
-    expected = int(found[0][0]["processes"]) if found else 1
-    if len(paths) != expected:
-        raise FileNotFoundError(
-            f"expected the files of {expected} processes in {folder}, got {len(paths)}. Take "
-            "another checkpoint, or one that every process wrote to the same folder."
-        )
+    _check_files(folder, paths, int(found[0][0]["processes"]) if found else 0)
     leaves: list[dict[str, Any]] = [
         {
             name: StoredArray(f"leaves/{i}/{name}", tuple(shape), np.dtype(dtype))
@@ -209,6 +215,7 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
         for i, leaf in enumerate(json.loads(found[0][0]["leaves"]))
     ]
     tree: dict[str, Any] = {"leaves": leaves}
+    moments = set()
     for _, tensors in found:
         for name, tensor in tensors.items():
             if part := re.fullmatch(r"leaves/(\d+)/(\w+)@([\d,]*)", name):
@@ -222,7 +229,36 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
                 small = np.empty(tensor.shape, tensor.dtype)
                 tensor.read((), small)
                 inner[last] = small
+        moments.add(tuple(int(tree["counts"][name]) for name in ("step", "token")))
+    if len(moments) > 1:
+        steps = " and ".join(str(step) for step, _ in sorted(moments))
+        raise ValueError(
+            f"expected files of one save in {folder}, got some of steps {steps}, or of other runs. "
+            "Take another checkpoint, or put all the files of one into a folder."
+        )
     return tree
+
+
+def _check_files(folder: Path, paths: Sequence[Path], processes: int) -> None:
+    """Refuses files that are not those of one save, by their names."""
+    if not paths:
+        raise FileNotFoundError(
+            f"expected files that `EngineSave` wrote in {folder}, got none. Take another "
+            "checkpoint; what `engine.state()` gave and another saver wrote, restore by that one, "
+            "with `abstract_engine_state(opt_state)` as the template."
+        )
+    expected = {_file_name(i, processes) for i in range(processes)}
+    names = {path.name for path in paths}
+    if missing := sorted(expected - names):
+        raise FileNotFoundError(
+            f"expected the files of {processes} processes in {folder}, got none of {missing[0]}. "
+            "Take another checkpoint, or one that every process wrote to the same folder."
+        )
+    if others := sorted(names - expected):
+        raise ValueError(
+            f"expected the files of {processes} processes in {folder}, got {others[0]} as well. "
+            "Leave the files of one save there."
+        )
 
 
 def _file_name(process: "int | str", processes: "int | str") -> str:

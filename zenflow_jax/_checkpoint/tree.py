@@ -291,6 +291,7 @@ class EngineTree:
         before: Sequence[np.ndarray | None],
         *,
         order: Sequence[int],
+        processes: Sequence[int],
         copy_bytes: int | None,
         adam: HostAdam,
     ) -> EngineStream:
@@ -299,6 +300,7 @@ class EngineTree:
         Args:
             leaves, counts, before: As for `build`.
             order: The groups, in the order in which their windows will close.
+            processes: Those that the engine is in, ascending.
             copy_bytes: Memory for copies; None for a byte for each parameter.
             adam: Of the thread that will write; the stream closes it.
         """
@@ -320,6 +322,7 @@ class EngineTree:
             small=self._small(counts),
             arrays=self._arrays,
             place=lambda name, part: place_of(name, part, self._specs[part.leaf]),
+            processes=processes,
             adam=adam,
         )
 
