@@ -81,6 +81,8 @@ def test_the_readme_has_the_formulas_bytes_of_a_large_model():
     row = f"| host memory, bytes per parameter | 0 | {(need.state + need.mail) / size:.0f} |"
     text = Path(__file__).parents[1].joinpath("README.md").read_text()
     assert f"{row} on paper: the most that may be in use; {need.state / size:.0f} of it" in text
+    need = host_memory(state, host_state="compact")
+    assert f'{(need.state + need.mail) / size:.0f} with `host_state="compact"` |' in text
 
 
 def test_a_bfloat16_leaf_takes_twelve_bytes_or_six_and_an_eighth():
