@@ -25,7 +25,8 @@ from tests.in_tunix.trainers import (
     weights,
     zenflow,
 )
-from zenflow_jax.integrations.tunix import ITEM, ZenFlowHooks
+from zenflow_jax.integrations._tunix_checkpoints import ITEM
+from zenflow_jax.integrations.tunix import ZenFlowHooks
 
 STEPS = 10
 ATOL = 1e-6  # float32, sums in another order

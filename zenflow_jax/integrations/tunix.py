@@ -11,11 +11,10 @@ What is leant on in Tunix, as of 0.1.7, `tests/in_tunix/` holds to the installed
   `on_train_step_end` comes for the step before, and not after the first one.)
 * `train` restores parameters and optimizer state where the trainer is made, and places the
   optimizer state anew before it compiles, by partition specs that this state does not have.
-* `CheckpointManager._checkpoint_manager` is the one of orbax, and nothing else writes checkpoints.
+* Nothing but its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
 """
 
 import dataclasses
-import functools
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
@@ -23,21 +22,20 @@ from typing import Any, Literal, get_args
 
 import jax
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import NamedSharding
 from tunix.sft import checkpoint_manager as tunix_checkpoints  # pyright: ignore[reportMissingImports]
 from tunix.sft import hooks as tunix_hooks  # pyright: ignore[reportMissingImports]
 from tunix.sft import peft_trainer  # pyright: ignore[reportMissingImports]
 
-from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
 from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import match_leaves
-from zenflow_jax._device.memory import HOST, read, zeros_like
+from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.state import find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._engine import HostEngine
+from zenflow_jax.integrations._tunix_checkpoints import CheckpointManager
 
 #: The versions that this was read against and is tested with. The next one writes its checkpoints
 #: by another API of orbax, and accumulates gradients in its step.
@@ -50,9 +48,6 @@ if _installed.split(".")[:3] != VERSION.split("."):
         f"hooks, at other times. Install `google-tunix=={VERSION}`, as `zenflow_jax[tunix]` does, "
         "or exchange in hooks of your own, by `HostEngine.exchange_nnx`."
     )
-
-#: The engine's part of a checkpoint, beside Tunix's `model_params` and `optimizer_state`.
-ITEM = "zenflow_engine"
 
 Evaluate = Literal["as_is", "peek", "flush"]
 
@@ -240,7 +235,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             )
             self._engine_state = None
 
-    def _to_save(self) -> tuple[HostEngine, set[int]]:
+    def to_save(self) -> tuple[HostEngine, set[int]]:
         """The engine, and the ids of arrays of the state that are blank mail in host memory."""
         self._start(self._trainer)  # a trainer may be closed before it has trained
         state = find_state(self._opt_state)
@@ -292,92 +287,6 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
                 "are not those of the engine. Give each trainer hooks of its own, by "
                 "`ZenFlowHooks(trainer)`."
             )
-
-
-class CheckpointManager(tunix_checkpoints.CheckpointManager):
-    """Tunix's own, whose checkpoints have the engine's state as well; `ZenFlowHooks` makes it.
-
-    All of a checkpoint is in one folder and comes into being at once, so that no kill can part the
-    engine's state from the optimizer's.
-    """
-
-    def __init__(self, trainer: peft_trainer.PeftTrainer, hooks: ZenFlowHooks):
-        self._trainer, self._hooks = trainer, hooks
-        self._checkpoint_manager: ocp.CheckpointManager | None = None
-        trainer.checkpoint_manager.close()
-        if trainer.config.checkpoint_root_directory is not None:
-            self._checkpoint_manager = _WithEngine(
-                trainer.config.checkpoint_root_directory,
-                # As in `CheckpointManager.__init__`, and one more.
-                item_handlers={
-                    "model_params": ocp.PyTreeCheckpointHandler(),
-                    "optimizer_state": ocp.PyTreeCheckpointHandler(),
-                    "custom_metadata": ocp.JsonCheckpointHandler(),
-                    ITEM: EngineCheckpointHandler(),
-                },
-                options=trainer.config.checkpointing_options
-                or tunix_checkpoints._DEFAULT_CHECKPOINTING_OPTIONS,
-                hooks=hooks,
-            )
-
-    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Exchanges what the step has sent, and saves if it is time to.
-
-        The trainer calls this after every update. The last one is flushed, as training ends there:
-        its checkpoint has all updates.
-        """
-        self._hooks.exchange()
-        if step == self._trainer.config.max_steps and not self._trainer.is_managed_externally:
-            self._hooks.flush()
-        return super().save(step, *args, **kwargs)
-
-    def restored(self, step: int) -> Any:
-        """The engine's state in the checkpoint that the trainer restored; None if it did not.
-
-        Args:
-            step: The trainer's, 0 if it has restored nothing.
-
-        Raises:
-            ValueError: If the checkpoint has none.
-        """
-        if not step:
-            return None
-        manager = self._checkpoint_manager
-        assert manager is not None  # else there was nothing to restore
-        if ITEM not in (manager.metadata(step).item_metadata or ()):
-            raise ValueError(
-                f"expected `{ITEM}` in the checkpoint of step {step} in {manager.directory}, which "
-                "the trainer has restored, got one without it: it was saved by a trainer without "
-                "`ZenFlowHooks`, and what its deferred channels have learned is not in it. Start "
-                "with its `model_params` in another `checkpoint_root_directory`."
-            )
-        return manager.restore(step, args=ocp.args.Composite(**{ITEM: EngineRestore()}))[ITEM]
-
-    def close(self) -> None:
-        """Ends the checkpoints and the engine, which the trainer needs no more."""
-        super().close()
-        self._hooks.close()
-
-
-class _WithEngine(ocp.CheckpointManager):
-    """Saves the engine's state beside all that it is told to save."""
-
-    def __init__(self, *args: Any, hooks: ZenFlowHooks, **kwargs: Any):
-        self._hooks = hooks
-        super().__init__(*args, **kwargs)
-
-    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        items = dict(kwargs.pop("args").items())
-        engine, mail = self._hooks._to_save()
-        # Steps that read mail, as those of `optax.MultiSteps` do, get it to write over, and orbax
-        # writes what is in host memory from where it is: jax ends the process then (0.10.2, on a
-        # mesh of CPUs). So blank mail of its own is saved.
-        own = functools.partial(jax.tree.map, lambda x: zeros_like(x) if id(x) in mail else x)
-        if "optimizer_state" in items:
-            saved = items["optimizer_state"]
-            items["optimizer_state"] = dataclasses.replace(saved, item=own(saved.item))
-        items[ITEM] = EngineSave(engine)
-        return super().save(step, *args, args=ocp.args.Composite(**items), **kwargs)
 
 
 def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
