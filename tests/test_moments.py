@@ -1,5 +1,8 @@
 """Moments in 8 bits: what codes stand for, and that both kernels make the same ones."""
 
+import zlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,6 +19,7 @@ from tests.test_host_adam import (
     step,
 )
 from zenflow_jax._host import moments as moments_module
+from zenflow_jax._host import numba_loops, numba_moments
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.moments import GROUP, Moment, bytes_of_moments, new_moments
 
@@ -288,6 +292,13 @@ def test_any_range_of_a_moment_is_read_as_all_of_it_is(shape, monkeypatch):
             assert bits(moment.range(begin, end, out)) == bits(whole[begin:end])
         places = tuple(rng.integers(0, size, 50) for size in shape)
         np.testing.assert_array_equal(moment.at(places), whole.reshape(shape)[places])
+
+
+def test_loops_that_are_kept_on_disk_are_compiled_again_when_what_they_are_made_of_changes():
+    constants = {name: x for name, x in vars(moments_module).items() if name.isupper()}
+    constants = {name: float(x) for name, x in constants.items() if not name.startswith("_")}
+    code = Path(numba_loops.__file__).read_bytes() + repr(sorted(constants.items())).encode()
+    assert numba_moments.MADE_OF == zlib.crc32(code), "write this number into numba_moments.py"
 
 
 def test_compact_moments_take_two_bytes_and_an_eighth():
