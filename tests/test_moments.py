@@ -29,7 +29,7 @@ WIDE = {  # (groups, rows, n, tail)
     "leading, groups without a rest": (1, 1, 3, 96),
     "leading, wide": (1, 1, 2, 4200),
     "trailing": (2, 70, 5, 1),
-    "trailing, more lanes than a chunk": (1, 33, 1100, 1),
+    "trailing, more lanes than a chunk": (1, 33, 2100, 1),
     "one channel": (2, 70, 1, 1),
 }
 # Where a step's square root is rounded in another place, a number may get the next code.

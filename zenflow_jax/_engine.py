@@ -130,9 +130,10 @@ class HostEngine:
         host_state: How the host keeps both moments of deferred channels. "float32": 8 bytes per
             parameter. "compact": 2.125, in codes of 8 bits with a unit for each 32 neighbours in a
             channel; so a bfloat16 leaf takes 6.125 in all. Selected channels stay float32 on the
-            device. It changes the run a little: moments are rounded at each host update, to about 1
-            per cent of what a group of 32 has on average. The same bits for any kernel and number
-            of threads. A run may go on with the other, too.
+            device. It changes the run a little: each host update rounds moments, most of them by
+            less than 1 per cent. It takes more of the host's time where cores wait little for
+            memory. The same bits for any kernel and number of threads. A run may go on with the
+            other, too.
         threads: Cores that host updates use. By default all but one, which the caller keeps.
         prefetch_bytes: Bytes on each device that a ready update may take before its boundary. None:
             the whole update, once the leaf's dtype per parameter. The engine uploads the rest at

@@ -1,10 +1,11 @@
 """Compiled loops for compact moments: the same pass over memory decodes, steps and encodes.
 
 `moments.py` says what codes and units are; `numba_loops.py` has the step's other parts, and the
-reasons for how loops are written. A step takes a chunk of its tile at a time: its moments are
-decoded into scratch that stays in the cache, advanced there, and encoded again. Each of the three
-is a loop that LLVM vectorizes; one loop over all would hold a group's codes until its largest
-number is known, and is three times as slow.
+reasons for how loops are written. A step takes a chunk of its tile at a time: its new moments are
+in scratch that stays in the cache until the largest of each group are known, and are encoded then.
+Where channels trail, the step's loop decodes on its way, as each lane has its unit beside it. Where
+they lead, a group's unit is one number for 32 elements; there LLVM only vectorizes loops that
+decode or step, and one that does both is four times as slow.
 
 Letters: as in `numba_loops.py`; `m` and `w` are scratch, `w` the square root of the second moment.
 `cm, cv` are codes and `um, uv` their units; all are flat.
@@ -31,8 +32,9 @@ MADE_OF = 2456236408
 GROUP = moments.GROUP
 # Elements of a chunk. The scratch of larger ones leaves the first cache, smaller ones cost calls.
 _CHUNK = 4096
-# Lanes of a chunk of 32 rows: neighbouring memory of a row, and as much scratch.
-_LANES = 1024
+# Lanes of a chunk of 32 rows. With fewer the scratch (512 KiB) leaves the second cache for the
+# first, but each row costs a beginning, and memory is read in shorter pieces.
+_LANES = 2048
 _BEND, _BEND_SQUARED, _TWICE = moments.BEND, moments.BEND_SQUARED, 2 * moments.BEND
 _PER_FIRST, _PER_SECOND = moments.PER_FIRST, moments.PER_SECOND
 _LEAST_FIRST, _LEAST_UNIT = moments.LEAST_FIRST, moments.LEAST_UNIT
@@ -323,7 +325,8 @@ def adamw_trailing(
     p, cm, cv, rest, gs = p[i:j], cm[i:j], cv[i:j], _piece(rest, i, j), _pieces(gs, origin, i, j)
     lanes = min(_LANES, right - left)
     m, w = np.empty(GROUP * lanes, np.float32), np.empty(GROUP * lanes, np.float32)
-    largest, inverse = np.empty(lanes, np.uint32), np.empty(lanes, np.float32)
+    largest_m, largest_w = np.empty(lanes, np.uint32), np.empty(lanes, np.uint32)
+    inverse = np.empty(lanes, np.float32)
     blocks = (rows + GROUP - 1) // GROUP
     s = first
     while s < last:
@@ -336,11 +339,13 @@ def adamw_trailing(
             k = (group * blocks + row // GROUP) * width
             units_m, units_v = um[k + a : k + b], uv[k + a : k + b]
             begin = (s - first) * width + a - left
-            _decode_rows(cm, begin, width, units_m, m[:size])
-            _decode_rows(cv, begin, width, units_v, w[:size])
             channels = slice(group * width + a, group * width + b)
             _advance_rows(
                 p,
+                cm,
+                units_m,
+                cv,
+                units_v,
                 begin,
                 width,
                 m[:size],
@@ -352,10 +357,12 @@ def adamw_trailing(
                 m_scale[channels],
                 w_scale[channels],
                 scalars,
+                largest_m[: b - a],
+                largest_w[: b - a],
             )
-            more = (active[channels], largest[: b - a], inverse[: b - a])
-            _encode_rows(cm, begin, width, units_m, m[:size], *more)
-            _encode_rows(cv, begin, width, units_v, w[:size], *more)
+            more = (active[channels], inverse[: b - a])
+            _encode_rows(cm, begin, width, units_m, m[:size], largest_m[: b - a], *more)
+            _encode_rows(cv, begin, width, units_v, w[:size], largest_w[: b - a], *more)
             a = b
         s += height
 
@@ -366,37 +373,36 @@ def adamw_trailing(
 
 @_compiled
 @no_type_check
-def _decode_rows(codes, begin, width, units, out):
-    lanes = units.size
-    for r in range(out.size // lanes):
-        i, j = begin + r * width, r * lanes
-        for e in range(lanes):
-            out[np.uintp(j + e)] = _decoded(codes[np.uintp(i + e)], _wide(units[e]))
-
-
-@_compiled
-@no_type_check
-def _advance_rows(p, begin, width, m, w, gs, fs, rest, active, m_scale, w_scale, scalars):
+def _advance_rows(
+    p, cm, um, cv, uv, begin, width, m, w, gs, fs, rest, active, m_scale, w_scale, scalars, lm, lw
+):
+    """Takes the step on a block of rows; new moments are written to scratch."""
     lanes = active.size
+    lm[:] = 0
+    lw[:] = 0
     for r in range(m.size // lanes):
         i, j = begin + r * width, r * lanes
         for e in range(lanes):
             here, there = np.uintp(i + e), np.uintp(j + e)
             g = _sum(None, gs, fs, here)
             x = _master(p, rest, here)
-            x, m_e, w_e = _element(x, m[there], w[there], g, m_scale[e], w_scale[e], scalars)
+            old_m, old_w = _decoded(cm[here], _wide(um[e])), _decoded(cv[here], _wide(uv[e]))
+            x, m_e, w_e = _element(x, old_m, old_w, g, m_scale[e], w_scale[e], scalars)
             _keep(x, p, rest, here, active[e])
             m[there] = m_e
             w[there] = w_e
+            bm, bw = _magnitude(m_e), _magnitude(w_e)
+            lm[e] = bm if bm > lm[e] else lm[e]
+            lw[e] = bw if bw > lw[e] else lw[e]
 
 
 @_compiled
 @no_type_check
-def _encode_rows(codes, begin, width, units, x, active, largest, inverse):
+def _encode_rows(codes, begin, width, units, x, largest, active, inverse):
     """Encodes a block of rows. Writes every lane, with its new or its old value."""
     lanes = units.size
     x = x.reshape(x.size // lanes, lanes)
-    missing = _raise_largest(x, largest)
+    missing = _finite_only(x, largest)
     for e in range(lanes):
         unit = _unit_bits(codes, _float(largest[e]))
         inverse[e] = _inverse(_wide(unit))
@@ -423,6 +429,13 @@ def _raise_largest(x, largest):
         for e in range(x.shape[1]):
             bits = _magnitude(x[r, e])
             largest[e] = bits if bits > largest[e] else largest[e]
+    return _finite_only(x, largest)
+
+
+@_compiled
+@no_type_check
+def _finite_only(x, largest):
+    """Looks again where a lane's largest magnitude is not finite; whether any is."""
     missing = False
     for e in range(largest.size):
         missing |= largest[e] >= _INFINITE
