@@ -173,7 +173,8 @@ def test_a_step_from_a_gradient_that_is_not_finite_poisons_no_neighbour(kernel, 
     ("dtype", "shape"),
     [
         *[(BFLOAT16, shape) for shape in WIDE.values()],
-        *[(t, (2, 1, 7, 37)) for t in (np.float32, np.float16)],
+        (np.float32, (2, 70, 5, 1)),
+        (np.float16, (2, 1, 7, 37)),
     ],
     ids=str,
 )
@@ -200,16 +201,12 @@ def test_a_step_is_that_of_float32_moments_rounded_afterwards(kernel, dtype, sha
         assert bits(ours[~on]) == bits(old[~on])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [*[(BFLOAT16, shape) for shape in WIDE.values()], (np.float32, (2, 70, 5, 1))],
-    ids=str,
-)
-def test_bits_of_compact_moments_depend_on_neither_kernel_nor_threads_nor_tiles(dtype, shape):
-    gradients = [(new_gradient(shape, dtype, i), 0.3 + i) for i in range(5)]
+@pytest.mark.parametrize("shape", WIDE.values(), ids=WIDE)
+def test_bits_of_compact_moments_depend_on_neither_kernel_nor_threads_nor_tiles(shape):
+    gradients = [(new_gradient(shape, BFLOAT16, i), 0.3 + i) for i in range(5)]
 
     def run(adam: HostAdam) -> list[bytes]:
-        state = new_state(shape, dtype=dtype, compact=True)
+        state = new_state(shape, dtype=BFLOAT16, compact=True)
         active = some_channels(state)
         step(adam, state, gradients, active, scale=1 / 3)
         step(adam, state, gradients[:2], ~active, scale=0.3)
