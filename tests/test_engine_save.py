@@ -17,7 +17,7 @@ import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Settings, Training
 from tests.test_resume import PLAN, SETTINGS, end, go, resumed
-from zenflow_jax import AutoWindow
+from zenflow_jax import AutoWindow, _engine
 from zenflow_jax._checkpoint.handler import EngineCheckpointHandler
 from zenflow_jax._checkpoint.stream import StoredArray, read_engine_state
 from zenflow_jax._exchange.snapshot import Snapshot
@@ -355,15 +355,21 @@ def test_what_is_cut_short_cannot_be_read_though_its_end_is_there(tmp_path):
         read_engine_state(tmp_path)
 
 
-def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path):
+def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path, monkeypatch):
     save = EngineCheckpointHandler().save
     with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
         save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
         found = read_engine_state(tmp_path)
         (path,) = tmp_path.iterdir()
         path.unlink()
-        with pytest.raises(FileNotFoundError, match="expected .* to stay until it is read"):
+        told = []  # to the processes that still see the file: without a word they would wait
+        with (
+            pytest.raises(FileNotFoundError, match="expected .* to stay until it is read"),
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(_engine, "agree", lambda refusal, *_: told.append(refusal))
             resumed(training, (training.params, training.state, found), **KERNEL)
+        assert "to stay until it is read" in told[0]
         training.go(1)  # in the same window: only the sum is another one
         save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
         with pytest.raises(ValueError, match="expected .* as it was when .* written since"):

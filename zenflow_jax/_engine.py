@@ -235,12 +235,18 @@ class HostEngine:
             offloaded.pieces,
             compact=compact,
         )
+        devices = {d for s in {weight.sharding for weight in weights} for d in s.device_set}
+        moment = int(read(state.step)), int(read(state.token))
         resumed = None
         if engine_state is not None:
-            resumed = resume(engine_state, host, offloaded, weights, state)
-        devices = {d for s in {weight.sharding for weight in weights} for d in s.device_set}
-        refusal = None if resumed is None else resumed.refusal
-        number = agree(refusal, int(read(state.step)), int(read(state.token)), devices)
+            try:
+                resumed = resume(engine_state, host, offloaded, weights, state)
+            except (OSError, ValueError) as error:
+                # The other processes may have read what this one cannot, and wait for it.
+                with contextlib.suppress(ValueError):
+                    agree(str(error), *moment, devices)
+                raise
+        number = agree(None if resumed is None else resumed.refusal, *moment, devices)
         self._processes = sorted({d.process_index for d in devices})
         self._peers = PeerMonitor(f"run {number}", self._processes, exit_if_stuck=exit_if_stuck)
         # Of what the masters were taken from. What was saved before the first step may be older
