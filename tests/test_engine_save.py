@@ -20,7 +20,9 @@ from tests.test_resume import PLAN, SETTINGS, end, go, resumed
 from zenflow_jax import AutoWindow, _engine
 from zenflow_jax._checkpoint.handler import EngineCheckpointHandler
 from zenflow_jax._checkpoint.stream import StoredArray, read_engine_state
+from zenflow_jax._exchange import worker
 from zenflow_jax._exchange.snapshot import Snapshot
+from zenflow_jax._host.state import HostLeaf
 
 ALL = 10**9  # bytes
 KERNEL = {"host_kernel": "numpy"}
@@ -251,6 +253,30 @@ def test_a_save_whose_folder_cannot_be_made_holds_nobody_up(tmp_path, monkeypatc
         saver.close()
 
 
+def test_a_run_that_waits_long_for_a_save_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "_SAVE_IS_LATE_S", 0.0)
+    monkeypatch.setattr(HostLeaf, "copy", no_memory)  # so it waits, though it was given room
+    told = threading.Event()
+    monkeypatch.setattr(worker._logger, "warning", lambda *args: told.set() or said.append(args))
+    said = []
+    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+        stream = training.engine._stream(ALL)
+        writer = threading.Thread(target=lambda: told.wait() and stream.write(tmp_path))
+        writer.start()
+        training.go(5)
+        writer.join()
+    ((text, *values),) = said
+    assert text % tuple(values) == (
+        "the run has waited 0 s for a checkpoint to have written leaf ['columns']. It goes on "
+        "when that is done or has failed. If the disk is slow, give `EngineSave(engine, "
+        "copy_bytes=...)` more memory; if it is stuck, see to it."
+    )
+
+
+def no_memory(_):
+    raise MemoryError
+
+
 def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
     with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
         stream = training.engine._stream(0)
@@ -366,12 +392,10 @@ def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path
         (path,) = tmp_path.iterdir()
         path.unlink()
         told = []  # to the processes that still see the file: without a word they would wait
-        with (
-            pytest.raises(FileNotFoundError, match="expected .* to stay until it is read"),
-            monkeypatch.context() as patch,
-        ):
+        with monkeypatch.context() as patch:
             patch.setattr(_engine, "agree", lambda refusal, *_: told.append(refusal))
-            resumed(training, (training.params, training.state, found), **KERNEL)
+            with pytest.raises(FileNotFoundError, match="expected .* to stay until it is read"):
+                resumed(training, (training.params, training.state, found), **KERNEL)
         assert "to stay until it is read" in told[0]
         training.go(1)  # in the same window: only the sum is another one
         save(tmp_path, args=zenflow_jax.EngineSave(training.engine))

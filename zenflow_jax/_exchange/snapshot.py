@@ -5,6 +5,7 @@ Where somebody is about to write one that is not saved yet, it is copied, if the
 copies; else who would write waits for the saver, which takes that leaf next.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -46,9 +47,11 @@ class Snapshot:
         with self._condition:
             leaf = self._unsaved.get(i)
             if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:
-                self._unsaved[i] = leaf.copy()
-                self._copied.add(i)
-                self._room -= leaf.nbytes
+                # Where there is less memory than the user thought, who would write waits.
+                with contextlib.suppress(MemoryError):
+                    self._unsaved[i] = leaf.copy()
+                    self._copied.add(i)
+                    self._room -= leaf.nbytes
             self._wanted = i
             while self._reads(i):
                 if ended():

@@ -11,6 +11,8 @@ NumPy, and copies arrays to single devices.
 
 import concurrent.futures
 import contextlib
+import logging
+import math
 import threading
 import time
 from collections import deque
@@ -37,6 +39,9 @@ from zenflow_jax._plan.scalars import AdamScalars
 
 # About how many bytes one call uploads.
 _BYTES_PER_UPLOAD = 8 * 2**20
+# After so long in one wait for a save the run says what it waits for: it looks dead else.
+_SAVE_IS_LATE_S = 60.0
+_logger = logging.getLogger("zenflow_jax")
 # How often a caller that waits looks whether the device still has work.
 _LOOK_S = 1e-3
 
@@ -439,8 +444,23 @@ class Worker:
 
     def _wait_for_save(self, snapshot: Snapshot, i: int) -> None:
         mine = threading.current_thread() is self._thread
+        late = time.monotonic() + _SAVE_IS_LATE_S
+
+        def ended() -> bool:
+            nonlocal late
+            if time.monotonic() >= late:
+                late = math.inf
+                _logger.warning(
+                    "the run has waited %.0f s for a checkpoint to have written leaf %s. It goes "
+                    "on when that is done or has failed. If the disk is slow, give "
+                    "`EngineSave(engine, copy_bytes=...)` more memory; if it is stuck, see to it.",
+                    _SAVE_IS_LATE_S,
+                    self._parts[i].spec.name,
+                )
+            return self._closed or self._other is not None
+
         with self.recorder.meanwhile("wait for save") if mine else contextlib.nullcontext():
-            if snapshot.before_write(i, lambda: self._closed or self._other is not None):
+            if snapshot.before_write(i, ended):
                 return
         if self._other is not None:
             raise RuntimeError(self._other)
