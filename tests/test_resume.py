@@ -409,6 +409,12 @@ def test_masters_are_of_one_moment_or_refused():
             later()
             with pytest.raises(RuntimeError, match="expected the masters of step 5, got to step"):
                 list(each)
+    # Before the first step the engine follows whatever parameters it is shown.
+    with Training(ONE, SETTINGS, threads=1, host_kernel="numpy") as training:
+        trees = training.params, runs.initial(ONE, seed=1)
+        pair = [zenflow_jax.iter_master_params(x, training.state, training.engine) for x in trees]
+        with pytest.raises(RuntimeError, match="expected the masters of step 0, .* other param"):
+            next(zip(*pair, strict=True))
 
 
 def test_masters_are_on_the_devices_before_the_host_may_change_them(monkeypatch):

@@ -252,6 +252,7 @@ class HostEngine:
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
         self._made_with = checksums(mine, states) if resumed is None else None
+        self._loads = 0  # how often the masters have followed parameters
         self._host, self._host_kernel = host, host_kernel
         self._offloaded = offloaded
         self._tree = EngineTree(state, offloaded)
@@ -561,6 +562,7 @@ class HostEngine:
             if part.leaf in loaded:
                 self._host.take_master(i, host_part(mine[part.leaf], part))
         self._made_with = now
+        self._loads += bool(loaded)
 
     @_recorded("state")
     def _masters(self, opt_state: Any) -> Callable[[int], jax.Array]:
@@ -568,15 +570,15 @@ class HostEngine:
         state = self._check(opt_state)
         self._doubts.check(self._progress.step)
         self._settle()
-        now = self._progress.step, self._mailbox.token
+        now = self._progress.step, self._mailbox.token, self._loads
 
         def masters(number: int) -> jax.Array:
             self._check_open()
-            if now != (self._progress.step, self._mailbox.token):
+            if now != (self._progress.step, self._mailbox.token, self._loads):
                 raise RuntimeError(
-                    f"expected the masters of step {now[0]}, got to step {self._progress.step} "
-                    "before all of them were asked for. Make no step, and call no `flush`, while "
-                    "you go through `iter_master_params`."
+                    f"expected the masters of step {now[0]}, got to step {self._progress.step} or "
+                    "to other parameters before all of them were asked for. Make no step, call no "
+                    "`flush`, and go through those of one tree of parameters at a time."
                 )
             return self._updates.masters(number, state)
 
