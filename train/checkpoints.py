@@ -190,6 +190,8 @@ class Checkpoints(SavedCheckpoints):
                     # A folder that cannot be made is then an error at once; otherwise each array
                     # waits minutes for it.
                     create_directories_asynchronously=False,
+                    # 125 GB, a checkpoint of 7B, at 10 MB/s. By default a save fails after 20 min.
+                    timeout_secs=4 * 3600,
                 ),
             )
             # What is not compressed is written from where it is; compressed, all of it is in memory
