@@ -25,7 +25,7 @@ def register_states() -> None:
 
     They are tuples with `_fields`, which flax looks for before it looks for classes. So the two
     functions that it has for all such tuples are the ones that must know them. They have no public
-    name (flax 0.12.7 to 0.12.12; `tests/test_resume.py` reads states through flax).
+    name (flax 0.12.8 and 0.12.12; `tests/test_resume.py` reads states through flax).
     """
     kind = serialization._NamedTuple
     to_dict, from_dict = serialization._STATE_DICT_REGISTRY[kind]
