@@ -1,6 +1,7 @@
 """The float32 weights of a run, put together from device, host and parameters."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,20 +85,23 @@ def iter_master_params(
     if engine is not None:
         engine._follow(state, [weights[i] for i in places])
         of_host = engine._masters(state)
-    leaf_at = dict(zip(places, range(len(places)), strict=True))
-    offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.offloaded]
+    numbers = itertools.count()  # of the offloaded leaves
+    leaf_at = {
+        place: (leaf, next(numbers) if leaf.offloaded else None)
+        for place, leaf in zip(places, state.leaves, strict=True)
+    }
 
     def each() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
         for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
             if place not in leaf_at:
                 yield path, weight
                 continue
-            leaf = state.leaves[number := leaf_at[place]]
+            leaf, number = leaf_at[place]
             host = steps = None
             if leaf.deferred is not None:
                 host, steps = leaf.deferred.master, leaf.deferred.steps
-            elif of_host is not None and leaf.offloaded:
-                host = of_host(offloaded.index(number))
+            elif of_host is not None and number is not None:
+                host = of_host(number)
             bare = dataclasses.replace(leaf, deferred=None, spec=leaf.spec.anonymous)
             yield path, _master(weight, bare, host, steps)
 
