@@ -6,6 +6,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zenflow_jax._attach import AttachedStep, attach
 from zenflow_jax._checkpoint.flax_state import register_states as _register_states
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._deepspeed import DeepSpeedOptions, from_deepspeed
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "STATIC_ARGS",
+    "AttachedStep",
     "AutoSelect",
     "AutoWindow",
     "DeepSpeedOptions",
@@ -40,6 +42,7 @@ __all__ = [
     "Timeline",
     "ZenFlowState",
     "abstract_engine_state",
+    "attach",
     "find_state",
     "flush",
     "from_deepspeed",

@@ -55,7 +55,6 @@ from zenflow_jax._exchange.checks import (
     check_not_numpy,
     check_one_run,
     check_pinned,
-    check_wrappers,
 )
 from zenflow_jax._exchange.emitted import Emitted
 from zenflow_jax._exchange.expected import Expected
@@ -72,6 +71,7 @@ from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._exchange.wrappers import check_wrappers
 from zenflow_jax._host.adam import HostAdam, compile_loops
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.rules import longest

@@ -178,6 +178,11 @@ def find_state(opt_state: Any) -> ZenFlowState:
     return found[0]
 
 
+def has_state(tree: Any) -> bool:
+    """Whether there is a `ZenFlowState` in it."""
+    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+
+
 def replace_state(opt_state: Any, new: ZenFlowState) -> Any:
     """`opt_state` with `new` in the place of its `ZenFlowState`."""
     return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)

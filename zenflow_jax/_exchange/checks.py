@@ -7,13 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from jax.core import Tracer
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._plan.sending import SendGradients
 
 #: How the host keeps moments.
 HOST_STATES = ("float32", "compact")
@@ -46,23 +44,6 @@ def check_max_skipped(max_skipped: Any) -> None:
         raise ValueError(
             f"`max_skipped` must be a whole number from 1 or None, got {max_skipped!r}. Pass how "
             "many skipped steps in a row are an error, or None for a warning only."
-        )
-
-
-def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
-    """Refuses wrappers around the state whose branches jax could not trace."""
-    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
-    around = [
-        type(x).__name__.removesuffix("State")
-        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
-        if isinstance(x, kinds)
-    ]
-    if around and state.send_gradients == SendGradients.AFTER_STEP:
-        raise ValueError(
-            "expected no `optax` wrapper that withholds updates with send_gradients="
-            f'"after_step", got {around[0]}: what a step returns has another shape there than what '
-            "it gets, and both ways of a branch must return the same. Sum micro-batches inside the "
-            "step (steps that are not finite are skipped anyway), or leave `send_gradients` out."
         )
 
 
@@ -131,7 +112,8 @@ def check_fresh(state: ZenFlowState) -> None:
         raise ValueError(
             f"expected a state from `tx.init`, got one after {step} steps: the deferred "
             "channels' moments are with the engine that made them. Make the engine before the "
-            "first step and keep it for the whole run."
+            "first step and keep it for the whole run; or pass what was saved of it beside this "
+            "state, `engine_state=...`."
         )
 
 

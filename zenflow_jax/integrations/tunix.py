@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
-import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from tunix.sft import checkpoint_manager as tunix_checkpoints  # pyright: ignore[reportMissingImports]
@@ -35,6 +34,7 @@ from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.state import find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._engine import HostEngine
+from zenflow_jax._exchange.wrappers import accumulations
 from zenflow_jax.integrations._tunix_checkpoints import CheckpointManager
 
 #: The versions that this was read against and is tested with. The next one writes its checkpoints
@@ -110,9 +110,9 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._place()
         # Of these one is the trainer's own, if it accumulates. With others, only they know how many
         # updates there were.
-        accumulations = len(_accumulations(self._opt_state))
+        summing = len(accumulations(self._opt_state))
         of_trainer = trainer.config.gradient_accumulation_steps is not None
-        self._asks_optimizer = accumulations > of_trainer
+        self._asks_optimizer = summing > of_trainer
         self._exchanged = self._updates
         manager = CheckpointManager(trainer, self)
         self._engine_state = manager.restored(trainer.train_steps)
@@ -257,7 +257,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         """How many updates the optimizer has made; a sum of micro-batches makes one."""
         if not self._asks_optimizer:
             return self._trainer.train_steps
-        made: Any = _accumulations(self._opt_state)[-1].gradient_step
+        made: Any = accumulations(self._opt_state)[-1].gradient_step
         return int(read(made))
 
     def _place(self) -> None:
@@ -330,21 +330,6 @@ def _say_where(variables: Any, state: Any) -> None:
 def _bound(x: Any) -> Any:
     """An array bound to the device that it is on; no copy."""
     return x if not isinstance(x, jax.Array) or x.committed else jax.device_put(x, x.sharding)
-
-
-def _accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
-    """The states of `optax.MultiSteps` around zenflow's, the outermost first."""
-    found, rest = [], opt_state
-    while True:
-        inner = [
-            x
-            for x in jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
-            if isinstance(x, optax.MultiStepsState)
-        ]
-        if not inner:
-            return found
-        found.append(inner[0])
-        rest = inner[0].inner_opt_state
 
 
 def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:

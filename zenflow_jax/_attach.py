@@ -1,0 +1,426 @@
+"""`attach`: a train step that exchanges by itself, for loops that have one place for a function."""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from zenflow_jax._device.memory import read
+from zenflow_jax._device.state import find_state, has_state
+from zenflow_jax._engine import HostEngine
+from zenflow_jax._exchange.wrappers import accumulations
+
+_FIELDS = ("params", "opt_state")
+
+
+def attach(
+    step: Callable[..., Any],
+    engine: HostEngine | None = None,
+    *,
+    flush_every: int | None = None,
+    fields: tuple[str, str] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+) -> "AttachedStep":
+    """A train step that does what `step` does, and exchanges what it returned.
+
+    For loops that are not yours, and take a step function. `step` is compiled, or compiles within;
+    what is attached must not be jitted itself. Three kinds of steps are known by their arguments:
+
+    * `step(params, opt_state, ...)` returns `(params, opt_state, ...)`.
+    * `step(state, ...)` returns the state, or a tuple with the state in it. A state is any object
+      with both `fields`: a flax `TrainState`, a dataclass, a named tuple or a dict.
+    * `step(model, optimizer, ...)` of flax nnx updates both in place.
+
+    Behind `optax.MultiSteps` it exchanges where an update was made. It then waits for each
+    micro-batch, to know.
+
+    Args:
+        step: The train step. What is called must get parameters and state by position, first.
+        engine: The run's engine. None: one is made at the first call, of what that call gets, which
+            must be a fresh state; or one with `engine_options["engine_state"]`.
+        flush_every: After so many updates flush: windows end early, and the parameters lack
+            nothing, as before an evaluation. None: only where you call `flush`.
+        fields: The names of the parameters and of the optimizer state in a state. By default
+            `("params", "opt_state")`.
+        engine_options: Arguments of the `HostEngine` that is made at the first call.
+
+    Returns:
+        The step. It has `flush`, `engine` and `close`, and ends by `with` as an engine does.
+
+    Raises:
+        TypeError: If `step` is no function, or an argument has another type.
+        ValueError: If an argument is out of range, or there are both `engine` and `engine_options`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
+        >>> tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
+        >>> opt_state = tx.init(params)
+        >>> @jax.jit
+        ... def train_step(params, opt_state):
+        ...     loss, gradients = jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+        ...     updates, opt_state = tx.update(gradients, opt_state, params)
+        ...     return optax.apply_updates(params, updates), opt_state, loss
+        >>> with zenflow_jax.attach(train_step) as train_step:
+        ...     for _ in range(5):
+        ...         params, opt_state, loss = train_step(params, opt_state)
+        ...     params, opt_state = train_step.flush(params, opt_state)
+        >>> bool((params["w"] < 1).all())
+        True
+    """
+    return AttachedStep(step, engine, flush_every, fields, engine_options)
+
+
+class AttachedStep:
+    """What `attach` returns."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        engine: HostEngine | None,
+        flush_every: int | None,
+        fields: tuple[str, str] | None,
+        engine_options: Mapping[str, Any] | None,
+    ):
+        _check_step(step)
+        _check_engine(engine, engine_options)
+        _check_period(flush_every)
+        self._fields = _check_fields(fields)
+        self._step, self._engine, self._flush_every = step, engine, flush_every
+        self._engine_options = dict(engine_options or {})
+        self._carrier: _Carrier | None = None
+        self._updates = 0
+        self._accumulated: int | None = None
+        self._closed = False
+        functools.update_wrapper(self, step, updated=())  # its attributes are not ours
+
+    @property
+    def engine(self) -> HostEngine:
+        """The engine.
+
+        Raises:
+            RuntimeError: Before the first call, if that makes it.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "expected a step that has been called, got one before its first call, which makes "
+                "the engine. Call it first, or pass `attach(step, HostEngine(params, opt_state))`."
+            )
+        return self._engine
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        """Makes the step and exchanges; returns what the step returned, ready for the next one.
+
+        Raises:
+            RuntimeError, ValueError: As `HostEngine` and its `exchange`; if the step is closed.
+            TypeError: If arguments or results are not those of one of the three kinds of steps.
+        """
+        carrier = self._start(args)
+        out = self._step(*args, **more)
+        before = carrier.of_results(args, out)
+        if not self._made_update(before[1]):
+            return out
+        after = self.engine.exchange(*before)
+        self._updates += 1
+        if self._flush_every and self._updates % self._flush_every == 0:
+            after = self.engine.flush(*after)
+        return carrier.with_results(args, out, *after)
+
+    def flush(self, *carried: Any) -> Any:
+        """Brings every update into the parameters, as `HostEngine.flush`.
+
+        Args:
+            *carried: What the step takes first and returned last: parameters and optimizer state,
+                or the train state, or the model and its optimizer.
+
+        Returns:
+            The same, with all updates: a pair, or a train state; None for nnx, which is updated in
+            place. Go on from it.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: As `HostEngine.flush`; if the step is closed.
+        """
+        carrier = self._start(carried)
+        after = self.engine.flush(*carrier.of_arguments(carried))
+        return carrier.flushed(carried, *after)
+
+    def close(self) -> None:
+        """Closes the engine, as `HostEngine.close`. Safe twice."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> "AttachedStep":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._closed = True
+        if self._engine is not None:
+            self._engine.__exit__(kind, error, trace)
+
+    def _start(self, args: tuple[Any, ...]) -> "_Carrier":
+        """How parameters and state come, which the first call tells; makes the engine then."""
+        if self._closed:
+            raise RuntimeError(
+                "expected an attached step that is open, got one after `close`, or after its "
+                "`with` block. Attach again, to the run's last checkpoint: "
+                '`attach(step, engine_options={"engine_state": ...})`.'
+            )
+        if self._carrier is None:
+            carrier = _carrier(args, self._fields)
+            params, opt_state = carrier.of_arguments(args)
+            _check_outside_of_jit(opt_state)
+            if self._engine is None:
+                self._engine = HostEngine(params, opt_state, **self._engine_options)
+            self._accumulated = _accumulated(opt_state)
+            self._carrier = carrier
+        return self._carrier
+
+    def _made_update(self, opt_state: Any) -> bool:
+        """Whether the call made an update, or `optax.MultiSteps` has only added to a sum."""
+        if self._accumulated is None:
+            return True
+        before, self._accumulated = self._accumulated, _accumulated(opt_state)
+        return self._accumulated != before
+
+
+# Where parameters and optimizer state are in what a step takes and returns.
+
+
+class _Pair:
+    """Parameters first, the optimizer state second."""
+
+    def of_arguments(self, args: Sequence[Any]) -> tuple[Any, Any]:
+        if len(args) < 2 or not has_state(args[1]):
+            raise TypeError(
+                "expected parameters and optimizer state as the first two arguments, got "
+                f"{_kinds(args)}. Pass both by position, in this order, as at the first call."
+            )
+        return args[0], args[1]
+
+    def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
+        if not isinstance(out, tuple | list) or len(out) < 2 or not has_state(out[1]):
+            found = out if isinstance(out, tuple | list) else [out]
+            raise TypeError(
+                "expected a step that returns (params, opt_state, ...), as it takes them, got "
+                f"{_kinds(found)}. Attach a function that puts them in this order: `lambda *args: "
+                "reorder(step(*args))`."
+            )
+        return out[0], out[1]
+
+    def with_results(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
+        return _like(out, [params, opt_state, *out[2:]])
+
+    def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
+        return params, opt_state
+
+
+@dataclasses.dataclass(frozen=True)
+class _TrainState:
+    """One object with both, which a step returns alone or in a tuple."""
+
+    fields: tuple[str, str]
+
+    def of_arguments(self, args: Sequence[Any]) -> tuple[Any, Any]:
+        if not args or not _has(args[0], self.fields):
+            raise TypeError(
+                f"expected a train state with {_named(self.fields)} as the first argument, got "
+                f"{_kinds(args)}. Pass it by position; if its fields have other names, name them: "
+                '`attach(step, fields=("model", "opt_state"))`.'
+            )
+        return self._both(args[0])
+
+    def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
+        return self._both(out if (place := self._place(out)) is None else out[place])
+
+    def with_results(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
+        place = self._place(out)
+        if place is None:
+            return self._replaced(out, params, opt_state)
+        values = list(out)
+        values[place] = self._replaced(values[place], params, opt_state)
+        return _like(out, values)
+
+    def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
+        return self._replaced(args[0], params, opt_state)
+
+    def _both(self, state: Any) -> tuple[Any, Any]:
+        first, second = (_get(state, name) for name in self.fields)
+        find_state(second)  # says what is wrong with it
+        return first, second
+
+    def _place(self, out: Any) -> int | None:
+        """Where in the results the state is; None if it is the result."""
+        if _has(out, self.fields):
+            return None
+        found = out if isinstance(out, tuple | list) else [out]
+        places = [i for i, x in enumerate(found) if _has(x, self.fields)]
+        if len(places) != 1:
+            raise TypeError(
+                f"expected a step that returns one train state with {_named(self.fields)}, alone "
+                f"or in a tuple, got {len(places)} in {_kinds(found)}. Attach a function that "
+                "returns it first."
+            )
+        return places[0]
+
+    def _replaced(self, state: Any, params: Any, opt_state: Any) -> Any:
+        new = dict(zip(self.fields, (params, opt_state), strict=True))
+        if isinstance(state, Mapping):
+            return type(state)({**state, **new})  # pyright: ignore[reportCallIssue]
+        for name in ("replace", "_replace"):
+            if callable(replace := getattr(state, name, None)):
+                return replace(**new)
+        if dataclasses.is_dataclass(state) and not isinstance(state, type):
+            return dataclasses.replace(state, **new)
+        raise TypeError(
+            "expected a train state that is a dataclass, a named tuple, a dict or has `replace`, "
+            f"got {type(state).__name__}. Call `params, opt_state = engine.exchange(...)` after "
+            "each step instead, and put both where they belong."
+        )
+
+
+class _Nnx:
+    """A model and its optimizer of flax nnx, which a step updates in place."""
+
+    def of_arguments(self, args: Sequence[Any]) -> tuple[Any, Any]:
+        if not _is_nnx(args):
+            raise TypeError(
+                "expected an `nnx.Module` and its `nnx.Optimizer` as the first two arguments, got "
+                f"{_kinds(args)}. Pass both by position, in this order, as at the first call."
+            )
+        model, optimizer = args[0], args[1]
+        return nnx.as_pure(nnx.state(model, optimizer.wrt)), nnx.as_pure(optimizer.opt_state)
+
+    def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
+        return self.of_arguments(args)
+
+    def with_results(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
+        self.flushed(args, params, opt_state)
+        return out
+
+    def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
+        nnx.update(args[0], params)
+        nnx.update(args[1].opt_state, nnx.state(opt_state))
+
+
+_Carrier = _Pair | _TrainState | _Nnx
+
+
+def _carrier(args: tuple[Any, ...], fields: tuple[str, str] | None) -> _Carrier:
+    if fields is None and _is_nnx(args):
+        return _Nnx()
+    if fields is not None or (args and _has(args[0], _FIELDS)):
+        return _TrainState(fields or _FIELDS)
+    if len(args) >= 2 and has_state(args[1]):
+        return _Pair()
+    raise TypeError(
+        "expected (params, opt_state, ...) or (train_state, ...) or an nnx (model, optimizer, ...) "
+        f"by position, with zenflow's state in it, got {_kinds(args)}. If a train state's fields "
+        'have other names, name them: `attach(step, fields=("model", "opt_state"))`; else attach '
+        "a function that takes them so."
+    )
+
+
+def _is_nnx(args: Sequence[Any]) -> bool:
+    return len(args) >= 2 and isinstance(args[0], nnx.Module) and isinstance(args[1], nnx.Optimizer)
+
+
+def _has(state: Any, fields: Sequence[str]) -> bool:
+    if isinstance(state, Mapping):
+        return all(name in state for name in fields)
+    return all(hasattr(state, name) for name in fields)
+
+
+def _get(state: Any, name: str) -> Any:
+    return state[name] if isinstance(state, Mapping) else getattr(state, name)
+
+
+def _like(out: Any, values: list[Any]) -> Any:
+    """Results of the type that the step's have."""
+    return out._make(values) if hasattr(out, "_make") else type(out)(values)
+
+
+def _accumulated(opt_state: Any) -> int | None:
+    """How many updates `optax.MultiSteps` has let through to zenflow; None without one."""
+    around = accumulations(opt_state)
+    return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
+
+
+def _kinds(values: Sequence[Any]) -> str:
+    return f"({', '.join(type(x).__name__ for x in values)})"
+
+
+def _named(fields: Sequence[str]) -> str:
+    return " and ".join(f"`{name}`" for name in fields)
+
+
+def _check_outside_of_jit(opt_state: Any) -> None:
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(opt_state)):
+        raise TypeError(
+            "expected arrays, got tracers: an attached step was called under jit, where nothing "
+            "can cross to the host between two steps. Jit the step, and attach that: "
+            "`attach(jax.jit(step))`."
+        )
+
+
+def _check_step(step: Any) -> None:
+    if isinstance(step, AttachedStep):
+        raise TypeError(
+            "expected a train step, got one that is attached already: each step is exchanged once. "
+            "Use that one."
+        )
+    if not callable(step):
+        raise TypeError(
+            f"`step` must be a function, got {type(step).__name__}. Pass the train step itself, "
+            "`attach(train_step)`."
+        )
+
+
+def _check_engine(engine: Any, options: Any) -> None:
+    if engine is not None and not isinstance(engine, HostEngine):
+        raise TypeError(
+            f"`engine` must be a HostEngine or None, got {type(engine).__name__}. Pass "
+            "`HostEngine(params, opt_state)`, or leave it out."
+        )
+    if engine is not None and options is not None:
+        raise ValueError(
+            "`engine_options` are for an engine that is made at the first call, got them with an "
+            "`engine`. Pass them where you make it."
+        )
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            f"`engine_options` must be a dict, got {type(options).__name__}. Pass arguments of "
+            '`HostEngine` by name, such as {"threads": 4}.'
+        )
+
+
+def _check_period(flush_every: Any) -> None:
+    whole = isinstance(flush_every, Integral) and not isinstance(flush_every, bool)
+    if flush_every is not None and (not whole or flush_every < 1):
+        raise ValueError(
+            f"`flush_every` must be a whole number from 1 or None, got {flush_every!r}. Pass after "
+            "how many updates the parameters shall lack nothing, or None."
+        )
+
+
+def _check_fields(fields: Any) -> tuple[str, str] | None:
+    if fields is None:
+        return None
+    named = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
+    if not named or len(fields) != 2:
+        raise ValueError(
+            f"`fields` must be two names, got {fields!r}. Pass those of the parameters and of the "
+            'optimizer state in your train state, such as ("model", "opt_state").'
+        )
+    return fields[0], fields[1]
