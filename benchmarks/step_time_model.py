@@ -29,6 +29,7 @@ def llama(length: int, **sizes: int) -> DecoderConfig:
         rope_base=10000.0,
         rope_scaling=None,
         qkv_bias=False,
+        qk_norm=False,
         tied=False,
         window=None,
     )

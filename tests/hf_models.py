@@ -14,7 +14,7 @@ from train.hf_tensors import leaf_name
 from train.pretrained import load_weights, make_model, read_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
-DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2"]
+DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3"]
 ENCODERS = ["bert", "bert_masked"]
 FAMILIES = DECODERS + ENCODERS
 

@@ -1,6 +1,7 @@
 """Makes `tests/fixtures/`: tiny random models as `transformers` saves them, and what they compute.
 
     python -m tests.make_model_fixtures
+    python -m tests.make_model_fixtures --only qwen3
     python -m tests.make_model_fixtures --minilm DIR
 
 Needs torch and transformers, which the tests themselves do not. Each model is a folder with
@@ -64,7 +65,7 @@ SENTENCES = [
 ]
 
 
-def make_decoders() -> None:
+def make_decoders(only: str | None) -> None:
     import transformers as hf
 
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
@@ -82,12 +83,20 @@ def make_decoders() -> None:
         "qwen2": hf.Qwen2ForCausalLM(
             hf.Qwen2Config(**DECODER | {"num_key_value_heads": 2}, tie_word_embeddings=True)
         ),
+        # Heads that together are wider than the model.
+        "qwen3": hf.Qwen3ForCausalLM(
+            hf.Qwen3Config(
+                **DECODER | {"num_key_value_heads": 2}, head_dim=6, tie_word_embeddings=False
+            )
+        ),
         # A window that is shorter than the sequences.
         "mistral": hf.MistralForCausalLM(
             hf.MistralConfig(**DECODER | {"num_key_value_heads": 1}, sliding_window=5)
         ),
     }
     for name, model in makers.items():
+        if only not in (None, name):
+            continue
         rng = np.random.default_rng(len(name))
         tokens = rng.integers(0, DECODER["vocab_size"], (2, POSITIONS)).astype(np.int32)
         inputs = {"input_ids": tokens}
@@ -170,8 +179,10 @@ def _versions() -> dict[str, str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minilm", type=Path)
+    parser.add_argument("--only", help="one of the decoders")
     options = parser.parse_args()
-    make_decoders()
-    make_encoders()
+    make_decoders(options.only)
+    if options.only is None:
+        make_encoders()
     if options.minilm:
         make_minilm(options.minilm)

@@ -502,7 +502,7 @@ def test_what_a_deepspeed_config_has_set_is_put_right_in_the_config(tmp_path):
 
 
 def test_a_model_of_the_same_shapes_but_with_another_config_is_refused(tmp_path):
-    begun = DecoderConfig(*range(8), 1e-5, 1e4, None, False, False, None)
+    begun = DecoderConfig(*range(8), 1e-5, 1e4, None, False, False, False, None)
     with Job(tmp_path, config=begun) as job:
         job.save(10)
         job.checkpoints.finish()

@@ -68,6 +68,7 @@ def test_outputs_are_those_of_transformers(name, scan_layers):
         ("llama_linear", {"rope_base": 5000.0}),
         ("mistral", {"window": 4}),
         ("mistral", {"window": 6}),
+        ("qwen3", {"norm_eps": 1e-2}),
         ("bert", {"norm_eps": 1e-2}),
     ],
     ids=str,
@@ -135,7 +136,7 @@ def plain_gradients(name):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("qwen2", {"remat": True}),
+        ("qwen3", {"remat": True}),
         ("bert", {"remat": True, "scan_layers": True}),
     ],
     ids=str,
@@ -151,7 +152,7 @@ def test_gradients_are_the_same_scanned_and_rematerialized(name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "bert"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "bert"])
 def test_gradients_reach_every_leaf(name):
     dead = [
         leaf
@@ -165,7 +166,7 @@ def test_gradients_reach_every_leaf(name):
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "bert"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "bert"])
 def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
     graphdef, shapes = make(
         read_folder(FIXTURES / name), weight_dtype=jnp.bfloat16, scan_layers=scan_layers
@@ -338,6 +339,7 @@ def test_a_config_may_leave_out_what_follows_from_the_rest(tmp_path):
     assert read_folder(folder).config == new
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
     ("changes", "window"),
     [
@@ -347,8 +349,8 @@ def test_a_config_may_leave_out_what_follows_from_the_rest(tmp_path):
     ],
     ids=str,
 )
-def test_windows_of_qwen2_are_those_of_its_layers(tmp_path, changes, window):
-    folder = copied("qwen2", tmp_path)
+def test_windows_of_qwen_are_those_of_its_layers(tmp_path, name, changes, window):
+    folder = copied(name, tmp_path)
     change_config(folder, layer_types=None, **changes)
     assert read_folder(folder).config.window == window
 
@@ -462,6 +464,8 @@ def assert_refused(folder, *words):
         ("llama2", {"model_type": "qwen2"}, ["layers.0.self_attn.k_proj.bias", "and 5 more"]),
         ("qwen2", {"model_type": "llama"}, ["layers.0.self_attn.k_proj.bias", "and 5 more"]),
         ("qwen2", {"tie_word_embeddings": False}, ["`lm_head.weight`"]),
+        ("qwen3", {"model_type": "llama"}, ["layers.0.self_attn.k_norm.weight", "and 3 more"]),
+        ("qwen3", {"head_dim": None}, ["self_attn.o_proj.weight", "(16, 512)", "(16, 24)"]),
     ],
     ids=str,
 )
@@ -577,7 +581,7 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name, dtype, scan_laye
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize("name", ["llama2", "qwen2", "mistral", "bert"])
+@pytest.mark.parametrize("name", ["llama2", "qwen2", "qwen3", "mistral", "bert"])
 def test_the_saved_folder_has_the_tensors_of_the_one_that_was_read(tmp_path, name):
     pretrained, _, params = load(FIXTURES / name)
     save_folder(tmp_path / "saved", pretrained, params)
@@ -585,7 +589,7 @@ def test_the_saved_folder_has_the_tensors_of_the_one_that_was_read(tmp_path, nam
         load_file(f / "model.safetensors") for f in (FIXTURES / name, tmp_path / "saved")
     )
     assert there.keys() == here.keys()
-    assert ("lm_head.weight" in here) == (name in ("llama2", "mistral"))
+    assert ("lm_head.weight" in here) == (name in ("llama2", "qwen3", "mistral"))
     for key, value in there.items():
         np.testing.assert_array_equal(here[key], value)
 

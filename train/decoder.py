@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3, Qwen 2 and 2.5, Mistral are one decoder with other options.
+"""The Llama family: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral are one decoder with other options.
 
 RMSNorm in front of each half of a block, rotary positions, attention in which groups of query heads
 share a key head, SwiGLU. `pretrained.py` reads the weights of a folder. What differs between the
@@ -13,6 +13,7 @@ References:
     Touvron et al., Llama 2, https://arxiv.org/abs/2307.09288, 2023.
     Jiang et al., Mistral 7B, https://arxiv.org/abs/2310.06825, 2023.
     Yang et al., Qwen2, https://arxiv.org/abs/2407.10671, 2024.
+    Yang et al., Qwen3, https://arxiv.org/abs/2505.09388, 2025.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class DecoderConfig(NamedTuple):
     rope_base: float  # the slowest rotation turns once in about 6 times this many positions
     rope_scaling: LinearRope | Llama3Rope | None
     qkv_bias: bool  # whether query, key and value have a bias (Qwen 2)
+    qk_norm: bool  # whether the query and the key of each head are normalized (Qwen 3)
     tied: bool  # whether the embedding is the head as well
     window: int | None  # how many tokens, itself included, a token attends to; None for all
 
@@ -102,7 +104,7 @@ class Decoder(nnx.Module):
             scan_layers=scan_layers,
             rngs=rngs,
         )
-        self.norm = _norm(config, rngs)
+        self.norm = _norm(config.width, config, rngs)
         if not config.tied:
             self.head = linear(
                 config.width,
@@ -136,12 +138,16 @@ class DecoderBlock(nnx.Module):
 
         self.config = config
         width, d = config.width, config.head_width
-        self.attention_norm = _norm(config, rngs)
+        self.attention_norm = _norm(config.width, config, rngs)
         self.query = matrix(width, config.heads * d, bias=config.qkv_bias)
         self.key = matrix(width, config.kv_heads * d, bias=config.qkv_bias)
         self.value = matrix(width, config.kv_heads * d, bias=config.qkv_bias)
         self.attention_out = matrix(config.heads * d, width)
-        self.ffn_norm = _norm(config, rngs)
+        if config.qk_norm:
+            # One scale for all heads.
+            self.query_norm = _norm(d, config, rngs)
+            self.key_norm = _norm(d, config, rngs)
+        self.ffn_norm = _norm(config.width, config, rngs)
         self.gate = matrix(width, config.ffn)
         self.up = matrix(width, config.ffn)
         self.down = matrix(config.ffn, width)
@@ -154,9 +160,13 @@ class DecoderBlock(nnx.Module):
     def _attention(self, x, cos, sin):
         b, t, _ = x.shape
         d, window = self.config.head_width, self.config.window
-        q = turned(self.query(x).reshape(b, t, -1, d), cos, sin)
-        k = turned(self.key(x).reshape(b, t, -1, d), cos, sin)
-        v = self.value(x).reshape(b, t, -1, d)
+        q, k, v = (
+            project(x).reshape(b, t, -1, d) for project in (self.query, self.key, self.value)
+        )
+        if self.config.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)  # float32
+        # Rounded after the turn alone.
+        q, k = (turned(heads, cos, sin).astype(v.dtype) for heads in (q, k))
         # Before and after the token itself, which the window counts and jax does not.
         local = None if window is None or window >= t else (window - 1, 0)
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
@@ -184,8 +194,10 @@ def rotation_speeds(config: DecoderConfig) -> np.ndarray:
     Examples:
         >>> from train.decoder import DecoderConfig, LinearRope
         >>> sizes = dict(vocabulary=8, width=8, layers=1, heads=2, kv_heads=1, head_width=4, ffn=8)
-        >>> options = dict(positions=8, norm_eps=1e-6, qkv_bias=False, tied=True, window=None)
-        >>> config = DecoderConfig(**sizes, **options, rope_base=100.0, rope_scaling=LinearRope(2))
+        >>> options = dict(positions=8, norm_eps=1e-6, qkv_bias=False, qk_norm=False, tied=True)
+        >>> config = DecoderConfig(
+        ...     **sizes, **options, window=None, rope_base=100.0, rope_scaling=LinearRope(2)
+        ... )
         >>> rotation_speeds(config)
         array([0.5 , 0.05])
     """
@@ -222,7 +234,7 @@ def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return both.astype(x.dtype)
 
 
-def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def _norm(width: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(
-        config.width, epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs
+        width, epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs
     )

@@ -23,8 +23,12 @@ ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
     "llama": "decoder",
     "mistral": "decoder",
     "qwen2": "decoder",
+    "qwen3": "decoder",
     "bert": "encoder",
 }
+
+# Of these alone a config may ask for windows of attention in some of the layers.
+QWEN = ("qwen2", "qwen3")
 
 # Values that a key must have if it is there, because the models here know no other.
 FIXED: Mapping[str, Mapping[str, Any]] = {
@@ -44,7 +48,9 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-ROPE_BASE = 10_000.0  # where the config says none, as in the classes of `transformers`
+# Where the config says none, as in the classes of `transformers`.
+ROPE_BASE = 10_000.0
+QWEN3_HEAD_WIDTH = 128
 
 NOT_BUILT = "The models in train/ do nothing else: choose another model"
 MISTAKE = "No model has such a config: copy the file again"
@@ -128,9 +134,12 @@ def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
         raise keys.error(
             "num_key_value_heads", f"a divisor of `num_attention_heads`, {heads}", MISTAKE
         )
-    if keys.raw.get("head_dim") is None and width % heads:
-        raise keys.error("num_attention_heads", f"a divisor of `hidden_size`, {width}", MISTAKE)
-    head_width = keys.count("head_dim", width // heads)
+    if kind == "qwen3":
+        head_width = keys.count("head_dim", QWEN3_HEAD_WIDTH)
+    else:
+        if keys.raw.get("head_dim") is None and width % heads:
+            raise keys.error("num_attention_heads", f"a divisor of `hidden_size`, {width}", MISTAKE)
+        head_width = keys.count("head_dim", width // heads)
     if head_width % 2:
         raise keys.error("head_dim", "an even number, for rotary positions", MISTAKE)
     rope_base, rope_scaling = _rope(keys)
@@ -147,6 +156,7 @@ def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
         rope_base=rope_base,
         rope_scaling=rope_scaling,
         qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
         tied=keys.flag("tie_word_embeddings", False),
         window=_window(keys, kind, layers),
     )
@@ -188,12 +198,12 @@ def _window(keys: _Keys, kind: str, layers: int) -> int | None:
     raw = keys.raw
     if kind == "llama" or raw.get("sliding_window") is None:
         return None
-    if kind == "qwen2" and not keys.flag("use_sliding_window", False):
+    if kind in QWEN and not keys.flag("use_sliding_window", False):
         return None
     window = keys.count("sliding_window")
-    # Qwen 2 can have windows in some layers: all must be alike here, because they may be scanned.
+    # Qwen can have windows in some layers: all must be alike here, because they may be scanned.
     sliding = [True] * layers
-    if kind == "qwen2":
+    if kind in QWEN:
         sliding = [layer >= raw.get("max_window_layers", 28) for layer in range(layers)]
         if isinstance(raw.get("layer_types"), list):
             sliding = [name == "sliding_attention" for name in raw["layer_types"]]

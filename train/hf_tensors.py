@@ -43,6 +43,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "blocks/query": "layers.{}.self_attn.q_proj",
         "blocks/key": "layers.{}.self_attn.k_proj",
         "blocks/value": "layers.{}.self_attn.v_proj",
+        "blocks/query_norm": "layers.{}.self_attn.q_norm",
+        "blocks/key_norm": "layers.{}.self_attn.k_norm",
         "blocks/attention_out": "layers.{}.self_attn.o_proj",
         "blocks/ffn_norm": "layers.{}.post_attention_layernorm",
         "blocks/gate": "layers.{}.mlp.gate_proj",

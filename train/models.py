@@ -133,6 +133,7 @@ def own_config(settings: Settings) -> DecoderConfig:
         rope_base=10_000.0,
         rope_scaling=None,
         qkv_bias=False,
+        qk_norm=False,
         tied=False,
         window=None,
     )

@@ -52,7 +52,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"^head/kernel$", ("fsdp", "tensor")),  # (width, vocabulary)
     (r"^(pooler|classifier)/kernel$", ("fsdp", None)),  # (width, width or labels)
     (r"^(pooler|classifier)/bias$", (None,)),
-    (r"norm/(scale|bias)$", (None,)),  # (width,): small, so whole on every device
+    (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so whole on every device
 )
 
 

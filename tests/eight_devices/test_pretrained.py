@@ -18,7 +18,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "bert_masked"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "bert_masked"])
 def test_a_mesh_changes_no_bits_of_the_weights_nor_of_the_files(tmp_path, name, scan_layers):
     pretrained = read_folder(FIXTURES / name)
     _, shapes = make(pretrained, scan_layers=scan_layers)
