@@ -7,7 +7,11 @@ models is in `DecoderConfig`. Matrices are `(in, out)`.
 Weights are kept in `weight_dtype`, matrix products run in `compute_dtype`; norms, rotations, the
 softmax of attention and the logits are float32 whatever these are.
 
-Letters: `b` sequences in a batch, `t` positions, `h` heads, `d` width of a head.
+`Decoder.extend` is the same function a few positions at a time, for `generate.py`: what attention
+needs of the positions before is in a `Cache`.
+
+Letters: `b` sequences in a batch, `t` positions, `s` of them that a cache has room for, `h` heads,
+`d` width of a head.
 
 References:
     Touvron et al., Llama 2, https://arxiv.org/abs/2307.09288, 2023.
@@ -69,6 +73,13 @@ class DecoderConfig(NamedTuple):
     window: int | None  # how many tokens, itself included, a token attends to; None for all
 
 
+class Cache(NamedTuple):
+    """Keys and values of the positions that were seen, of one block or stacked for all of them."""
+
+    keys: jax.Array  # (b, s, kv_heads, d), turned; in front of that an axis over the blocks, if any
+    values: jax.Array  # likewise
+
+
 class Decoder(nnx.Module):
     """Logits of the next token at every position.
 
@@ -118,8 +129,47 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens `(b, t)`, any integer dtype, to float32 logits `(b, t, vocabulary)`."""
         x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
-        cos, sin = rotations(self.config, tokens.shape[1])
+        cos, sin = rotations(self.config, jnp.arange(tokens.shape[1])[None])
         x = run_blocks(self.blocks, x, cos, sin, remat=self.remat, sharding=self.stream_sharding)
+        return self._logits(x)
+
+    def empty_cache(self, b: int, s: int) -> Cache:
+        """One for `b` sequences of at most `s` tokens, before the first of them."""
+        config = self.config
+        shape = (config.layers, b, s, config.kv_heads, config.head_width)
+        dtype = self.embed.dtype
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def extend(
+        self, tokens: jax.Array, cache: Cache, start: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """The logits behind the last of some more tokens, and the cache with them.
+
+        Only for stacked blocks (`scan_layers`): each token would else be a program as long as the
+        model is deep.
+
+        Args:
+            tokens: `(b, t)`, any integer dtype.
+            cache: Has the tokens before them; `start + t` is at most `s`.
+            start: How many these are.
+
+        Returns:
+            float32 logits `(b, vocabulary)` of the token that follows, and a cache of the same
+            shape.
+        """
+        x = self.embed(tokens.astype(jnp.int32))
+        cos, sin = rotations(self.config, (start + jnp.arange(tokens.shape[1]))[None])
+        graphdef, stacks = nnx.split(self.blocks)
+
+        def body(x, block_and_cache):
+            params, cache = block_and_cache
+            block = nnx.merge(graphdef, params)
+            return DecoderBlock.extend(block, x, cos, sin, cache, start)
+
+        x, cache = jax.lax.scan(body, x, (stacks, cache))
+        return self._logits(x[:, -1:])[:, 0], cache
+
+    def _logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
         if not self.config.tied:
             return self.head(x)
@@ -154,12 +204,34 @@ class DecoderBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """Maps `(b, t, width)` to the same shape and dtype; `cos`, `sin` as of `rotations`."""
-        x = x + self._attention(self.attention_norm(x), cos, sin)
-        return x + self._swiglu(self.ffn_norm(x))
+        q, k, v = self._heads(self.attention_norm(x), cos, sin)
+        t, window = x.shape[1], self.config.window
+        # Before and after the token itself, which the window counts and jax does not.
+        local = None if window is None or window >= t else (window - 1, 0)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
+        return self._mixed_in(x, mixed)
 
-    def _attention(self, x, cos, sin):
+    def extend(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: Cache, start: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """The same for positions from `start` on; `cache` has those before, and then these too."""
+        q, k, v = self._heads(self.attention_norm(x), cos, sin)
+        cache = Cache(
+            jax.lax.dynamic_update_slice_in_dim(cache.keys, k, start, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(cache.values, v, start, axis=1),
+        )
+        # How far each token is behind each place of the cache.
+        behind = start + jnp.arange(x.shape[1])[:, None] - jnp.arange(cache.keys.shape[1])[None]
+        seen = behind >= 0
+        if self.config.window is not None:
+            seen &= behind < self.config.window
+        mixed = jax.nn.dot_product_attention(q, *cache, mask=seen[None, None])
+        return self._mixed_in(x, mixed), cache
+
+    def _heads(self, x, cos, sin):
+        """Queries, keys and values `(b, t, heads, d)`."""
         b, t, _ = x.shape
-        d, window = self.config.head_width, self.config.window
+        d = self.config.head_width
         q, k, v = (
             project(x).reshape(b, t, -1, d) for project in (self.query, self.key, self.value)
         )
@@ -167,24 +239,30 @@ class DecoderBlock(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)  # float32
         # Rounded after the turn alone.
         q, k = (turned(heads, cos, sin).astype(v.dtype) for heads in (q, k))
-        # Before and after the token itself, which the window counts and jax does not.
-        local = None if window is None or window >= t else (window - 1, 0)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
-        return self.attention_out(mixed.reshape(b, t, -1))
+        return q, k, v
+
+    def _mixed_in(self, x, mixed):
+        """The stream after the block, of what attention has mixed: `(b, t, heads, d)`."""
+        x = x + self.attention_out(mixed.reshape(*x.shape[:2], -1))
+        return x + self._swiglu(self.ffn_norm(x))
 
     def _swiglu(self, x):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-def rotations(config: DecoderConfig, t: int) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of how far pairs of channels turn: float32 `(t, d / 2)` each.
+def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of how far pairs of channels turn: float32 `(b, t, d / 2)` each.
+
+    Args:
+        config: Of the model.
+        positions: `(b, t)`, any integer dtype; `b` is 1 where all sequences have the same.
 
     References:
         Su et al., RoFormer, https://arxiv.org/abs/2104.09864, 2021.
     """
     # float32 from here: a bfloat16 angle would be wrong by half a radian at position 200.
     speed = jnp.asarray(rotation_speeds(config), jnp.float32)
-    angle = jnp.outer(jnp.arange(t, dtype=jnp.float32), speed)
+    angle = positions.astype(jnp.float32)[..., None] * speed[None, None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -222,13 +300,13 @@ def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
     Args:
         x: `(b, t, h, d)`, any float dtype. Pairs are `(i, i + d/2)`.
-        cos: `(t, d / 2)`, float32, as of `rotations`.
+        cos: `(b, t, d / 2)`, float32, as of `rotations`; or 1 in place of `b`.
         sin: Likewise.
 
     Returns:
         The same shape and dtype; each vector keeps its length.
     """
-    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     both = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
     return both.astype(x.dtype)

@@ -104,6 +104,21 @@ def end_token(tokenizer: Tokenizer) -> int:
     return tokenizer.end
 
 
+def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids of all tokens that end what a model of the folder writes.
+
+    Models for chats have one that ends a turn and one that ends a text: the files with numbers list
+    both.
+    """
+    ends = {tokenizer.end} - {None}
+    for name in _NUMBERED:
+        if (folder / name).is_file():
+            numbers = _read_json(folder / name).get("eos_token_id")
+            numbers = numbers if isinstance(numbers, list) else [numbers]
+            ends |= {n for n in numbers if isinstance(n, int) and not isinstance(n, bool)}
+    return frozenset(ends)
+
+
 def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER
     if not path.is_file():

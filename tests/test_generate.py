@@ -1,0 +1,234 @@
+"""What a model writes behind a prompt: the same tokens with a cache as without, and the command."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.hf_models import DECODERS, FIXTURES, assert_close, load
+from tests.tiny_model import write_model
+from tests.tiny_tokenizer import END
+from train import generate
+from train.continuation import LogitsError, Sampling, continued, narrowed
+from train.tokenizer import read_tokenizer
+
+PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
+
+
+# --- the cache ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_with_a_cache_are_those_of_the_whole_sequence(name):
+    _, graphdef, params = load(FIXTURES / name, scan_layers=True)
+    tokens = np.random.default_rng(0).integers(0, 62, (2, PROMPT + MORE)).astype(np.int32)
+    extend = jax.jit(lambda tokens, cache, i: nnx.merge(graphdef, params).extend(tokens, cache, i))
+    whole = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))(tokens)
+
+    cache = nnx.merge(graphdef, params).empty_cache(2, PROMPT + MORE + 3)
+    logits, cache = extend(tokens[:, :PROMPT], cache, 0)
+    assert_close(logits, whole[:, PROMPT - 1])
+    for i in range(PROMPT, PROMPT + MORE):
+        logits, cache = extend(tokens[:, i : i + 1], cache, i)
+        assert logits.dtype == jnp.float32
+        assert_close(logits, whole[:, i])
+    assert extend._cache_size() == 2  # the prompt, and one token
+
+
+def test_the_most_likely_tokens_are_those_of_the_model_without_a_cache():
+    _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True)
+    model = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))
+    found = list(continued(graphdef, params, [1, 2, 3], most=8))
+    tokens = np.zeros((1, 11), np.int32)  # what is behind a token does not change it
+    tokens[0, :3] = [1, 2, 3]
+    for i in range(3, 11):
+        tokens[0, i] = jnp.argmax(model(tokens)[0, i - 1])
+    assert found == tokens[0, 3:].tolist()
+    # An end token comes, and nothing behind it.
+    end = found[2]
+    cut = found[: found.index(end) + 1]
+    assert list(continued(graphdef, params, [1, 2, 3], most=8, ends={end})) == cut
+    assert list(continued(graphdef, params, [1, 2, 3], most=1)) == found[:1]
+
+
+# --- sampling -------------------------------------------------------------------------------
+
+PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "taken"),
+    [
+        (Sampling(1.0), {0, 1, 2, 3, 4}),
+        (Sampling(1.0, top_k=2), {1, 3}),
+        (Sampling(1.0, top_k=99), {0, 1, 2, 3, 4}),
+        (Sampling(1.0, top_p=0.4), {1}),
+        (Sampling(1.0, top_p=0.41), {1, 3}),
+        (Sampling(1.0, top_p=0.75), {1, 3, 4}),
+        (Sampling(1.0, top_p=1.0), {0, 1, 2, 3, 4}),
+        # Of the two that are left 0.4 is 0.57.
+        (Sampling(1.0, top_k=2, top_p=0.5), {1}),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_too_unlikely_are_not_drawn(sampling, taken):
+    logits = narrowed(jnp.log(jnp.asarray(PROBABILITIES)), sampling)
+    assert set(np.flatnonzero(np.isfinite(logits))) == taken
+    kept = [PROBABILITIES[i] for i in sorted(taken)]
+    shares = jax.nn.softmax(logits)[np.array(sorted(taken))]
+    np.testing.assert_allclose(shares, np.array(kept) / sum(kept), rtol=1e-5)
+
+
+def test_draws_follow_the_seed_and_the_temperature():
+    _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
+
+    def drawn(seed, temperature):
+        sampling = Sampling(temperature, top_k=8)
+        return list(continued(graphdef, params, [1], most=12, sampling=sampling, seed=seed))
+
+    assert drawn(0, 1.0) == drawn(0, 1.0)
+    assert drawn(0, 1.0) != drawn(1, 1.0)
+    # So cold that the likeliest token is all there is.
+    assert drawn(0, 1e-4) == list(continued(graphdef, params, [1], most=12))
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
+    params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
+    with pytest.raises(LogitsError, match="expected finite logits"):
+        list(continued(graphdef, params, [1], most=1, sampling=Sampling(1.0, top_k=3, top_p=0.5)))
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def run(capsys, *arguments):
+    code = generate.main([str(argument) for argument in arguments])
+    return (code, *capsys.readouterr())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("run") / "model", "llama2")
+
+
+def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
+    code, out, err = run(capsys, "--model", folder, "the cat", "--max-tokens", 9)
+    assert code == 0
+    tokenizer = read_tokenizer(folder, vocabulary=1000)
+    prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
+    _, graphdef, params = load(folder, scan_layers=True)
+    tokens = list(continued(graphdef, params, prompt, most=9, ends={tokenizer.end}))
+    assert out == tokenizer.tokens.decode(tokens) + "\n"
+    assert f"{len(prompt)} tokens of prompt, as it is" in err
+    assert "9 tokens" in err
+    assert "cut off by --max-tokens 9" in err
+    assert run(capsys, "--model", folder, "the cat", "--max-tokens", 9)[1] == out
+    sampled = ["--model", folder, "the cat", "--max-tokens", 9, "--top-k", 40]
+    assert run(capsys, *sampled)[1] == run(capsys, *sampled)[1] != out
+    assert run(capsys, *sampled, "--seed", 1)[1] != run(capsys, *sampled)[1]
+    assert run(capsys, *sampled, "--temperature", 0)[1] == out
+
+
+def test_text_comes_in_whole_characters():
+    class Bytes:
+        """A tokenizer of bytes, as those of decoders are."""
+
+        @staticmethod
+        def decode(ids, *, skip_special_tokens):
+            assert skip_special_tokens
+            return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    text = "a \N{SNOWMAN}, two \N{GRINNING FACE}\N{GRINNING FACE}."
+    parts = list(generate.texts(Bytes(), [*text.encode(), 300]))
+    assert "".join(parts) == text
+    assert generate.UNKNOWN not in "".join(parts)
+    # What is cut off in the middle shows as such.
+    assert "".join(generate.texts(Bytes(), text.encode()[:4])) == f"a {generate.UNKNOWN}"
+    assert list(generate.texts(Bytes(), [300])) == []
+
+
+def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, capsys):
+    record = folder.parent / "settings.toml"
+    try:
+        arguments = ("--model", folder, "Add.", "--max-tokens", 1)
+        record.write_text('task = "alpaca"\n')
+        code, _, err = run(capsys, *arguments)
+        assert code == 0
+        assert "in Alpaca's template, as the run was trained (alpaca)" in err
+        assert "as it is" in run(capsys, *arguments, "--format", "text")[2].splitlines()[0]
+        record.write_text('task = "language"\n')
+        assert "as it is" in run(capsys, *arguments)[2]
+        record.write_text("of something else")
+        assert "as it is" in run(capsys, *arguments)[2]
+    finally:
+        record.unlink()
+
+
+def test_every_token_that_ends_a_text_ends_the_continuation(folder, tmp_path, capsys):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    arguments = ("--model", copy, "the cat", "--max-tokens", 9)
+    tokenizer = read_tokenizer(copy, vocabulary=1000)
+    prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
+    _, graphdef, params = load(copy, scan_layers=True)
+    second = list(continued(graphdef, params, prompt, most=2))[1]
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, second]}))
+    assert "2 tokens" in run(capsys, *arguments)[2].splitlines()[1]
+    assert END != tokenizer.tokens.id_to_token(second)
+
+
+def test_a_continuation_ends_where_the_positions_of_the_model_do(folder, tmp_path, capsys):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10}))
+    code, _, err = run(capsys, "--model", copy, "cats", "--max-tokens", 9, "--dtype", "float32")
+    assert code == 0
+    assert "cut off where the model's 10 positions end" in err
+    code, out, err = run(capsys, "--model", copy, "the cat is on the mat", "--max-tokens", 1)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: `prompt`: expected one token at least and at most 9")
+    assert "Shorten it" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--max-tokens", 0], "`max_tokens`: expected a number of at least 1, got 0"),
+        (["--top-k", 0], "`top_k`: expected"),
+        (["--top-p", 1.5], "`top_p`: expected"),
+        (["--temperature", -1], "`temperature`: expected"),
+        (["--temperature", "nan"], "`temperature`: expected"),
+        (["--model", "nowhere"], "expected the folder of a Hugging Face model, got nowhere"),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_the_command_with_one_message(folder, capsys, arguments, expected):
+    code, out, err = run(capsys, "the cat", *["--model", folder], *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert expected in err
+
+
+def test_folders_without_a_decoder_and_its_tokenizer_are_refused(tmp_path, capsys):
+    def refusal(folder):
+        code, out, err = run(capsys, "--model", folder, "the cat")
+        assert (code, out) == (2, "")
+        return err
+
+    encoder = write_model(tmp_path / "encoder", "bert")
+    assert "expected a folder with a decoder" in refusal(encoder)
+    assert "(bert)" in refusal(encoder)
+    assert "tokenizer.json" in refusal(FIXTURES / "llama2")
+    # The folder of a run, whose model is one below; of a run without; of one with bytes for tokens.
+    of_run = tmp_path / "001-zenflow"
+    shutil.copytree(FIXTURES / "llama2", of_run / "model")
+    assert f"Pass --model {of_run / 'model'}" in refusal(of_run)
+    shutil.rmtree(of_run / "model")
+    (of_run / "settings.toml").write_text("")
+    assert "--export best DIR" in refusal(of_run)
+    (of_run / "model.safetensors").write_text("")
+    assert "of the task standard_library" in refusal(of_run)

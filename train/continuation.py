@@ -1,0 +1,113 @@
+"""Continues a text, token by token: the most likely ones, or a draw.
+
+The prompt goes through the model at once, then each token by itself: both are one compiled program,
+`Decoder.extend`, with a cache of keys and values whose size is fixed from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen."""
+
+    temperature: float = 0.0  # divides the logits; at 0 the most likely token is taken
+    top_k: int | None = None  # only so many of the most likely tokens; None for all
+    top_p: float | None = None  # only the most likely ones that together reach this probability
+
+
+LIKELIEST = Sampling()
+
+
+class LogitsError(ArithmeticError):
+    """The model gives no finite logits; the message is meant to be shown as it is."""
+
+
+def continued(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    prompt: Sequence[int],
+    *,
+    most: int,
+    ends: Collection[int] = (),
+    sampling: Sampling = LIKELIEST,
+    seed: int = 0,
+) -> Iterator[int]:
+    """The tokens that follow on a prompt, each as soon as it is known.
+
+    Args:
+        graphdef: Of a `Decoder` with stacked blocks.
+        params: Its weights.
+        prompt: At least one token.
+        most: How many tokens at most, at least 1.
+        ends: Those after which nothing follows; such a one is the last that comes.
+        sampling: How each is chosen.
+        seed: Of the draws.
+
+    Raises:
+        LogitsError: If the logits are not finite.
+    """
+    key = jax.random.key(seed)
+    cache = nnx.merge(graphdef, params).empty_cache(1, len(prompt) + most)
+    choose = partial(_extend, graphdef, sampling, params, key)
+    token, cache = choose(cache, jnp.asarray(np.asarray(prompt, np.int32)), 0)
+    for start in range(len(prompt), len(prompt) + most):
+        # The device goes on before it is known here whether it must: a step too many costs less
+        # than to wait at each.
+        following = token
+        if start < len(prompt) + most - 1:
+            following, cache = choose(cache, token, start)
+        number = int(token[0])
+        if number < 0:
+            raise LogitsError(
+                "expected finite logits, got some that are not: a weight of the model is infinite "
+                "or no number, or --dtype is too narrow for it. Try --dtype float32, or take "
+                "another checkpoint."
+            )
+        yield number
+        if number in ends:
+            return
+        token = following
+
+
+def chosen(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token, int32 `()`, by its logits `(vocabulary,)`; -1 if they are not finite."""
+    finite = jnp.isfinite(logits.max())
+    if sampling.temperature == 0:
+        token = jnp.argmax(logits)
+    else:
+        token = jax.random.categorical(key, narrowed(logits / sampling.temperature, sampling))
+    return jnp.where(finite, token, -1).astype(jnp.int32)
+
+
+def narrowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """The logits, those of tokens that may not be drawn minus infinity.
+
+    Of what `top_k` leaves, `top_p` takes the fewest that reach it. Tokens that are as likely as the
+    last one taken are taken too.
+    """
+    if sampling.top_k is not None:
+        least = jax.lax.top_k(logits, min(sampling.top_k, len(logits)))[0][-1]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p is not None:
+        descending = jnp.sort(logits)[::-1]
+        shares = jax.nn.softmax(descending)
+        taken = jnp.cumsum(shares) - shares < sampling.top_p
+        least = jnp.where(taken, descending, jnp.inf).min()
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _extend(graphdef, sampling, params, key, cache, tokens, start):
+    """The token `(1,)` behind `tokens` `(t,)`, which are at `start`, and the cache with them."""
+    logits, cache = nnx.merge(graphdef, params).extend(tokens[None], cache, start)
+    return chosen(logits[0], jax.random.fold_in(key, start), sampling)[None], cache

@@ -1,0 +1,316 @@
+"""Shows what a model writes behind a prompt.
+
+    python -m train.generate --model runs/NAME/model "The cat"
+    python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
+    python -m train.generate --model DIR "The cat" --format text --max-tokens 20
+
+The text goes to stdout as it is made, all else to stderr. How tokens are chosen is in
+`continuation.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+import tyro
+from flax import nnx
+
+from train import models, pretrained
+from train.command_line import load_settings
+from train.continuation import LogitsError, Sampling, continued
+from train.data import DataError
+from train.memory import lack_behind
+from train.pretrained import ModelError, Pretrained, read_folder
+from train.settings import SettingsError
+from train.tasks import alpaca
+from train.tokenizer import Tokenizer, TokenizerError, all_end_tokens, read_tokenizer
+
+PROGRAM = "python -m train.generate"
+
+# Those whose message is all that is to be shown.
+FAILURES = (SettingsError, ModelError, TokenizerError, DataError, LogitsError)
+
+# What decoding makes of bytes that are no whole character yet.
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+# The formats of prompts, by the task of a run.
+FORMATS = {"language": "text", "alpaca": "alpaca"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Continues a prompt with a decoder that lies in a Hugging Face folder, as a run writes one."""
+
+    prompt: tyro.conf.Positional[str]
+    """Text to continue, or an instruction: see --format."""
+    model: str
+    """The folder: of a run NAME, runs/NAME/model."""
+    format: Literal["auto", "text", "alpaca"] = "auto"
+    """text: the prompt as it is. alpaca: as an instruction, in Alpaca's template.
+    auto: as the run was trained that the folder is of, else text."""
+    max_tokens: int = 256
+    """Tokens to write at most."""
+    temperature: float | None = None
+    """Divides the logits before a token is drawn; 0 takes the most likely one.
+    Left out: 0, or with --top-k or --top-p 1."""
+    top_k: int | None = None
+    """Draw from so many of the most likely tokens."""
+    top_p: float | None = None
+    """Draw from the fewest tokens that together are as probable as this."""
+    seed: int = 0
+    """Of the draws."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Of weights and products. Left out: that of the folder."""
+
+    def check(self) -> None:
+        """Checks what no type says.
+
+        Raises:
+            SettingsError: If a value is impossible.
+        """
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "a number of at least 1"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "a number of at least 1"),
+            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "a share above 0 and up to 1"),
+            "temperature": (
+                self.temperature is None
+                or (self.temperature >= 0 and math.isfinite(self.temperature)),
+                "a finite number of at least 0",
+            ),
+            "seed": (0 <= self.seed < 2**32, "a number from 0 to below 2**32"),
+        }
+        for name, (fits, wanted) in checks.items():
+            if not fits:
+                raise SettingsError(
+                    f"`{name}`: expected {wanted}, got {getattr(self, name)}. Pass another "
+                    f"--{name.replace('_', '-')}."
+                )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        temperature = self.temperature
+        if temperature is None:
+            temperature = 0.0 if self.top_k is None and self.top_p is None else 1.0
+        return Sampling(temperature, self.top_k, self.top_p)
+
+
+class Prompt(NamedTuple):
+    """What the model is to continue."""
+
+    tokens: list[int]
+    ends: frozenset[int]  # tokens behind which nothing is to follow
+    said: str  # of how it was made
+
+
+def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
+    """Writes what follows on the prompt.
+
+    Args:
+        options: Of the command.
+        write: Takes the text, part after part.
+        say: Shows a line about it.
+
+    Raises:
+        SettingsError: If an option is impossible, the folder has no decoder, or the prompt is
+            empty or too long for it.
+        ModelError, TokenizerError: If the folder cannot be read.
+        LogitsError: If the model gives no finite logits.
+    """
+    options.check()
+    folder = Path(options.model)
+    _check_folder(folder)
+    origin = read_folder(folder)
+    if origin.architecture != "decoder":
+        raise SettingsError(
+            f"`model`: expected a folder with a decoder, which writes text, got {folder}, which "
+            f"has one of the kind {origin.architecture} ({origin.raw['model_type']}). What that "
+            "has learned shows in a validation: train.finetune with --steps 0."
+        )
+    tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
+    prompt = read_prompt(options, tokenizer)
+    room = origin.config.positions - len(prompt.tokens)
+    if room < 1 or not prompt.tokens:
+        wanted = f"one token at least and at most {origin.config.positions - 1}"
+        raise SettingsError(
+            f"`prompt`: expected {wanted}, as the model in {folder} has "
+            f"{origin.config.positions} positions, got {len(prompt.tokens)}. "
+            f"{'Shorten it.' if prompt.tokens else 'Write something into it.'}"
+        )
+    say(f"{len(prompt.tokens)} tokens of prompt, {prompt.said}")
+    graphdef, params = _load(origin, options.dtype)
+    most = min(options.max_tokens, room)
+    begin = time.perf_counter()
+    first = begin
+    numbers: list[int] = []
+
+    def counted(tokens: Iterable[int]) -> Iterator[int]:
+        nonlocal first
+        for number in tokens:
+            first = first if numbers else time.perf_counter()
+            numbers.append(number)
+            yield number
+
+    tokens = continued(
+        graphdef,
+        params,
+        prompt.tokens,
+        most=most,
+        ends=prompt.ends,
+        sampling=options.sampling,
+        seed=options.seed,
+    )
+    for part in texts(tokenizer.tokens, counted(tokens)):
+        write(part)
+    write("\n")
+    if numbers[-1] in prompt.ends:
+        reason = f"ended by {tokenizer.tokens.id_to_token(numbers[-1])}"
+    elif most < options.max_tokens:
+        reason = f"cut off where the model's {origin.config.positions} positions end"
+    else:
+        reason = f"cut off by --max-tokens {options.max_tokens}"
+    seconds = time.perf_counter() - first
+    rate = f", {(len(numbers) - 1) / seconds:.1f} tokens/s" if len(numbers) > 1 else ""
+    say(f"{len(numbers)} tokens{rate} after {first - begin:.1f} s for the first: {reason}")
+
+
+def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
+    """The prompt as tokens, in the format that the options ask for or the folder's run says."""
+    folder = Path(options.model)
+    form, because = options.format, ""
+    if form == "auto":
+        form, because = _format_of(folder)
+    text, said = options.prompt, "as it is"
+    if form == "alpaca":
+        text, said = alpaca.prompt(options.prompt), "in Alpaca's template"
+    tokens = tokenizer.tokens.encode(text, add_special_tokens=False).ids
+    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    return Prompt(begin + tokens, all_end_tokens(folder, tokenizer), said + because)
+
+
+def texts(tokenizer: tokenizers.Tokenizer, numbers: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, in parts that are whole characters; special tokens have none."""
+    # What a token adds to a text can depend on the one before it, such as a space in front. So the
+    # last part is decoded again with the new tokens, and what is behind it is new.
+    last: list[int] = []
+    new: list[int] = []
+
+    def added() -> str:
+        before, text = (
+            tokenizer.decode(ids, skip_special_tokens=True) for ids in (last, last + new)
+        )
+        return text[len(before) :]
+
+    for number in numbers:
+        new.append(number)
+        if (part := added()) and not part.endswith(UNKNOWN):
+            yield part
+            last, new = new, []
+    if part := added():
+        yield part
+
+
+def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
+    there = models.dtype_of(origin)
+    if dtype is None:
+        # What overflows in float16 does not in these.
+        dtype = "bfloat16" if there == jnp.bfloat16 else "float32"
+    options = {"weight_dtype": np.dtype(dtype), "compute_dtype": np.dtype(dtype)}
+
+    def split():
+        model = pretrained.make_model(
+            origin, labels=0, scan_layers=True, rngs=nnx.Rngs(0), **options
+        )
+        graphdef, params = nnx.split(model)
+        return graphdef, nnx.as_pure(params)
+
+    graphdef, shapes = jax.eval_shape(split)
+    return graphdef, pretrained.load_weights(origin, shapes)
+
+
+def _format_of(folder: Path) -> tuple[str, str]:
+    """The format of the prompts that the folder's run was trained on, and why it is that."""
+    record = folder.absolute().parent / "settings.toml"
+    if folder.absolute().name != models.FOLDER or not record.is_file():
+        return "text", ""
+    try:
+        task = load_settings(record).task
+    except SettingsError:  # of another version, or of something else
+        return "text", f": {record} says nothing else"
+    form = FORMATS.get(task, "text")
+    return form, f", as the run was trained ({task}); --format text takes it as it is" * (
+        form != "text"
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    """Says of a run's own folder which one is meant."""
+    if (folder / "config.json").exists():
+        return
+    if (folder / models.FOLDER / "config.json").exists():
+        raise SettingsError(
+            f"`model`: expected a folder with a config.json, got {folder}, a run whose model is in "
+            f"a folder below. Pass --model {folder / models.FOLDER}"
+        )
+    if (folder / "settings.toml").exists():
+        has = (folder / models.WEIGHTS).exists()
+        raise SettingsError(
+            f"`model`: expected a folder with a config.json and a tokenizer, got {folder}, a run "
+            + (
+                "of the task standard_library, whose model has neither. Take a run that has begun "
+                "with a model of its own (docs/finetuning.md)."
+                if has
+                else "that has no model yet. Wait for its end, or write one from a checkpoint: "
+                f"train.finetune with --run {folder.name} --export best DIR"
+            )
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code: 0, or 2 after a mistake that the message explains."""
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"[{line}]\n")
+
+    def write(part: str) -> None:
+        sys.stdout.write(part)
+        sys.stdout.flush()
+
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = tyro.cli(Options, prog=PROGRAM, args=arguments)
+    try:
+        generate(options, write, say)
+    except FAILURES as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        write("\n")
+        return 130
+    except BrokenPipeError:  # who reads it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MemoryError, RuntimeError) as error:  # of which jax's are some
+        lack = lack_behind(error)
+        if lack is None:
+            raise
+        sys.stderr.write(
+            f"error: expected memory enough for {options.model} and its cache, got none for more: "
+            f"{lack}. Take --dtype bfloat16, fewer --max-tokens, or another device.\n"
+        )
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
