@@ -275,8 +275,10 @@ def test_an_index_outside_is_refused(tmp_path, bert, index):
 # --- Language modelling
 
 
-def language_task(data, tokenizer, *, length=4, share=0.3, seed=0):
-    return language.make(data, tokenizer, sequence_length=length, validation_share=share, seed=seed)
+def language_task(data, tokenizer, *, length=4, share=0.3, seed=0, **options):
+    return language.make(
+        data, tokenizer, sequence_length=length, validation_share=share, seed=seed, **options
+    )
 
 
 def joined(source):
@@ -310,6 +312,34 @@ def test_windows_run_through_all_documents_with_begin_and_end(tmp_path, decoder)
         assert got == expected[: len(got)]
         assert len(source) == (len(expected) - 1) // 3
     assert (task.kind, task.labels, task.score, task.best) == ("decoder", (), None, "loss")
+
+
+def test_positions_begin_anew_with_each_document_whose_first_token_is_no_target(tmp_path, decoder):
+    texts = ("who?", "the end", "it", "the thing is in the bin")
+    write(tmp_path / "train.jsonl", records(*({"text": text} for text in texts)))
+    write(tmp_path / "valid.txt", "this is it\n")
+    task = language_task(tmp_path, decoder, length=5)
+    positions, targets = [], []
+    for text in texts:
+        ids = enclosed(decoder, text)
+        positions += range(len(ids))
+        targets += [0] + [1] * (len(ids) - 1)
+    assert len(task.train) == (len(positions) - 1) // 5 > 3
+    for i in range(len(task.train)):
+        example = task.train[i]
+        assert (example["positions"].dtype, example["weights"].dtype) == (np.int32, np.uint8)
+        here = np.array(positions[5 * i : 5 * i + 5])
+        # What is left of a document begins with the window.
+        border = here.argmin() if 0 in here else 5
+        here[:border] = range(border)
+        assert example["positions"].tolist() == here.tolist()
+        assert example["weights"].tolist() == targets[5 * i + 1 : 5 * i + 6]
+    # A document by itself has nothing to be kept from.
+    assert task.validation["validation"][0].keys() == {"tokens"}
+    together = language_task(tmp_path, decoder, length=5, joined=True)
+    assert together.train[1].keys() == {"tokens"}
+    assert joined(together.train) == joined(task.train)
+    assert together.checksum != task.checksum
 
 
 def test_a_model_without_a_begin_token_gets_none(tmp_path, decoder):

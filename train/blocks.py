@@ -39,14 +39,18 @@ def make_blocks(
 
 
 def run_blocks(
-    blocks: nnx.Module, x: jax.Array, *args, remat: bool, sharding: Sharding | None
+    blocks: nnx.Module,
+    x: jax.Array,
+    *args: jax.Array | None,
+    remat: bool,
+    sharding: Sharding | None,
 ) -> jax.Array:
     """`x` after all blocks, each called with `x` and `args`.
 
     Args:
         blocks: As `make_blocks` made them.
         x: The residual stream `(b, t, width)`; every block keeps its shape and dtype.
-        args: What each block gets besides: arrays.
+        args: What each block gets besides.
         remat: Whether to rematerialize.
         sharding: Where the residual stream lies between blocks; None leaves it to the compiler.
     """

@@ -126,11 +126,26 @@ class Decoder(nnx.Module):
                 **options,
             )
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps tokens `(b, t)`, any integer dtype, to float32 logits `(b, t, vocabulary)`."""
+    def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """The logits behind each token.
+
+        Args:
+            tokens: `(b, t)`, any integer dtype.
+            positions: Where several texts share a row, the position of each token in its text:
+                `(b, t)`, any integer dtype, 0 where a text begins. A text sees nothing of the
+                others. None where each row is one text.
+
+        Returns:
+            float32 `(b, t, vocabulary)`.
+        """
         x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
-        cos, sin = rotations(self.config, jnp.arange(tokens.shape[1])[None])
-        x = run_blocks(self.blocks, x, cos, sin, remat=self.remat, sharding=self.stream_sharding)
+        text = None  # the number of each token's text in its row
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])[None]
+        else:
+            text = jnp.cumsum(positions == 0, axis=1)
+        args = (*rotations(self.config, positions), text)
+        x = run_blocks(self.blocks, x, *args, remat=self.remat, sharding=self.stream_sharding)
         return self._logits(x)
 
     def empty_cache(self, b: int, s: int) -> Cache:
@@ -202,13 +217,25 @@ class DecoderBlock(nnx.Module):
         self.up = matrix(width, config.ffn)
         self.down = matrix(config.ffn, width)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """Maps `(b, t, width)` to the same shape and dtype; `cos`, `sin` as of `rotations`."""
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, text: jax.Array | None
+    ) -> jax.Array:
+        """Maps `(b, t, width)` to the same shape and dtype.
+
+        Args:
+            x: The residual stream.
+            cos, sin: As of `rotations`.
+            text: `(b, t)`; tokens see those of the same number alone. None: all of their row.
+        """
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
         t, window = x.shape[1], self.config.window
         # Before and after the token itself, which the window counts and jax does not.
         local = None if window is None or window >= t else (window - 1, 0)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
+        # Made in each block from what is small: kept for the backward pass, it would be (t, t).
+        mask = None if text is None else (text[:, :, None] == text[:, None, :])[:, None]
+        mixed = jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, local_window_size=local
+        )
         return self._mixed_in(x, mixed)
 
     def extend(

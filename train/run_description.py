@@ -27,6 +27,9 @@ MAY_CHANGE = frozenset(
     "evaluate_every save_every keep keep_best output_dir run progress max_skipped b1 b2 eps".split()
 )
 
+# Settings that checkpoints of before do not name, and what the runs of these did.
+OF_BEFORE = {"packing": "joined"}
+
 # What the weights are made for, and how they are laid out.
 OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
 
@@ -43,6 +46,8 @@ def description(settings: Settings, data: int, config: Any = None) -> dict[str, 
     # The other two have the same bits, and may be exchanged.
     sums = settings.send_gradients == "per_window"
     fixed["send_gradients"] = "per_window" if sums else "during_step"
+    if settings.task != "language":
+        del fixed["packing"]
     # However they were given.
     del fixed["full_warm_up_share"]
     fixed["full_warm_up_rounds"] = settings.warm_up_rounds
@@ -85,7 +90,7 @@ def check_same_run(
         SettingsError: If it is another run.
     """
     for name, now in here["settings"].items():
-        saved = run["settings"].get(name, now)
+        saved = run["settings"].get(name, OF_BEFORE.get(name, now))
         if saved != now:
             remedy = _remedy(folder.parents[1] / DEEPSPEED, here.get("deepspeed"), name, saved)
             raise SettingsError(

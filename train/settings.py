@@ -51,6 +51,9 @@ class Settings:
     length_buckets: int = 4
     """Lengths that a batch of alpaca or GLUE may have, parts of sequence_length: the shortest that
     holds its longest example. Each is compiled once. 1: all are filled up to sequence_length."""
+    packing: Literal["separate", "joined"] = "separate"
+    """language: separate: texts in one sequence do not see each other. joined: each sees those
+    before it in its sequence, as if they were one text."""
     validation_share: float = 0.1
     """Share of the data that is kept for validation, where the data has no part for that."""
     corpus_megabytes: float = 4.0

@@ -38,11 +38,13 @@ def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
     """A decoder's: the loss of each next token.
 
     Args:
-        model: Gives logits `(b, t, vocabulary)` for tokens `(b, t)`.
-        batch: `tokens` `(b, t + 1)`, and where not all targets count `weights` `(b, t)`, 0 or 1.
+        model: Gives logits `(b, t, vocabulary)` for tokens `(b, t)` and, if there are any, their
+            positions.
+        batch: `tokens` `(b, t + 1)`; where not all targets count `weights` `(b, t)`, 0 or 1; where
+            texts share a row `positions` `(b, t)`.
     """
     tokens = batch["tokens"].astype(jnp.int32)
-    logits = model(tokens[:, :-1])
+    logits = model(tokens[:, :-1], batch.get("positions"))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     if (weights := batch.get("weights")) is None:
         return PerExample(losses.sum(1), jnp.full(len(losses), losses.shape[1], jnp.float32), None)

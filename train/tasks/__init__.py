@@ -27,7 +27,8 @@ class Task(NamedTuple):
 
     * of a language model, `tokens` (T + 1,), any integer dtype: inputs are all but the last of
       them, targets all but the first. Where not every target counts, also `weights` (T,) uint8,
-      1 for the targets that do;
+      1 for the targets that do. Where texts share an example and are not to see each other, also
+      `positions` (T,) int32, the place of each input in its text, 0 where one begins;
     * of a classification, `tokens` (T,) int32, `types` (T,) uint8 (which sentence of a pair),
       `mask` (T,) uint8 (1 for tokens, 0 for padding) and `label` () int32.
     """

@@ -38,7 +38,8 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     if settings.task == "language":
         from train.tasks import language
 
-        return language.make(path, tokenizer, sequence_length=length, **share)
+        joined = settings.packing == "joined"
+        return language.make(path, tokenizer, sequence_length=length, joined=joined, **share)
     if settings.task == "alpaca":
         from train.tasks import alpaca
 

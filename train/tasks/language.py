@@ -5,6 +5,10 @@ in front where the model was trained with one. All documents of a side are joine
 the files, and cut into windows of T + 1 tokens that overlap by one: every token is predicted once
 per epoch, and none is padding. What does not fill a last window is dropped.
 
+In a window documents do not see each other: the model computes for each what it would compute for
+it alone, and the first token of a document, which nothing foretells, is no target. What is left of
+a document at the start of a window is a document there. With `joined`, a window is one text.
+
 Which documents validate is a matter of names (`files.find_files`), or a draw with the seed by
 document; of a single document it is the last share.
 
@@ -20,6 +24,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +41,13 @@ SUFFIXES = (".txt", ".jsonl")
 
 
 def make(
-    data: Path, tokenizer: Tokenizer, *, sequence_length: int, validation_share: float, seed: int
+    data: Path,
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    validation_share: float,
+    seed: int,
+    joined: bool = False,
 ) -> Task:
     """The task of predicting the next token.
 
@@ -46,6 +57,7 @@ def make(
         sequence_length: Predicted tokens of an example, T.
         validation_share: Of the tokens, in (0, 1), where files have no names that tell.
         seed: Fixes which documents validate.
+        joined: Whether documents see those before them in their window.
 
     Raises:
         DataError: If there is no text, too little for a window on both sides, or JSONL that is
@@ -56,22 +68,27 @@ def make(
     end_token(tokenizer)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
-    train, starts = _read(files.train, tokenizer, notes)
+    train = _read(files.train, tokenizer, notes)
     if files.validation:
-        validation, _ = _read(files.validation, tokenizer, notes)
+        validation = _read(files.validation, tokenizer, notes)
         advice = "Give more text, or use a shorter `sequence_length`."
     else:
-        train, validation = _split(train, starts, validation_share=validation_share, seed=seed)
+        train, validation = _split(train, validation_share=validation_share, seed=seed)
         advice = (
             "Give more text, use a shorter `sequence_length` or another `validation_share` (now "
             f"{validation_share})."
         )
-    for part, tokens in (("train", train), ("validation", validation)):
+    for part, (tokens, _) in (("train", train), ("validation", validation)):
         if len(tokens) <= sequence_length:
             raise DataError(
                 f"expected text for at least one window of {sequence_length} + 1 tokens in the "
                 f"part for {part} of {data}, got {len(tokens)} tokens. {advice}"
             )
+    checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
+    if joined:
+        train, validation = _as_one(train.tokens), _as_one(validation.tokens)
+    else:
+        checksum = zlib.crc32(validation.lengths, zlib.crc32(train.lengths, checksum))
     return Task(
         name="language",
         kind="decoder",
@@ -80,21 +97,32 @@ def make(
         labels=(),
         score=None,
         best="loss",
-        checksum=zlib.crc32(validation, zlib.crc32(train)),
+        checksum=checksum,
         notes=tuple(notes),
     )
+
+
+class Documents(NamedTuple):
+    """Documents, one behind the other."""
+
+    tokens: np.ndarray  # (n,), unsigned
+    lengths: (
+        np.ndarray
+    )  # (documents,) int64: how many of the tokens each has, which are all of them
 
 
 class Windows:
     """Windows of `length + 1` tokens, overlapping by one, as examples.
 
     Args:
-        tokens: All tokens `(n,)`, n larger than `length`.
+        documents: With more than `length` tokens. Of a single one, examples have no positions.
         length: Predicted tokens of a window.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int):
-        self._tokens = tokens
+    def __init__(self, documents: Documents, length: int):
+        self._tokens = documents.tokens
+        # Of the second document and so on: nothing separates the first from what is before it.
+        self._starts = np.cumsum(documents.lengths[:-1])
         self._length = length
 
     def __len__(self) -> int:
@@ -103,14 +131,23 @@ class Windows:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < len(self):
             raise IndexError(f"expected an index from 0 to {len(self) - 1}, got {i}")
-        start = i * self._length
-        return {"tokens": self._tokens[start : start + self._length + 1].astype(np.int32)}
+        start, t = i * self._length, self._length
+        tokens = self._tokens[start : start + t + 1].astype(np.int32)
+        if not len(self._starts):
+            return {"tokens": tokens}
+        # From 1 to T: where documents begin in this window, its own beginning left out.
+        first, behind = np.searchsorted(self._starts, (start + 1, start + t + 1))
+        begins = self._starts[first:behind] - start
+        weights = np.ones(t, np.uint8)
+        weights[begins - 1] = 0  # the target of input j is token j + 1
+        latest = np.zeros(t + 1, np.int32)
+        latest[begins] = begins
+        positions = np.arange(t, dtype=np.int32) - np.maximum.accumulate(latest)[:t]
+        return {"tokens": tokens, "positions": positions, "weights": weights}
 
 
-def _read(
-    paths: list[Path], tokenizer: Tokenizer, notes: list[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    """All tokens `(n,)` of the files, and where the documents start: `(documents + 1,)`."""
+def _read(paths: list[Path], tokenizer: Tokenizer, notes: list[str]) -> Documents:
+    """All documents of the files."""
     pieces: list[int] = []  # of each document
     encoded = encode(
         tokenizer.tokens,
@@ -122,9 +159,7 @@ def _read(
     return _enclose(encoded, starts, tokenizer)
 
 
-def _enclose(
-    encoded: Encoded, starts: np.ndarray, tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
+def _enclose(encoded: Encoded, starts: np.ndarray, tokenizer: Tokenizer) -> Documents:
     """Begin and end tokens around each document."""
     begin, end = tokenizer.begin, end_token(tokenizer)
     added = 1 if begin is None else 2
@@ -137,21 +172,28 @@ def _enclose(
         is_text[starts[:-1]] = False
         tokens[starts[:-1]] = begin
     tokens[is_text] = encoded.tokens
-    return tokens, starts
+    return Documents(tokens, np.diff(starts))
+
+
+def _as_one(tokens: np.ndarray) -> Documents:
+    return Documents(tokens, np.array([len(tokens)]))
 
 
 def _split(
-    tokens: np.ndarray, starts: np.ndarray, *, validation_share: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.diff(starts)
+    documents: Documents, *, validation_share: float, seed: int
+) -> tuple[Documents, Documents]:
+    tokens, lengths = documents
     if len(lengths) == 1:
         border = len(tokens) - round(validation_share * len(tokens))
-        return tokens[:border], tokens[border:]
-    _, validating = split(lengths, validation_share=validation_share, seed=seed)
+        return _as_one(tokens[:border]), _as_one(tokens[border:])
+    training, validating = split(lengths, validation_share=validation_share, seed=seed)
     validates = np.zeros(len(lengths), bool)
     validates[validating] = True
     validates = np.repeat(validates, lengths)
-    return tokens[~validates], tokens[validates]
+    return (
+        Documents(tokens[~validates], lengths[training]),
+        Documents(tokens[validates], lengths[validating]),
+    )
 
 
 def _pieces_of(paths: list[Path], pieces: list[int], notes: list[str]) -> Iterator[str]:

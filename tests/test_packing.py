@@ -1,0 +1,88 @@
+"""Texts that share a sequence: the model makes of each what it makes of it alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.hf_models import FIXTURES, TOLERANCE, load
+from train.run_description import check_same_run, description
+from train.settings import Settings, SettingsError
+from train.step import of_tokens
+from train.tasks.language import Documents, Windows
+
+T = 23
+LENGTHS = (3, 9, 2, 7, 1, 12)  # the last one is cut by the window
+
+
+def packed(lengths):
+    """Documents of such lengths in one sequence, as a batch of one."""
+    tokens = np.random.default_rng(0).integers(0, 62, sum(lengths)).astype(np.uint8)
+    example = Windows(Documents(tokens, np.array(lengths)), T)[0]
+    return {name: x[None] for name, x in example.items()}
+
+
+def alone(batch, lengths):
+    """The same documents, a row for each, filled up behind."""
+    tokens = np.zeros((len(lengths), T + 1), np.int32)
+    weights = np.zeros((len(lengths), T), np.uint8)
+    start = 0
+    for row, length in enumerate(lengths):
+        text = batch["tokens"][0, start : start + length]
+        tokens[row, : len(text)] = text
+        weights[row, : len(text) - 1] = 1
+        start += length
+    return {"tokens": tokens, "weights": weights}
+
+
+# Of Mistral also the window of attention, which is shorter than the texts.
+@pytest.mark.parametrize(("name", "scan_layers"), [("mistral", True), ("llama3", False)])
+def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone(name, scan_layers):
+    _, graphdef, params = load(FIXTURES / name, scan_layers=scan_layers, remat=scan_layers)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, batch):
+        found = of_tokens(nnx.merge(graphdef, params), batch)
+        return found.losses.sum() / found.targets.sum()
+
+    batch = packed(LENGTHS)
+    together, grads = loss(params, batch)
+    expected, wanted = loss(params, alone(batch, LENGTHS))
+    np.testing.assert_allclose(together, expected, rtol=TOLERANCE)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+    # Were they joined, each would see those before it.
+    assert abs(loss(params, {"tokens": batch["tokens"]})[0] - expected) > 0.01
+    only_weights = {name: batch[name] for name in ("tokens", "weights")}
+    assert abs(loss(params, only_weights)[0] - expected) > 0.01
+
+
+def test_a_change_in_one_text_shows_in_no_other():
+    _, graphdef, params = load(FIXTURES / "qwen3")
+    model = jax.jit(lambda tokens, positions: nnx.merge(graphdef, params)(tokens, positions))
+    batch = packed(LENGTHS)
+    tokens, positions = batch["tokens"][:, :-1], batch["positions"]
+    other = tokens.copy()
+    other[0, 3:12] = (other[0, 3:12] + 1) % 62
+    one, two = model(tokens, positions), model(other, positions)
+    same = jnp.all(one == two, axis=-1)[0]
+    assert same.tolist() == [True] * 3 + [False] * 9 + [True] * (T - 12)
+
+
+def test_a_run_of_before_goes_on_only_with_its_texts_joined(tmp_path):
+    folder = tmp_path / "checkpoints" / "10"
+    run = description(Settings(task="language"), 0)
+    assert run["settings"].pop("packing") == "separate"
+
+    def check(**changed):
+        here = description(Settings(**{"task": "language", **changed}), 0)
+        check_same_run(folder, run, here, otherwise="or not.")
+
+    with pytest.raises(SettingsError, match=r"`packing`: expected joined.*Pass --packing joined"):
+        check()
+    check(packing="joined")
+    # It is of no consequence for the others.
+    run = description(Settings(task="alpaca"), 0)
+    check(task="alpaca", packing="joined")
