@@ -17,7 +17,7 @@ from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
-from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 
 BFLOAT16 = ml_dtypes.bfloat16

@@ -23,3 +23,15 @@ def test_other_peoples_trainers_are_imported_only_when_asked_for():
     code = "import sys, zenflow_jax; print([x for x in sys.modules if 'integrations' in x])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_what_is_slow_to_import_is_imported_by_its_first_use():
+    code = """if True:
+        import sys, zenflow_jax
+        slow = {"flax", "numba", "orbax"}
+        print(sorted(slow & sys.modules.keys()))
+        tx = zenflow_jax.zenflow(1e-3)
+        print(sorted(slow & sys.modules.keys()))
+    """
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n['flax']\n"

@@ -7,7 +7,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zenflow_jax._attach import AttachedStep, attach
-from zenflow_jax._checkpoint.flax_state import register_states as _register_states
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._deepspeed import DeepSpeedOptions, from_deepspeed
 from zenflow_jax._device.in_graph import flush
@@ -52,8 +51,6 @@ __all__ = [
     "save_trace",
     "zenflow",
 ]
-
-_register_states()
 
 _OF_ORBAX = {"EngineCheckpointHandler", "EngineRestore", "EngineSave"}
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.core import Tracer
 
 from zenflow_jax._device.memory import read
@@ -78,7 +78,15 @@ def attach(
 
 
 class AttachedStep:
-    """What `attach` returns."""
+    """What `attach` returns: a step that exchanges by itself.
+
+    Args:
+        step: As of `attach`, as are all of them.
+        engine: The run's engine, or None.
+        flush_every: Updates between two flushes, or None.
+        fields: Names in a train state, or None.
+        engine_options: Arguments of the engine, if it is to be made here.
+    """
 
     def __init__(
         self,
@@ -299,8 +307,7 @@ class _Nnx:
                 "expected an `nnx.Module` and its `nnx.Optimizer` as the first two arguments, got "
                 f"{_kinds(args)}. Pass both by position, in this order, as at the first call."
             )
-        model, optimizer = args[0], args[1]
-        return nnx.as_pure(nnx.state(model, optimizer.wrt)), nnx.as_pure(optimizer.opt_state)
+        return _nnx_pair().arrays(args[0], args[1])
 
     def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
         return self.of_arguments(args)
@@ -310,8 +317,7 @@ class _Nnx:
         return out
 
     def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
-        nnx.update(args[0], params)
-        nnx.update(args[1].opt_state, nnx.state(opt_state))
+        _nnx_pair().update(args[0], args[1], params, opt_state)
 
 
 _Carrier = _Pair | _TrainState | _Nnx
@@ -333,7 +339,14 @@ def _carrier(args: tuple[Any, ...], fields: tuple[str, str] | None) -> _Carrier:
 
 
 def _is_nnx(args: Sequence[Any]) -> bool:
-    return len(args) >= 2 and isinstance(args[0], nnx.Module) and isinstance(args[1], nnx.Optimizer)
+    # Who has such a pair has imported flax.
+    return "flax.nnx" in sys.modules and _nnx_pair().is_pair(args)
+
+
+def _nnx_pair() -> Any:
+    from zenflow_jax._exchange import nnx_pair
+
+    return nnx_pair
 
 
 def _has(state: Any, fields: Sequence[str]) -> bool:

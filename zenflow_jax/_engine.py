@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from zenflow_jax._checkpoint.resume import (
     Resumed,
@@ -34,7 +33,7 @@ from zenflow_jax._checkpoint.tree import (
     EngineTree,
 )
 from zenflow_jax._device.checks import check_placement
-from zenflow_jax._device.leaves import Places, match_leaves
+from zenflow_jax._device.leaves import Places, as_pure, match_leaves
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.samples import checksums, differing
@@ -50,7 +49,6 @@ from zenflow_jax._exchange.checks import (
     check_fresh,
     check_host_state,
     check_max_skipped,
-    check_nnx,
     check_not_flattened,
     check_not_numpy,
     check_one_run,
@@ -77,7 +75,7 @@ from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.rules import longest
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_Model = TypeVar("_Model", bound=nnx.Module)
+_Model = TypeVar("_Model")
 
 _GO_ON = (
     "Training goes on from the last checkpoint that has the engine's state: "
@@ -194,7 +192,7 @@ class HostEngine:
         check_budget(prefetch_bytes)
         check_max_skipped(max_skipped)
         compact = check_host_state(host_state)
-        params, opt_state = nnx.as_pure(params), nnx.as_pure(opt_state)
+        params, opt_state = as_pure(params), as_pure(opt_state)
         state = find_state(opt_state)
         check_wrappers(opt_state, state)
         check_not_flattened(params, state)
@@ -584,7 +582,7 @@ class HostEngine:
 
         return masters
 
-    def exchange_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+    def exchange_nnx(self, model: Any, optimizer: Any) -> None:
         """`exchange` for flax nnx: updates `model` and `optimizer` in place.
 
         Args:
@@ -597,11 +595,11 @@ class HostEngine:
         """
         self._of_nnx(self.exchange, model, optimizer)
 
-    def flush_nnx(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+    def flush_nnx(self, model: Any, optimizer: Any) -> None:
         """`flush` for flax nnx: updates `model` and `optimizer` in place. Errors as `flush`."""
         self._of_nnx(self.flush, model, optimizer)
 
-    def peek_nnx(self, model: _Model, optimizer: nnx.Optimizer) -> _Model:
+    def peek_nnx(self, model: _Model, optimizer: Any) -> _Model:
         """`peek` for flax nnx: another model, with the parameters as they are best known now.
 
         What is not trained (batch statistics, counts, keys) is as in `model`, and copied as well,
@@ -617,14 +615,7 @@ class HostEngine:
         Raises:
             RuntimeError, ValueError, TypeError: As `peek`.
         """
-        check_nnx(model, optimizer)
-        graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
-        found = self.peek(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))
-        # New variables of the same arrays: `merge` would give the copy those of the model.
-        params = jax.tree.map(lambda x: x, params)
-        copy = nnx.merge(graphdef, params, jax.tree.map(jnp.copy, others))
-        nnx.update(copy, found)
-        return copy
+        return _nnx_pair().copy_with(model, optimizer, self.peek)
 
     def close(self) -> None:
         """Ends the thread and frees the host memory. Safe twice, and during work.
@@ -794,12 +785,15 @@ class HostEngine:
         self._open_steps[group] = 0
         self._roundings[group] = int(self._host.compact)
 
-    def _of_nnx(self, call: Any, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
-        check_nnx(model, optimizer)
-        params = nnx.as_pure(nnx.state(model, optimizer.wrt))
-        params, opt_state = call(params, nnx.as_pure(optimizer.opt_state))
-        nnx.update(model, params)
-        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+    def _of_nnx(self, call: Any, model: Any, optimizer: Any) -> None:
+        pair = _nnx_pair()
+        pair.update(model, optimizer, *call(*pair.arrays(model, optimizer)))
+
+
+def _nnx_pair() -> Any:
+    from zenflow_jax._exchange import nnx_pair
+
+    return nnx_pair
 
 
 # Under jit an argument that comes back as it is would be the same array.

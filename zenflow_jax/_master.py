@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
-from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.shards import Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
 from zenflow_jax._engine import HostEngine
@@ -39,7 +38,7 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
         ValueError: If state or parameters do not belong to the engine, or the engine is missing.
     """
     masters = iter_master_params(params, opt_state, engine)
-    return jax.tree.unflatten(jax.tree.structure(nnx.as_pure(params)), [x for _, x in masters])
+    return jax.tree.unflatten(jax.tree.structure(as_pure(params)), [x for _, x in masters])
 
 
 def iter_master_params(
@@ -72,8 +71,8 @@ def iter_master_params(
         ...         print(jax.tree_util.keystr(path), np.asarray(x).dtype)
         ['w'] float32
     """
-    params = nnx.as_pure(params)
-    state = find_state(nnx.as_pure(opt_state))
+    params = as_pure(params)
+    state = find_state(as_pure(opt_state))
     if state.offload != (engine is not None):
         raise ValueError(
             "expected the engine with the state of `zenflow(..., offload=True)`, and none with "

@@ -223,6 +223,7 @@ def zenflow(
         max_grad_norm=max_grad_norm,
     )
     check_selectors(channel_axis, resident, partition_replicated, mask)
+    _tell_flax()
 
     def scalars_at(step: jax.Array) -> AdamScalars:
         # As in optax, schedules count the steps before this one.
@@ -312,6 +313,14 @@ def zenflow(
         return jax.tree.unflatten(treedef, changes), new
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _tell_flax() -> None:
+    """Has flax know the classes of a state, of which there is none yet."""
+    # Not before: flax takes as long to import as all of this library.
+    from zenflow_jax._checkpoint.flax_state import register_states
+
+    register_states()
 
 
 def _scalar(x: Any) -> Any:

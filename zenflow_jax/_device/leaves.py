@@ -1,5 +1,6 @@
 """Finds which leaf of a caller's tree belongs to which leaf of the state, by key path."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,12 @@ import jax
 
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._plan.leaf import LeafSpec, plain_name
+
+
+def as_pure(tree: Any) -> Any:
+    """A tree of flax nnx as one of arrays; any other as it is."""
+    nnx = sys.modules.get("flax.nnx")  # who has such a tree has imported it
+    return tree if nnx is None else nnx.as_pure(tree)
 
 
 class Places:

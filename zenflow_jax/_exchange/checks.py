@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.core import Tracer
 
 from zenflow_jax._device.memory import read
@@ -70,17 +69,6 @@ def check_not_numpy(tree: Any) -> None:
             "like.sharding), opt_state, tx.init(params))`; or go on from the arrays that it is a "
             "copy of."
         )
-
-
-def check_nnx(model: Any, optimizer: Any) -> None:
-    """Refuses anything but a flax nnx module and an nnx optimizer."""
-    for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
-        if not isinstance(x, kind):
-            raise TypeError(
-                f"expected `{name}` to be an `nnx.{kind.__name__}`, got {type(x).__name__}. Pass "
-                "the model and the `nnx.Optimizer` themselves, in this order; for trees of arrays "
-                "there are the methods without `_nnx`."
-            )
 
 
 def check_one_run(state: ZenFlowState) -> None:

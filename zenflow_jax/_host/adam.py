@@ -19,16 +19,26 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Layout, Moment, new_moments, tiles_of_groups
-from zenflow_jax._host.numba_kernel import NumbaKernel
-from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
-from zenflow_jax._host.numpy_kernel import Moving, MovingArray, NumpyKernel, Step, Tile, flat
+from zenflow_jax._host.numpy_kernel import (
+    GRADIENTS_PER_PASS,
+    Moving,
+    MovingArray,
+    NumpyKernel,
+    Step,
+    Tile,
+    flat,
+)
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
+
+if TYPE_CHECKING:
+    from zenflow_jax._host.numba_kernel import NumbaKernel
 
 _KERNELS = ("numba", "numpy")
 # The most elements that a thread takes at once. Numba streams through memory and evicts the
@@ -90,8 +100,7 @@ class HostAdam:
         self.threads = threads
         numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
         self._portable = NumpyKernel(tile or numpy_tile)
-        numba_kernel = NumbaKernel(tile or _NUMBA_TILE)
-        self._kernel = numba_kernel if kernel == "numba" else self._portable
+        self._kernel = self._portable if kernel == "numpy" else _compiled(tile or _NUMBA_TILE)
         # Two threads must not enter Numba's own parallel layer. This pool only runs serial
         # functions that release the GIL.
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
@@ -337,6 +346,13 @@ def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
         counts = np.arange(low, high + 1) if shared else steps
         scale = (1 / (1 - np.float64(beta) ** counts)).astype(np.float32)
     return scale[steps - low] if shared else scale
+
+
+def _compiled(tile: int) -> "NumbaKernel":
+    # Who makes no engine, as on a machine that only plans or evaluates, does not wait for Numba.
+    from zenflow_jax._host.numba_kernel import NumbaKernel
+
+    return NumbaKernel(tile)
 
 
 def compile_loops(

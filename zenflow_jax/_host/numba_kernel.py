@@ -8,7 +8,15 @@ import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host import numba_loops, numba_moments
-from zenflow_jax._host.numpy_kernel import Moving, MovingArray, Step, Tile, Weighed, flat
+from zenflow_jax._host.numpy_kernel import (
+    GRADIENTS_PER_PASS,
+    Moving,
+    MovingArray,
+    Step,
+    Tile,
+    Weighed,
+    flat,
+)
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -22,8 +30,8 @@ class NumbaKernel:
 
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
         addends = [(_readable(g), factor) for g, factor in gradients]
-        for i in range(0, len(addends), numba_loops.GRADIENTS_PER_PASS):
-            some = _padded(addends[i : i + numba_loops.GRADIENTS_PER_PASS])
+        for i in range(0, len(addends), GRADIENTS_PER_PASS):
+            some = _padded(addends[i : i + GRADIENTS_PER_PASS])
             numba_loops.accumulate(total, *some, first and i == 0)
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
@@ -44,11 +52,11 @@ class NumbaKernel:
             advance, sizes = loops.adamw_leading, (width,)
         more = (rest, *per_channel, (step.scale, *step.scalars), *sizes)
         gradients = [(_readable(g.reshape(-1)), factor) for g, factor in step.gradients]
-        if len(gradients) <= numba_loops.GRADIENTS_PER_PASS:
+        if len(gradients) <= GRADIENTS_PER_PASS:
             return functools.partial(advance, p, *moments, *_padded(gradients), 0, *more)
         early, late = (
-            gradients[: 1 - numba_loops.GRADIENTS_PER_PASS],
-            gradients[1 - numba_loops.GRADIENTS_PER_PASS :],
+            gradients[: 1 - GRADIENTS_PER_PASS],
+            gradients[1 - GRADIENTS_PER_PASS :],
         )
 
         def add_up_and_advance(tile: Tile) -> None:
@@ -103,7 +111,7 @@ class NumbaKernel:
 
 def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
     """Gradients and their factors as the compiled loops take them."""
-    none = numba_loops.GRADIENTS_PER_PASS - len(gradients)
+    none = GRADIENTS_PER_PASS - len(gradients)
     gs = (*(g for g, _ in gradients), *[None] * none)
     return gs, (*(factor for _, factor in gradients), *[np.float32(0)] * none)
 

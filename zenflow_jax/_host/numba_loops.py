@@ -30,10 +30,6 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-#: Gradients that a step adds up on its way: those of a window of the default length. Numba compiles
-#: each number of them, and each set of dtypes, when it first meets it, in half a second.
-GRADIENTS_PER_PASS = 4
-
 
 def _compiled(function: Callable) -> Any:
     """Serial machine code that releases the GIL and divides as NumPy does, kept on disk.

@@ -24,6 +24,10 @@ from zenflow_jax._plan.scalars import AdamScalars
 # many elements on average. Below it the calls cost more than computing all and masking.
 _LONG_RUN = 8 * 1024
 
+#: Gradients that a compiled step adds up on its way: those of a window of the default length. Numba
+#: compiles each number of them, and each set of dtypes, when it first meets it, in half a second.
+GRADIENTS_PER_PASS = 4
+
 #: Gradients in float32, bfloat16 or float16, each with its factor.
 Weighed = list[tuple[np.ndarray, np.float32]]
 Tile = tuple[int, int, int, int]  # first and last + 1 segment, first and last + 1 element in each

@@ -16,7 +16,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
-from zenflow_jax._host.numba_loops import GRADIENTS_PER_PASS
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
 from zenflow_jax._plan.schedule import Schedule
