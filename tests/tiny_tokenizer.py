@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -24,6 +25,7 @@ MERGES = [
 ]  # fmt: skip
 
 BEGIN, END = "<|begin|>", "<|end|>"
+TURN, TURN_END = "<|turn|>", "<|turn_end|>"
 
 
 def write_wordpiece(folder: Path) -> int:
@@ -55,7 +57,7 @@ def write_wordpiece(folder: Path) -> int:
     return tokens.get_vocab_size()
 
 
-def write_byte_level(folder: Path, *, begin: bool = True) -> int:
+def write_byte_level(folder: Path, *, begin: bool = True, also: Sequence[str] = ()) -> int:
     """Writes a decoder's kind of tokenizer into the folder, and makes it; returns its vocabulary.
 
     It has an end token and none to pad with, as Llama 3.
@@ -63,13 +65,14 @@ def write_byte_level(folder: Path, *, begin: bool = True) -> int:
     Args:
         folder: Where to write.
         begin: Whether a text has a begin token in front, as of Llama, or none, as of Qwen.
+        also: Further special tokens, such as those around the turns of a chat.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *(left + right for left, right in MERGES)]
     tokens = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, MERGES))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
-    tokens.add_special_tokens([BEGIN, END])
+    tokens.add_special_tokens([BEGIN, END, *also])
     tokens.post_processor = processors.ByteLevel(trim_offsets=False)
     if begin:
         tokens.post_processor = processors.TemplateProcessing(

@@ -76,7 +76,8 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         target.mkdir(parents=True, exist_ok=True)
         models.write_weights(target / models.WEIGHTS, weights)
     else:
-        save_folder(target, origin, weights, dtype=models.dtype_of(origin), labels=labels)
+        options = {"labels": labels, "texts": models.texts_of(settings)}
+        save_folder(target, origin, weights, dtype=models.dtype_of(origin), **options)
     say(f"{target} has the weights of checkpoint {step} in {folder}")
 
 

@@ -126,6 +126,7 @@ def train(
             "adamw, of which there is nothing to show. Leave it out, or name another --optimizer."
         )
     origin = None if settings.model is None else read_folder(Path(settings.model))
+    texts = models.texts_of(settings)  # as they are now, which is how they are learned from
     task = make_task(settings, origin)
     where = {"seed": settings.seed, "mesh": mesh, "buckets": settings.length_buckets}
     check_batch(
@@ -395,7 +396,8 @@ def train(
         values = iter(jax.tree.leaves(params))
         if engine and best == settings.steps:
             values = (x for _, x in zenflow_jax.iter_master_params(params, opt_state, engine))
-        saved_model = models.write(folder, model, params, values, labels=task.labels)
+        of_folder = {"labels": task.labels, "texts": texts}
+        saved_model = models.write(folder, model, params, values, **of_folder)
         checkpoints.finish()
 
     stats = engine.stats if engine else None

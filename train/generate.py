@@ -27,6 +27,7 @@ import tyro
 from flax import nnx
 
 from train import models, pretrained
+from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.command_line import load_settings
 from train.continuation import LogitsError, Sampling, continued
 from train.data import DataError
@@ -45,7 +46,7 @@ FAILURES = (SettingsError, ModelError, TokenizerError, DataError, LogitsError)
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 # The formats of prompts, by the task of a run.
-FORMATS = {"language": "text", "alpaca": "alpaca"}
+FORMATS = {"language": "text", "alpaca": "alpaca", "chat": "chat"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,9 @@ class Options:
     """Text to continue, or an instruction: see --format."""
     model: str
     """The folder: of a run NAME, runs/NAME/model."""
-    format: Literal["auto", "text", "alpaca"] = "auto"
-    """text: the prompt as it is. alpaca: as an instruction, in Alpaca's template.
+    format: Literal["auto", "text", "alpaca", "chat"] = "auto"
+    """text: the prompt as it is. alpaca: as an instruction, in Alpaca's template. chat: as what a
+    user says, in the chat template of the folder.
     auto: as the run was trained that the folder is of, else text."""
     max_tokens: int = 256
     """Tokens to write at most."""
@@ -191,12 +193,36 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
     form, because = options.format, ""
     if form == "auto":
         form, because = _format_of(folder)
+    if form == "chat":
+        return _chat_prompt(options, tokenizer, because)
     text, said = options.prompt, "as it is"
     if form == "alpaca":
         text, said = alpaca.prompt(options.prompt), "in Alpaca's template"
     tokens = tokenizer.tokens.encode(text, add_special_tokens=False).ids
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     return Prompt(begin + tokens, all_end_tokens(folder, tokenizer), said + because)
+
+
+def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt:
+    folder = Path(options.model)
+    template = read_template(folder, tokenizer.tokens)
+    asked = [{"role": "user", "content": options.prompt}]
+    answered = [*asked, {"role": ASSISTANT, "content": "Yes"}]
+    try:
+        text = template.render(asked, ask=True)
+        start, stop = (whole := template.conversation(answered)).answers[0]
+    except ConversationError as error:
+        raise SettingsError(f"`format`: {error}, or take --format text.") from error
+    # What ends an answer, if that is a special token, need not be what ends a text.
+    ending = whole.text[start:stop].rpartition("Yes")[2]
+    decoder = tokenizer.tokens.get_added_tokens_decoder()
+    ids = tokenizer.tokens.encode(ending, add_special_tokens=False).ids
+    ends = {n for n in ids if n in decoder and decoder[n].special}
+    return Prompt(
+        tokenizer.tokens.encode(text, add_special_tokens=False).ids,
+        all_end_tokens(folder, tokenizer) | ends,
+        f"in the chat template of {folder}{because}",
+    )
 
 
 def texts(tokenizer: tokenizers.Tokenizer, numbers: Iterable[int]) -> Iterator[str]:

@@ -68,6 +68,7 @@ def save_folder(
     labels: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
     values: Iterator[Any] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a folder that `read_folder` and `transformers` load.
 
@@ -85,6 +86,7 @@ def save_folder(
         max_shard_bytes: Of tensors in one file; what is more goes to further files, with an index.
         values: What to write in place of each leaf of `params`, in their order; each is asked for
             when it is written.
+        texts: Files of the folder, by name, that are not to be copied from where it was read.
 
     Raises:
         ModelError: In the first process, if `path` holds anything else than a model, or it cannot
@@ -111,6 +113,8 @@ def save_folder(
             for name in COPIED:
                 if (pretrained.folder / name).is_file():
                     shutil.copyfile(pretrained.folder / name, part / name)
+            for name, text in (texts or {}).items():
+                _write(part / name, text)
             _replace(part, path)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from train.hf_tensors import DTYPES
 from train.memory import check_model
 from train.optimizers import weight_dtype
 from train.saved_checkpoints import CheckpointError
-from train.settings import Settings
+from train.settings import Settings, SettingsError
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
 from train.tensor_file import Entry, write_file
@@ -29,6 +29,8 @@ from train.tensor_file import Entry, write_file
 # Where the trained weights go, in the folder of the run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
 FOLDER = "model"  # of one that was read from a folder: such a folder again
+
+CHAT_TEMPLATE = "chat_template.jinja"  # in such a folder
 
 
 class Model(NamedTuple):
@@ -140,7 +142,13 @@ def own_config(settings: Settings) -> DecoderConfig:
 
 
 def write(
-    folder: Path, model: Model, params: Any, values: Iterator[Any], *, labels: Sequence[str] = ()
+    folder: Path,
+    model: Model,
+    params: Any,
+    values: Iterator[Any],
+    *,
+    labels: Sequence[str] = (),
+    texts: Mapping[str, str] | None = None,
 ) -> str:
     """Writes the trained weights into the run's `folder`; all processes must call it.
 
@@ -151,6 +159,7 @@ def write(
         values: Their weights to write, in the order of their leaves: each is asked for when it is
             written, so that the devices never have all of them.
         labels: Names of the classes that it has learned to tell.
+        texts: As for `hf_saving.save_folder`.
 
     Returns:
         The name of what was written.
@@ -162,8 +171,26 @@ def write(
         write_weights(folder / WEIGHTS, params, values)
         return WEIGHTS
     dtype = dtype_of(model.origin)
-    save_folder(folder / FOLDER, model.origin, params, dtype=dtype, labels=labels, values=values)
+    options = {"dtype": dtype, "labels": labels, "values": values, "texts": texts}
+    save_folder(folder / FOLDER, model.origin, params, **options)
     return FOLDER
+
+
+def texts_of(settings: Settings) -> dict[str, str]:
+    """The files of a folder that the settings put in place of those of the model's.
+
+    Raises:
+        SettingsError: If one cannot be read.
+    """
+    if settings.chat_template is None:
+        return {}
+    try:
+        return {CHAT_TEMPLATE: Path(settings.chat_template).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"`chat_template`: expected a file with a template, got {settings.chat_template}, "
+            f"which cannot be read ({error}). Name another --chat-template."
+        ) from error
 
 
 def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) -> None:

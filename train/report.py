@@ -3,6 +3,7 @@
     metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
     settings.toml         the settings in full; the command takes it as a config file
     deepspeed.json        a copy of the DeepSpeed config, if there is one
+    chat_template.jinja   a copy of the file of --chat-template, likewise
     loss.png              the curves of the loss and of the task's metrics; below them, for zenflow,
                           the length of its windows
     summary.json          the figures of the summary table

@@ -76,13 +76,16 @@ def new_run_folder(parent: Path, label: str) -> Path:
 def write_settings(folder: Path, settings: Settings) -> None:
     """Writes `settings.toml`; of a run that goes on, over those of its last start.
 
-    With a DeepSpeed config also a copy of that, which the file names: who goes on with
-    `settings.toml` goes on with what was in force, whatever became of the config.
+    With a DeepSpeed config or a chat template also a copy of that, which the file names: who goes
+    on with `settings.toml` goes on with what was in force, whatever became of the original.
     """
     if settings.deepspeed is not None:
         copy = folder / DEEPSPEED
         replace(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
         settings = dataclasses.replace(settings, deepspeed=str(copy))
+    for name, text in models.texts_of(settings).items():
+        replace(folder / name, text)
+        settings = dataclasses.replace(settings, chat_template=str(folder / name))
     replace(folder / "settings.toml", to_toml(settings))
 
 

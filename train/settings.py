@@ -31,6 +31,7 @@ class Settings:
         "standard_library",
         "language",
         "alpaca",
+        "chat",
         "cola",
         "sst2",
         "mrpc",
@@ -40,7 +41,8 @@ class Settings:
         "rte",
     ] = "standard_library"
     """standard_library: the next byte of the running Python's own source files, by a small model.
-    language: the next token of text. alpaca: to follow instructions. The others: GLUE."""
+    language: the next token of text. alpaca: to follow instructions. chat: to answer in
+    conversations. The others: GLUE."""
     model: str | None = None
     """Folder of the model to fine-tune, as Hugging Face has it.
     Left out with standard_library, whose model is made from the sizes below."""
@@ -49,8 +51,12 @@ class Settings:
     sequence_length: int = 128
     """Tokens in one sequence (bytes, of standard_library)."""
     length_buckets: int = 4
-    """Lengths that a batch of alpaca or GLUE may have, parts of sequence_length: the shortest that
-    holds its longest example. Each is compiled once. 1: all are filled up to sequence_length."""
+    """Lengths that a batch of alpaca, chat or GLUE may have, parts of sequence_length: the shortest
+    that holds its longest example. Each is compiled once. 1: all are filled up to sequence_length.
+    """
+    chat_template: str | None = None
+    """chat: file with the template that makes text of messages (Jinja).
+    Left out: that of the model's folder."""
     packing: Literal["separate", "joined"] = "separate"
     """language: separate: texts in one sequence do not see each other. joined: each sees those
     before it in its sequence, as if they were one text."""
@@ -264,6 +270,10 @@ class Settings:
                     f"`{name}`: expected none, as the task standard_library brings its own, got "
                     f"{value}. Name another --task (language, for text), or leave it out."
                 )
+
+        if self.chat_template is not None and self.task != "chat":
+            wanted = f"none for {self.task}: the task with a template is chat"
+            raise SettingsError(_impossible("chat_template", wanted, self.chat_template))
 
     @property
     def warm_up_rounds(self) -> int:

@@ -3,9 +3,10 @@
     standard_library.py  the next byte of Python's own source files; needs no download
     language.py          the next token of text files or JSONL
     alpaca.py            answers to instructions
+    chat.py              answers in conversations
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
 
-The last three tokenize everything once, at the start, and keep it in flat arrays (`encoding.py`).
+The last four tokenize everything once, at the start, and keep it in flat arrays (`encoding.py`).
 An example is cut out of them when it is asked for. Shuffling, batching and placing are
 `train/data.py`. The same files and the same seed give the same examples.
 """

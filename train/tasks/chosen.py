@@ -9,6 +9,8 @@ from train.settings import Settings, SettingsError
 from train.tasks import Task
 from train.tokenizer import read_tokenizer
 
+OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
+
 
 def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     """Reads the data of a run's task.
@@ -32,9 +34,12 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
             sequence_length=length, corpus_megabytes=settings.corpus_megabytes, **share
         )
     path = Path(settings.data)
-    texts = settings.task in ("language", "alpaca")
-    _check_model(settings, origin, "decoder" if texts else "encoder")
-    tokenizer = read_tokenizer(origin.folder, vocabulary=origin.config.vocabulary, needs_end=texts)
+    _check_model(settings, origin, "decoder" if settings.task in OF_DECODERS else "encoder")
+    tokenizer = read_tokenizer(
+        origin.folder,
+        vocabulary=origin.config.vocabulary,
+        needs_end=settings.task in ("language", "alpaca"),
+    )
     if settings.task == "language":
         from train.tasks import language
 
@@ -44,6 +49,13 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
         from train.tasks import alpaca
 
         return alpaca.make(path, tokenizer, sequence_length=length, **share)
+    if settings.task == "chat":
+        from train.chat_template import read_template
+        from train.tasks import chat
+
+        file = settings.chat_template and Path(settings.chat_template)
+        template = read_template(origin.folder, tokenizer.tokens, file)
+        return chat.make(path, tokenizer, template, sequence_length=length, **share)
     from train.tasks import glue
 
     return glue.make(settings.task, path, tokenizer, sequence_length=length)
@@ -51,7 +63,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
     """Of a task the names of its classes, and the figure that says which weights are best."""
-    if task in ("standard_library", "language", "alpaca"):
+    if task in OF_DECODERS:
         return (), "loss"
     from train.tasks import glue
 

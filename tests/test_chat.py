@@ -1,0 +1,385 @@
+"""Conversations: what templates make of them, which of it is learned, and what is refused.
+
+`fixtures/chat/` holds templates and what `transformers` makes of them, by `make_chat_fixtures.py`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tiny_model import write_model
+from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
+from train import finetune, generate
+from train.chat_template import ConversationError, read_template
+from train.data import DataError
+from train.pretrained import read_folder
+from train.settings import Settings, SettingsError
+from train.tasks import chat
+from train.tasks.chosen import make_task
+from train.tokenizer import TokenizerError, read_tokenizer
+
+FIXTURES = Path(__file__).parent / "fixtures" / "chat"
+EXPECTED = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
+CASES = [(t, name) for t, found in EXPECTED.items() if t != "transformers" for name in found]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    write_byte_level(folder, also=[TURN, TURN_END])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return read_tokenizer(folder, vocabulary=1000)
+
+
+def template(folder, tokenizer, name="turns"):
+    return read_template(folder, tokenizer.tokens, FIXTURES / f"{name}.jinja")
+
+
+def write(path, *messages, **rest):
+    """A file with a conversation a line."""
+    path.write_text("".join(json.dumps({"messages": m} | rest) + "\n" for m in messages))
+    return path
+
+
+def talk(*turns):
+    return [
+        {"role": r, "content": c} for r, c in zip(["user", "assistant"] * 9, turns, strict=False)
+    ]
+
+
+def make(data, tokenizer, template, *, length=400, share=0.5, seed=0):
+    return chat.make(
+        data, tokenizer, template, sequence_length=length, validation_share=share, seed=seed
+    )
+
+
+def learned(tokenizer, example):
+    """The texts of the targets that count, one for each answer."""
+    weights = example["weights"].astype(bool)
+    targets = example["tokens"][1:]
+    runs = np.split(np.arange(len(weights)), np.flatnonzero(np.diff(weights)) + 1)
+    return [
+        tokenizer.tokens.decode(targets[run].tolist(), skip_special_tokens=False)
+        for run in runs
+        if weights[run[0]]
+    ]
+
+
+# --- the same as transformers ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_texts_and_tokens_are_those_of_transformers(folder, tokenizer, name, case):
+    given, of = EXPECTED[name][case], template(folder, tokenizer, name)
+    conversation = of.conversation(given["messages"], given.get("tools"))
+    assert conversation.text == given["text"]
+    asked = of.render(given["messages"][:-1], ask=True, tools=given.get("tools"))
+    assert asked == given["asked"]
+    encoded = chat.encode(tokenizer, iter([conversation]))
+    assert encoded.tokens.tolist() == given["tokens"]
+    if given["answers"] is not None:
+        assert encoded.answers.tolist() == given["answers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "answers"),
+    [
+        ("turns", "several", ["The cat.", "On the mat.\n\nThe cat.", "The cat."]),
+        ("marked", "several", ["The cat.", "On the mat.\n\nThe cat.", "The cat."]),
+        ("alternating", "several", [" The cat. ", " On the mat.\n\nThe cat. ", " The cat. "]),
+        (
+            "thinking",
+            "several",
+            ["The cat.", "On the mat.\n\nThe cat.", "<think>\n\n</think>\n\nThe cat."],
+        ),
+        ("thinking", "thoughts", ["The cat.", "<think>\nIt is.\n</think>\n\nSure."]),
+        (
+            "turns",
+            "tools",
+            ['\ncall {\n  "name": "größe",\n  "arguments": {\n    "of": "cat"\n  }\n}', "It is 9."],
+        ),
+    ],
+    ids=str,
+)
+def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
+    tmp_path, folder, tokenizer, name, case, answers
+):
+    given = EXPECTED[name][case]
+    path = tmp_path / "train.jsonl"
+    line = json.dumps({"messages": given["messages"], "tools": given.get("tools")})
+    path.write_text(line + "\n" + line)
+    shutil.copyfile(path, tmp_path / "valid.jsonl")
+    task = make(tmp_path, tokenizer, template(folder, tokenizer, name), length=300)
+    end = END if name == "alternating" else TURN_END
+    example = task.train[1]
+    assert learned(tokenizer, example) == [answer + end for answer in answers]
+    assert (len(example["tokens"]), len(example["weights"])) == (301, 300)
+    assert task.train.lengths.tolist() == [len(given["tokens"]) - 1] * 2
+    assert example["tokens"][len(given["tokens"]) :].tolist() == [tokenizer.pad] * (
+        301 - len(given["tokens"])
+    )
+    assert (task.kind, task.best, task.notes) == ("decoder", "loss", ())
+
+
+def test_answers_may_be_marked_anywhere_in_a_template(tmp_path, folder, tokenizer):
+    # In a macro transformers 5.23 marks the wrong tokens.
+    path = tmp_path / "macro.jinja"
+    path.write_text(
+        "{% macro turn(m) %}{% if m.role == 'assistant' %}A {% generation %}{{ m.content }}!"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endmacro %}"
+        "{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    )
+    of = read_template(folder, tokenizer.tokens, path)
+    conversation = of.conversation(talk("Who?", "I", "You?", "He"))
+    assert conversation.text == "Who?A I!You?A He!"
+    assert conversation.answers == [(6, 8), (14, 17)]
+    assert of.render(talk("Who?", "I")) == "Who?A I!"
+    with pytest.raises(ConversationError, match="U[+]FDD0"):
+        of.conversation(talk("\ufdd0", "I"))
+
+
+def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_answer(
+    tmp_path, folder, tokenizer
+):
+    # As those of models that think always: the question to answer ends with the thought's begin.
+    text = (
+        FIXTURES / "turns.jinja"
+    ).read_text() + "{% if add_generation_prompt %}<think>{% endif %}"
+    path = tmp_path / "asks.jinja"
+    path.write_text(text)
+    of = read_template(folder, tokenizer.tokens, path)
+    conversation = of.conversation(talk("Who?", "The cat.", "Where?", "Here."))
+    spans = [conversation.text[start:stop] for start, stop in conversation.answers]
+    assert spans == [f"The cat.{TURN_END}", f"Here.{TURN_END}"]
+
+
+# --- templates as there are -----------------------------------------------------------------
+
+
+def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
+    write_byte_level(tmp_path, also=[TURN, TURN_END])
+    config_path = tmp_path / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+
+    def text():
+        return read_template(tmp_path, tokenizer.tokens).text
+
+    with pytest.raises(
+        TokenizerError, match=r"found neither chat_template\.jinja nor.*--chat-temp"
+    ):
+        text()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert text() == "json"
+    named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "list"}]
+    config_path.write_text(json.dumps(config | {"chat_template": named}))
+    assert text() == "list"
+    config_path.write_text(json.dumps(config | {"chat_template": "config {{ eos_token }}"}))
+    assert text() == "config {{ eos_token }}"
+    assert read_template(tmp_path, tokenizer.tokens).render(talk("a")) == f"config {END}"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert text() == "file"
+    (tmp_path / "other").write_text("{% if %}")
+    with pytest.raises(TokenizerError, match="got what Jinja cannot read"):
+        read_template(tmp_path, tokenizer.tokens, tmp_path / "other")
+    with pytest.raises(TokenizerError, match="got what cannot be read"):
+        read_template(tmp_path, tokenizer.tokens, tmp_path / "none")
+
+
+def test_a_template_can_neither_reach_out_nor_know_the_date(tmp_path, folder, tokenizer):
+    def render(text):
+        path = tmp_path / "t.jinja"
+        path.write_text(text)
+        return read_template(folder, tokenizer.tokens, path).render(talk("a"))
+
+    assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+    for text in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% set x = messages.append(1) %}",
+        "{{ raise_exception('No.') }}",
+        "{{ messages[3].content + 'a' }}",
+    ):
+        with pytest.raises(ConversationError, match="expected messages that the template in"):
+            render(text)
+
+
+def test_a_template_that_hides_where_answers_are_is_refused_with_a_remedy(
+    tmp_path, folder, tokenizer
+):
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}"
+    )
+    of = read_template(folder, tokenizer.tokens, path)
+    with pytest.raises(ConversationError, match=r"the answer in message 2.*endgeneration"):
+        of.conversation(talk("Who?", "The cat.", "Where?"))
+
+
+# --- data -----------------------------------------------------------------------------------
+
+
+def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped(
+    tmp_path, folder, tokenizer
+):
+    of = template(folder, tokenizer, "marked")
+    path = write(tmp_path / "a.jsonl", talk("a", "b" * 50), talk("a" * 99, "b"), talk("a", "b"))
+    task = make(path, tokenizer, of, length=40)
+    assert task.notes == (
+        f"{path}: left out 1 of 3 conversations, in which no answer begins within 40 tokens",
+    )
+    sources = (task.train, task.validation["validation"])
+    answers = {learned(tokenizer, s[i])[0] for s in sources for i in range(len(s))}
+    assert f"b{TURN_END}" in answers
+    (cut,) = answers - {f"b{TURN_END}"}
+    assert set(cut) == {"b"}
+    assert 10 < len(cut) < 50
+    with pytest.raises(DataError, match="in all of 3 it begins later. Use a longer"):
+        make(path, tokenizer, of, length=5)
+
+
+def test_fields_that_are_null_are_none(tmp_path, folder, tokenizer):
+    # As a table has them, with a column for each field that any message has.
+    of = template(folder, tokenizer)
+    messages = [m | {"tool_calls": None, "name": None} for m in talk("a", "b")]
+    path = write(tmp_path / "a.jsonl", messages, messages, tools=None)
+    assert learned(tokenizer, make(path, tokenizer, of).train[0]) == [f"b{TURN_END}"]
+
+
+def test_a_template_without_an_end_of_answers_is_noted(tmp_path, folder, tokenizer):
+    path = tmp_path / "t.jinja"
+    path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
+    of = read_template(folder, tokenizer.tokens, path)
+    data = write(tmp_path / "a.jsonl", talk("a", "b"), talk("c", "d"))
+    (note,) = make(data, tokenizer, of).notes
+    assert "puts no special token behind an answer" in note
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ({"messages": []}, r"line 2: expected a list of messages .* got \[\]"),
+        ({"messages": "hi"}, r"line 2: expected a list of messages"),
+        ({"messages": ["hi"]}, r"line 2, message 1: expected an object .* got 'hi'"),
+        ({"messages": [{"role": "user"}]}, r"line 2, message 1: expected a field 'content'"),
+        ({"messages": [{"content": "a"}]}, r"line 2, message 1: expected a field 'role'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            r"message 1: expected a text in the field 'content', got \[",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            r"line 2: expected a message of the role 'assistant'.*only those of 'user'",
+        ),
+        (
+            {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "a"}]},
+            r"only those of 'human', 'gpt'",
+        ),
+        ({"conversations": []}, r"expected a field 'messages', found 'conver.*`from` to `role`"),
+        ({"instruction": "a", "output": "b"}, r"take --task alpaca"),
+        ({"text": "a"}, r"take --task language"),
+        ({"messages": talk("a", "b"), "tools": "[]"}, r"expected a list in the field 'tools'"),
+        (
+            {"messages": talk("a", "b")[::-1]},
+            r"line 2: expected messages that the template in .* got: Roles must alternate",
+        ),
+    ],
+    ids=str,
+)
+def test_conversations_that_are_none_are_named_with_the_line(
+    tmp_path, folder, tokenizer, line, match
+):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": talk("a", "b")}) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(DataError, match=match):
+        make(path, tokenizer, template(folder, tokenizer, "alternating"))
+
+
+def test_a_single_conversation_and_none_are_too_few(tmp_path, folder, tokenizer):
+    of = template(folder, tokenizer)
+    with pytest.raises(DataError, match="at least two conversations"):
+        make(write(tmp_path / "a.jsonl", talk("a", "b")), tokenizer, of)
+    with pytest.raises(DataError, match="expected conversations, found none"):
+        make(write(tmp_path / "a.jsonl"), tokenizer, of)
+
+
+# --- a run, and what it has learned ---------------------------------------------------------
+
+
+@pytest.fixture
+def of_chats(tmp_path):
+    """A model whose folder has no template, and settings of a run on conversations."""
+    folder = write_model(tmp_path / "given", "llama2")
+    data = write(tmp_path / "a.jsonl", *[talk("Who?", "The cat."), talk("Where?", "Here.")] * 8)
+    return {
+        "task": "chat",
+        "model": str(folder),
+        "data": str(data),
+        "sequence_length": 120,
+        "output_dir": str(tmp_path / "runs"),
+    }
+
+
+def test_the_template_of_a_run_is_that_of_its_folder_or_the_one_that_is_named(of_chats):
+    origin = read_folder(Path(of_chats["model"]))
+    with pytest.raises(TokenizerError, match="expected a chat template in"):
+        make_task(Settings(**of_chats), origin)
+    named = {"chat_template": str(FIXTURES / "turns.jinja")}
+    assert len(make_task(Settings(**of_chats, **named), origin).train) > 8
+    shutil.copyfile(FIXTURES / "turns.jinja", origin.folder / "chat_template.jinja")
+    task = make_task(Settings(**of_chats), origin)
+    assert task.checksum == make_task(Settings(**of_chats, **named), origin).checksum
+    with pytest.raises(SettingsError, match="`chat_template`: expected none for alpaca"):
+        Settings(**of_chats | {"task": "alpaca"}, **named).check_paths()
+
+
+@pytest.mark.slow
+def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, tmp_path, capsys):
+    path = tmp_path / "job.toml"
+    mine = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "mine.jinja")
+    settings = of_chats | {
+        "chat_template": str(mine),
+        "steps": 2,
+        "batch_size": 2,
+        "length_buckets": 1,
+        "optimizer": "adamw",
+        "dtype": "float32",
+        "progress": False,
+    }
+    path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        assert finetune.main([str(path), "--run", "a"]) == 0
+    run, text = tmp_path / "runs" / "a", mine.read_text()
+    mine.unlink()
+    assert (run / "model" / "chat_template.jinja").read_text() == text
+    assert f'chat_template = "{run / "chat_template.jinja"}"' in (run / "settings.toml").read_text()
+    capsys.readouterr()
+    with jax.numpy_dtype_promotion("standard"):
+        assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
+    assert "going on from checkpoint 2" in capsys.readouterr().out
+
+    options = generate.Options(prompt="Who?", model=str(run / "model"))
+    tokenizer = read_tokenizer(run / "model", vocabulary=1000)
+    prompt = generate.read_prompt(options, tokenizer)
+    assert tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False) == f"{BEGIN}[ Who? ]"
+    assert "as the run was trained (chat)" in prompt.said
+
+
+def test_what_ends_a_turn_ends_what_is_generated(tmp_path, tokenizer):
+    write_byte_level(tmp_path, also=[TURN, TURN_END])
+    shutil.copyfile(FIXTURES / "turns.jinja", tmp_path / "chat_template.jinja")
+    options = generate.Options(prompt="Who?", model=str(tmp_path), format="chat")
+    prompt = generate.read_prompt(options, tokenizer)
+    ends = {tokenizer.tokens.token_to_id(token) for token in (END, TURN_END)}
+    assert prompt.ends == ends
+    text = tokenizer.tokens.decode(prompt.tokens, skip_special_tokens=False)
+    assert text.endswith(f"{TURN}user\nWho?{TURN_END}\n{TURN}assistant\n")
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No.') }}")
+    with pytest.raises(SettingsError, match="`format`: .*No.*--format text"):
+        generate.read_prompt(options, tokenizer)

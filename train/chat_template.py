@@ -1,0 +1,296 @@
+"""Chat templates: how the messages of a conversation become one text, and which of it is answers.
+
+A template is a program in Jinja that comes with a tokenizer. It is run here as `transformers` runs
+it: in a sandbox, with the same filters and functions, with messages, the names of special tokens
+and `add_generation_prompt` as variables. One thing differs. A template that asks for the date
+gets `DATE`, always: examples must be the same ones on the day after, when a run goes on.
+
+Which part of the text an assistant has written, only a template knows. Some say so, with
+`{% generation %}` around it. Of the others it is found by rendering less: the conversation up to
+an answer, with what asks for it behind, is what the answer follows on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+
+from train.tokenizer import TokenizerError
+
+TEMPLATE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+
+DATE = datetime.datetime(2024, 7, 26)
+
+ASSISTANT = "assistant"
+
+# Around what an assistant has written, while a template is rendered. They are no characters, and
+# never will be.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+
+Message = Mapping[str, Any]  # "role", mostly "content", and what a template wants besides
+
+
+class ConversationError(ValueError):
+    """A template cannot do with a conversation; the message goes behind the name of its place."""
+
+
+class Conversation(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    answers: list[
+        tuple[int, int]
+    ]  # where in it what an assistant writes begins and ends; ascending
+
+
+class ChatTemplate:
+    """A template, ready to be rendered.
+
+    Args:
+        text: The template.
+        special: Names of special tokens and their texts, such as `eos_token`.
+        marks: Texts of all tokens that stand for no text of their own, such as those that end a
+            turn.
+        where: The file that it is from, for messages.
+
+    Raises:
+        TokenizerError: If it is no template.
+    """
+
+    def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
+        self.text = text
+        self.where = where
+        self._special = dict(special)
+        self._marks = tuple(marks)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = DATE.strftime
+        try:
+            self._template = environment.from_string(text)
+            blocks = environment.parse(text).find_all(jinja2.nodes.CallBlock)
+            self._says_what = any(
+                isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in blocks
+            )
+        except jinja2.TemplateError as error:
+            raise TokenizerError(
+                f"expected a chat template in {where}, got what Jinja cannot read: {error}. Fetch "
+                "the file again, or correct it."
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
+    ) -> str:
+        """The messages as text.
+
+        Args:
+            messages: At least one.
+            ask: Whether to end with what asks the assistant for its answer.
+            tools: Descriptions of functions that the assistant may call, as templates have them.
+
+        Raises:
+            ConversationError: If the template refuses the messages, or fails.
+        """
+        marked = self._render(messages, ask, tools)
+        return marked.replace(_BEGIN, "").replace(_END, "")
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> Conversation:
+        """The messages as text, and where the assistant's answers are in it.
+
+        What ends an answer belongs to it, blanks behind that do not.
+
+        Raises:
+            ConversationError: As `render`; or if there is no answer, or it cannot be told where it
+                is.
+        """
+        roles = [message["role"] for message in messages]
+        if ASSISTANT not in roles:
+            raise ConversationError(
+                f"expected a message of the role {ASSISTANT!r}, which is what is learned, got only "
+                f"those of {', '.join(map(repr, dict.fromkeys(roles))) or 'nobody'}. Rename the "
+                "role, or take the conversation out"
+            )
+        whole = self._render(messages, False, tools)
+        if self._says_what:
+            conversation = _unmarked(whole)
+            if not conversation.answers:
+                raise ConversationError(
+                    "expected text between `{% generation %}` and `{% endgeneration %}`, got none "
+                    f"from the template in {self.where}. Correct the template"
+                )
+            return conversation
+        answers = [
+            self._answer(whole, messages, i, tools)
+            for i, role in enumerate(roles)
+            if role == ASSISTANT
+        ]
+        return Conversation(whole, answers)
+
+    def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
+        """Where the answer that is message `i` begins and ends."""
+        said = str(messages[i].get("content") or "")
+        # Templates of models that think leave out the thoughts of all answers but the last.
+        said = said.rpartition("</think>")[2].strip()
+        start = self._start(whole, messages, i, tools, said)
+        stop = None
+        ended = whole if i == len(messages) - 1 else self._render(messages[: i + 1], False, tools)
+        if whole.startswith(ended):
+            stop = len(ended)
+        elif said and start is not None and said in ended:
+            # An answer is written otherwise where it is the last message: what is behind it there,
+            # is behind it here.
+            ending = ended[ended.rindex(said) + len(said) :]
+            place = whole.find(said + ending.rstrip(), start)
+            stop = None if place < 0 else place + len(said) + len(ending.rstrip())
+        if start is None or stop is None or stop < start:
+            raise ConversationError(
+                f"expected to find the answer in message {i + 1}, got a text of which the template "
+                f"in {self.where} does not tell where it is. Put `{{% generation %}}` and "
+                "`{% endgeneration %}` around what the assistant writes in the template, and pass "
+                "it with --chat-template"
+            )
+        answer = whole[start:stop]
+        if self._marks and answer.rstrip().endswith(self._marks):
+            stop = start + len(answer.rstrip())
+        return start, stop
+
+    def _start(self, whole, messages, i, tools, said) -> int | None:
+        if i == 0:  # many templates want a message
+            place = whole.find(said)
+            return place if place >= 0 else None
+        asked = self._render(messages[:i], True, tools)
+        if whole.startswith(asked):
+            return len(asked)
+        # It may ask for a thought, which is not in what was answered.
+        before = self._render(messages[:i], False, tools)
+        shared = len(os.path.commonprefix([asked, whole]))
+        return shared if whole.startswith(before) and shared >= len(before) else None
+
+    def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
+        given = json.dumps(messages, ensure_ascii=False, default=str) if self._says_what else ""
+        if _BEGIN in given or _END in given:
+            raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none. Remove it")
+        try:
+            return self._template.render(
+                **self._special,
+                messages=list(messages),
+                tools=tools,
+                documents=None,
+                add_generation_prompt=ask,
+            )
+        # A template can fail as any program can.
+        except Exception as error:
+            raise ConversationError(
+                f"expected messages that the template in {self.where} can do with, got: {error}. "
+                "Correct the messages, take the conversation out, or pass another --chat-template"
+            ) from error
+
+
+def read_template(
+    folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
+) -> ChatTemplate:
+    """The chat template of a model's folder.
+
+    Args:
+        folder: Has `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
+        tokens: The tokenizer of the folder.
+        file: One that is taken in place of that.
+
+    Raises:
+        TokenizerError: If there is none, or it cannot be read.
+    """
+    config = _read_json(folder / CONFIG)
+    special = {
+        name: token["content"] if isinstance(token, dict) else token
+        for source in (_read_json(folder / "special_tokens_map.json"), config)
+        for name, token in source.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+    marks = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
+    file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
+    if file is not None:
+        return ChatTemplate(_read(file), special, marks, str(file))
+    found, where = config.get("chat_template"), str(folder / CONFIG)
+    if found is None and (folder / "chat_template.json").is_file():
+        where = str(folder / "chat_template.json")
+        found = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):  # several, with names
+        named = {entry.get("name"): entry.get("template") for entry in found}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise TokenizerError(
+            f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` "
+            f"in {CONFIG}: a model that was not made for chats has none. Name a file with one: "
+            "--chat-template FILE, such as that of the model's instruct version."
+        )
+    return ChatTemplate(found, special, marks, where)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"expected a chat template in {file}, got what cannot be read: {error}. Name another "
+            "file with --chat-template."
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"expected JSON in {path}: {error}. Fetch the file again.") from error
+    return held if isinstance(held, dict) else {}
+
+
+def _unmarked(marked: str) -> Conversation:
+    parts, answers, length = [], [], 0
+    for number, part in enumerate(marked.replace(_END, _BEGIN).split(_BEGIN)):
+        if number % 2 and part:
+            answers.append((length, length + len(part)))
+        parts.append(part)
+        length += len(part)
+    return Conversation("".join(parts), answers)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: what the assistant writes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _to_json(x: Any, indent=None, separators=None, sort_keys=False, ensure_ascii=False) -> str:
+    # That of Jinja is for HTML.
+    return json.dumps(
+        x, indent=indent, separators=separators, sort_keys=sort_keys, ensure_ascii=ensure_ascii
+    )
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
