@@ -435,7 +435,7 @@ def test_a_long_document_in_pieces_is_the_same_text(tmp_path, decoder, monkeypat
         ("a.jsonl", '{"text": "\\ud800"}\n', r"line 1: .* got half of a surrogate pair"),
         ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1: expected JSON"),
-        ("a.csv", "a,b", r"expected a file \*\.txt or \*\.jsonl, .* found the file .*a\.csv"),
+        ("a.csv", "a,b", r"expected a file \*\.txt or \*\.jsonl or .* found the file .*a\.csv"),
     ],
 )
 def test_text_that_is_none_is_named_with_the_line(tmp_path, decoder, file, content, match):

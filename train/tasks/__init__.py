@@ -1,7 +1,7 @@
 """What a run learns: examples to train on, examples to validate on, and what counts as good.
 
     standard_library.py  the next byte of Python's own source files; needs no download
-    language.py          the next token of text files or JSONL
+    language.py          the next token of text
     alpaca.py            answers to instructions
     chat.py              answers in conversations
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences

@@ -1,8 +1,9 @@
 """Answers to instructions, as in Stanford's Alpaca: {"instruction", "input", "output"}.
 
-A file is a JSON list of such objects, or has one a line. `input` may be missing, null or empty;
-further fields are passed over. The instruction is set into one of the two templates that the Alpaca
-data was made for, `PROMPT_WITH_INPUT` and `PROMPT`, and the output follows directly on it.
+A file is a JSON list of such objects, or has one a line, or is a table with such columns
+(`tables.py`). `input` may be missing, null or empty; further fields are passed over. The
+instruction is set into one of the two templates that the Alpaca data was made for,
+`PROMPT_WITH_INPUT` and `PROMPT`, and the output follows directly on it.
 
 Prompt and answer are tokenized apart, so that the prompt has the tokens that it has when the model
 is asked, with no token reaching over into the answer:
@@ -25,12 +26,12 @@ from pathlib import Path
 import numpy as np
 
 from train.data import DataError
-from train.tasks import Task
+from train.tasks import Task, tables
 from train.tasks.encoding import Encoded, encode
 from train.tasks.files import check_share, find_files, records, split, text_field
 from train.tokenizer import Tokenizer, end_token
 
-SUFFIXES = (".json", ".jsonl")
+SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
 
 # The wording is fixed: https://github.com/tatsu-lab/stanford_alpaca
 PROMPT_WITH_INPUT = (
@@ -50,7 +51,7 @@ def make(
     """The task of answering instructions.
 
     Args:
-        data: A file `.json` or `.jsonl`, or a folder with such files.
+        data: A file `.json` or `.jsonl` or a table, or a folder with such files.
         tokenizer: Of the model; must have an end token.
         sequence_length: Predicted tokens of an example, T.
         validation_share: Of the examples, in (0, 1), where files have no names that tell.

@@ -1,6 +1,7 @@
 """Answers in conversations: {"messages": [{"role": "user", "content": "..."}, ...]}.
 
-A file has one such object a line, or, as *.json, is a list of them. Roles are those that the chat
+A file has one such object a line, or, as *.json, is a list of them, or is a table with such columns
+(`tables.py`). Roles are those that the chat
 template knows: mostly `system`, `user`, `assistant`, `tool`. The template of the model's folder
 makes one text of a conversation (`chat_template.py`), in which special tokens stand already. Only
 what the assistant writes counts in the loss, with what ends it; in a long conversation each of its
@@ -23,12 +24,12 @@ import numpy as np
 
 from train.chat_template import ChatTemplate, Conversation, ConversationError
 from train.data import DataError
-from train.tasks import Task
+from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, CHUNK_TEXTS, smallest_dtype
 from train.tasks.files import check_share, find_files, records, shorten, split, text_field
 from train.tokenizer import Tokenizer
 
-SUFFIXES = (".jsonl", ".json")
+SUFFIXES = (".jsonl", ".json", *tables.SUFFIXES)
 
 MESSAGES, TOOLS = "messages", "tools"
 
@@ -53,7 +54,7 @@ def make(
     """The task of answering in conversations.
 
     Args:
-        data: A file `.jsonl` or `.json`, or a folder with such files.
+        data: A file `.jsonl` or `.json` or a table, or a folder with such files.
         tokenizer: Of the model.
         template: Makes text of messages.
         sequence_length: Predicted tokens of an example, T.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train.data import DataError
+from train.tasks import tables
 
 _VALIDATION = ("valid", "dev")  # how names of such files begin; `valid` covers `validation`
 
@@ -29,6 +30,9 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     out. Where there is no file for validation, a share is to be split off: of the `train*` files if
     there are any, else of all files.
 
+    A folder that `save_to_disk` of `datasets` has written has the same sides: of several parts
+    `train*`, and `valid*` or `dev*`.
+
     Args:
         data: A file or a folder; folders in it are not entered.
         suffixes: How names of the task's files end, in small letters.
@@ -45,6 +49,8 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
             f"expected a file {kinds}, or a folder with such files, found {found}. Give another "
             "path (`data`), or rename the file after what is in it."
         )
+    if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
+        return _of_parts(data, parts)
     here = sorted(path for path in data.iterdir() if path.is_file() and path.name[0] != ".")
     found = [path for path in here if path.name.lower().endswith(suffixes)]
     if not found:
@@ -66,6 +72,25 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     out = [path.name for path in found if path not in train and path not in validation]
     notes = [f"{data}: left out {', '.join(out)}, since there are train* files"] if out else []
     return Files(train, validation, notes)
+
+
+def _of_parts(data: Path, parts: dict[str, list[Path]]) -> Files:
+    if parts.keys() == {""}:
+        return Files(parts[""], [], [])
+    train = [name for name in parts if name.lower().startswith("train")]
+    validation = [name for name in parts if name.lower().startswith(_VALIDATION)]
+    if not train:
+        raise DataError(
+            f"expected a part train in {data}, found {', '.join(parts) or 'none'}. Give the folder "
+            "of one part, of which a share is then held back."
+        )
+    out = [name for name in parts if name not in train + validation]
+    notes = [f"{data}: left out {', '.join(out)}, since there is a part train"] if out else []
+    return Files(
+        [file for name in train for file in parts[name]],
+        [file for name in validation for file in parts[name]],
+        notes,
+    )
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -93,12 +118,16 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with where it is: path and line, or path and item.
 
-    A file `*.json` that begins with a bracket is a list, of which the first item is number 1. Any
-    other file has an object a line; blank lines are passed over.
+    A file `*.json` that begins with a bracket is a list, of which the first item is number 1. Of a
+    table (`tables.py`) the rows are such objects. Any other file has an object a line; blank lines
+    are passed over.
 
     Raises:
-        DataError: If there is no valid JSON, or not such objects.
+        DataError: If there is no valid JSON, or not such objects; or no table.
     """
+    if tables.is_table(path):
+        yield from tables.rows(path)
+        return
     if path.name.lower().endswith(".json"):
         text = "".join(line for _, line in lines(path))
         if text.lstrip().startswith("["):
@@ -126,8 +155,9 @@ def text_field(where: str, record: dict[str, Any], field: str) -> str:
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: expected a text in the field {field!r}, got {shorten(json.dumps(text))}. "
-            "Put it between quotation marks, or take the record out."
+            f"{where}: expected a text in the field {field!r}, got "
+            f"{shorten(json.dumps(text, default=repr))}. Put it between quotation marks, or take "
+            "the record out."
         )
     try:
         text.encode()

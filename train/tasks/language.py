@@ -1,9 +1,10 @@
-"""The next token of any text: text files, or JSONL with a text in the field `text` of each line.
+"""The next token of any text: text files, or JSONL or tables with a text in the field `text`.
 
-A document is a file, or a line of JSONL. Its tokens get an end token behind them, and a begin token
-in front where the model was trained with one. All documents of a side are joined, in the order of
-the files, and cut into windows of T + 1 tokens that overlap by one: every token is predicted once
-per epoch, and none is padding. What does not fill a last window is dropped.
+A document is a text file, a line of JSONL, or a row of a table (`tables.py`). Its tokens get an end
+token behind them, and a begin token in front where the model was trained with one. All documents of
+a side are joined, in the order of the files, and cut into windows of T + 1 tokens that overlap by
+one: every token is predicted once per epoch, and none is padding. What does not fill a last window
+is dropped.
 
 In a window documents do not see each other: the model computes for each what it would compute for
 it alone, and the first token of a document, which nothing foretells, is no target. What is left of
@@ -29,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from train.data import DataError
-from train.tasks import Task
+from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
 from train.tasks.files import check_share, find_files, lines, records, split, text_field
 from train.tokenizer import Tokenizer, end_token
@@ -37,7 +38,7 @@ from train.tokenizer import Tokenizer, end_token
 # Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
 # of memory beside the tokens, now 150 MB, in no more time.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
-SUFFIXES = (".txt", ".jsonl")
+SUFFIXES = (".txt", ".jsonl", *tables.SUFFIXES)
 
 
 def make(
@@ -52,7 +53,7 @@ def make(
     """The task of predicting the next token.
 
     Args:
-        data: A file `.txt` or `.jsonl`, or a folder with such files.
+        data: A file `.txt` or `.jsonl` or a table, or a folder with such files.
         tokenizer: Of the model; must have an end token.
         sequence_length: Predicted tokens of an example, T.
         validation_share: Of the tokens, in (0, 1), where files have no names that tell.
@@ -201,7 +202,7 @@ def _pieces_of(paths: list[Path], pieces: list[int], notes: list[str]) -> Iterat
     for path in paths:
         documents = len(pieces)
         blank = 0
-        if path.name.lower().endswith(".jsonl"):
+        if not path.name.lower().endswith(".txt"):
             for where, record in records(path):
                 text = text_field(where, record, "text")
                 if not text.strip():

@@ -1,0 +1,186 @@
+"""Parquet and Arrow, as `datasets` writes them: the same examples as of JSONL, and refusals."""
+
+import builtins
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.tiny_tokenizer import write_byte_level
+from train.chat_template import read_template
+from train.data import DataError
+from train.tasks import alpaca, chat, language, tables
+from train.tasks.files import find_files, records
+from train.tokenizer import read_tokenizer
+
+TEXTS = [f"the cat is in bin {i}" for i in range(9)]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoder")
+    return read_tokenizer(folder, vocabulary=write_byte_level(folder))
+
+
+def write_stream(path, table):
+    """As `save_to_disk` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as to:
+        to.write_table(table, max_chunksize=2)
+    return path
+
+
+def write_file(path, table):
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as to:
+        to.write_table(table, max_chunksize=2)
+
+
+def save(folder, *tables):
+    """A folder of one part, as `Dataset.save_to_disk` writes it."""
+    files = [f"data-{i:05}-of-{len(tables):05}.arrow" for i in range(len(tables))]
+    for file, table in zip(files, tables, strict=True):
+        write_stream(folder / file, table)
+    state = {"_data_files": [{"filename": file} for file in files], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    # `map` leaves such files behind.
+    write_stream(folder / "cache-1a2b.arrow", pyarrow.table({"text": ["not of the data"]}))
+
+
+WRITERS = {"a.parquet": pyarrow.parquet.write_table, "a.arrow": write_stream, "b.arrow": write_file}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_row_is_as_a_line_of_json(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(tables, "ROWS", 4)
+    rows = [{"text": text, "n": i, "more": [{"a": None}]} for i, text in enumerate(TEXTS)]
+    table, path = pyarrow.Table.from_pylist(rows), tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        WRITERS[name](path, table)
+    found = list(records(path))
+    assert [row for _, row in found] == rows
+    assert [where for where, _ in found] == [f"{path}, row {i}" for i in range(1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("module", "items", "options"),
+    [
+        (language, [{"text": text, "meta": i} for i, text in enumerate(TEXTS)], {}),
+        (
+            alpaca,
+            [{"instruction": t, "input": None, "output": t} for t in TEXTS],
+            {"sequence_length": 200},
+        ),
+        (
+            chat,
+            [
+                {"messages": [{"role": r, "content": t} for r in ("user", "assistant")]}
+                for t in TEXTS
+            ],
+            {"sequence_length": 200},
+        ),
+    ],
+    ids=["language", "alpaca", "chat"],
+)
+def test_tasks_have_the_same_examples_as_of_jsonl(tmp_path, decoder, module, items, options):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(item) + "\n" for item in items))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(items), tmp_path / "b.parquet")
+    arguments = {"sequence_length": 10, "validation_share": 0.3, "seed": 0} | options
+    inputs = [decoder]
+    if module is chat:
+        path = tmp_path / "t.jinja"
+        path.write_text(
+            "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+        )
+        inputs.append(read_template(tmp_path, decoder.tokens, path))
+    one, other = (
+        module.make(path, *inputs, **arguments) for path in (lines, tmp_path / "b.parquet")
+    )
+    assert one.checksum == other.checksum
+    assert len(one.train) == len(other.train) > 3
+    for key, x in one.train[0].items():
+        np.testing.assert_array_equal(x, other.train[0][key])
+
+
+def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder):
+    table = pyarrow.table({"text": TEXTS})
+    save(tmp_path / "one", table.slice(0, 5), table.slice(5))
+    files = find_files(tmp_path / "one", language.SUFFIXES)
+    assert [path.name for path in files.train] == [f"data-0000{i}-of-00002.arrow" for i in (0, 1)]
+    assert (files.validation, files.notes) == ([], [])
+
+    several = tmp_path / "several"
+    for part in ("train", "validation", "test"):
+        save(several / part, table)
+    (several / "dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
+    files = find_files(several, language.SUFFIXES)
+    assert files.train == [several / "train" / "data-00000-of-00001.arrow"]
+    assert files.validation == [several / "validation" / "data-00000-of-00001.arrow"]
+    assert files.notes == [f"{several}: left out test, since there is a part train"]
+    task = language.make(several, decoder, sequence_length=9, validation_share=0.5, seed=0)
+    assert len(task.train) == len(task.validation["validation"])
+
+    (several / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    with pytest.raises(DataError, match=r"expected a part train in .* found test"):
+        find_files(several, language.SUFFIXES)
+    (several / "dataset_dict.json").write_text('{"splits": 1}')
+    with pytest.raises(DataError, match="expected a list `splits`"):
+        find_files(several, language.SUFFIXES)
+    files.train[0].unlink()
+    (several / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(DataError, match="expected data-00000-of-00001.arrow in"):
+        find_files(several, language.SUFFIXES)
+    (several / "train" / "state.json").unlink()
+    with pytest.raises(DataError, match="expected .*state.json, as `save_to_disk`"):
+        find_files(several, language.SUFFIXES)
+
+
+def test_names_as_of_the_hub_are_sides(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / f"{name}.parquet")
+    files = find_files(tmp_path, language.SUFFIXES)
+    assert (len(files.train), len(files.validation)) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_what_is_no_table_is_refused(tmp_path, decoder, name):
+    path = tmp_path / name
+    for content in (b"version https://git-lfs.github.com/spec/v1\n", b"", b"PAR1", b"ARROW1\0\0"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}: expected a table, got {len(content)} bytes"):
+            language.make(path, decoder, sequence_length=9, validation_share=0.5, seed=0)
+    with pytest.raises(DataError, match=f"{name}: expected a table"):
+        tables.class_names(path, "label")
+
+
+def test_a_column_that_holds_no_text_is_named_with_the_row(tmp_path, decoder):
+    path = tmp_path / "a.parquet"
+    for column, match in (
+        ({"text": ["a", None]}, r"row 2: expected a text in the field 'text', got null"),
+        ({"text": [b"a"]}, r"row 1: expected a text in the field 'text', got .*b'a'"),
+        ({"content": ["a"]}, r"row 1: expected a field 'text', found 'content'"),
+        ({"text": pyarrow.array([], pyarrow.string())}, "expected text, found an empty file"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table(column), path)
+        with pytest.raises(DataError, match=match):
+            language.make(path, decoder, sequence_length=9, validation_share=0.5, seed=0)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    there = builtins.__import__
+
+    def import_(name, *rest):
+        if name.partition(".")[0] == "pyarrow":
+            raise ImportError("No module named 'pyarrow'")
+        return there(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", import_)
+    with pytest.raises(DataError, match=r"expected pyarrow, which reads a\.parquet.*extra `data`"):
+        next(records(path))
