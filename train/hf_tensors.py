@@ -6,12 +6,13 @@
     embed/embedding                  embed_tokens.weight
 
 Only safetensors, no pickle: reading a file can run nothing. Files are mapped into memory, so what
-is read is what was asked for.
+is read is what was asked for. What `train.compress` has packed is decoded on the way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from train import elves
+from train.elves.header import is_packed
 from train.hf_config import CONFIG, ModelError, read_json
 
 SINGLE = "model.safetensors"
@@ -199,7 +202,10 @@ class Reader:
         there = parts[::-1] if of.transposed else parts
         for row, tensor in zip(out, tensors, strict=True):
             cut = self._file(tensor.file).get_slice(tensor.name)
-            value = cut[tuple(slice(part.start, part.stop) for part in there)]
+            try:
+                value = cut[tuple(slice(part.start, part.stop) for part in there)]
+            except elves.ElvesError as error:
+                raise ModelError(str(error)) from error
             value = value.astype(dtype, copy=False)
             if of.transposed:
                 transpose(value, row)
@@ -209,18 +215,27 @@ class Reader:
 
     def _file(self, path: Path):
         if path not in self._files:
-            self._files[path] = self._open.enter_context(safe_open(path, "numpy"))
+            self._files[path] = self._open.enter_context(_opened(path))
         return self._files[path]
+
+
+def _opened(path: Path) -> Any:
+    """A file of tensors, plain or made by `train.compress`; to be used with `with`."""
+    if not is_packed(path):
+        return safe_open(path, "numpy")
+    return elves.open(path, threads=len(os.sched_getaffinity(0)))
 
 
 def _read_header(path: Path) -> list[Tensor]:
     try:
-        with safe_open(path, "numpy") as file:
+        with _opened(path) as file:
             cuts = {name: file.get_slice(name) for name in file.keys()}
             return [
                 Tensor(path, name, cut.get_dtype(), tuple(cut.get_shape()))
                 for name, cut in cuts.items()
             ]
+    except elves.ElvesError as error:
+        raise ModelError(str(error)) from error
     except (OSError, SafetensorError) as error:
         size = f"{path.stat().st_size} bytes" if path.exists() else "none"
         raise ModelError(

@@ -1,0 +1,205 @@
+"""Codecs of a block: the same bits back, errors within the bound, and every damage noticed."""
+
+import struct
+import zlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+import zstandard
+
+from train.elves import loops
+from train.elves.blocks import BLOCK, CODECS, HEAD, PAPER_STEP, Coder, Damaged, Words
+from train.elves.checksum import combined, crc32
+
+CODER = Coder()
+SPECIAL = np.array(
+    [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38, -1.0, 1.0, 0.9999999],
+    np.float32,
+)
+
+
+def weights(n, scale=0.03, seed=0):
+    x = np.random.default_rng(seed).normal(scale=scale, size=n).astype(np.float32)
+    x[: SPECIAL.size] = SPECIAL[:n]
+    return x
+
+
+def raw(x):
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def restored(block, words, size, base=None):
+    out = np.empty(size, np.uint8)
+    CODER.decode(np.frombuffer(block, np.uint8), words, base and (lambda: base()), out)
+    return out
+
+
+def round_trip(x, words, base=None):
+    encoded = CODER.encode(raw(x), words, base)
+    back = restored(encoded.data, words, x.nbytes, base is not None and (lambda: base))
+    return encoded, back.view(x.dtype)
+
+
+F32, BF16 = Words(4, True), Words(2, True)
+
+
+@pytest.mark.parametrize(
+    ("x", "words", "codec"),
+    [
+        (weights(5001), F32, "planes"),
+        (weights(5001).astype(ml_dtypes.bfloat16), BF16, "planes"),
+        (weights(5001).clip(-9, 9).astype(np.float16), BF16, "planes"),
+        (weights(5001).astype(np.float64), Words(8, True), "planes"),
+        (np.arange(5000), Words(8, False), "planes"),
+        (np.tile(np.arange(7, dtype=np.uint8), 900), Words(1, False), "zstd"),
+        (np.full(5000, np.float32(-0.0)), F32, "constant"),
+        (np.random.default_rng(0).integers(0, 256, 5000, np.uint8), Words(1, False), "stored"),
+        (weights(1), F32, "stored"),
+        (np.array([1, 2, 3], np.uint8), Words(1, False), "stored"),
+    ],
+    ids=lambda x: str(getattr(x, "dtype", "")),
+)
+def test_lossless_codecs_give_the_same_bits_back(x, words, codec):
+    encoded, back = round_trip(x, words)
+    assert raw(back).tobytes() == raw(x).tobytes()
+    assert (CODECS[encoded.codec], encoded.error) == (codec, 0.0)
+    assert len(encoded.data) <= x.nbytes + HEAD
+
+
+@pytest.mark.parametrize("power", [-30, -23, -9])
+def test_elf_rounds_to_the_nearest_step_and_keeps_what_is_no_number(power):
+    step = 2.0**power
+    x = weights(40_000)
+    encoded, back = round_trip(x, Words(4, True, step))
+    # The whole of it in float64, which has room for each step of each weight.
+    inside = np.abs(x) < np.float32(2**31 * step)
+    expected = x.copy()
+    rounded = np.rint(x[inside].astype(np.float64) / step) * step
+    expected[inside] = np.copysign(rounded, x[inside]).astype(np.float32)
+    assert CODECS[encoded.codec] == ("planes" if power == -30 else "elf")
+    if power != -30:
+        assert back.tobytes() == expected.tobytes()
+        assert 0 < encoded.error <= step / 2
+
+
+def test_codes_are_those_of_the_paper():
+    """ELF adds 1 in float32 and keeps the fraction; here it is a whole number of steps."""
+    x = weights(100_000, 0.3)
+    x = x[np.abs(x) < np.float32(0.9999999)]
+    fraction = (np.abs(x) + np.float32(1)).view(np.uint32) & np.uint32(0x7FFFFF)
+    fraction += np.where(np.abs(x) + np.float32(1) == 2, np.uint32(1 << 23), np.uint32(0))
+    wanted = fraction << np.uint32(1) | np.signbit(x).astype(np.uint32)
+    codes = np.empty(x.size, np.uint32)
+    loops.elf_codes(x.view(np.uint32), np.float32(1 / PAPER_STEP), codes)
+    np.testing.assert_array_equal(codes, wanted)
+
+
+def test_the_papers_layout_takes_three_bytes_each_and_makes_its_error():
+    rng = np.random.default_rng(0)
+    # Uniform: nothing is left for zstd to find.
+    x = rng.uniform(-0.99, 0.99, 50_000).astype(np.float32)
+    x[:12] = SPECIAL
+    encoded, back = round_trip(x, Words(4, True, PAPER_STEP, paper=True))
+    assert CODECS[encoded.codec] == "elf24"
+    assert 3 * x.size < len(encoded.data) < 3.01 * x.size
+    assert 0 < encoded.error <= 2**-24
+    expected = SPECIAL.copy()
+    expected[6:8] = [0.0, -0.0]
+    assert back[:12].tobytes() == expected.tobytes()
+
+
+def test_distance_encoding_writes_a_repetition_in_its_length_of_bits():
+    words = np.array([7, 9, 7, 7, 9], np.uint32)
+    out = np.zeros((33 * 5 + 7) // 8, np.uint8)
+    bits = loops.distances(words, np.full(16, -1, np.int32), out)
+    assert bits == 33 + 33 + (6 + 2) + (6 + 1) + (6 + 2)
+    back = np.empty_like(words)
+    assert loops.undo_distances(out[: (bits + 7) // 8], back)
+    np.testing.assert_array_equal(back, words)
+    x = np.random.default_rng(0).choice(weights(300), 20_000)  # no repetitions in its bytes
+    _, found = round_trip(x, Words(4, True, None, paper=True))
+    assert found.tobytes() == x.tobytes()
+
+
+def test_differences_from_a_base_are_small_and_exact():
+    base = weights(50_000)
+    x = base + np.random.default_rng(1).normal(scale=1e-5, size=base.size).astype(np.float32)
+    x[:12] = -SPECIAL
+    encoded, back = round_trip(x, F32, raw(base))
+    assert CODECS[encoded.codec] == "delta"
+    assert back.tobytes() == x.tobytes()
+    alone, _ = round_trip(x, F32)
+    assert len(encoded.data) < 0.8 * len(alone.data)
+
+
+def test_differences_from_the_cast_of_a_master_are_small_and_exact():
+    master = weights(50_000)
+    x = master.astype(ml_dtypes.bfloat16)
+    changed = np.random.default_rng(1).integers(0, x.size, 20_000)
+    x[changed] = (x[changed].astype(np.float32) * np.float32(1.01)).astype(x.dtype)
+    encoded, back = round_trip(x, BF16, raw(master))
+    assert CODECS[encoded.codec] == "delta"
+    assert back.tobytes() == x.tobytes()
+    assert len(encoded.data) < x.nbytes / 3
+
+
+def test_casts_are_those_of_ml_dtypes():
+    x = np.concatenate([weights(3000), np.arange(0x3F800000, 0x3F820000, 7, np.uint32).view("f4")])
+    found = np.empty(x.size, np.uint16)
+    loops.bfloat16_of(x.view(np.uint32), found)
+    np.testing.assert_array_equal(found, x.astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+def test_checksums_are_those_of_zlib():
+    data = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
+    for size in [0, 1, 511, 512, 513, 575, 576, 640, 4097, 5000]:
+        assert crc32(data[:size], 77) == zlib.crc32(data[:size], 77)
+        first, second = data[: size // 3], data[size // 3 : size]
+        assert combined(crc32(first), crc32(second), second.size) == zlib.crc32(data[:size])
+
+
+def sealed(body, checksum, codec):
+    """A block with the right checksums, of someone who can compute them."""
+    tail = struct.pack("<IB", checksum, codec) + body
+    return struct.pack("<I", zlib.crc32(tail)) + tail
+
+
+BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+
+
+@pytest.mark.parametrize(
+    ("codec", "body", "message"),
+    [
+        ("planes", struct.pack("<4I", len(BOMB), 0, 0, 0) + BOMB, "a frame of 100 bytes, got one"),
+        ("planes", struct.pack("<4I", 100, 100, 100, 2**32 - 1), "100 more bytes, got 0"),
+        ("planes", b"\0", "16 more bytes"),
+        ("zstd", BOMB, "a frame of 400 bytes, got one of 16777216"),
+        ("zstd", b"nothing", "a zstd frame"),
+        ("distance", BOMB, "a frame of 413 bytes, got one of 16777216"),
+        ("elf24", BOMB, "a frame of 1104 bytes, got one of 16777216"),
+        ("elf", struct.pack("<hBI", -23, 1, 2**31), "planes and outliers"),
+        ("elf", struct.pack("<hBI", -23, 0, 1) + struct.pack("<II", 100, 0), "places below 100"),
+        ("elf", struct.pack("<hBI", 900, 0, 0), "a step"),
+        ("stored", bytes(399), "400 bytes, got 399"),
+        ("constant", bytes(3), "4 bytes, got 3"),
+        ("delta", bytes(16), "without a base"),
+        ("stored", bytes(400), "the checksum 5"),
+    ],
+)
+def test_a_forged_block_is_refused_before_it_takes_memory(codec, body, message):
+    block = sealed(body, 5, CODECS.index(codec))
+    with pytest.raises(Damaged, match=message):
+        restored(block, Words(4, True, PAPER_STEP), 400)
+
+
+def test_errors_are_refused_in_a_tensor_without_a_bound():
+    block = CODER.encode(raw(weights(5000)), Words(4, True, 2**-9)).data
+    with pytest.raises(Damaged, match="without a bound"):
+        restored(block, F32, 20_000)
+
+
+def test_a_block_has_at_most_a_mebibyte():
+    x = weights(BLOCK // 4)
+    _, back = round_trip(x, F32)
+    assert back.tobytes() == x.tobytes()

@@ -1,0 +1,145 @@
+"""`python -m train.compress`, and models that are read from what it makes."""
+
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.hf_models import FIXTURES, assert_same_bits, load
+from train import compress, elves
+from train.elves.files import PackedFile
+from train.pretrained import ModelError, read_folder
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a tensor that is large enough to become smaller."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    some = {"w": rng.normal(scale=0.02, size=(300, 400)), "b": rng.normal(scale=0.02, size=400)}
+    save_file({k: v.astype(np.float32) for k, v in some.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def packed_llama(tmp_path):
+    """The folder of a model that the scripts read; too small to become smaller."""
+    folder = shutil.copytree(FIXTURES / "llama2", tmp_path / "llama")
+    path = folder / "model.safetensors"
+
+    def pack(bound=None):
+        elves.save(path, load_file(FIXTURES / "llama2" / path.name), bound)
+        return folder
+
+    return pack
+
+
+def test_a_packed_folder_is_read_as_the_same_model(packed_llama):
+    folder = packed_llama()
+    for scan_layers in (False, True):
+        _, _, plain = load(FIXTURES / "llama2", scan_layers=scan_layers)
+        _, _, packed = load(folder, scan_layers=scan_layers)
+        assert_same_bits(packed, plain)
+
+
+def test_a_model_with_a_bound_is_read_as_what_was_bounded(packed_llama):
+    _, _, plain = load(FIXTURES / "llama2")
+    _, _, packed = load(packed_llama(2**-12))
+    errors = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), packed, plain)
+    assert 2**-14 < max(jax.tree.leaves(errors)) <= 2**-12
+
+
+def test_a_damaged_tensor_stops_the_reading_of_a_model(packed_llama, capsys):
+    model = packed_llama()
+    path = model / "model.safetensors"
+    with PackedFile(path) as file:
+        name = "model.layers.1.mlp.up_proj.weight"
+        at = file._begin[name][0]
+    data = bytearray(path.read_bytes())
+    data[at + 20] ^= 16
+    path.write_bytes(data)
+    assert compress.main(["--check", str(model)]) == 2
+    assert f"`{name}` in {path}, block 0: expected the bytes" in capsys.readouterr().err
+    with pytest.raises(ModelError, match=f"`{name}` in .*, block 0: .* Copy the file again"):
+        load(model)
+    path.write_bytes(data[:-1])
+    with pytest.raises(ModelError, match="expected the header of .*, got a file of"):
+        read_folder(model)
+
+
+def test_what_was_packed_is_restored_checked_and_reported(model, tmp_path, capsys):
+    packed, back = str(tmp_path / "packed"), str(tmp_path / "back")
+    assert compress.main([str(model), packed]) == 0
+    assert compress.main(["--check", packed]) == 0
+    assert "ratio 1.2" in (out := capsys.readouterr().out)
+    assert "is whole: 1 packed file" in out
+    assert compress.main(["--restore", packed, back]) == 0
+    for path in model.iterdir():
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
+    picture = tmp_path / "ratios.png"
+    assert compress.main(["--report", packed, str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert " w " in out
+    assert "files, headers and all" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["M"], "expected a second path"),
+        (["M", "out", "--replace"], "expected one path with --replace"),
+        (["M", "out", "--bound", "small"], "expected a number above 0, such as 2^-24"),
+        (["M", "out", "--bound", "0"], "expected a finite number above 0"),
+        (["M", "out", "--bound", "nan"], "expected a finite number above 0"),
+        (["M", "out", "--bound", "0.5"], "expected a bound of at most its root mean square"),
+        (["M", "out", "--bound", "2^-9", "--paper"], "expected the bound of its layout"),
+        (["M", "out", "--threads", "0"], "`--threads`: expected at least 1"),
+        (["M", "out", "--restore"], "expected packed files in"),
+        (["M", "--check"], "expected packed files in"),
+        (["M", "out.txt", "--report"], "expected a file that ends in"),
+        (["M", "out", "--restore", "--bound", "2^-9"], "expected --bound where something"),
+        (["M", "--check", "--report"], "expected one of"),
+        (["M/config.json", "M/model.safetensors"], "expected a new place"),
+        (["M", "out", "--base", "gone"], "`base`: expected a folder"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(model.parent)
+    arguments = [a.replace("M", "model") for a in arguments]
+    assert compress.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert [p.name for p in model.parent.iterdir()] == ["model"]
+
+
+def test_the_command_needs_no_jax():
+    code = "import sys, train.compress; print('jax' in sys.modules, 'zenflow_jax' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False False\n"
+
+
+def test_what_a_bound_is_not_for_is_said(model, tmp_path, capsys):
+    both = {"f": load_file(model / "model.safetensors")["w"], "i": np.arange(99)}
+    save_file(both, tmp_path / "x.safetensors")
+    paths = [str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")]
+    assert compress.main([*paths, "--bound", "2^-24"]) == 0
+    out = capsys.readouterr().out
+    assert "largest error: 5.96e-08 (2^-24.00), in `f`" in out
+    assert "1 tensors of I64 keep their bits" in out
+
+
+def test_a_folder_keeps_what_would_not_be_smaller(tmp_path, capsys):
+    model = shutil.copytree(FIXTURES / "llama2", tmp_path / "model")
+    assert compress.main([str(model), "--replace"]) == 0
+    name = "model.safetensors"
+    assert (model / name).read_bytes() == (FIXTURES / "llama2" / name).read_bytes()
+    assert "ratio 1.0" in capsys.readouterr().out

@@ -1,0 +1,410 @@
+"""Packed files: what is in them, how they are read, and what is refused."""
+
+import errno
+import json
+import os
+import zlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from train import elves
+from train.elves import writing
+from train.elves.files import PackedFile
+from train.elves.folders import Known, check_path, pack_path, restore_path, results
+from train.elves.writing import Options
+
+
+def noise(*shape, scale=0.05, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(dtype)
+
+
+def tensors():
+    """One of each kind, some of them over several blocks."""
+    odd = noise(70)
+    odd[:4] = [np.nan, -0.0, np.inf, -np.inf]
+    return {
+        "w": noise(700, 512),
+        "cast": noise(1200, 512, seed=1, dtype=ml_dtypes.bfloat16),
+        "half": noise(300, dtype=np.float16),
+        "double": noise(30, dtype=np.float64),
+        "odd": odd,
+        "same": odd.copy(),
+        "none": np.zeros((0, 3), np.float32),
+        "scalar": np.float32(0.5).reshape(()),
+        "mask": np.array([True, False]),
+        "ids": np.arange(512),
+        "zeros": np.zeros(400_000, np.float32),
+    }
+
+
+def same_bits(x, y):
+    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "x.safetensors"
+    elves.save(path, tensors())
+    return path
+
+
+def test_every_tensor_comes_back_bit_for_bit(packed):
+    with elves.open(packed) as file:
+        assert list(file.keys()) == list(tensors())
+        for name, x in tensors().items():
+            assert same_bits(file[name], x), name
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_write_and_read_the_same_bytes(packed, tmp_path, threads):
+    elves.save(tmp_path / "y.safetensors", tensors(), threads=threads)
+    assert (tmp_path / "y.safetensors").read_bytes() == packed.read_bytes()
+    with elves.open(packed, threads=threads) as file:
+        assert same_bits(file["w"], tensors()["w"])
+
+
+def test_a_bound_holds_for_float32_and_all_else_keeps_its_bits(tmp_path):
+    elves.save(tmp_path / "x.safetensors", tensors(), bound=3e-6)
+    with PackedFile(tmp_path / "x.safetensors") as file:
+        for name, x in tensors().items():
+            found, said = file[name], file.header.tensors[name]
+            if x.dtype != np.float32:
+                assert same_bits(found, x)
+                assert said.bound is None
+                continue
+            finite = np.isfinite(x)
+            assert found[~finite].tobytes() == x[~finite].tobytes()
+            np.testing.assert_array_equal(np.signbit(found), np.signbit(x))
+            error = np.abs(found[finite].astype(np.float64) - x[finite].astype(np.float64))
+            assert error.max(initial=0) == said.error <= 3e-6
+        assert file.header.tensors["w"].error > 1e-6
+        assert file.header.tensors["w"].packed_bytes < 0.55 * tensors()["w"].nbytes
+
+
+def test_a_packed_file_is_a_safetensors_file_of_bytes(packed):
+    with safe_open(packed, "numpy") as file:
+        assert file.get_slice("w").get_dtype() == "U8"
+        said = json.loads(file.metadata()["elves"])
+        blocks = said["tensors"]["w"]["blocks"]
+        assert file.get_slice("w").get_shape() == [sum(blocks)]
+        assert len(blocks) == 2
+    assert said["tensors"]["w"]["crc32"] == zlib.crc32(tensors()["w"].tobytes())
+    assert said["tensors"]["same"]["codec"] == "duplicate"
+    assert said["tensors"]["zeros"]["codec"] == "constant"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None),),
+        (slice(500, 600), slice(7, 9)),
+        (slice(3, 3), slice(None)),
+        (slice(None), slice(511, None)),
+        (17,),
+        (-1, 3),
+        (slice(0, 600, 7),),
+        (Ellipsis, 2),
+    ],
+    ids=str,
+)
+def test_a_slice_reads_what_numpy_would(packed, index):
+    with elves.open(packed) as file:
+        assert same_bits(file.get_slice("w")[index], np.asarray(tensors()["w"][index]))
+
+
+def test_rows_are_read_without_the_blocks_of_others(packed, tmp_path):
+    with PackedFile(packed) as file:
+        first = file.header.tensors["w"].blocks[0]
+        at = file._begin["w"][0]
+    data = bytearray(packed.read_bytes())
+    data[at + first // 2] ^= 1
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with elves.open(tmp_path / "x.safetensors") as file:
+        assert same_bits(file.get_slice("w")[600:], tensors()["w"][600:])
+        with pytest.raises(elves.ElvesError, match="`w` in .*, block 0: .*checksum.* Copy"):
+            file.get_slice("w")[:1]
+
+
+def test_ten_thousand_flipped_bytes_are_all_detected(tmp_path):
+    path = tmp_path / "x.safetensors"
+    x = noise(60, 20)
+    saved = {
+        "w": x,
+        "b": noise(300, seed=2, dtype=ml_dtypes.bfloat16),
+        "twice": x,
+        "z": np.zeros(99),
+        "i": np.arange(40),
+    }
+    elves.save(path, saved)
+    elves.save(tmp_path / "lossy.safetensors", {"w": x}, bound=1e-4)
+    rng = np.random.default_rng(0)
+    undetected = tried = 0
+    for whole in (path.read_bytes(), (tmp_path / "lossy.safetensors").read_bytes()):
+        with open(path, "r+b") as file:
+            file.write(whole)
+            file.truncate()
+        for _ in range(5000):
+            at, change = int(rng.integers(len(whole))), int(rng.integers(1, 256))
+            with open(path, "r+b") as file:
+                file.seek(at)
+                file.write(bytes([whole[at] ^ change]))
+            try:
+                check_path(path)
+                undetected += 1
+            except elves.ElvesError:
+                pass
+            with open(path, "r+b") as file:
+                file.seek(at)
+                file.write(whole[at : at + 1])
+            tried += 1
+    assert (tried, undetected) == (10_000, 0)
+
+
+@pytest.mark.parametrize("share", [0, 5, 0.01, 0.3, 0.99, 0.9999999])
+def test_a_file_that_is_cut_off_is_refused_and_nothing_is_restored(packed, tmp_path, share):
+    data = packed.read_bytes()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data[: int(share if share >= 1 else share * len(data))])
+    with pytest.raises(elves.ElvesError, match="expected .* got "):
+        restore_path(path, tmp_path / "back.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def rewritten(packed, tmp_path, change):
+    """The file with another description, sealed as if it had always been there."""
+    data = packed.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    outer = json.loads(data[8 : 8 + length])
+    said = json.loads(outer["__metadata__"]["elves"])
+    change(said, outer)
+    text = json.dumps(said, separators=(",", ":"))
+    outer["__metadata__"] = {"elves": text, "elves_crc32": f"{zlib.crc32(text.encode()):08x}"}
+    header = json.dumps(outer, separators=(",", ":")).encode().ljust(length)
+    path = tmp_path / "changed.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    return path
+
+
+def _version(said, outer):
+    said["version"] = 2
+
+
+def _overlapping(said, outer):
+    outer["cast"]["data_offsets"][0] -= 100
+
+
+def _too_large(said, outer):
+    said["tensors"]["zeros"]["shape"] = [2**40]
+    said["tensors"]["zeros"]["bytes"] = 2**42
+
+
+def _negative(said, outer):
+    said["tensors"]["w"]["blocks"][0] = -5
+
+
+def _circle(said, outer):
+    said["tensors"]["same"]["of"] = ["file", "", "same", 0]
+
+
+def _elsewhere(said, outer):
+    said["tensors"]["same"]["of"] = ["folder", "gone.safetensors", "odd", 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_version, "expected a packed file of version 1, got .* of version 2"),
+        (_overlapping, "got one that was changed"),
+        (_too_large, r"`zeros` with 2 blocks|bytes, which its tensors do not have"),
+        (_negative, "-5 in place of a whole number"),
+        (_circle, "`same` in .*: expected `same` in"),
+        (_elsewhere, "`same` in .*: expected the file .*gone.safetensors"),
+    ],
+)
+def test_a_forged_header_is_refused(packed, tmp_path, change, message):
+    path = rewritten(packed, tmp_path, change)
+    with pytest.raises(elves.ElvesError, match=message):
+        check_path(path)
+
+
+# --- a bound that is none ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_bound_that_is_no_error_is_refused(tmp_path, bound):
+    with pytest.raises(elves.ElvesError, match="expected a finite number above 0, got"):
+        elves.save(tmp_path / "x.safetensors", {"w": noise(9)}, bound=bound)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bound_above_a_tensors_size_names_it_and_the_largest_sensible_one(tmp_path):
+    both = {"w": noise(1000), "small": noise(1000, scale=1e-3), "zero": np.zeros(9, np.float32)}
+    with pytest.raises(
+        elves.ElvesError, match=r"`small` in .*square, 0.00\d+, got 0.01\. .*is 2\^-10\."
+    ):
+        elves.save(tmp_path / "x.safetensors", both, bound=0.01)
+    assert not list(tmp_path.iterdir())
+    elves.save(tmp_path / "x.safetensors", both, bound=2**-10)
+
+
+def test_optimizer_state_is_refused_with_a_bound(tmp_path):
+    for name in ("leaves/0/nu@0,0", "exp_avg_sq.w"):
+        save_file({"w": noise(99), name: noise(99, seed=1)}, tmp_path / "in.safetensors")
+        with pytest.raises(elves.ElvesError, match=f"`{name}` in .*: expected no optimizer state"):
+            pack_path(
+                tmp_path / "in.safetensors", tmp_path / "out.safetensors", Options(bound=1e-6)
+            )
+    with pytest.raises(elves.ElvesError, match="expected none for a checkpoint"):
+        pack_path(
+            tmp_path / "in.safetensors",
+            tmp_path / "out.safetensors",
+            Options(bound=1e-6),
+            known=Known(what="a checkpoint"),
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+# --- sizes ---------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_smaller_is_stored_and_hardly_larger(tmp_path):
+    rng = np.random.default_rng(0)
+    save_file({"x": rng.integers(0, 256, 2**21, np.uint8)}, tmp_path / "in.safetensors")
+    (found,) = pack_path(tmp_path / "in.safetensors", tmp_path / "out.safetensors", Options())
+    assert found.after <= 1.001 * found.before
+    assert found.header.tensors["x"].codec == "stored"
+
+
+def test_float32_and_bfloat16_weights_reach_their_entropy(tmp_path):
+    # Of normal numbers: 2.6 bits of exponent in place of 8, and a sign and a fraction of noise.
+    x = noise(512, 512)
+    elves.save(tmp_path / "x.safetensors", {"x": x, "y": noise(512, 512, dtype=ml_dtypes.bfloat16)})
+    elves.save(tmp_path / "z.safetensors", {"x": x}, bound=2**-24)
+    (exact,), (bounded,) = results(tmp_path / "x.safetensors"), results(tmp_path / "z.safetensors")
+    ratio = {name: t.bytes / t.packed_bytes for name, t in exact.header.tensors.items()}
+    assert ratio["x"] > 1.19
+    assert ratio["y"] > 1.48
+    assert x.nbytes / bounded.header.tensors["x"].packed_bytes > 1.5
+
+
+# --- folders -------------------------------------------------------------------------------
+
+
+def model(folder, seed=0):
+    """A model in two files, one tensor of which both have."""
+    (folder / "more").mkdir(parents=True)
+    shared = noise(64, 32, seed=9)
+    first = {"model.a": noise(300, 200, seed=seed), "model.tied": shared}
+    save_file(first, folder / "one.safetensors", {"format": "pt"})
+    save_file({"head": shared, "b": noise(50, seed=seed)}, folder / "more" / "two.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def content(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_folder_comes_back_byte_for_byte(tmp_path):
+    source = model(tmp_path / "in")
+    found = pack_path(source, tmp_path / "out", Options(threads=2))
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in source.iterdir()}
+    packed = {str(r.path): r.header for r in found if r.header}
+    assert packed["one.safetensors"].tensors["model.tied"].of.where == "folder"
+    assert check_path(tmp_path / "out")[0] == 2
+    assert restore_path(tmp_path / "out", tmp_path / "back") == 2
+    assert content(tmp_path / "back") == content(source)
+
+
+def test_replacing_leaves_packed_files_that_are_restored_to_the_originals(tmp_path):
+    source = model(tmp_path / "in")
+    before = content(source)
+    pack_path(source, None, Options())
+    after = content(source)
+    assert after.keys() == before.keys()
+    assert sum(map(len, after.values())) < sum(map(len, before.values()))
+    with pytest.raises(elves.ElvesError, match="is packed already"):
+        pack_path(source, None, Options())
+    restore_path(source, tmp_path / "back")
+    assert content(tmp_path / "back") == before
+
+
+def tuned(folder, base):
+    """A model that differs a little from the one in `base`, with another prefix and a new head."""
+    folder.mkdir()
+    old = load_file(base / "one.safetensors")
+    a = old["model.a"] + noise(*old["model.a"].shape, scale=1e-5, seed=5)
+    save_file({"bert.a": a, "new": noise(70)}, folder / "x.safetensors")
+    return folder
+
+
+def test_a_base_makes_a_model_smaller_and_is_needed_to_read_it(tmp_path):
+    base = model(tmp_path / "base")
+    source = tuned(tmp_path / "in", base)
+    (alone,) = pack_path(source, tmp_path / "alone", Options())
+    (found,) = pack_path(source, tmp_path / "out", Options(), base=base)
+    assert found.header.tensors["bert.a"].codec == "delta"
+    assert found.after < 0.8 * alone.after
+    restore_path(tmp_path / "out", tmp_path / "back")
+    assert content(tmp_path / "back") == content(source)
+    # Another base is noticed, a missing one named, and one elsewhere found.
+    model(tmp_path / "wrong", seed=3)
+    with pytest.raises(elves.ElvesError, match="`bert.a` .* block 0: .*against another `model.a`"):
+        restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "wrong")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(elves.ElvesError, match="`bert.a` .*expected the file .*base.*--base"):
+        restore_path(tmp_path / "out", tmp_path / "back2")
+    assert not (tmp_path / "back2").exists()
+    # A base that is packed does as well.
+    pack_path(tmp_path / "moved", None, Options())
+    restore_path(tmp_path / "out", tmp_path / "back2", base=tmp_path / "moved")
+    assert content(tmp_path / "back2") == content(source)
+
+
+def test_a_base_of_other_tensors_is_refused(tmp_path):
+    base = model(tmp_path / "base")
+    save_file({"other": noise(70)}, tmp_path / "x.safetensors")
+    with pytest.raises(elves.ElvesError, match="`base`: expected .* which has none of them"):
+        pack_path(tmp_path / "x.safetensors", tmp_path / "y.safetensors", Options(), base=base)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("gone", "out", "expected a safetensors file, or a folder"),
+        ("in", "in", "expected a new place"),
+        ("in", "in/more/out", "expected a place outside"),
+        ("in/one.safetensors", "base", "expected a new place"),
+        ("in", "gone/out", "in a folder that is there"),
+        ("pickles", "out", "got weights.bin, a pickle"),
+        ("in/config.json", "out", "expected safetensors in .*, got none"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(tmp_path, source, target, message):
+    model(tmp_path / "in")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles" / "weights.bin").write_bytes(b"x")
+    with pytest.raises(elves.ElvesError, match=message):
+        pack_path(tmp_path / source, tmp_path / target, Options())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    source = model(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writing.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        pack_path(source, tmp_path / "out", Options())
+    with pytest.raises(OSError, match="No space left"):
+        elves.save(tmp_path / "x.safetensors", tensors())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    assert not list((tmp_path / "out").iterdir())

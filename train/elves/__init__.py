@@ -1,0 +1,25 @@
+"""Smaller files of tensors: lossless, or float32 with a bound on the error.
+
+    elves.save("w.safetensors", {"w": w}, bound=2**-24)
+    with elves.open("w.safetensors") as file:
+        w = file["w"]
+
+A packed file is a safetensors file whose tensors are bytes; `header.py` says what it says of
+itself, `blocks.py` what a block is, `loops.py` what is done to its words. `writing.py` packs,
+`files.py` reads, `folders.py` does so with whole folders. The command is `train/compress.py`.
+
+The package imports nothing of the rest of `train`, nor of `zenflow_jax`: it needs NumPy, Numba and
+zstandard.
+
+References:
+    Su et al., Everything You Always Wanted to Know About Storage Compressibility of Pre-Trained ML
+    Models but Were Afraid to Ask, https://arxiv.org/abs/2402.13429, 2024 (ELF and Elves).
+"""
+
+from __future__ import annotations
+
+from train.elves.errors import ElvesError
+from train.elves.files import open_tensors as open
+from train.elves.writing import save
+
+__all__ = ["ElvesError", "open", "save"]

@@ -1,0 +1,396 @@
+"""One block: up to 1 MiB of a tensor, in whichever of the codecs is the smallest.
+
+    stored     the bytes as they are
+    constant   one word, which all are equal to
+    planes     the words' bytes by their place, each plane raw or a zstd frame
+    delta      the same of the differences from the words of another tensor
+    elf        ELF's codes in planes: an error of at most half a step (only with a bound)
+    elf24      ELF's codes as the paper has them, of 24 bits, in one zstd frame
+    distance   the paper's distance encoding, in one zstd frame
+    zstd       the bytes in one zstd frame: what the paper falls back to, and good for whole numbers
+
+A block is the CRC-32 of all of it that follows (4 bytes), the CRC-32 of the bytes that it restores
+(4), its codec (1), and what that has written. It is decoded without any other block of its tensor.
+Whole numbers are little-endian.
+
+What is not in a zstd frame has no entropy to lose: the lower planes of weights are noise. The
+frames are made with the shortest of match finders, so that they are Huffman codes in effect; longer
+ones find matches that gain nothing, take twice the time and give 5 % larger planes
+(benchmarks/LOG.md).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from train.elves import loops
+from train.elves.checksum import crc32
+
+BLOCK = 1 << 20
+CODECS = ("stored", "constant", "planes", "delta", "elf", "elf24", "distance", "zstd")
+STORED, CONSTANT, PLANES, DELTA, ELF, ELF24, DISTANCE, ZSTD = range(len(CODECS))
+_HEAD = struct.Struct("<IIB")
+#: Bytes that a block has beside what its codec has written.
+HEAD = _HEAD.size
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+# Bits per byte of a plane above which its frame would be as large as the plane. The estimate is of
+# 16,384 bytes or more in a whole block, which is 0.01 too low on average.
+_NOISE = 7.95
+# Below, there are repetitions beside the frequencies; a finder of matches is then worth its time.
+_REPETITIVE = 2.0
+
+_HUFFMAN = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=6,
+    window_log=20,
+    write_content_size=True,
+)
+
+# The paper's own limit: below, |w| + 1 is in [1, 2).
+_PAPER_LIMIT = np.float32(0.9999999)
+#: Half of it is the error that the paper's ELF makes of a float32.
+PAPER_STEP = 2.0**-23
+# The step as a power of two, the planes, the outliers.
+_ELF = struct.Struct("<hBI")
+
+
+class Damaged(Exception):
+    """A block that is not what was written; the message says what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the bytes of a tensor are.
+
+    Attributes:
+        width: Bytes of a word: 1, 2, 4 or 8.
+        is_float: Whether a word has its sign on top, then an exponent.
+        step: Of ELF: a power of two; None without a bound. For float32 alone.
+        paper: Whether to use the paper's codecs, and none of the others.
+    """
+
+    width: int
+    is_float: bool
+    step: float | None = None
+    paper: bool = False
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A block that was encoded, decoded and compared."""
+
+    data: bytearray
+    codec: int
+    crc32: int  # of the restored bytes
+    error: float  # the largest difference; 0 if the bits are equal
+
+
+class Coder:
+    """Encodes and decodes blocks. For one thread: it has memory for a few blocks, some 8 MiB."""
+
+    def __init__(self) -> None:
+        self._huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
+        self._matches = zstandard.ZstdCompressor(level=3)
+        self._frames = zstandard.ZstdDecompressor()
+        # Each for the planes of one candidate: what is written may be parts of them.
+        self._planes = [np.empty(BLOCK, np.uint8) for _ in range(3)]
+        self._codes = np.empty(BLOCK, np.uint8)
+        self._restored = np.empty(BLOCK, np.uint8)
+        self._cast = np.empty(BLOCK, np.uint8)
+        self._counts = np.empty((4, 256), np.int64)
+
+    def encode(self, data: np.ndarray, words: Words, base: np.ndarray | None = None) -> Encoded:
+        """The smallest of what the codecs make of a block.
+
+        Args:
+            data: uint8, of whole words, at least one of them and at most `BLOCK`.
+            words: What they are.
+            base: For "delta": as many words of the same width, or where that is 2 of float32, whose
+                casts to bfloat16 are meant; uint8 as well.
+
+        Raises:
+            RuntimeError: If what was written does not restore the block: a fault of this module or
+                of the memory.
+        """
+        x = data.view(_UNSIGNED[words.width])
+        found: list[tuple[int, list[Any]]] = [(STORED, [data.data])]
+        if loops.constant(x):
+            found.append((CONSTANT, [x[:1].tobytes()]))
+        elif words.paper:
+            found += self._paper(x, words)
+        else:
+            found.append((PLANES, self._in_planes(x, words.is_float, self._planes[0])))
+            if not words.is_float:
+                found.append((ZSTD, [self._matches.compress(data.data)]))
+            if base is not None:
+                codes = self._codes[: x.nbytes].view(x.dtype)
+                difference = loops.difference2 if words.width == 2 else loops.difference4
+                difference(x, self._like(base, x), codes)
+                found.append((DELTA, self._in_planes(codes, False, self._planes[1])))
+            if words.step is not None:
+                found.append((ELF, self._elf(x, words.step, self._planes[2])))
+        codec, parts = min(found, key=lambda one: sum(map(_bytes, one[1])))
+        block = bytearray(HEAD).join([b"", b"".join(parts)])
+        body = np.frombuffer(block, np.uint8)[HEAD:]
+        restored = self._restored[: data.size]
+        self._decode(codec, body, words, base, restored)
+        error = self._compared(x, restored.view(x.dtype), codec, words)
+        checksum = crc32(restored)
+        _HEAD.pack_into(block, 0, 0, checksum, codec)
+        struct.pack_into("<I", block, 0, crc32(np.frombuffer(block, np.uint8)[4:]))
+        return Encoded(block, codec, checksum, error)
+
+    def decode(
+        self,
+        block: np.ndarray,
+        words: Words,
+        base: Callable[[], np.ndarray] | None,
+        out: np.ndarray,
+    ) -> int:
+        """Restores a block.
+
+        Args:
+            block: uint8, as it was written.
+            words: As it was encoded with; of `step` only whether there is one.
+            base: Gives the words for "delta", if the tensor has any.
+            out: Where to, of as many bytes as there were.
+
+        Returns:
+            The CRC-32 of the restored bytes.
+
+        Raises:
+            Damaged: If the block is not what was written.
+        """
+        if block.size <= HEAD:
+            raise Damaged(f"expected more than {HEAD} bytes, got {block.size}")
+        written, checksum, codec = _HEAD.unpack_from(block)
+        if crc32(block[4:]) != written:
+            raise Damaged("expected the bytes that were written, got some with another checksum")
+        if codec >= len(CODECS):
+            raise Damaged(f"expected a codec below {len(CODECS)}, got {codec}")
+        if codec in (ELF, ELF24) and (words.step is None or words.width != 4):
+            raise Damaged("expected codecs without errors in a tensor without a bound, got another")
+        if codec == DELTA and (base is None or words.width not in (2, 4)):
+            raise Damaged("expected no differences in a tensor without a base, got some")
+        there = base() if codec == DELTA and base is not None else None
+        self._decode(codec, block[HEAD:], words, there, out)
+        found = crc32(out)
+        if found != checksum:
+            raise Damaged(f"expected to restore bytes with the checksum {checksum}, got {found}")
+        return checksum
+
+    # Each of these gives what a codec writes, in parts.
+
+    def _in_planes(self, x: np.ndarray, rotate: bool, memory: np.ndarray) -> list[Any]:
+        width = x.dtype.itemsize
+        planes = x.reshape(1, -1)
+        if width > 1:
+            planes = memory[: x.nbytes].reshape(width, x.size)
+            {2: loops.split2, 4: loops.split4, 8: loops.split8}[width](x, rotate, planes)
+        return self._packed(planes)
+
+    def _packed(self, planes: np.ndarray) -> list[Any]:
+        """The size of each plane, then each: a frame, or if it is as large as a plane its bytes."""
+        top = len(planes) - 1
+        parts = [self._smaller(plane, j == top) for j, plane in enumerate(planes)]
+        return [struct.pack(f"<{len(parts)}I", *map(_bytes, parts)), *parts]
+
+    def _smaller(self, plane: np.ndarray, exponents: bool) -> Any:
+        bits = self._entropy(plane)
+        if bits > _NOISE:
+            return plane.data
+        frames = [self._huffman.compress(plane)]
+        # Of weights, only exponents have frequencies and no repetitions.
+        if bits < _REPETITIVE or not exponents:
+            frames.append(self._matches.compress(plane))
+        best = min(frames, key=len)
+        return best if len(best) < plane.size else plane.data
+
+    def _entropy(self, plane: np.ndarray) -> float:
+        total = loops.sampled(plane, self._counts)
+        counts = self._counts.sum(axis=0)
+        counts = counts[counts > 0]
+        return float(np.log2(total) - (counts * np.log2(counts)).sum() / total)
+
+    def _elf(self, x: np.ndarray, step: float, memory: np.ndarray) -> list[Any]:
+        per_step = np.float32(1 / step)
+        codes = self._codes[: x.nbytes].view(np.uint32)
+        every = int(loops.elf_codes(x, per_step, codes))
+        planes = memory[: x.nbytes].reshape(4, x.size)
+        loops.split4(codes, False, planes)
+        used = planes[: (every.bit_length() + 7) // 8]
+        places = np.empty(loops.elf_outliers(x, per_step), np.uint32)
+        loops.elf_places(x, per_step, places)
+        head = _ELF.pack(round(math.log2(step)), len(used), places.size)
+        return [head, places.tobytes(), x[places].tobytes(), *self._packed(used)]
+
+    def _paper(self, x: np.ndarray, words: Words) -> list[tuple[int, list[Any]]]:
+        found: list[tuple[int, list[Any]]] = [(ZSTD, [self._matches.compress(x.data)])]
+        if words.width == 4:
+            last = np.full(1 << (2 * x.size).bit_length(), -1, np.int32)
+            out = np.zeros(_most_of_distances(x.size), np.uint8)
+            bits = loops.distances(x, last, out)
+            found.append((DISTANCE, [self._matches.compress(out[: (bits + 7) // 8])]))
+        if words.step is not None:
+            with np.errstate(invalid="ignore"):
+                inside = np.abs(x.view(np.float32)) < _PAPER_LIMIT
+            places = np.flatnonzero(~inside).astype(np.uint32)
+            codes = self._codes[: x.nbytes].view(np.uint32)
+            loops.elf_codes(x, np.float32(1 / PAPER_STEP), codes)
+            codes[places] = 0
+            packed = np.empty(3 * x.size, np.uint8)
+            loops.pack24(codes, packed)
+            raw = [struct.pack("<I", places.size), places, x[places], packed]
+            found.append((ELF24, [self._matches.compress(b"".join(raw))]))
+        return found
+
+    # And back.
+
+    def _decode(
+        self, codec: int, body: np.ndarray, words: Words, base: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        x = out.view(_UNSIGNED[words.width])
+        if codec == STORED:
+            _expect_bytes(body, out.size)
+            np.copyto(out, body)
+        elif codec == CONSTANT:
+            _expect_bytes(body, words.width)
+            x[:] = np.frombuffer(body.tobytes(), x.dtype)
+        elif codec == PLANES:
+            self._from_planes(body, x, words.is_float)
+        elif codec == DELTA:
+            codes = self._codes[: x.nbytes].view(x.dtype)
+            self._from_planes(body, codes, False)
+            undo = loops.undo_difference2 if words.width == 2 else loops.undo_difference4
+            undo(codes, self._like(base, x), x)
+        elif codec == ELF:
+            self._from_elf(body, x)
+        elif codec == ELF24:
+            self._from_elf24(body, x)
+        elif codec == ZSTD:
+            np.copyto(out, self._frame(body, out.size))
+        else:
+            packed = self._frame(body, None, most=_most_of_distances(x.size))
+            if words.width != 4 or not loops.undo_distances(packed, x):
+                raise Damaged("expected distances to words that were there, got others")
+
+    def _from_planes(self, body: np.ndarray, x: np.ndarray, rotate: bool, count: int = 0) -> None:
+        width = x.dtype.itemsize
+        count = count or width
+        head, body = _cut(body, 4 * count)
+        sizes = struct.unpack(f"<{count}I", head)
+        planes = []
+        for size in sizes:
+            part, body = _cut(body, size)
+            planes.append(part if size == x.size else self._frame(part, x.size))
+        _expect_bytes(body, 0)
+        if count == 4 == width:
+            loops.merge4(*planes, rotate, x)
+        elif count == 2 == width:
+            loops.merge2(*planes, rotate, x)
+        else:
+            for j, plane in enumerate(planes):
+                loops.merge(plane, 8 * j, x)
+            if rotate:
+                loops.rotate_back(x)
+
+    def _from_elf(self, body: np.ndarray, x: np.ndarray) -> None:
+        head, body = _cut(body, _ELF.size)
+        power, used, outliers = _ELF.unpack(head)
+        if not (-126 <= power <= 126 and used <= 4 and outliers <= x.size):
+            raise Damaged(f"expected a step, planes and outliers, got {power}, {used}, {outliers}")
+        places, values, body = _outliers(body, outliers, x.size)
+        codes = self._codes[: x.nbytes].view(np.uint32)
+        if used:
+            self._from_planes(body, codes, False, used)
+        else:
+            _expect_bytes(body, 0)
+            codes[:] = 0
+        loops.elf_words(codes, np.float32(2.0**power), x)
+        x[places] = values
+
+    def _from_elf24(self, body: np.ndarray, x: np.ndarray) -> None:
+        body = self._frame(body, None, most=4 + 11 * x.size)
+        head, body = _cut(body, 4)
+        places, values, packed = _outliers(body, int(head.view(np.uint32)[0]), x.size)
+        _expect_bytes(packed, 3 * x.size)
+        codes = self._codes[: x.nbytes].view(np.uint32)
+        loops.unpack24(packed, codes)
+        loops.elf_words(codes, np.float32(PAPER_STEP), x)
+        x[places] = values
+
+    def _frame(self, data: np.ndarray, size: int | None, most: int = 0) -> np.ndarray:
+        """What is in a zstd frame, which must say that it has so many bytes, or `most` at most."""
+        try:
+            says = zstandard.get_frame_parameters(data).content_size
+            if says != size if size is not None else says > most:
+                raise Damaged(f"expected a frame of {size or most} bytes, got one of {says}")
+            return np.frombuffer(self._frames.decompress(data, allow_extra_data=False), np.uint8)
+        except zstandard.ZstdError as error:
+            raise Damaged(f"expected a zstd frame, got {error}") from error
+
+    def _like(self, base: np.ndarray | None, x: np.ndarray) -> np.ndarray:
+        """The words that `x` differs from, as those of its own width."""
+        assert base is not None
+        if base.size == x.nbytes:
+            return base.view(x.dtype)
+        cast = self._cast[: x.nbytes].view(np.uint16)
+        loops.bfloat16_of(base.view(np.uint32), cast)
+        return cast
+
+    def _compared(self, x: np.ndarray, back: np.ndarray, codec: int, words: Words) -> float:
+        if codec in (ELF, ELF24):
+            bits = np.int64(loops.largest_error(x, back))
+            error = float(bits.view(np.float64))
+            step = words.step if codec == ELF else PAPER_STEP
+            if not (step is not None and error <= step / 2):
+                raise RuntimeError(f"expected an error of at most half of {step}, got {error}")
+            return error
+        if not np.array_equal(x, back):
+            raise RuntimeError(
+                f"expected a block of {CODECS[codec]} to give back what was written, got something "
+                "else. That is a fault of this program or of the memory: nothing was written."
+            )
+        return 0.0
+
+
+def _bytes(part: Any) -> int:
+    return memoryview(part).nbytes
+
+
+def _most_of_distances(words: int) -> int:
+    return (33 * words + 7) // 8
+
+
+def _expect_bytes(data: np.ndarray, count: int) -> None:
+    if data.size != count:
+        raise Damaged(f"expected {count} bytes, got {data.size}")
+
+
+def _cut(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    if data.size < count:
+        raise Damaged(f"expected {count} more bytes, got {data.size}")
+    return data[:count], data[count:]
+
+
+def _outliers(
+    data: np.ndarray, count: int, words: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Places and values, and what is behind them."""
+    if count > words:
+        raise Damaged(f"expected at most {words} outliers, got {count}")
+    places, data = _cut(data, 4 * count)
+    values, data = _cut(data, 4 * count)
+    found = np.frombuffer(places.tobytes(), np.uint32)
+    if count and int(found.max()) >= words:
+        raise Damaged(f"expected places below {words}, got {int(found.max())}")
+    return found, np.frombuffer(values.tobytes(), np.uint32), data
