@@ -459,8 +459,8 @@ def test_a_tokenizer_without_an_end_and_a_share_of_all_are_refused(tmp_path, ber
     options = {"sequence_length": 4, "seed": 0}
     with pytest.raises(TokenizerError, match="a token that ends a text"):
         module.make(tmp_path, bert, validation_share=0.1, **options)
-    with pytest.raises(DataError, match=r"`validation_share` must lie in \(0, 1\), got 1"):
-        module.make(tmp_path, bert, validation_share=1.0, **options)
+    with pytest.raises(DataError, match=r"`validation_share` must lie in \(0, 1\], got 1.5"):
+        module.make(tmp_path, bert, validation_share=1.5, **options)
 
 
 # --- Alpaca

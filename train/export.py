@@ -52,6 +52,13 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(Path(settings.model))
     labels, best = labels_and_best(settings.task)
+    checkpoints = SavedCheckpoints(
+        folder / "checkpoints",
+        larger_is_better=best != "loss",
+        describe=description_of_model(settings, origin and origin.config),
+        say=say,
+    )
+    labels = labels or checkpoints.labels()
     shapes = jax.eval_shape(lambda: nnx.as_pure(nnx.state(_build(settings, origin, labels))))
     like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
     # The run's end, with all windows closed, which its checkpoint has open.
@@ -60,12 +67,6 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     rival = math.nan
     if summary is not None and summary.best_step in (None, summary.steps) and end.exists():
         rival = summary.validation_after.get(best, math.nan)
-    checkpoints = SavedCheckpoints(
-        folder / "checkpoints",
-        larger_is_better=best != "loss",
-        describe=description_of_model(settings, origin and origin.config),
-        say=say,
-    )
     step = checkpoints.find(which, rival=rival)
     if step is None:
         _copy(end, target)

@@ -195,7 +195,9 @@ def train(
                 keep=settings.keep,
                 keep_best=settings.keep_best,
                 larger_is_better=task.best != "loss",
-                describe=description(settings, task.checksum, origin and origin.config),
+                describe=description(
+                    settings, task.checksum, origin and origin.config, task.labels
+                ),
                 say=say,
             )
         )

@@ -7,7 +7,7 @@ of the data, and what the config of the model's folder says. It is compared with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,16 @@ OF_BEFORE = {"packing": "joined"}
 OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
 
 
-def description(settings: Settings, data: int, config: Any = None) -> dict[str, Any]:
+def description(
+    settings: Settings, data: int, config: Any = None, labels: Sequence[str] = ()
+) -> dict[str, Any]:
     """What a run must have in common with the one it goes on from: JSON.
 
     Args:
         settings: Of the run.
         data: A checksum of all that it reads.
         config: As for `description_of_model`.
+        labels: Names of the classes, in the order of their ids.
     """
     fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
     # The other two have the same bits, and may be exchanged.
@@ -54,6 +57,7 @@ def description(settings: Settings, data: int, config: Any = None) -> dict[str, 
     fixed["full_warm_up_rounds"] = settings.warm_up_rounds
     return {
         "settings": fixed,
+        "labels": list(labels),  # not compared: the data says the same
         "data": data,
         "model": _described(config),
         "deepspeed": settings.deepspeed,  # not compared: it has put its values in the settings

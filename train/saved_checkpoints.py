@@ -85,6 +85,14 @@ class SavedCheckpoints:
             return []
         return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
 
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes that the run tells apart, by its newest whole checkpoint.
+
+        () if it tells none, there is no checkpoint, or one of before that does not say.
+        """
+        newest = self.newest()
+        return () if newest is None else tuple(self._read_run(newest).get("labels", ()))
+
     def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
         """The checkpoint of `step`.
 

@@ -39,10 +39,11 @@ class Settings:
         "mnli",
         "qnli",
         "rte",
+        "classification",
     ] = "standard_library"
     """standard_library: the next byte of the running Python's own source files, by a small model.
     language: the next token of text. alpaca: to follow instructions. chat: to answer in
-    conversations. The others: GLUE."""
+    conversations. classification: the classes of a file of one's own. The others: GLUE."""
     model: str | None = None
     """Folder of the model to fine-tune, as Hugging Face has it.
     Left out with standard_library, whose model is made from the sizes below."""
@@ -51,9 +52,15 @@ class Settings:
     sequence_length: int = 128
     """Tokens in one sequence (bytes, of standard_library)."""
     length_buckets: int = 4
-    """Lengths that a batch of alpaca, chat or GLUE may have, parts of sequence_length: the shortest
-    that holds its longest example. Each is compiled once. 1: all are filled up to sequence_length.
-    """
+    """Lengths that a batch of alpaca, chat or classes may have, parts of sequence_length: the
+    shortest that holds its longest example. Each is compiled once. 1: all are filled up to
+    sequence_length."""
+    text_column: str = "text"
+    """language, classification: name of the field or column with the text."""
+    second_text_column: str | None = None
+    """classification: that of the second text, where classes are those of pairs."""
+    label_column: str = "label"
+    """classification: that of the labels."""
     chat_template: str | None = None
     """chat: file with the template that makes text of messages (Jinja).
     Left out: that of the model's folder."""
@@ -61,7 +68,8 @@ class Settings:
     """language: separate: texts in one sequence do not see each other. joined: each sees those
     before it in its sequence, as if they were one text."""
     validation_share: float = 0.1
-    """Share of the data that is kept for validation, where the data has no part for that."""
+    """Share of the data that is kept for validation, where the data has no part for that.
+    With steps 0 it may be 1: all of it."""
     corpus_megabytes: float = 4.0
     """standard_library: how much text is taken, training and validation together."""
 
@@ -85,7 +93,8 @@ class Settings:
 
     # Training.
     steps: int | None = None
-    """Optimizer steps. Left out: as many as `epochs` takes."""
+    """Optimizer steps. Left out: as many as `epochs` takes.
+    0: shows the figures of the validation, and writes nothing."""
     epochs: float = 1.0
     """Passes over the training data; without meaning where `steps` is given."""
     batch_size: int = 8
@@ -211,12 +220,12 @@ class Settings:
                 raise SettingsError(_impossible(name, "a finite number above 0", value))
         for name in _AT_LEAST_ZERO:
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise SettingsError(_impossible(name, "a finite number of at least 0", value))
         if not self.seed < 2**32:
             raise SettingsError(_impossible("seed", "a number below 2**32", self.seed))
-        if not 0 < self.validation_share < 1:
-            wanted = "a share between 0 and 1 (0.1 for a tenth)"
+        if not (0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)):
+            wanted = "a share between 0 and 1 (0.1 for a tenth; 1 with --steps 0 alone)"
             raise SettingsError(_impossible("validation_share", wanted, self.validation_share))
         if not 0 < self.auto_window_share <= 1:
             wanted = "a share above 0 and up to 1 (0.99 for all but one leaf in a hundred)"
@@ -373,11 +382,11 @@ class Command:
 
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length length_buckets batch_size micro_batches width layers heads "
-    "ffn steps epochs learning_rate eps auto_window_max_interval auto_select_max_windows "
+    "ffn epochs learning_rate eps auto_window_max_interval auto_select_max_windows "
     "max_grad_norm threads log_every eval_batches keep max_skipped"
 ).split()
 
-_AT_LEAST_ZERO = "seed warmup_steps weight_decay save_every evaluate_every".split()
+_AT_LEAST_ZERO = "seed steps warmup_steps weight_decay save_every evaluate_every".split()
 
 _NAME = re.compile(r"[\w.-]+")
 

@@ -5,8 +5,9 @@
     alpaca.py            answers to instructions
     chat.py              answers in conversations
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
+    classification.py    a class for a text or a pair of texts of one's own
 
-The last four tokenize everything once, at the start, and keep it in flat arrays (`encoding.py`).
+The last five tokenize everything once, at the start, and keep it in flat arrays (`encoding.py`).
 An example is cut out of them when it is asked for. Shuffling, batching and placing are
 `train/data.py`. The same files and the same seed give the same examples.
 """

@@ -69,7 +69,7 @@ def make(
     train = _read(files.train, tokenizer, sequence_length, notes)
     if files.validation:
         validation = _read(files.validation, tokenizer, sequence_length, notes)
-    elif len(train) < 2:
+    elif len(train) < 2 and validation_share < 1:
         raise DataError(
             f"expected at least two examples in {data}, one to train and one to validate, got "
             f"{len(train)}. Add some."

@@ -44,7 +44,8 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
         from train.tasks import language
 
         joined = settings.packing == "joined"
-        return language.make(path, tokenizer, sequence_length=length, joined=joined, **share)
+        options = {"joined": joined, "field": settings.text_column}
+        return language.make(path, tokenizer, sequence_length=length, **options, **share)
     if settings.task == "alpaca":
         from train.tasks import alpaca
 
@@ -56,18 +57,44 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
         file = settings.chat_template and Path(settings.chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
         return chat.make(path, tokenizer, template, sequence_length=length, **share)
+    if settings.task == "classification":
+        from train.tasks import classification
+
+        columns = classification.Columns(
+            settings.text_column, settings.label_column, settings.second_text_column
+        )
+        known = class_names(origin)
+        return classification.make(
+            path, tokenizer, columns, sequence_length=length, known=known, **share
+        )
     from train.tasks import glue
 
     return glue.make(settings.task, path, tokenizer, sequence_length=length)
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
-    """Of a task the names of its classes, and the figure that says which weights are best."""
+    """Of a task the names of its classes, and the figure that says which weights are best.
+
+    Without its data, so without the names where those say them.
+    """
     if task in OF_DECODERS:
         return (), "loss"
+    if task == "classification":
+        from train.tasks import classification
+
+        return (), classification.BEST
     from train.tasks import glue
 
     return tuple(glue.FORMATS[task].labels.values()), glue.FORMATS[task].best
+
+
+def class_names(origin: Pretrained) -> tuple[str, ...]:
+    """The names of the classes of the folder's head; () if it has none or does not name them."""
+    named = origin.raw.get("id2label")
+    if origin.labels is None or not isinstance(named, dict):
+        return ()
+    names = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(origin.labels))
+    return () if any(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 
 
 def _check_model(settings: Settings, origin: Pretrained, kind: str) -> None:

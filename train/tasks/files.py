@@ -140,8 +140,16 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield _object(where, _parse(where, line.removesuffix("\n"), line=True))
 
 
-def text_field(where: str, record: dict[str, Any], field: str) -> str:
+def text_field(
+    where: str, record: dict[str, Any], field: str, *, remedy: str = "Rename the field"
+) -> str:
     """The text in a field of a record.
+
+    Args:
+        where: The record is, for messages.
+        record: That has the field.
+        field: Its name.
+        remedy: What to do where it has no such field.
 
     Raises:
         DataError: If the field is missing or does not hold a text.
@@ -149,8 +157,7 @@ def text_field(where: str, record: dict[str, Any], field: str) -> str:
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
         raise DataError(
-            f"{where}: expected a field {field!r}, found {names}. Rename the field, or take the "
-            "record out."
+            f"{where}: expected a field {field!r}, found {names}. {remedy}, or take the record out."
         )
     text = record[field]
     if not isinstance(text, str):
@@ -173,16 +180,18 @@ def text_field(where: str, record: dict[str, Any], field: str) -> str:
 def split(
     sizes: np.ndarray, *, validation_share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which examples are to train and which to validate, both ascending, neither empty.
+    """Which examples are to train and which to validate, both ascending; neither empty if n > 1.
 
     In an order drawn with the seed, examples go to validation where they still fit in its share; if
     none does, the smallest one goes.
 
     Args:
-        sizes: Sizes `(n,)` of the examples, n at least 2.
-        validation_share: Of the sum of sizes, in (0, 1).
+        sizes: Sizes `(n,)` of the examples.
+        validation_share: Of the sum of sizes, in (0, 1]; with 1 none is to train.
         seed: Fixes the split.
     """
+    if validation_share == 1:
+        return np.arange(0), np.arange(len(sizes))
     order = np.random.default_rng(seed).permutation(len(sizes))
     room = validation_share * float(sizes.sum())
     validates = np.zeros(len(sizes), bool)
@@ -200,9 +209,9 @@ def split(
 
 def check_share(validation_share: float) -> None:
     """Raises a DataError if the share for validation is none."""
-    if not 0 < validation_share < 1:
+    if not 0 < validation_share <= 1:
         raise DataError(
-            f"`validation_share` must lie in (0, 1), got {validation_share}. It is a share of the "
+            f"`validation_share` must lie in (0, 1], got {validation_share}. It is a share of the "
             "data: for a tenth of it give 0.1."
         )
 

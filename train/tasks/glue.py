@@ -226,11 +226,15 @@ class Sentences:
         self._length = self.longest = sequence_length
         self.lengths = np.diff(encoded.starts)
         self._pad = pad
+        self._rows: np.ndarray | None = None  # those that are taken; None for all
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"expected an index from 0 to {len(self) - 1}, got {i}")
+        i = i if self._rows is None else int(self._rows[i])
         span = self._encoded.span(i)
         n = span.stop - span.start
         tokens = np.full(self._length, self._pad, np.int32)
@@ -241,9 +245,16 @@ class Sentences:
         mask[:n] = 1
         return {"tokens": tokens, "types": types, "mask": mask, "label": self._labels[i, ...]}
 
+    def some(self, chosen: np.ndarray) -> Sentences:
+        """The examples with these indices, of all that there are."""
+        other = copy.copy(self)
+        other._rows, other.lengths = chosen, self.lengths[chosen]
+        return other
+
     def checksum(self, start: int) -> int:
-        """CRC-32 of tokens, types, lengths and labels, going on from `start`."""
-        for held in (*self._encoded, self._labels):
+        """CRC-32 of tokens, types, lengths, labels and choice, going on from `start`."""
+        choice = () if self._rows is None else (self._rows,)
+        for held in (*self._encoded, self._labels, *choice):
             start = zlib.crc32(held, start)
         return start
 

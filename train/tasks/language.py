@@ -1,4 +1,4 @@
-"""The next token of any text: text files, or JSONL or tables with a text in the field `text`.
+"""The next token of any text: text files, or JSONL or tables with a field of text.
 
 A document is a text file, a line of JSONL, or a row of a table (`tables.py`). Its tokens get an end
 token behind them, and a begin token in front where the model was trained with one. All documents of
@@ -49,6 +49,7 @@ def make(
     validation_share: float,
     seed: int,
     joined: bool = False,
+    field: str = "text",
 ) -> Task:
     """The task of predicting the next token.
 
@@ -59,6 +60,7 @@ def make(
         validation_share: Of the tokens, in (0, 1), where files have no names that tell.
         seed: Fixes which documents validate.
         joined: Whether documents see those before them in their window.
+        field: That of records with the text.
 
     Raises:
         DataError: If there is no text, too little for a window on both sides, or JSONL that is
@@ -69,9 +71,9 @@ def make(
     end_token(tokenizer)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
-    train = _read(files.train, tokenizer, notes)
+    train = _read(files.train, tokenizer, field, notes)
     if files.validation:
-        validation = _read(files.validation, tokenizer, notes)
+        validation = _read(files.validation, tokenizer, field, notes)
         advice = "Give more text, or use a shorter `sequence_length`."
     else:
         train, validation = _split(train, validation_share=validation_share, seed=seed)
@@ -80,7 +82,7 @@ def make(
             f"{validation_share})."
         )
     for part, (tokens, _) in (("train", train), ("validation", validation)):
-        if len(tokens) <= sequence_length:
+        if len(tokens) <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
                 f"expected text for at least one window of {sequence_length} + 1 tokens in the "
                 f"part for {part} of {data}, got {len(tokens)} tokens. {advice}"
@@ -147,12 +149,12 @@ class Windows:
         return {"tokens": tokens, "positions": positions, "weights": weights}
 
 
-def _read(paths: list[Path], tokenizer: Tokenizer, notes: list[str]) -> Documents:
+def _read(paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str]) -> Documents:
     """All documents of the files."""
     pieces: list[int] = []  # of each document
     encoded = encode(
         tokenizer.tokens,
-        _pieces_of(paths, pieces, notes),
+        _pieces_of(paths, field, pieces, notes),
         vocabulary=tokenizer.vocabulary,
         special=False,
     )
@@ -197,14 +199,14 @@ def _split(
     )
 
 
-def _pieces_of(paths: list[Path], pieces: list[int], notes: list[str]) -> Iterator[str]:
+def _pieces_of(paths: list[Path], field: str, pieces: list[int], notes: list[str]) -> Iterator[str]:
     """The documents of all files in pieces; the number of pieces of each goes to `pieces`."""
     for path in paths:
         documents = len(pieces)
         blank = 0
         if not path.name.lower().endswith(".txt"):
             for where, record in records(path):
-                text = text_field(where, record, "text")
+                text = text_field(where, record, field, remedy="Name it with --text-column")
                 if not text.strip():
                     blank += 1
                     continue

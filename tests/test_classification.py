@@ -1,0 +1,273 @@
+"""Classification files of one's own: their examples, their classes, and what is refused."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.tiny_model import write_model
+from tests.tiny_tokenizer import write_wordpiece
+from train.data import DataError
+from train.pretrained import read_folder
+from train.settings import Settings
+from train.tasks import classification
+from train.tasks.chosen import class_names, make_task
+from train.tasks.classification import Columns
+from train.tokenizer import read_tokenizer
+
+COLUMNS = Columns("text", "label")
+TEXTS = ["a fine film", 'so "bad", it is', "how good\nis it", "not good"]
+LABELS = ["kind", "unkind", "kind", "unkind"]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    return read_tokenizer(folder, vocabulary=write_wordpiece(folder))
+
+
+def make(data, tokenizer, columns=COLUMNS, *, length=20, share=0.5, seed=0, **options):
+    options |= {"sequence_length": length, "validation_share": share, "seed": seed}
+    return classification.make(data, tokenizer, columns, **options)
+
+
+def write(path, content):
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def as_csv(rows, **options):
+    out = io.StringIO()
+    csv.writer(out, **options).writerows(rows)
+    return out.getvalue()
+
+
+def examples(tokenizer, source):
+    """Tokens without padding, and the label, of all examples."""
+    found = []
+    for i in range(len(source)):
+        example = source[i]
+        ids = example["tokens"][example["mask"] == 1].tolist()
+        assert len(ids) == source.lengths[i]
+        found.append((ids, int(example["label"])))
+    return found
+
+
+def expected(tokenizer, texts, labels, classes):
+    ids = [tokenizer.tokens.encode(text).ids for text in texts]
+    return [(i, classes.index(label)) for i, label in zip(ids, labels, strict=True)]
+
+
+def json_lines(rows):
+    return "".join(json.dumps(dict(zip(rows[0], row, strict=True))) + "\n" for row in rows[1:])
+
+
+ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(TEXTS))]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", as_csv(ROWS)),
+        ("a.csv", as_csv(ROWS, lineterminator="\n")),
+        ("a.csv", "\ufeff" + as_csv(ROWS, delimiter=";")),
+        ("a.csv", as_csv(ROWS, delimiter="\t")),
+        ("a.csv", as_csv(ROWS, quoting=csv.QUOTE_ALL, delimiter="|") + "\n\n"),
+        ("a.CSV", as_csv([(" id", "text ", " label "), *ROWS[1:]])),
+        ("a.jsonl", json_lines(ROWS)),
+    ],
+    ids=["crlf", "lf", "semicolons", "tabs", "bars", "spaces in the header", "jsonl"],
+)
+def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, content):
+    task = make(write(tmp_path / name, content), bert)
+    sides = [task.train, task.validation["validation"]]
+    found = [example for side in sides for example in examples(bert, side)]
+    assert sorted(found) == sorted(expected(bert, TEXTS, LABELS, ["kind", "unkind"]))
+    assert len(task.train) == 2
+    assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
+    assert task.notes == ()
+
+
+def test_a_line_of_tsv_is_a_row_whatever_marks_are_in_it(tmp_path, bert):
+    texts = ['"a" film', 'so "bad', '"', "good, or not"]
+    quoted = ['"a" film', 'so "bad', '"', '"good, or not"']
+    rows = [("text", "label"), *zip(quoted, LABELS, strict=True)]
+    content = "".join("\t".join(row) + "\r\n" for row in rows)
+    write(tmp_path / "train.tsv", content)
+    write(tmp_path / "dev.tsv", content)
+    task = make(tmp_path, bert)
+    assert examples(bert, task.train) == expected(bert, texts, LABELS, ["kind", "unkind"])
+
+
+def test_pairs_have_two_columns_and_are_cut_where_they_are_longer(tmp_path, bert):
+    rows = [("one", "two", "same"), ("a cat", "the cat sat on a dog", "yes"), ("a", "b", "no")]
+    write(tmp_path / "train.csv", as_csv(rows))
+    write(tmp_path / "valid.csv", as_csv(rows))
+    task = make(tmp_path, bert, Columns("one", "same", "two"), length=8)
+    tokens = bert.tokens.encode("a cat", "the cat sat").ids
+    assert task.train[0]["tokens"].tolist() == tokens
+    assert task.train[0]["types"].tolist() == [0] * 4 + [1] * 4
+    assert task.labels == ("no", "yes")
+
+
+def test_numbers_are_classes_in_their_order_and_a_table_names_its_own(tmp_path, bert):
+    rows = [("text", "label"), *((f"film {i}", str(i)) for i in (10, 9, -1, 2))]
+    assert make(write(tmp_path / "a.csv", as_csv(rows)), bert).labels == ("-1", "2", "9", "10")
+    items = [{"text": f"film {i}", "label": i} for i in (10, 9, -1, 2)]
+    content = json.dumps([*items, {"text": "so", "label": True}])
+    assert "true" in make(write(tmp_path / "b.json", content), bert).labels
+
+    features = {"label": {"names": ["unkind", "so", "kind"], "_type": "ClassLabel"}}
+    table = pyarrow.table({"text": TEXTS, "label": [2, 0, 2, 0]})
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    path = tmp_path / "c.parquet"
+    pyarrow.parquet.write_table(table.replace_schema_metadata(about), path)
+    task = make(path, bert)
+    assert task.labels == ("unkind", "so", "kind")
+    sides = [task.train, task.validation["validation"]]
+    found = sorted(label for side in sides for _, label in examples(bert, side))
+    assert found == [0, 0, 2, 2]
+    unlabelled = pyarrow.table({"text": TEXTS, "label": [2, 0, 2, -1]})
+    pyarrow.parquet.write_table(unlabelled.replace_schema_metadata(about), path)
+    with pytest.raises(DataError, match=r"row 4: expected a label in column 'label', found none"):
+        make(path, bert)
+
+
+@pytest.mark.parametrize(
+    ("known", "labels"),
+    [
+        (("unkind", "kind"), ("unkind", "kind")),
+        (("UNKIND", "so", "Kind"), ("UNKIND", "so", "Kind")),
+        (("unkind", "good"), ("kind", "unkind")),
+        ((), ("kind", "unkind")),
+    ],
+    ids=str,
+)
+def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_file(
+    tmp_path, bert, known, labels
+):
+    task = make(write(tmp_path / "a.csv", as_csv(ROWS)), bert, known=known)
+    assert task.labels == labels
+    names = [name.lower() for name in labels]
+    sides = [task.train, task.validation["validation"]]
+    found = sorted(label for side in sides for _, label in examples(bert, side))
+    assert found == sorted(names.index(label) for label in LABELS)
+
+
+def test_the_names_of_a_head_are_those_of_the_folder(tmp_path):
+    folder = write_model(tmp_path / "given", "bert")
+    assert class_names(read_folder(folder)) == ("no", "perhaps", "yes")
+    config = json.loads((folder / "config.json").read_text())
+    generic = {str(i): f"LABEL_{i}" for i in range(3)}
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": generic}))
+    assert class_names(read_folder(folder)) == ()
+
+    data = write(tmp_path / "a.csv", as_csv([("a", "b"), *zip(TEXTS, LABELS, strict=True)]))
+    settings = {"task": "classification", "model": str(folder), "data": str(data)}
+    settings |= {"text_column": "a", "label_column": "b", "sequence_length": 20}
+    task = make_task(Settings(**settings), read_folder(folder))
+    assert (len(task.train), task.labels) == (3, ("kind", "unkind"))
+
+
+def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
+    rows = [*ROWS, ("9", " ", "kind"), ("9", "", "kind")]
+    task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
+    assert task.notes == ("a.csv: left out 2 rows without text: 7, 8",)
+    assert len(task.train) + len(task.validation["validation"]) == 4
+    with pytest.raises(DataError, match="3 of 4 rows without: 2, 3, 4. Name the column of the tex"):
+        make(write(tmp_path / "a.csv", "text,label\n,a\n,b\n,a\ngood,b\n"), bert)
+
+
+def test_a_text_may_be_longer_than_the_csv_module_lets_it(tmp_path, bert):
+    before = csv.field_size_limit()
+    rows = [("text", "label"), ("good " * 40_000, "a"), ("bad", "b")]
+    task = make(write(tmp_path / "a.csv", as_csv(rows)), bert)
+    sides = [task.train, task.validation["validation"]]
+    assert sorted(int(side.lengths[0]) for side in sides) == [1 + 2, 20]
+    assert csv.field_size_limit() == before
+
+
+def test_scores_are_accuracy_and_the_mean_f1_of_the_classes():
+    truth, guess = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
+    scores = classification.score(guess, truth)
+    assert scores["accuracy"] == pytest.approx(4 / 6)
+    # Each twice the hits, over what was predicted and what was there.
+    assert scores["macro_f1"] == pytest.approx((4 / 6 + 2 / 3 + 2 / 3) / 3)
+
+
+GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.csv", "", r"line 1: expected a header with one column 'text', got an empty file"),
+        ("a.tsv", "", r"line 1: expected a header with one column 'text', got an empty file"),
+        ("a.csv", "Text,label\na,b\n", r"got 'Text', 'label'. Did you mean --text-column 'Text'"),
+        ("a.csv", "text,lable\na,b\n", r"'label', got .* Did you mean --label-column 'lable'"),
+        ("a.csv", "review,mood\na,b\n", r"got 'review', 'mood'. Name it with --text-column"),
+        ("a.csv", "text,text,label\na,b,c\n", r"got 'text', 'text'.* Rename all but one"),
+        ("a.csv", "text,label\n", r"a.csv: expected examples, found none"),
+        ("a.csv", GOOD + "good, but long,kind\n", r"line 4: expected 2 columns.*got 3.*quotation"),
+        ("a.csv", GOOD + "good\n", r"line 4: expected 2 columns, .* got 1"),
+        (
+            "a.csv",
+            GOOD + '"good,kind\nbad,unkind\n',
+            r"line 4: expected CSV, got a row that ends in",
+        ),
+        ("a.csv", GOOD + '"a "good" film",kind\n', r"line 4: expected CSV"),
+        ("a.csv", GOOD + '"a\nb",kind\ngood\n', r"line 6: expected 2 columns"),
+        ("a.csv", GOOD + "good,\n", r"line 4: expected a label in column 'label', found none"),
+        ("a.csv", b"text,label\ncaf\xe9,a\n", r"line 2: expected UTF-8, got 0xe9"),
+        ("a.csv", "text,label\na,b\nc,b\n", r"at least two labels in column 'label', got \['b'\]"),
+        (
+            "a.csv",
+            "text,label\n" + "".join(f"a,b{i}\n" for i in range(30)),
+            r"got 30 different ones in 30 rows: 'b0', 'b1', 'b10', ... Name the column",
+        ),
+        ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: expected 2 columns, .* got 3.*as CSV"),
+        (
+            "a.jsonl",
+            '{"text": "a", "label": 0.5}\n',
+            r"line 1: expected the label of a class .*0.5",
+        ),
+        ("a.jsonl", '{"text": "a", "label": null}\n', r"line 1: expected a label in column"),
+        ("a.jsonl", '{"text": "a"}\n', r"expected a field 'label', .* Name it with --label-col"),
+        ("a.jsonl", '{"review": "a"}\n', r"expected a field 'text', .* Name it with --text-column"),
+        ("a.txt", "a", r"expected a file \*\.csv or \*\.tsv or"),
+    ],
+)
+def test_files_that_cannot_be_understood_are_named_with_the_line(
+    tmp_path, bert, name, content, match
+):
+    with pytest.raises(DataError, match=match):
+        make(write(tmp_path / name, content), bert)
+
+
+def test_labels_that_were_not_trained_on_are_refused(tmp_path, bert):
+    write(tmp_path / "train.csv", GOOD)
+    write(tmp_path / "dev.csv", "text,label\ngood,so\n")
+    with pytest.raises(
+        DataError, match=r"dev\.csv, line 2: expected one of .*'kind', 'unkind', got"
+    ):
+        make(tmp_path, bert)
+    write(tmp_path / "dev.csv", "text,label\ngood,KIND\n")  # no head to know them: as they are
+    with pytest.raises(DataError, match="got 'KIND'"):
+        make(tmp_path, bert)
+    task = make(tmp_path, bert, known=("Kind", "Unkind"))
+    assert task.validation["validation"][0]["label"] == 0
+
+
+def test_too_few_examples_and_tokens_are_refused(tmp_path, bert):
+    path = write(tmp_path / "a.csv", "text,label\ngood,a\n")
+    with pytest.raises(DataError, match="at least two examples"):
+        make(path, bert, known=("a", "b"))
+    with pytest.raises(DataError, match="`sequence_length` above 2"):
+        make(path, bert, length=2)
+    with pytest.raises(DataError, match="found nothing at"):
+        make(Path("nowhere.csv"), bert)

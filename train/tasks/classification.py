@@ -1,0 +1,373 @@
+"""A class for a text, or for a pair of texts, from a file of one's own.
+
+    text,label
+    "a fine film, in all",kind
+    so bad,unkind
+
+A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). Columns are found by
+their names, which are settings; others are passed over. The classes are the labels that occur,
+numbers in their order and others in that of the alphabet; where a table names its classes, or the
+model's head those that it knows, they are those. Labels are compared as text: `1` and `1.0` differ.
+
+CSV: commas separate columns, or semicolons, tabs or bars, if only with these the header has the
+columns; a text may stand in quotation marks, with line breaks in it. TSV: a line is a row; texts in
+quotation marks lose them, as spreadsheets write them. Rows without text are left out, and the notes
+say which; one without a label is an error.
+
+What is longer than the sequence length is cut on the right, of a pair the longer text first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import csv
+import difflib
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn import metrics
+
+from train.data import DataError
+from train.tasks import Task, tables
+from train.tasks.encoding import Text, encode
+from train.tasks.files import check_share, find_files, lines, records, shorten, split, text_field
+from train.tasks.glue import Sentences
+from train.tokenizer import Tokenizer
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
+
+SEPARATORS = (",", ";", "\t", "|")
+
+QUOTE = "Put a text with a separator in it between quotation marks"
+AS_CSV = "Save texts with tabs or line breaks in them as CSV"
+
+# Of a file with more rows that have no text the wrong column was named.
+BLANK_SHARE = 2
+NAMED_ROWS = 30
+
+# With so many classes it is the number of examples that says whether they are classes.
+MANY_CLASSES = 20
+
+
+class Columns(NamedTuple):
+    """The names of the columns."""
+
+    text: str
+    label: str
+    second: str | None = None  # of the other text of a pair
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.text,) if self.second is None else (self.text, self.second)
+
+
+class Rows(NamedTuple):
+    """The rows of the files of one side."""
+
+    texts: list[Text]
+    labels: list[str]
+    places: list[str]  # of the labels: path and line
+
+
+def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """The share that is right, and the mean of the classes' F1, of those that occur."""
+    f1 = metrics.f1_score(labels, predictions, average="macro", zero_division=0.0)
+    return {"accuracy": float(metrics.accuracy_score(labels, predictions)), "macro_f1": float(f1)}
+
+
+BEST = "accuracy"
+
+
+def make(
+    data: Path,
+    tokenizer: Tokenizer,
+    columns: Columns,
+    *,
+    sequence_length: int,
+    validation_share: float,
+    seed: int,
+    known: Sequence[str] = (),
+) -> Task:
+    """The task of telling the classes of a file.
+
+    Args:
+        data: A file of the suffixes above, or a folder with such files.
+        tokenizer: Of the model.
+        columns: Where texts and labels are.
+        sequence_length: Tokens of an example, T.
+        validation_share: Of the examples, in (0, 1), where files have no names that tell.
+        seed: Fixes which examples validate.
+        known: The classes of the model's head; if all labels are of these, whatever their case,
+            these are the classes.
+
+    Raises:
+        DataError: If there are no such files or columns, rows that cannot be understood, with the
+            file and the line, or labels that are no classes.
+    """
+    check_share(validation_share)
+    # A copy, so that the truncation stays in here.
+    tokens = copy.deepcopy(tokenizer.tokens)
+    special = tokens.num_special_tokens_to_add(columns.second is not None)
+    if sequence_length <= special:
+        raise DataError(
+            f"expected a `sequence_length` above {special}, the special tokens of an example, got "
+            f"{sequence_length}. Take 64 or more."
+        )
+    tokens.enable_truncation(sequence_length, strategy="longest_first")
+
+    files = find_files(data, SUFFIXES)
+    notes = list(files.notes)
+    rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]
+    named = None
+    if all(map(tables.is_table, files.train)):
+        named = tables.class_names(files.train[0], columns.label)
+    classes = named or _classes(rows[0].labels, known, columns.label, data)
+    sources = []
+    for side in rows:
+        numbers = _numbers(side, classes, known, columns.label)
+        encoded = encode(tokens, side.texts, vocabulary=tokenizer.vocabulary, special=True)
+        pad = tokenizer.pad
+        sources.append(Sentences(encoded, numbers, sequence_length=sequence_length, pad=pad))
+    if len(sources) == 1:
+        if len(sources[0]) < 2 and validation_share < 1:
+            raise DataError(
+                f"expected at least two examples in {data}, one to train and one to validate, got "
+                f"{len(sources[0])}. Add some."
+            )
+        count = np.ones(len(sources[0]))
+        sides = split(count, validation_share=validation_share, seed=seed)
+        sources = [sources[0].some(side) for side in sides]
+    train, validation = sources
+    checksum = zlib.crc32(json.dumps(classes).encode())
+    return Task(
+        name="classification",
+        kind="encoder",
+        train=train,
+        validation={"validation": validation},
+        labels=tuple(classes),
+        score=score,
+        best=BEST,
+        checksum=validation.checksum(train.checksum(checksum)),
+        notes=tuple(notes),
+    )
+
+
+def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -> list[str]:
+    """The labels that occur, in their order; or those that are known, if these have all of them."""
+    classes = sorted(set(labels))
+    if {label.lower() for label in classes} <= {name.lower() for name in known}:
+        return list(known)
+    if all(label.removeprefix("-").isdecimal() for label in classes):
+        classes.sort(key=int)
+    if len(classes) < 2:
+        raise DataError(
+            f"{data}: expected at least two labels in column {column!r}, got {classes}: there is "
+            "nothing to tell apart. Name the column of the labels with --label-column."
+        )
+    if len(classes) > max(MANY_CLASSES, len(labels) // 2):
+        listed = ", ".join(shorten(repr(label)) for label in classes[:3])
+        raise DataError(
+            f"{data}: expected labels of classes in column {column!r}, got {len(classes)} "
+            f"different ones in {len(labels)} rows: {listed}, ... Name the column of the labels "
+            "with --label-column."
+        )
+    return classes
+
+
+def _numbers(side: Rows, classes: list[str], known: Sequence[str], column: str) -> np.ndarray:
+    """The id of each label. The case of letters counts only where the classes are the file's."""
+    ids = {name: i for i, name in enumerate(classes)}
+    folded = {name.lower(): i for i, name in enumerate(known)} if classes == list(known) else {}
+    numbers = []
+    for label, place in zip(side.labels, side.places, strict=True):
+        number = ids.get(label, folded.get(label.lower()))
+        if number is None:
+            raise DataError(
+                f"{place}: expected one of the labels to train on in column {column!r}: "
+                f"{shorten(', '.join(map(repr, ids)))}, got {label!r}. Correct it, or add examples "
+                "of it to train on."
+            )
+        numbers.append(number)
+    return np.array(numbers, np.int32)
+
+
+def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
+    """The rows of the files; those that are left out are named in the notes."""
+    found = Rows([], [], [])
+    for path in paths:
+        names = tables.class_names(path, columns.label) if tables.is_table(path) else None
+        before, blank = len(found.labels), []
+        for where, record in _records(path, columns):
+            texts = [_text(where, record, column).strip() for column in columns.texts]
+            if not all(texts):
+                blank.append(where.rpartition(" ")[2])
+                continue
+            found.texts.append((texts[0], texts[1]) if len(texts) == 2 else texts[0])
+            found.labels.append(_label(where, record, columns.label, names))
+            found.places.append(where)
+        taken = len(found.labels) - before
+        if not taken and not blank:
+            raise DataError(
+                f"{path}: expected examples, found none. Fetch the file again, or take it away."
+            )
+        listed = ", ".join(blank[:NAMED_ROWS]) + (", ..." if len(blank) > NAMED_ROWS else "")
+        if blank and len(blank) * BLANK_SHARE > taken + len(blank):
+            raise DataError(
+                f"{path}: expected texts in {' and '.join(map(repr, columns.texts))}, found "
+                f"{len(blank)} of {taken + len(blank)} rows without: {listed}. Name the column of "
+                "the texts with --text-column."
+            )
+        if blank:
+            notes.append(f"{path.name}: left out {len(blank)} rows without text: {listed}")
+    return found
+
+
+def _text(where: str, record: dict[str, Any], column: str) -> str:
+    if record.get(column, "") is None:
+        return ""
+    return text_field(where, record, column, remedy="Name it with --text-column")
+
+
+def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
+    """The label of a row as text."""
+    if column not in record:
+        text_field(where, record, column, remedy="Name it with --label-column")
+    label = record[column]
+    if isinstance(label, str):
+        label = label.strip()
+    elif isinstance(label, bool):
+        label = str(label).lower()
+    elif isinstance(label, int):
+        if names is not None and not 0 <= label < len(names):
+            label = None  # of the unlabelled, -1
+        else:
+            label = str(label) if names is None else names[label]
+    elif label is not None:
+        raise DataError(
+            f"{where}: expected the label of a class in column {column!r}, got "
+            f"{shorten(repr(label))}. Numbers that are no classes cannot be learned here: name "
+            "another column with --label-column."
+        )
+    if not label:
+        raise DataError(
+            f"{where}: expected a label in column {column!r}, found none. Add it, or take the row "
+            "out."
+        )
+    return label
+
+
+def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = path.name.lower()
+    if name.endswith(".csv"):
+        return _csv(path, columns)
+    return _tsv(path, columns) if name.endswith(".tsv") else records(path)
+
+
+def _csv(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+    first = next(lines(path), (1, ""))[1]
+    needed = {*columns.texts, columns.label}
+    separator = next(
+        (s for s in SEPARATORS if needed <= set(_header(first, s))),
+        SEPARATORS[0],
+    )
+    with _any_length():
+        # Not one row ahead: the first that is wrong is to be named.
+        reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
+        names: list[str] | None = None
+        begin = 1
+        try:
+            for cells in reader:
+                where, begin = f"{path}, line {begin}", reader.line_num + 1
+                if names is None:
+                    names = [cell.strip() for cell in cells]
+                    _check_header(path, names, columns)
+                elif cells:  # not a blank line
+                    yield where, _row(where, names, cells, QUOTE)
+        except csv.Error as error:
+            raise DataError(
+                f"{path}, line {begin}: expected CSV, got a row that ends in line "
+                f'{reader.line_num}, which cannot be read ({error}). Put a text with `"` in it '
+                'between quotation marks, and write each inside as `""`.'
+            ) from error
+    if names is None:
+        _check_header(path, [], columns)
+
+
+def _tsv(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+    names: list[str] | None = None
+    for number, line in lines(path):
+        cells = [_unquoted(cell) for cell in line.removesuffix("\n").split("\t")]
+        where = f"{path}, line {number}"
+        if names is None:
+            names = [cell.strip() for cell in cells]
+            _check_header(path, names, columns)
+        elif line.strip():
+            yield where, _row(where, names, cells, AS_CSV)
+    if names is None:
+        _check_header(path, [], columns)
+
+
+def _header(line: str, separator: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=separator), [])]
+    except csv.Error:
+        return []
+
+
+def _unquoted(cell: str) -> str:
+    """A cell without the quotation marks that spreadsheets put around it.
+
+    Examples:
+        >>> _unquoted('"so ""fine"" a film"'), _unquoted('"so" is a word')
+        ('so "fine" a film', '"so" is a word')
+    """
+    inner = cell[1:-1]
+    is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
+    if is_quoted and '"' not in inner.replace('""', ""):
+        return inner.replace('""', '"')
+    return cell
+
+
+def _row(where: str, names: list[str], cells: list[str], remedy: str) -> dict[str, Any]:
+    if len(cells) != len(names):
+        raise DataError(
+            f"{where}: expected {len(names)} columns, as the header has, got {len(cells)}: "
+            f"{shorten(repr(cells))}. {remedy}, or correct the row."
+        )
+    return dict(zip(names, cells, strict=True))
+
+
+def _check_header(path: Path, names: list[str], columns: Columns) -> None:
+    for flag, column in (
+        ("--text-column", columns.text),
+        ("--second-text-column", columns.second),
+        ("--label-column", columns.label),
+    ):
+        if column is None or names.count(column) == 1:
+            continue
+        got = f"{', '.join(map(repr, names)) or 'an empty file'}"
+        near = difflib.get_close_matches(column.lower(), [name.lower() for name in names], n=1)
+        meant = next((name for name in names if near and name.lower() == near[0]), None)
+        remedy = f"Did you mean {flag} {meant!r}?" if meant else f"Name it with {flag}."
+        if column in names:
+            remedy = "Rename all but one."
+        raise DataError(
+            f"{path}, line 1: expected a header with one column {column!r}, got {shorten(got)}. "
+            f"{remedy}"
+        )
+
+
+@contextlib.contextmanager
+def _any_length() -> Iterator[None]:
+    """Lets texts of CSV be longer than 131,072 characters."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
