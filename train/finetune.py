@@ -7,14 +7,16 @@
     python -m train.finetune configs/quickstart.toml --timeline timeline.png
     python -m train.finetune configs/quickstart.toml --run first --export best DIR
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR
+    python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --steps 0
 
 Read from top to bottom: `train`, which is the whole job, and the command. The settings are in
 `settings.py`, what is learned in `tasks/`, the batches in `data.py`, the model in `models.py`, the
-optimizers in `optimizers.py`, one step and one validation in `step.py`, what is measured in
-`meter.py`, zenflow's windows and selections in `schedule.py`, what is shown and written in
-`run_log.py` and `report.py`, what a run goes on from in `checkpoints.py`, which run that may be in
-`run_description.py`, what stops it in `stopping.py`. Several devices: what lies where in
-`sharding.py`, several processes in `processes.py`, the commands in docs/multi_host.md.
+optimizers in `optimizers.py`, one step and one validation in `step.py`, a validation alone in
+`evaluation.py`, what is measured in `meter.py`, zenflow's windows and selections in `schedule.py`,
+what is shown and written in `run_log.py` and `report.py`, what a run goes on from in
+`checkpoints.py`, which run that may be in `run_description.py`, what stops it in `stopping.py`.
+Several devices: what lies where in `sharding.py`, several processes in `processes.py`, the commands
+in docs/multi_host.md.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from train import models, processes
 from train.checkpoints import Checkpoints
 from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
+from train.evaluation import check_alone, evaluate
 from train.export import export
 from train.memory import check_batch, lack_behind, lack_of_memory
 from train.meter import Meter, Row
@@ -88,8 +91,10 @@ def train(
     *,
     fresh: bool = False,
     timeline: Path | None = None,
-) -> Summary:
+) -> Summary | None:
     """Trains once, or the rest of a run; leaves all that it has to show in the run's folder.
+
+    With no `steps` it shows the figures of the validation, writes nothing and returns None.
 
     Args:
         settings: Of the run. With `run`, the folder of an earlier start, training goes on from the
@@ -125,17 +130,18 @@ def train(
             "`--timeline`: expected an optimizer with work on the host (zenflow or offload), got "
             "adamw, of which there is nothing to show. Leave it out, or name another --optimizer."
         )
+    if settings.steps == 0:
+        check_alone(settings, timeline)
     origin = None if settings.model is None else read_folder(Path(settings.model))
     texts = models.texts_of(settings)  # as they are now, which is how they are learned from
     task = make_task(settings, origin)
     where = {"seed": settings.seed, "mesh": mesh, "buckets": settings.length_buckets}
     check_batch(
         settings,
-        examples=len(task.train),
+        examples=None if settings.steps == 0 else len(task.train),
         vocabulary=0 if task.labels else models.vocabulary(origin),
         parts=batch_parts(mesh),
     )
-    batches = Batches(task.train, batch_size=settings.batch_size, **where)
     # In micro-batches as well: what the device has room for.
     parts, most = settings.micro_batches, settings.eval_batches
     samples = {
@@ -147,6 +153,10 @@ def train(
         )
         for name, source in task.validation.items()
     }
+    if settings.steps == 0:
+        evaluate(settings, task, mesh, origin, samples, say)
+        return None
+    batches = Batches(task.train, batch_size=settings.batch_size, **where)
     if settings.steps is None:
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)

@@ -13,12 +13,12 @@ import jax
 from train.settings import Settings, SettingsError
 
 
-def check_batch(settings: Settings, *, examples: int, vocabulary: int, parts: int) -> None:
+def check_batch(settings: Settings, *, examples: int | None, vocabulary: int, parts: int) -> None:
     """Refuses a batch that cannot be, by its sizes alone.
 
     Args:
         settings: Of the run.
-        examples: In the training data.
+        examples: In the training data; None if there is no training.
         vocabulary: For each token of a batch a language model computes so many float32 logits; 0
             for a model that does not.
         parts: Among so many devices a batch is divided.
@@ -27,7 +27,7 @@ def check_batch(settings: Settings, *, examples: int, vocabulary: int, parts: in
         SettingsError: If there are fewer examples than the batch takes, or if what is computed of a
             micro-batch is more than the memory of the device.
     """
-    if settings.batch_size > examples:
+    if examples is not None and settings.batch_size > examples:
         raise SettingsError(
             f"`batch_size`: expected at most {examples}, which is all the training data, got "
             f"{settings.batch_size}: some examples would be in every batch several times. Pass a "
@@ -66,6 +66,8 @@ def check_model(settings: Settings, weights: Any, *, devices: int) -> None:
     # Master and moments of what is not selected; of several processes each has a part of them.
     ratio = settings.topk_ratio if settings.optimizer == "zenflow" else 0.0
     host = 0 if adamw else 12 * (1 - min(max(ratio, 0.0), 1.0)) * parameters / jax.process_count()
+    if settings.steps == 0:  # a validation alone
+        device, host = once, 0.0
     if jax.local_devices()[0].platform == "cpu":
         host += device / jax.process_count()
     here = f"a model of {parameters:,} parameters with {settings.optimizer}"
