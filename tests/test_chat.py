@@ -156,9 +156,47 @@ def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_ans
     path = tmp_path / "asks.jinja"
     path.write_text(text)
     of = read_template(folder, tokenizer.tokens, path)
-    conversation = of.conversation(talk("Who?", "The cat.", "Where?", "Here."))
+    conversation = of.conversation(talk("Who?", "The cat.", "Where?", "<th>."))
     spans = [conversation.text[start:stop] for start, stop in conversation.answers]
-    assert spans == [f"The cat.{TURN_END}", f"Here.{TURN_END}"]
+    assert spans == [f"The cat.{TURN_END}", f"<th>.{TURN_END}"]
+
+
+def test_an_answer_ends_where_it_does_however_the_last_message_is_written(
+    tmp_path, folder, tokenizer
+):
+    # With an end of the text behind the last message alone, which is not what ends an answer.
+    path = tmp_path / "ends.jinja"
+    path.write_text(
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|turn_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+    )
+    of = read_template(folder, tokenizer.tokens, path)
+    same = talk("A", "A", "A", "A", "A", "A")
+    conversation = of.conversation(same)
+    spans = [conversation.text[start:stop] for start, stop in conversation.answers]
+    assert spans == [f"A{TURN_END}"] * 2 + [f"A{TURN_END}\n{END}"]
+    turns = [conversation.text[:start].count(TURN) for start, _ in conversation.answers]
+    assert turns == [2, 4, 6]
+    # With another end, of which there is no telling what it is in the middle.
+    path.write_text(
+        "{% for m in messages %}{{ m.content }}{{ '<|end|>' if loop.last else '<|turn_end|>' }}"
+        "{% endfor %}"
+    )
+    of = read_template(folder, tokenizer.tokens, path)
+    with pytest.raises(ConversationError, match="the answer in message 2"):
+        of.conversation(same)
+
+
+def test_a_template_that_does_not_write_what_was_answered_is_refused(tmp_path, folder, tokenizer):
+    # As those for pictures, which want a list of parts.
+    path = tmp_path / "parts.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "<|turn_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    of = read_template(folder, tokenizer.tokens, path)
+    with pytest.raises(ConversationError, match="the answer in message 2"):
+        of.conversation(talk("Who?", "The cat."))
 
 
 # --- templates as there are -----------------------------------------------------------------

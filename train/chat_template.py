@@ -13,6 +13,7 @@ an answer, with what asks for it behind, is what the answer follows on.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -139,6 +140,7 @@ class ChatTemplate:
             for i, role in enumerate(roles)
             if role == ASSISTANT
         ]
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(answers)), answers
         return Conversation(whole, answers)
 
     def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
@@ -147,27 +149,16 @@ class ChatTemplate:
         # Templates of models that think leave out the thoughts of all answers but the last.
         said = said.rpartition("</think>")[2].strip()
         start = self._start(whole, messages, i, tools, said)
-        stop = None
-        ended = whole if i == len(messages) - 1 else self._render(messages[: i + 1], False, tools)
-        if whole.startswith(ended):
-            stop = len(ended)
-        elif said and start is not None and said in ended:
-            # An answer is written otherwise where it is the last message: what is behind it there,
-            # is behind it here.
-            ending = ended[ended.rindex(said) + len(said) :]
-            place = whole.find(said + ending.rstrip(), start)
-            stop = None if place < 0 else place + len(said) + len(ending.rstrip())
-        if start is None or stop is None or stop < start:
+        stop = None if start is None else self._stop(whole, messages, i, tools, said, start)
+        if start is None or stop is None or said not in whole[start:stop]:
             raise ConversationError(
                 f"expected to find the answer in message {i + 1}, got a text of which the template "
                 f"in {self.where} does not tell where it is. Put `{{% generation %}}` and "
                 "`{% endgeneration %}` around what the assistant writes in the template, and pass "
                 "it with --chat-template"
             )
-        answer = whole[start:stop]
-        if self._marks and answer.rstrip().endswith(self._marks):
-            stop = start + len(answer.rstrip())
-        return start, stop
+        answer = whole[start:stop].rstrip()
+        return start, start + len(answer) if answer.endswith(self._marks) else stop
 
     def _start(self, whole, messages, i, tools, said) -> int | None:
         if i == 0:  # many templates want a message
@@ -179,7 +170,29 @@ class ChatTemplate:
         # It may ask for a thought, which is not in what was answered.
         before = self._render(messages[:i], False, tools)
         shared = len(os.path.commonprefix([asked, whole]))
-        return shared if whole.startswith(before) and shared >= len(before) else None
+        if not whole.startswith(before) or shared < len(before):
+            return None
+        # What was answered may begin as the thought does.
+        place = whole.find(said, len(before))
+        return min(shared, place) if said and place >= 0 else shared
+
+    def _stop(self, whole, messages, i, tools, said, start) -> int | None:
+        if i == len(messages) - 1:
+            return len(whole)
+        ended = self._render(messages[: i + 1], False, tools)
+        if whole.startswith(ended):
+            return len(ended)
+        # A last message can be written otherwise: with a thought in front, or with what ends a text
+        # behind what ends the answer. What is the same behind the answer ends it.
+        last, here = ended.rfind(said), whole.find(said, start)
+        if not said or last < start or here < 0:
+            return None
+        if whole[start:here] not in ("", ended[start:last]):
+            return None
+        last, here = last + len(said), here + len(said)
+        shared = os.path.commonprefix([ended[last:], whole[here:]])
+        marks = [shared.rfind(mark) + len(mark) for mark in self._marks if mark in shared]
+        return here + max(marks) if marks else None
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
         given = json.dumps(messages, ensure_ascii=False, default=str) if self._says_what else ""
