@@ -156,9 +156,10 @@ def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_ans
     path = tmp_path / "asks.jinja"
     path.write_text(text)
     of = read_template(folder, tokenizer.tokens, path)
-    conversation = of.conversation(talk("Who?", "The cat.", "Where?", "<th>."))
-    spans = [conversation.text[start:stop] for start, stop in conversation.answers]
-    assert spans == [f"The cat.{TURN_END}", f"<th>.{TURN_END}"]
+    for answers in (["The cat.", "<th>."], ["a", "a"], ["assistant", "<"]):
+        conversation = of.conversation(talk("Who?", answers[0], "Where?", answers[1]))
+        spans = [conversation.text[start:stop] for start, stop in conversation.answers]
+        assert spans == [answer + TURN_END for answer in answers]
 
 
 def test_an_answer_ends_where_it_does_however_the_last_message_is_written(

@@ -61,7 +61,10 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys, ta
     in_run = {(int(step), name): float(x) for step, name, x in validations(tmp_path / "a")}
     capsys.readouterr()
     of_run = str(tmp_path / "a" / "model")
-    assert finetune.main([str(config), "--steps", "0", "--model", of_run]) == 0
+    of_it = str(tmp_path / "a" / "settings.toml")
+    assert finetune.main([of_it, "--steps", "0"]) == 2
+    assert "pass --run None" in capsys.readouterr().err
+    assert finetune.main([of_it, "--steps", "0", "--model", of_run]) == 0
     trained = shown(capsys.readouterr().out)
     for step, figures in ((0, untrained), (2, trained)):
         then = {name: x for (at, name), x in in_run.items() if at == step}
@@ -93,7 +96,7 @@ def test_all_of_the_data_can_be_evaluated(tmp_path, capsys):
 def test_what_only_a_training_has_is_refused(tmp_path, capsys):
     config = write_config(tmp_path, task="standard_library", steps=0)
     for arguments, expected in (
-        (["--run", "a"], f"--model {tmp_path / 'a' / 'model'}, without --run"),
+        (["--run", "a"], f"has trained pass --model {tmp_path / 'a' / 'model'}; for those of that"),
         (["--timeline", str(tmp_path / "a.png")], "`--timeline`: expected a training"),
     ):
         assert finetune.main([str(config), *arguments]) == 2

@@ -173,8 +173,8 @@ class ChatTemplate:
         if not whole.startswith(before) or shared < len(before):
             return None
         # What was answered may begin as the thought does.
-        place = whole.find(said, len(before))
-        return min(shared, place) if said and place >= 0 else shared
+        place = whole.find(said, max(len(before), shared - len(said)), shared + len(said))
+        return place if said and 0 <= place else shared
 
     def _stop(self, whole, messages, i, tools, said, start) -> int | None:
         if i == len(messages) - 1:

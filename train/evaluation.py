@@ -23,14 +23,17 @@ def check_alone(settings: Settings, timeline: Path | None) -> None:
     """Checks that nothing is asked for that only a training has.
 
     Raises:
-        SettingsError: If a run is to go on, or a timeline to be drawn.
+        SettingsError: If it is not clear which model is meant, or a timeline is to be drawn.
     """
     if settings.run is not None:
-        raise SettingsError(
-            f"`steps`: expected some for the run {settings.run}, got 0, which shows the figures of "
-            "a model and writes nothing. To see those of what a run has trained: --steps 0 "
-            f"--model {Path(settings.output_dir) / settings.run / models.FOLDER}, without --run."
-        )
+        trained = Path(settings.output_dir) / settings.run / models.FOLDER
+        # The settings of a run name it.
+        if settings.model is None or Path(settings.model).resolve() != trained.resolve():
+            raise SettingsError(
+                f"`steps`: expected some for the run {settings.run}, got 0, which shows the "
+                f"figures of {settings.model or 'a model that is not trained'}. For those of what the run "
+                f"has trained pass --model {trained}; for those of that model pass --run None."
+            )
     if timeline is not None:
         raise SettingsError(
             "`--timeline`: expected a training, got --steps 0, which has no steps to draw. Leave "
