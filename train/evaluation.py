@@ -31,8 +31,9 @@ def check_alone(settings: Settings, timeline: Path | None) -> None:
         if settings.model is None or Path(settings.model).resolve() != trained.resolve():
             raise SettingsError(
                 f"`steps`: expected some for the run {settings.run}, got 0, which shows the "
-                f"figures of {settings.model or 'a model that is not trained'}. For those of what the run "
-                f"has trained pass --model {trained}; for those of that model pass --run None."
+                f"figures of {settings.model or 'a model that is not trained'}. For those of what "
+                f"the run has trained pass --model {trained}; for those of that model pass "
+                "--run None."
             )
     if timeline is not None:
         raise SettingsError(
