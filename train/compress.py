@@ -29,6 +29,13 @@ from train.compress_report import table, write_picture
 from train.elves.errors import ElvesError
 from train.elves.folders import Result, check_path, pack_path, restore_path, results
 from train.elves.writing import Options
+from train.packed_checkpoints import (
+    is_checkpoint,
+    is_packed_checkpoint,
+    pack_in_place,
+    pack_to,
+    restore_to,
+)
 
 PROGRAM = "python -m train.compress"
 PICTURES = (".png", ".svg", ".pdf")
@@ -79,7 +86,10 @@ def run(command: Command) -> None:
         print(f"{command.source} is whole: {_files(files)}, {_bytes(size)} in {seconds:.1f} s")
     elif command.restore:
         assert command.target is not None
-        files = restore_path(command.source, command.target, base=command.base, threads=threads)
+        if is_packed_checkpoint(command.source):
+            files = restore_to(command.source, command.target, threads=threads)
+        else:
+            files = restore_path(command.source, command.target, base=command.base, threads=threads)
         seconds = time.perf_counter() - begin
         print(f"restored {_files(files)} to {command.target} in {seconds:.1f} s")
     elif command.report:
@@ -91,8 +101,23 @@ def run(command: Command) -> None:
     else:
         bound = None if command.bound is None else _number(command.bound)
         options = Options(bound=bound, paper=command.paper, threads=threads)
-        found = pack_path(command.source, command.target, options, base=command.base)
+        if is_checkpoint(command.source):
+            found = _pack_checkpoint(command, options)
+        else:
+            found = pack_path(command.source, command.target, options, base=command.base)
         _say_packed(command, found, time.perf_counter() - begin)
+
+
+def _pack_checkpoint(command: Command, options: Options) -> list[Result]:
+    others = [name for name in ("bound", "base", "paper") if getattr(command, name)]
+    if others:
+        raise ElvesError(
+            f"`--{others[0]}`: expected none for a checkpoint, got one for {command.source}. A run "
+            "goes on from its bits alone. Leave it out; the weights are a model (--export)."
+        )
+    if command.target is None:
+        return pack_in_place(command.source, threads=options.threads)
+    return pack_to(command.source, command.target, threads=options.threads)
 
 
 def _say_packed(command: Command, found: Sequence[Result], seconds: float) -> None:

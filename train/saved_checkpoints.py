@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ import zenflow_jax
 from train import processes
 from train.checkpoint_arrays import check_arrays, described, join, split, templates_of
 from train.checksums import damage
+from train.elves import ElvesError
+from train.packed_checkpoints import is_packed_checkpoint, restore_to, unpacked_place
 from train.run_description import check_same_run
 from train.settings import SettingsError
 
@@ -110,11 +114,13 @@ class SavedCheckpoints:
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split(fresh)
         check_arrays(self._folder / str(step), run["arrays"], described(saved))
-        arrays = self._read_state(step, saved)
+        # What is restored here is removed when the engine has read it (`set_aside`).
+        folder = self._as_it_was(step)
+        arrays = self._read_state(folder, saved)
         engine_state = None
         if run["settings"]["optimizer"] != "adamw":
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
-                engine_state = reader.restore(self._folder / str(step) / "engine")
+                engine_state = reader.restore(folder / "engine")
         return Restored(
             **join(fresh, arrays, others), engine_state=engine_state, progress=run["progress"]
         )
@@ -177,14 +183,37 @@ class SavedCheckpoints:
         there = self._read_run(step)["arrays"]
         there = {name: what for name, what in there.items() if name.startswith("params.")}
         check_arrays(self._folder / str(step), there, described(saved))
-        arrays = self._read_state(step, saved, partial_restore=True)
+        folder = self._as_it_was(step, items=("state",))
+        arrays = self._read_state(folder, saved, partial_restore=True)
+        if folder.name != str(step) and processes.from_first("read") and processes.is_first():
+            shutil.rmtree(folder, ignore_errors=True)
         return join({"params": like}, arrays, others)["params"]
+
+    def _as_it_was(self, step: int, items: Sequence[str] = ()) -> Path:
+        """The folder of a checkpoint; of one that is packed what it was, restored for a while.
+
+        Raises:
+            CheckpointError: If that cannot be done.
+        """
+        folder = self._folder / str(step)
+        problem = ""
+        target = unpacked_place(folder)
+        if processes.is_first() and is_packed_checkpoint(folder):
+            self._say(f"unpacking checkpoint {step}")
+            try:
+                shutil.rmtree(target, ignore_errors=True)
+                restore_to(folder, target, items=items, threads=len(os.sched_getaffinity(0)))
+            except (ElvesError, OSError) as error:
+                problem = f"expected to unpack checkpoint {step}, got: {error}"
+        if problem := processes.from_first(problem):
+            raise CheckpointError(problem)
+        return target if is_packed_checkpoint(folder) else folder
 
     def _read_run(self, step: int) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
             return reader.restore(self._folder / str(step) / "run")
 
-    def _read_state(self, step: int, saved: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def _read_state(self, folder: Path, saved: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Arrays in the place of `saved`, which are used up."""
         templates = templates_of(saved)
         # Before the others come, so that the device need not hold both.
@@ -194,7 +223,7 @@ class SavedCheckpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(templates)
         args = ocp.args.PyTreeRestore(item=templates, restore_args=restore_args, **options)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return reader.restore(self._folder / str(step) / "state", args=args)
+            return reader.restore(folder / "state", args=args)
 
     def _check(self, step: int, run: Mapping[str, Any]) -> None:
         folder = self._folder / str(step)

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +87,7 @@ def pack_path(
     *,
     base: Path | None = None,
     known: Known | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> list[Result]:
     """Packs a file, or all files of tensors in a folder.
 
@@ -99,6 +100,7 @@ def pack_path(
         options: How.
         base: A folder, or a file, of a model that `source` has been made from.
         known: What else is known.
+        finish: Is called with a new folder that has everything, before it gets its name.
 
     Raises:
         ElvesError: If there is nothing to pack, the target is there, or the bound is no sensible
@@ -138,11 +140,19 @@ def pack_path(
             )
         if target is None or not source.is_dir():
             return _pack_each(source, target, names, files, pieces, options, bases)
-        with _made_whole(target) as part:
+        with _made_whole(target, finish) as part:
             return _pack_each(source, part, names, files, pieces, options, bases)
 
 
-def restore_path(source: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> int:
+def restore_path(
+    source: Path,
+    target: Path,
+    *,
+    base: Path | None = None,
+    threads: int = 1,
+    only: Callable[[Path], bool] = lambda name: True,
+    finish: Callable[[Path], None] | None = None,
+) -> int:
     """Makes a packed file, or folder, what it was.
 
     Args:
@@ -150,6 +160,8 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
         target: New; there only when it is whole.
         base: The folder that it was packed against; None for where that was then.
         threads: That decode a tensor's blocks.
+        only: Whether a file of a folder, by its path in there, is wanted.
+        finish: As of `pack_path`.
 
     Returns:
         How many packed files there were.
@@ -160,7 +172,7 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
     """
     _expect_source(source)
     _expect_new(source, target)
-    names = _files(source)
+    names = [name for name in _files(source) if only(name)]
     packed = [name for name in names if is_packed(_at(source, name))]
     if not packed:
         raise ElvesError(
@@ -172,7 +184,7 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
     if not source.is_dir():
         restore_file(source, target, base=base, threads=threads)
         return 1
-    with _made_whole(target) as part:
+    with _made_whole(target, finish) as part:
         for name in names:
             if name in packed:
                 kind = read_header(source / name)[0].kind
@@ -472,13 +484,15 @@ def _copy(path: Path, target: Path) -> None:
 
 
 @contextmanager
-def _made_whole(target: Path) -> Iterator[Path]:
+def _made_whole(target: Path, finish: Callable[[Path], None] | None) -> Iterator[Path]:
     """A folder under another name, which gets its own when the block ends without an error."""
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
         yield part
+        if finish is not None:
+            finish(part)
         for folder in [part, *(p for p in part.rglob("*") if p.is_dir())]:
             sync_folder(folder)
         if target.is_dir():
