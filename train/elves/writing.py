@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,7 @@ def pack(
     )
     assert len(header.tensors) == len(pieces)
     tensors = _with_duplicates(header, duplicates.longest(pieces, path))
-    length = longest(dataclasses.replace(header, tensors=tensors))
+    length = longest(replace(header, tensors=tensors))
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as file:
@@ -245,7 +245,7 @@ def pack(
             whole = zlib.crc32(head)
             for t in tensors.values():
                 whole = combined(whole, t.crc32, t.bytes)
-            header = dataclasses.replace(header, tensors=tensors, crc32=whole)
+            header = replace(header, tensors=tensors, crc32=whole)
             file.truncate()
             if only_smaller and file.tell() >= header.bytes:
                 part.unlink()
@@ -344,7 +344,7 @@ def _with_duplicates(header: Header, longest_of: Of) -> dict[str, Tensor]:
     for name, t in header.tensors.items():
         may = [x for x in (t.of, longest_of) if x and (x is t.of or t.bytes >= _LEAST_DUPLICATE)]
         of = max(may, key=lambda x: len(json.dumps(dataclasses.astuple(x))), default=None)
-        found[name] = dataclasses.replace(t, of=of)
+        found[name] = replace(t, of=of)
     return found
 
 
@@ -355,10 +355,10 @@ def _write(
         same = duplicates.find(piece, path)
         if same is not None:
             of, error = same
-            return dataclasses.replace(t, codec=DUPLICATE, crc32=of.crc32, of=of, error=error)
+            return replace(t, codec=DUPLICATE, crc32=of.crc32, of=of, error=error)
     sizes, counts, found, error = [], [0] * len(CODECS), 0, 0.0
     for one, size in encoder.blocks(piece, t):
-        file.write(one.data)
+        file.write(one.data.data)
         sizes.append(len(one.data))
         counts[one.codec] += 1
         found = combined(found, one.crc32, size)
@@ -366,9 +366,7 @@ def _write(
     codec = CODECS[int(np.argmax(counts))]
     delta = counts[CODECS.index("delta")]
     of = t.of if delta else None  # what is of no use need not be there when it is read
-    packed = dataclasses.replace(
-        t, codec=codec, blocks=tuple(sizes), crc32=found, error=error, of=of
-    )
+    packed = replace(t, codec=codec, blocks=tuple(sizes), crc32=found, error=error, of=of)
     duplicates.add(piece, path, packed)
     return packed
 
@@ -424,6 +422,8 @@ class _Encoder:
                 width = WIDTHS[near.file.tensors[near.tensor].dtype] // t.width
                 with self._reading:
                     base = near.file.read(near.tensor, begin * width, (begin + data.size) * width)
-            return coder.encode(data, words, base)
+            found = coder.encode(data, words, base)
+            # With several threads the coder goes on before this one is written.
+            return found if self._pool is None else replace(found, data=found.data.copy())
         finally:
             self._idle.append(coder)
