@@ -394,7 +394,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, t
     path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         assert finetune.main([str(path), "--run", "a"]) == 0
-    run, text = tmp_path / "runs" / "a", mine.read_text()
+    run, text, out = tmp_path / "runs" / "a", mine.read_text(), str(tmp_path / "out")
     mine.unlink()
     assert (run / "model" / "chat_template.jinja").read_text() == text
     assert f'chat_template = "{run / "chat_template.jinja"}"' in (run / "settings.toml").read_text()
@@ -402,6 +402,11 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, t
     with jax.numpy_dtype_promotion("standard"):
         assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
     assert "going on from checkpoint 2" in capsys.readouterr().out
+
+    # Who exports need not name it.
+    exporting = ["--run", "a", "--chat-template", "None", "--export", "2", out]
+    assert finetune.main([str(path), *exporting]) == 0
+    assert (Path(out) / "chat_template.jinja").read_text() == text
 
     options = generate.Options(prompt="Who?", model=str(run / "model"))
     tokenizer = read_tokenizer(run / "model", vocabulary=1000)

@@ -6,6 +6,7 @@ without the updates that were on their way then. Neither the data nor a device i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Callable
@@ -77,6 +78,10 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         target.mkdir(parents=True, exist_ok=True)
         models.write_weights(target / models.WEIGHTS, weights)
     else:
+        # That of the run, whatever the settings say now.
+        template = folder / models.CHAT_TEMPLATE
+        if template.is_file():
+            settings = dataclasses.replace(settings, chat_template=str(template))
         options = {"labels": labels, "texts": models.texts_of(settings)}
         save_folder(target, origin, weights, dtype=models.dtype_of(origin), **options)
     say(f"{target} has the weights of checkpoint {step} in {folder}")

@@ -113,8 +113,8 @@ def check_same_run(
     if run["data"] != here.get("data", run["data"]):
         raise SettingsError(
             f"expected the data that the run of {folder} has read, got other data. Go on with "
-            "the same files (of standard_library: with the same Python) and the same "
-            "tokenizer, or name another --run to begin a new one."
+            "the same files (of standard_library: with the same Python), the same tokenizer "
+            "and of chats the same template, or name another --run to begin a new one."
         )
 
 
