@@ -22,10 +22,14 @@ from zenflow_jax._transform import zenflow
 
 if TYPE_CHECKING:
     from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
+    from zenflow_jax._planner.gpus import GPUS, Gpu
+    from zenflow_jax._planner.host_work import host_bandwidth
+    from zenflow_jax._planner.plan import Hiding, Plan, hiding, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GPUS",
     "STATIC_ARGS",
     "AttachedStep",
     "AutoSelect",
@@ -36,7 +40,10 @@ __all__ = [
     "EngineSave",
     "EngineStats",
     "EpochSelect",
+    "Gpu",
+    "Hiding",
     "HostEngine",
+    "Plan",
     "Span",
     "Timeline",
     "ZenFlowState",
@@ -45,18 +52,32 @@ __all__ = [
     "find_state",
     "flush",
     "from_deepspeed",
+    "hiding",
+    "host_bandwidth",
     "iter_master_params",
     "master_params",
+    "plan",
     "plot_timeline",
     "save_trace",
     "zenflow",
 ]
 
-_OF_ORBAX = {"EngineCheckpointHandler", "EngineRestore", "EngineSave"}
+# What not everybody needs, and takes long to import: orbax, or what compiles.
+_WHERE = {
+    "EngineCheckpointHandler": "_checkpoint.handler",
+    "EngineRestore": "_checkpoint.handler",
+    "EngineSave": "_checkpoint.handler",
+    "GPUS": "_planner.gpus",
+    "Gpu": "_planner.gpus",
+    "Hiding": "_planner.plan",
+    "Plan": "_planner.plan",
+    "hiding": "_planner.plan",
+    "host_bandwidth": "_planner.host_work",
+    "plan": "_planner.plan",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # orbax takes longer to import than all the rest, and not everybody saves by it.
-    if name in _OF_ORBAX:
-        return getattr(importlib.import_module("zenflow_jax._checkpoint.handler"), name)
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"zenflow_jax.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'zenflow_jax' has no attribute {name!r}")

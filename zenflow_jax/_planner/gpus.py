@@ -1,0 +1,119 @@
+"""The GPUs that a plan can be made for: the one table, with its sources.
+
+Memory is what the driver says, in MiB; the rest is from NVIDIA's data sheets: bandwidth of its
+memory, bfloat16 products with float32 sums on dense matrices, PCIe per direction. What a host gives
+to one of its GPUs is assumed: a share of a server's memory channels, or a desktop's two.
+
+https://www.nvidia.com/en-us/data-center/h100/, .../h200/, .../a100/, .../l40s/;
+the architecture white papers of Ada and GA102 for the RTX cards, of which the tensor cores take
+float32 sums at half their rate.
+"""
+
+import dataclasses
+from typing import Final
+
+_MIB: Final = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a plan takes a GPU for.
+
+    Attributes:
+        name: As the driver calls it.
+        memory: Bytes.
+        bandwidth: Of its memory, bytes a second.
+        flops: Of bfloat16 matrix products, a second, at most.
+        bus: Bytes a second each way between it and pinned host memory. 0.8 of PCIe's raw rate.
+        host_bandwidth: Bytes a second of host memory that are there for it. Assumed.
+        host_memory: Bytes of host memory that are there for it. Assumed.
+        capability: CUDA's.
+        cores: Multiprocessors.
+        l2_cache: Bytes.
+        core_memory: Bytes that the threads of one multiprocessor share.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: float
+    bus: float
+    host_bandwidth: float
+    host_memory: int
+    capability: tuple[int, int]
+    cores: int
+    l2_cache: int
+    core_memory: int = 233472
+
+    @property
+    def description(self) -> str:
+        """What XLA asks about it, in the text form of its GpuTargetConfig."""
+        major, minor = self.capability
+        threads = 2048 if major == 9 or minor == 0 else 1536
+        return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {self.cores}
+  clock_rate_ghz: 1.98
+  device_memory_size: {self.memory}
+  memory_bandwidth: {int(self.bandwidth)}
+  l2_cache_size: {self.l2_cache}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: {threads}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.core_memory - 1024}
+  shared_memory_per_core: {self.core_memory}
+  fpus_per_core: {64 if (major, minor) == (8, 0) else 128}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{self.name}"
+"""
+
+
+_PCIE4, _PCIE5 = 25e9, 50e9
+_SERVER, _DESKTOP = 100e9, 50e9
+_GB = 10**9
+
+GPUS: Final = {
+    "h100": Gpu(
+        *("NVIDIA H100 80GB HBM3", 81559 * _MIB, 3.35e12, 989e12, _PCIE5, _SERVER, 256 * _GB),
+        *((9, 0), 132, 50 * _MIB),
+    ),
+    "h200": Gpu(
+        *("NVIDIA H200", 143771 * _MIB, 4.8e12, 989e12, _PCIE5, _SERVER, 256 * _GB),
+        *((9, 0), 132, 60 * _MIB),
+    ),
+    "a100": Gpu(
+        *("NVIDIA A100-SXM4-80GB", 81920 * _MIB, 2.039e12, 312e12, _PCIE4, _SERVER, 256 * _GB),
+        *((8, 0), 108, 40 * _MIB, 167936),
+    ),
+    "l40s": Gpu(
+        *("NVIDIA L40S", 46068 * _MIB, 864e9, 362e12, _PCIE4, _SERVER, 256 * _GB),
+        *((8, 9), 142, 96 * _MIB, 102400),
+    ),
+    "rtx4090": Gpu(
+        *("NVIDIA GeForce RTX 4090", 24564 * _MIB, 1008e9, 165e12, _PCIE4, _DESKTOP, 128 * _GB),
+        *((8, 9), 128, 72 * _MIB, 102400),
+    ),
+    "rtx3090": Gpu(
+        *("NVIDIA GeForce RTX 3090", 24576 * _MIB, 936e9, 71e12, _PCIE4, _DESKTOP, 128 * _GB),
+        *((8, 6), 82, 6 * _MIB, 102400),
+    ),
+}
+
+
+def gpu_of_kind(kind: str) -> Gpu | None:
+    """The GPU that a driver's name means; None if the table has none."""
+    words = set(kind.lower().replace("-", " ").split())
+    for key, gpu in GPUS.items():
+        number = key.removeprefix("rtx")
+        if number in words and (key.startswith("rtx") == ("rtx" in words)):
+            return gpu
+    return None

@@ -1,0 +1,168 @@
+"""What the host has to do in a step, and how long a machine takes for it.
+
+The host's updates wait for its memory, so their work is counted in bytes.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._exchange.mailbox import most_kept
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.masters import Masters
+from zenflow_jax._host.moments import bytes_of_moments, new_moments
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
+from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._plan.groups import in_groups
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import longest
+from zenflow_jax._plan.scalars import AdamScalars, window_step
+
+#: The windows that a plan compares, in steps.
+INTERVALS = (1, 2, 4, 8, 16)
+#: What host work may take of the time that it has: a fifth is to spare.
+BUSY = 0.8
+_FLOAT32 = 4
+
+
+def with_window(state: ZenFlowState, window: int) -> ZenFlowState:
+    """The state of the same run with windows of so many steps; of shapes alone.
+
+    Args:
+        state: Of arrays or shapes, with any windows.
+        window: Steps.
+    """
+    schedule = state.schedule
+    in_turn = schedule.groups > 1 or schedule.window == 1
+    staleness = schedule.staleness
+    if staleness is None or staleness > 0:
+        staleness = 1 if in_turn else window
+    schedule = dataclasses.replace(
+        schedule,
+        window=window,
+        select=16 * window,
+        groups=window if in_turn else 1,
+        staleness=staleness,
+    )
+    whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
+    specs, schedule = in_groups(whole, schedule)
+    leaves = tuple(
+        dataclasses.replace(leaf, spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True)
+    )
+    return dataclasses.replace(state, leaves=leaves, schedule=schedule)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostWork:
+    """Bytes of host memory that an engine reads and writes, all of the run's devices together.
+
+    Attributes:
+        busiest: In the step with the most of it, which has one step's time to hide behind where
+            leaves take turns, and a window's where all windows close together.
+        steps: That it may take.
+        mean: In a step, on average.
+    """
+
+    busiest: float
+    steps: int
+    mean: float
+
+
+def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
+    """The work of an engine's host.
+
+    Of each parameter: mail is written by the device and read by the update; an update reads and
+    writes masters and moments, and what is uploaded is read again.
+
+    Args:
+        state: Of arrays or shapes.
+        compact: Whether the engine keeps moments in 8 bits.
+    """
+    leaves = [leaf for leaf in state.leaves if leaf.offloaded]
+    schedule = state.schedule
+    window = longest(schedule.window)
+    on_device = state.send_gradients.sums_on_device
+    added_up = not on_device and most_kept(state) > MAILS_KEPT
+    groups = [0.0] * schedule.groups
+    arriving = 0.0
+    for leaf in leaves:
+        for part in leaf.spec.ranges:
+            size = math.prod(part.shape)
+            mail = size * part.mail_dtype.itemsize
+            groups[part.group] += _of_update(part, size, compact)
+            read = mail * (1 if on_device else window)
+            if added_up:
+                read += _of_sums(window) * size
+            groups[part.group] += read
+            arriving += mail / (window if on_device else 1)
+    mean = float(sum(groups) / window + arriving)
+    together = schedule.groups == 1
+    steps = window if together and schedule.staleness != 0 else max(schedule.staleness or 1, 1)
+    return HostWork(max(groups, default=0.0) + arriving * steps, steps, mean)
+
+
+def _of_update(spec: LeafSpec, size: int, compact: bool) -> float:
+    masters = sum(x.itemsize for x in Masters.zeros((0,), spec.dtype).arrays)
+    moments = bytes_of_moments(spec.view4(spec.n), compact=compact)
+    return float(2 * (masters * size + moments) + spec.dtype.itemsize * size)
+
+
+def _of_sums(window: int) -> float:
+    """Bytes of float32 sums for each parameter of a window whose mails are too many to keep."""
+    times = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
+    # Written once, read and written again for each pass of gradients, and read by the update.
+    return float(_FLOAT32 * 2 * times)
+
+
+def host_bandwidth(
+    leaves: Sequence[LeafState] = (),
+    *,
+    threads: int | None = None,
+    host_state: str = "float32",
+    seconds: float = 2.0,
+) -> float:
+    """Bytes a second that updates get out of this machine's memory, measured.
+
+    Args:
+        leaves: A state's, of whose dtypes and layout the largest is taken.
+        threads: As for `HostEngine`.
+        host_state: As for `HostEngine`.
+        seconds: How long, about; compiling comes in front of it.
+    """
+    specs = [leaf.spec for leaf in leaves if leaf.offloaded]
+    largest = max(specs, key=lambda x: math.prod(x.shape), default=None)
+    dtype = np.dtype(np.float32) if largest is None else largest.dtype
+    mail = np.dtype(np.float32) if largest is None else largest.mail_dtype
+    rows = 4096
+    trailing = largest is not None and largest.view4(1)[3] == 1
+    shape = (1, rows, rows, 1) if trailing else (1, 1, rows, rows)
+    masters = Masters.zeros(shape, dtype)
+    mu, nu = new_moments(shape, compact=host_state == "compact")
+    for x in (*masters.arrays, *mu.arrays, *nu.arrays):
+        x[...] = 0  # until they are written, pages take no memory
+    steps, active = np.zeros((1, rows), np.int32), np.ones((1, rows), bool)
+    gradients = [(np.ones(shape, mail), 1.0) for _ in range(GRADIENTS_PER_PASS)]
+    step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None, np)
+    state = sum(x.nbytes for x in (*masters.arrays, *mu.arrays, *nu.arrays))
+    moved = 2 * state + GRADIENTS_PER_PASS * gradients[0][0].nbytes
+    adam = HostAdam("numba", threads)
+    took = []
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in adam.adamw(masters, mu, nu, steps, gradients, 0.25, active, step):
+            pass
+        return time.perf_counter() - start
+
+    try:
+        once()  # compiles
+        end = time.perf_counter() + seconds
+        while not took or time.perf_counter() < end:
+            took.append(once())
+    finally:
+        adam.close()
+    return moved / sorted(took)[len(took) // 2]

@@ -1,0 +1,454 @@
+"""`plan()`: what a run takes of device and host, without either."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from zenflow_jax._checkpoint.tree import abstract_engine_state
+from zenflow_jax._device.state import ZenFlowState, find_state
+from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._exchange.device_memory import device_memory
+from zenflow_jax._exchange.host_memory import host_memory
+from zenflow_jax._planner.compiled import peak_bytes
+from zenflow_jax._planner.gpus import GPUS, Gpu
+from zenflow_jax._planner.host_work import BUSY, INTERVALS, host_work, with_window
+from zenflow_jax._planner.traced import of_step
+
+#: Of what a GPU can do, what a step is taken to get: of its matrix products, as in
+#: `benchmarks/projection.py`; and of its memory's bandwidth.
+EFFICIENCY = 0.4
+OF_BANDWIDTH = 0.7
+#: Of its memory, what jax may be given, and what it takes if it is told nothing
+#: (`XLA_PYTHON_CLIENT_MEM_FRACTION`). The rest is the driver's, for its kernels and libraries.
+USABLE = 0.95
+UNASKED = 0.75
+#: Of a host's memory, what is left to the system, Python, CUDA and XLA.
+HOST_RESERVE = 8 * 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run takes, and what there is.
+
+    Attributes:
+        gpu: The device that it is planned for.
+        devices: How many of them.
+        by: Who says what the step's temporaries take: "compiler" or "formula".
+        device: Bytes of one device at the peak of a step, by what they are for.
+        host: Bytes of the host at most, likewise; all devices together. All but "mail" and
+            "hand-over" are not pinned.
+        checkpoint: Bytes of a checkpoint on disk: parameters, the optimizer's state, the engine's.
+        to_host: Bytes that one device sends in a step.
+        to_device: Bytes that one device gets in a step, on average.
+        parameters: How many there are.
+        flops: Of the matrix products of one device in a step.
+        step_s: Seconds that a step must take, at the efficiency that is assumed.
+        host_s: Seconds of host work that a step has to hide, on average; 0 without an engine.
+        busy: The host's work as a share of the time that it may take, in the step with the most.
+        bus: Likewise what crosses between device and host, in the direction with more of it.
+        interval: Steps in a window; None without an engine, and where windows adapt.
+        overlaps: Whether the host works while the device goes on.
+        of_intervals: Of other windows, `busy`; none if it does not.
+        host_bytes_there: Of the host, what is assumed or was said.
+        host_bandwidth: Bytes a second of the host's memory, assumed, said, or measured.
+    """
+
+    gpu: Gpu
+    devices: int
+    by: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    checkpoint: int
+    to_host: int
+    to_device: int
+    parameters: int
+    flops: float
+    step_s: float
+    host_s: float
+    busy: float
+    bus: float
+    interval: int | None
+    overlaps: bool
+    of_intervals: Mapping[int, float]
+    host_bytes_there: int
+    host_bandwidth: float
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def device_bytes_there(self) -> int:
+        """What jax may be given of a device."""
+        return int(USABLE * self.gpu.memory)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def host_pinned(self) -> int:
+        return sum(self.host.get(name, 0) for name in PINNED)
+
+    @property
+    def fits_device(self) -> bool:
+        return self.device_bytes <= self.device_bytes_there
+
+    @property
+    def fits_host(self) -> bool:
+        return not self.host or self.host_bytes + HOST_RESERVE <= self.host_bytes_there
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_device and self.fits_host
+
+    @property
+    def hidden(self) -> float:
+        """The share of the host's work that hides behind the device's."""
+        if not self.overlaps:
+            return 0.0
+        return 1 / max(1.0, self.busy, self.bus)
+
+    @property
+    def smallest_interval(self) -> int | None:
+        """Steps of the shortest windows that hide with a fifth to spare; None if none do."""
+        return next((s for s in sorted(self.of_intervals) if self.of_intervals[s] <= BUSY), None)
+
+    @property
+    def advice(self) -> str:
+        """What to do, in a sentence or two."""
+        return " ".join([self._of_memory(), *self._of_time()])
+
+    def _of_memory(self) -> str:
+        spare = self.device_bytes_there - self.device_bytes
+        if spare < 0:
+            return (
+                f"Does not fit: the device lacks {gb(-spare)} (needs {gb(self.device_bytes)}, has "
+                f"{gb(self.device_bytes_there)} for jax)."
+            )
+        if not self.fits_host:
+            lacks = self.host_bytes + HOST_RESERVE - self.host_bytes_there
+            return (
+                f"Does not fit: the host lacks {gb(lacks)} (needs {gb(self.host_bytes)} and "
+                f"{gb(HOST_RESERVE)} for all else, has {gb(self.host_bytes_there)})."
+            )
+        text = f"Fits with {gb(spare)} of the device to spare"
+        if self.device_bytes > UNASKED * self.gpu.memory:
+            text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE} is set"
+        return f"{text}."
+
+    def _of_time(self) -> list[str]:
+        if not self.overlaps:
+            waits = f"Every step waits {self.host_s:.2g} s for the host."
+            return [waits] if self.host else []
+        if self.interval is None:
+            return []
+        said = [said_of_windows(self.interval, self.busy, self.smallest_interval)]
+        if self.bus > BUSY:
+            said.append(
+                f"The bus needs {self.bus:.2f} of a step, whatever S is: a larger batch gives it "
+                "more time, send_gradients=per_window less to do."
+            )
+        return said
+
+
+#: Of the classes of host memory, those that jax pins.
+PINNED = ("mail", "hand-over, pinned")
+
+
+def said_of_windows(interval: int, busy: float, smallest: int | None) -> str:
+    """How busy the host is with these windows, and which others would do.
+
+    Args:
+        interval: Steps in a window.
+        busy: The share of its time that the host needs, in the step with the most work.
+        smallest: Steps of the shortest windows that hide with a fifth to spare; None if none do.
+    """
+    text = f"The host needs {busy:.2f} of the time that it has at S = {interval}"
+    if smallest is None:
+        return (
+            f"{text}, and too much at any S up to {INTERVALS[-1]}: a larger batch, more threads or "
+            "send_gradients=per_window give it more time."
+        )
+    if smallest < interval:
+        return f"{text}: S = {smallest} would hide too, and learns faster."
+    if smallest > interval:
+        return f"{text}, so steps wait for it: S = {smallest} would hide."
+    return f"{text}: no smaller S would hide with a fifth to spare."
+
+
+@dataclasses.dataclass(frozen=True)
+class Hiding:
+    """How well the host's work hid in a run.
+
+    Attributes:
+        interval: Steps in a window.
+        busy: The share of its time that the host needed, in the step with the most work.
+        of_intervals: What `busy` would have been with other windows.
+    """
+
+    interval: int
+    busy: float
+    of_intervals: Mapping[int, float]
+
+    @property
+    def smallest_interval(self) -> int | None:
+        """As of `Plan`."""
+        return next((s for s in sorted(self.of_intervals) if self.of_intervals[s] <= BUSY), None)
+
+    @property
+    def advice(self) -> str:
+        """What to do, in a sentence."""
+        return said_of_windows(self.interval, self.busy, self.smallest_interval)
+
+
+def hiding(
+    opt_state: Any, stats: EngineStats, seconds: float, *, host_state: str = "float32"
+) -> Hiding | None:
+    """How busy the host was in a run, and which windows would have hidden its work.
+
+    Work with other windows follows from that which was measured, by the bytes that each moves.
+
+    Args:
+        opt_state: Of the run.
+        stats: `engine.stats` after it.
+        seconds: That the steps in `stats` took.
+        host_state: As for `HostEngine`.
+
+    Returns:
+        None where there is nothing to say: before two windows, and where windows adapt or every
+        step waits for its update.
+    """
+    state = find_state(opt_state)
+    window = state.schedule.window
+    if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
+        return None
+    compact = host_state == "compact"
+    now = host_work(state, compact=compact)
+    # What the device alone would have taken, as it did not compute while the loop waited.
+    step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
+    rate = now.mean / max(stats.work_s / stats.steps, 1e-9)
+
+    def busy(of: ZenFlowState) -> float:
+        work = host_work(of, compact=compact)
+        return work.busiest / rate / (work.steps * step_s)
+
+    return Hiding(window, busy(state), {s: busy(with_window(state, s)) for s in INTERVALS})
+
+
+def plan(
+    step: Any,
+    params: Any,
+    opt_state: Any,
+    *arguments: Any,
+    device: str | Gpu = "h100",
+    host_memory_bytes: int | None = None,
+    bandwidth: float | None = None,
+    host_state: str = "float32",
+    compiled: Any = None,
+) -> Plan:
+    """What training takes of a device and its host, from the shapes of a step's arguments alone.
+
+    Args:
+        step: The training step `(params, opt_state, *arguments)`, jitted with both donated.
+        params: Its parameters: arrays, or `jax.ShapeDtypeStruct`s. On a mesh they have shardings.
+        opt_state: What `tx.init(params)` gives, or `jax.eval_shape(tx.init, params)`.
+        arguments: What else the step takes, such as a batch.
+        device: One of "h100", "h200", "a100", "l40s", "rtx4090", "rtx3090", or another GPU's
+            figures.
+        host_memory_bytes: Of the machine with these devices. None: what is usual beside such
+            devices.
+        bandwidth: Bytes a second that host updates get out of the host's memory;
+            `host_bandwidth()` measures it. None: what is assumed beside such a device.
+        host_state: As for `HostEngine`.
+        compiled: The step compiled for such a device, if there is one: then XLA says what its
+            temporaries take, and not a formula.
+
+    Raises:
+        ValueError: If the device is unknown.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax, zenflow_jax
+        >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
+        >>> tx = zenflow_jax.zenflow(1e-4)
+        >>> def train_step(params, opt_state, x):
+        ...     gradients = jax.grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+        ...     updates, opt_state = tx.update(gradients, opt_state, params)
+        ...     return optax.apply_updates(params, updates), opt_state
+        >>> x = jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16)
+        >>> found = zenflow_jax.plan(
+        ...     jax.jit(train_step, donate_argnums=(0, 1)), params, tx.init(params), x
+        ... )
+        >>> found.fits, found.device["weights"]
+        (True, 33554432)
+    """
+    if isinstance(device, str) and device not in GPUS:
+        raise ValueError(
+            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
+            "figures, as a `zenflow_jax.Gpu`."
+        )
+    gpu = GPUS[device] if isinstance(device, str) else device
+    found = step.trace(params, opt_state, *arguments)
+    given_away = [x.donated for x in jax.tree.leaves(found.args_info)]
+    shapes = {x.shape for x in jax.tree.leaves(params)}
+    traced = of_step(found.jaxpr, given_away, shapes)
+    devices, parts = _devices(params), _parts(arguments)
+    weights = jax.tree.leaves(params)
+    whole = sum(map(_nbytes, weights))
+    mine = sum(map(nbytes_here, weights))
+    engine = next((x for x in _states(opt_state)), None)
+    state = sum(map(nbytes_here, on_device(opt_state)))
+    gradients = int(traced.gradient_bytes * mine / max(whole, 1))
+    others = int((traced.temporary_bytes - traced.gradient_bytes) / parts)
+    if compiled is not None:
+        peak, temporary = peak_bytes(compiled)
+        gradients = min(gradients, temporary)
+        others = max(peak - mine - state - gradients, 0)
+        results = 0
+    else:
+        results = int(traced.result_bytes * mine / max(whole, 1))
+        others += _between_devices(weights) if devices > 1 else 0
+    classes = {
+        "weights": mine,
+        "optimizer state": state,
+        "gradients": gradients + results,
+        "activations, temporaries": others,
+    }
+    step_s = max(
+        1e-9,
+        traced.flops / parts / (EFFICIENCY * gpu.flops),
+        traced.moved_bytes / parts / (OF_BANDWIDTH * gpu.bandwidth),
+    )
+    rate = bandwidth or gpu.host_bandwidth
+    host: dict[str, int] = {}
+    host_s = busy = bus = 0.0
+    to_host = to_device = 0
+    intervals: dict[int, float] = {}
+    interval, overlaps = None, False
+    checkpoint = whole + sum(map(_nbytes, on_device(opt_state)))
+    if engine is not None:
+        there = device_memory(engine)
+        classes["mail under way"] = there.mail // devices
+        classes["uploads"] = there.uploads // devices
+        need = host_memory(engine, host_state=host_state)
+        host = {
+            "masters, moments": need.state,
+            "sums": need.sums,
+            "mail": need.mail,
+            "hand-over, pinned": need.hand_over,
+            "hand-over": need.hand_over,
+            "a save": need.saving,
+        }
+        checkpoint += sum(map(_nbytes, jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])))
+        compact = host_state == "compact"
+
+        def busy_with(one: ZenFlowState) -> float:
+            work = host_work(one, compact=compact)
+            return work.busiest / rate / (work.steps * step_s)
+
+        host_s = host_work(engine, compact=compact).mean / rate
+        busy = busy_with(engine)
+        bus = max(_crossing(engine, devices)) / gpu.bus / step_s
+        to_host, to_device = map(int, _crossing(engine, devices))
+        window = engine.schedule.window
+        overlaps = engine.schedule.staleness != 0
+        if isinstance(window, int):
+            interval = window
+        if isinstance(window, int) and overlaps:
+            intervals = {s: busy_with(with_window(engine, s)) for s in INTERVALS}
+    return Plan(
+        gpu=gpu,
+        devices=devices,
+        by="formula" if compiled is None else "compiler",
+        device=classes,
+        host=host,
+        checkpoint=checkpoint,
+        to_host=to_host,
+        to_device=to_device,
+        parameters=sum(math.prod(x.shape) for x in weights),
+        flops=traced.flops / parts,
+        step_s=step_s,
+        host_s=host_s,
+        busy=busy,
+        bus=bus,
+        interval=interval,
+        overlaps=overlaps,
+        of_intervals=intervals,
+        host_bytes_there=host_memory_bytes or gpu.host_memory,
+        host_bandwidth=rate,
+    )
+
+
+def gb(nbytes: int | float) -> str:
+    """Bytes for a reader, in units of 10**9."""
+    amount = nbytes / 1e9
+    return f"{amount:.0f} GB" if amount >= 100 else f"{amount:.1f} GB"
+
+
+def _crossing(state: ZenFlowState, devices: int) -> tuple[float, float]:
+    """Bytes that one device sends in a step, and gets in a step on average."""
+    parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
+    window = state.schedule.window if isinstance(state.schedule.window, int) else 2
+    mails = sum(math.prod(x.shape) * x.mail_dtype.itemsize for x in parts)
+    updates = sum(math.prod(x.shape) * x.dtype.itemsize for x in parts)
+    steps = window if state.send_gradients.sums_on_device else 1
+    return mails / steps / devices, updates / window / devices
+
+
+def _between_devices(weights: Any) -> int:
+    """Bytes of what devices have of each other for a moment: whole weights, and whole gradients.
+
+    Of a stack of layers those of one layer; of other leaves, as a rule embedding and head, those
+    of the two largest: XLA holds no more at a time, as far as was seen (`benchmarks/LOG.md`).
+    """
+    stacks = sum(_nbytes(x) // x.shape[0] for x in weights if len(x.shape) > 2)
+    others = sorted(_nbytes(x) for x in weights if len(x.shape) == 2)
+    return 2 * stacks + sum(others[-2:])
+
+
+def _states(opt_state: Any) -> list[ZenFlowState]:
+    found = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ZenFlowState))
+    return [x for x in found if isinstance(x, ZenFlowState) and x.offload]
+
+
+def on_device(opt_state: Any) -> list[Any]:
+    """The arrays of an optimizer's state, but for blank mail."""
+    blank = set()
+    for state in _states(opt_state):
+        mail = () if state.send_gradients.sums_on_device else state.mail
+        blank |= {id(x) for x in jax.tree.leaves((state.step_scalars, mail))}
+    return [x for x in jax.tree.leaves(opt_state) if id(x) not in blank]
+
+
+def _nbytes(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def nbytes_here(x: Any) -> int:
+    """Bytes of an array on each of its devices."""
+    sharding = getattr(x, "sharding", None)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def _devices(params: Any) -> int:
+    return max((_mesh_size(x) for x in jax.tree.leaves(params)), default=1)
+
+
+def _mesh_size(x: Any) -> int:
+    sharding = getattr(x, "sharding", None)
+    return sharding.mesh.size if isinstance(sharding, NamedSharding) else 1
+
+
+def _parts(arguments: Any) -> int:
+    """Among how many devices a batch is divided."""
+    shares = [
+        math.prod(x.shape) // max(math.prod(x.sharding.shard_shape(x.shape)), 1)
+        for x in jax.tree.leaves(arguments)
+        if isinstance(getattr(x, "sharding", None), NamedSharding) and x.shape
+    ]
+    return max(shares, default=1)
