@@ -4,6 +4,7 @@
     --learning-rate 1e-3         what the command line says goes over the file
     --process 1                  `Launch`: which of several processes this is; never in a file
     --fresh                      `Start`: what is of this start alone; never in a file
+    --plan                       `Planning`: likewise
 
 The file is TOML without tables. Nothing is guessed: an unknown key, a wrong type or an impossible
 value is a `SettingsError`.
@@ -22,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
-from train.settings import Command, Launch, Settings, SettingsError, Start
+from train.settings import Command, Launch, Planning, Settings, SettingsError, Start
 
 
 def load_settings(path: str | Path) -> Settings:
@@ -79,7 +80,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"expected the path of a config file as the first argument, got {got}. For example: "
             f"{program} configs/quickstart.toml --steps 100"
         )
-    default = Command(settings=defaults, launch=Launch(), start=Start())
+    default = Command(settings=defaults, launch=Launch(), start=Start(), planning=Planning())
     return tyro.cli(Command, prog=f"{program} {config}", default=default, args=overrides)
 
 

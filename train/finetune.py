@@ -6,6 +6,7 @@
     python -m train.finetune configs/quickstart.toml --run first    # again: it goes on
     python -m train.finetune configs/quickstart.toml --timeline timeline.png
     python -m train.finetune configs/quickstart.toml --run first --export best DIR
+    python -m train.finetune configs/quickstart.toml --plan
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --steps 0
 
@@ -30,6 +31,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -41,6 +43,7 @@ from train.command_line import read_command_line, to_toml
 from train.data import Batches, DataError, Sample
 from train.evaluation import check_alone, evaluate
 from train.export import export
+from train.fitting import check_fits
 from train.memory import check_batch, lack_behind, lack_of_memory
 from train.meter import Meter, Row
 from train.optimizers import in_force, make_optimizer, skipped_steps, with_deepspeed
@@ -61,8 +64,8 @@ from train.run_log import NoLog, RunLog, read_rows
 from train.saved_checkpoints import CheckpointError
 from train.sayings import PROGRAM, causes_of_infinity, how_to_go_on, said_of_deepspeed
 from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
-from train.settings import Settings, SettingsError
-from train.sharding import batch_parts, committed, make_mesh
+from train.settings import Planning, Settings, SettingsError
+from train.sharding import BATCH_AXES, batch_parts, committed, make_mesh, mesh_axes
 from train.skipping import NotFiniteError, SkippedSteps, check_finite
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.stopping import Interrupted, Stopped, StopRequest
@@ -91,6 +94,7 @@ def train(
     *,
     fresh: bool = False,
     timeline: Path | None = None,
+    force: bool = False,
 ) -> Summary | None:
     """Trains once, or the rest of a run; leaves all that it has to show in the run's folder.
 
@@ -104,6 +108,7 @@ def train(
         peers: Hears of the end of other processes.
         fresh: Refuse to go on with anything.
         timeline: Where to write what the last steps were made of; the ending says how.
+        force: Start although the run cannot fit by its plan.
 
     Raises:
         SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
@@ -134,6 +139,8 @@ def train(
         check_alone(settings, timeline)
     origin = None if settings.model is None else read_folder(Path(settings.model))
     texts = models.texts_of(settings)  # as they are now, which is how they are learned from
+    if settings.steps != 0 and not force:
+        check_fits(settings, origin, mesh)
     task = make_task(settings, origin)
     where = {"seed": settings.seed, "mesh": mesh, "buckets": settings.length_buckets}
     check_batch(
@@ -164,7 +171,7 @@ def train(
     settings, of_warm_up = with_saved_rounds(settings)
     processes.check_same(to_toml(settings), task.checksum)
 
-    model = models.make(settings, task, mesh, origin)
+    model = models.make(settings, task, mesh, origin, force=force)
     params = model.params
     parameters = sum(p.size for p in jax.tree.leaves(params))
     tx = make_optimizer(settings, steps_per_epoch=batches.per_epoch)
@@ -445,11 +452,42 @@ def train(
             write_picture(folder, rows, validations, summary)
             write_summary(folder, summary)
         console.print(summary_table(summary))
+        if engine and (found := _hiding(opt_state, stats, totals.seconds, settings)):
+            say(found.advice)
         if settings.keep_best:
             say(f"{saved_model} is that of step {best}, which did best in the validation")
         say(f"metrics, loss curve, settings and {saved_model}: {folder}")
     processes.leave()
     return summary
+
+
+def _hiding(
+    opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, settings: Settings
+) -> zenflow_jax.Hiding | None:
+    """How busy the host was; of the steps that were timed, so of all but the first."""
+    if stats.steps < 2:
+        return None
+    of_all = seconds * stats.steps / (stats.steps - 1)
+    return zenflow_jax.hiding(opt_state, stats, of_all, host_state=settings.host_state)
+
+
+def show_plan(settings: Settings, planning: Planning, console: Console) -> None:
+    """Says what a run would take, and trains nothing."""
+    from train import plan_report  # with all that it imports, which no training needs
+    from train.planning import plan_run
+
+    axes = mesh_axes(settings.mesh) if settings.mesh else {}
+    with contextlib.suppress(RuntimeError):  # where devices have been asked for before
+        # To lay the model out on; nothing is computed on them.
+        jax.config.update("jax_num_cpu_devices", max(math.prod(axes.values()), 1))
+    parts = math.prod(axes.get(name, 1) for name in BATCH_AXES)
+    settings, _ = with_deepspeed(settings, parts)
+    found = plan_run(settings, planning)
+    plan_report.show(found, console)
+    if planning.plan_json:
+        plan_report.write_json(found, Path(planning.plan_json))
+    if planning.plan_picture:
+        plan_report.write_picture(found, Path(planning.plan_picture))
 
 
 def is_due(every: int, step: int) -> bool:
@@ -469,6 +507,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     try:
+        if command.planning.plan:
+            show_plan(command.settings, command.planning, Console())
+            return 0
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())
         say = partial(console.print, highlight=False, soft_wrap=True)
@@ -484,7 +525,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Before anything is read, which may take minutes.
         again = Peers(host, go_on="Start all of them again.", say=say)
         with StopRequest(say) as stop, again as peers:
-            train(command.settings, console, stop, peers, fresh=start.fresh, timeline=timeline)
+            train(
+                command.settings,
+                console,
+                stop,
+                peers,
+                fresh=start.fresh,
+                timeline=timeline,
+                force=command.planning.force,
+            )
     except Stopped as stopped:
         if processes.is_first():
             sys.stderr.write(f"{stopped}\n")

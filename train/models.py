@@ -43,7 +43,12 @@ class Model(NamedTuple):
 
 
 def make(
-    settings: Settings, task: Task, mesh: Mesh | None, origin: pretrained.Pretrained | None
+    settings: Settings,
+    task: Task,
+    mesh: Mesh | None,
+    origin: pretrained.Pretrained | None,
+    *,
+    force: bool = False,
 ) -> Model:
     """The model of the settings, of the same weights with any mesh and with none.
 
@@ -52,6 +57,7 @@ def make(
         task: What it is to learn.
         mesh: The devices.
         origin: The folder of `settings.model`.
+        force: Whether to make one that has no room, too.
 
     Raises:
         SettingsError: If the model or the batch does not divide by the mesh, or the model has no
@@ -65,7 +71,8 @@ def make(
         return graphdef, nnx.as_pure(params)
 
     shapes = jax.eval_shape(lambda: split()[1])
-    check_model(settings, shapes, devices=1 if mesh is None else mesh.size)
+    if not force:
+        check_model(settings, shapes, devices=1 if mesh is None else mesh.size)
     if mesh is None and origin is None:
         graphdef, params = split()
         return Model(graphdef, committed(params), None)

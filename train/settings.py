@@ -375,12 +375,61 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Planning:
+    """What a run would take of device and host, before it is started: docs/planning.md."""
+
+    plan: bool = False
+    """Train nothing: say what the run would take of device and host, whether its host work would
+    hide, and what to do. Reads the model's config.json, no weights and no data."""
+    plan_json: str | None = None
+    """Write the plan to that file as well, as JSON."""
+    plan_picture: str | None = None
+    """Draw the plan's memory into that file: .png, .svg or .pdf."""
+    plan_by: Literal["auto", "compiler", "formula"] = "auto"
+    """Who says what a step needs on the device. compiler: XLA, for a GPU that need not be there,
+    with jax's CUDA plugin. auto: the compiler where that plugin is installed, else the formula."""
+    device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
+    """The GPU that is planned for. Left out: the one that is here, else h100."""
+    host_memory: float | None = None
+    """GB (10**9 bytes) of host memory beside the devices.
+    Left out: what is here if the GPU is, else what is usual."""
+    host_bandwidth: float | Literal["here"] | None = None
+    """GB/s that host updates get out of the host's memory. here: measured in two seconds.
+    Left out: measured if the GPU is here, else what is usual beside it."""
+    force: bool = False
+    """Start a run although it cannot fit by its plan."""
+
+    def __post_init__(self):
+        for name in ("host_memory", "host_bandwidth"):
+            value = getattr(self, name)
+            if isinstance(value, float) and not (math.isfinite(value) and value > 0):
+                raise SettingsError(_impossible(name, "a finite number above 0", value))
+        for name in ("plan_json", "plan_picture"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not self.plan:
+                raise SettingsError(
+                    f"`{name}`: expected --plan beside it, got it alone. Add --plan, or leave it "
+                    "out."
+                )
+            ends = (".json",) if name == "plan_json" else PICTURES
+            path = Path(value)
+            if path.suffix not in ends or not path.parent.is_dir() or path.is_dir():
+                raise SettingsError(
+                    f"`{_flag(name)}`: expected a file that ends in {', '.join(ends)}, in a folder "
+                    f"that is there, got {value}. Make the folder, or name another file."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """What a command line says."""
 
     settings: tyro.conf.OmitArgPrefixes[Settings]
     launch: tyro.conf.OmitArgPrefixes[Launch]
     start: tyro.conf.OmitArgPrefixes[Start]
+    planning: tyro.conf.OmitArgPrefixes[Planning]
 
 
 _ABOVE_ZERO = (

@@ -82,7 +82,7 @@ def make_mesh(text: str | None) -> Mesh | None:
                 f"a mesh over {here}", "none", f"For example --mesh data={len(devices)}."
             )
         return None
-    axes = _parse(text)
+    axes = mesh_axes(text)
     wanted = math.prod(axes.values())
     if wanted != len(devices):
         remedy = "Change the sizes, or give the run other devices (docs/multi_host.md)."
@@ -174,7 +174,12 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _parse(text: str) -> dict[str, int]:
+def mesh_axes(text: str) -> dict[str, int]:
+    """The sizes of the axes that the setting names, in its order.
+
+    Raises:
+        SettingsError: If it is not of the form that `make_mesh` takes.
+    """
     form = "`axis=size` pairs with commas between them, such as data=2,fsdp=4"
     axes: dict[str, int] = {}
     for pair in text.split(","):

@@ -1,0 +1,363 @@
+"""Plans, held to what XLA says, to what engines have, and to what the same settings would make."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zenflow_jax
+from tests.runs import FEW, Settings, Training
+from train import finetune, fitting, planning
+from train import settings as of_train
+from train.planned_step import folder_of_config, planned_step
+from zenflow_jax._exchange.device_memory import device_memory
+from zenflow_jax._exchange.host_memory import host_memory
+from zenflow_jax._planner.compiled import peak_bytes
+from zenflow_jax._planner.gpus import GPUS, gpu_of_kind
+from zenflow_jax._planner.host_work import host_work, with_window
+from zenflow_jax._planner.plan import said_of_windows
+from zenflow_jax._planner.traced import of_step
+
+FIXTURES = Path(__file__).parent / "fixtures"
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _as_scripts_run():
+    # jax's own attention promotes, as other people's code does.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+W = jax.ShapeDtypeStruct((512, 512), jnp.float32)  # 1 MiB
+
+
+def traced(step, *arguments, parameters=()):
+    found = jax.jit(step).trace(*arguments)
+    return of_step(found.jaxpr, [False] * len(arguments), parameters)
+
+
+def settings_of(model, **changes):
+    task = "cola" if model == "bert" else "language"
+    return of_train.Settings(
+        **{"task": task, "model": str(FIXTURES / model), "data": "none", "batch_size": 2} | changes
+    )
+
+
+# --- what a trace says ----------------------------------------------------------------------
+
+
+def test_a_product_is_kept_until_its_last_reader_and_what_is_elementwise_nowhere():
+    # At the second product there are its operand, which a chain of operations was written to, and
+    # nothing of the first one's result but that.
+    found = traced(lambda x, w: jnp.sum(jnp.tanh(x @ w * 2 + 1) @ w), W, W)
+    assert found.argument_bytes == 2 * MIB
+    assert found.flops == 2 * 2 * 512**3
+    # The first product and what is made of it; then that and the second one.
+    assert found.temporary_bytes == 2 * MIB
+
+
+def test_what_a_loop_keeps_for_its_way_back_counts_for_every_round():
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    stack, x = jax.ShapeDtypeStruct((10, 512, 512), jnp.float32), W.update(shape=(2048, 512))
+    step = jax.jit(jax.value_and_grad(loss)).trace(stack, x).jaxpr
+    forward = next(eqn for eqn in step.jaxpr.eqns if eqn.primitive.name == "scan")
+    kept = sum(x.aval.size * 4 for x in forward.outvars[forward.params["num_carry"] :])
+    assert kept >= 10 * 4 * MIB  # else nothing is looked at here
+    found = of_step(step, [False, False], [stack.shape])
+    assert kept <= found.temporary_bytes <= kept + 4 * 4 * MIB
+    assert found.gradient_bytes == 0  # they are results
+    assert found.result_bytes == 10 * MIB + 4
+    assert found.flops == 3 * 10 * 2 * 2048 * 512**2
+
+
+def test_a_result_in_the_place_of_an_argument_takes_no_memory():
+    step = jax.jit(lambda w, x: (w - 0.1 * x @ x.T, jnp.sum(w)), donate_argnums=0).trace(W, W)
+    found = of_step(step.jaxpr, [True, False])
+    assert found.result_bytes == 4
+    assert of_step(step.jaxpr, [False, False]).result_bytes == MIB + 4
+
+
+def test_gradients_that_leave_during_the_backward_pass_are_not_there_together():
+    def step_of(sending):
+        params = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8
+        tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.01, send_gradients=sending)
+        state = jax.eval_shape(tx.init, params)
+
+        def loss(params, x):
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.sum(x)
+
+        def step(params, state, x):
+            updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+            return jax.tree.map(jnp.add, params, updates), state
+
+        few = jax.ShapeDtypeStruct((8, 512), jnp.float32)
+        return zenflow_jax.plan(jax.jit(step, donate_argnums=(0, 1)), params, state, few)
+
+    during, after = step_of("during_step"), step_of("after_step")
+    assert during.device["gradients"] <= 2 * MIB
+    assert after.device["gradients"] >= 8 * MIB
+    assert after.device["mail under way"] == 8 * MIB
+
+
+# --- held to XLA, and to the engine ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "scan"),
+    [("llama3", "zenflow", True), ("qwen2", "adamw", False), ("bert", "offload", True)],
+)
+def test_arguments_are_those_of_the_compiled_step_and_by_the_compiler_is_what_xla_says(
+    model, optimizer, scan
+):
+    settings = settings_of(model, optimizer=optimizer, scan_layers=scan, sequence_length=8)
+    planned = planned_step(settings, folder_of_config(settings.model), None)
+    compiled = planned.step.lower(*planned[1:]).compile()
+    memory = compiled.memory_analysis()
+    by_formula = zenflow_jax.plan(*planned)
+    batch = sum(x.size * 4 for x in jax.tree.leaves(planned.batch))
+    state = by_formula.device["weights"] + by_formula.device["optimizer state"]
+    # Of the step's arguments it has all but counts that no step reads.
+    assert state + batch == pytest.approx(memory.argument_size_in_bytes, rel=0.01)
+    plan = zenflow_jax.plan(*planned, compiled=compiled)
+    engine = plan.device.get("uploads", 0) + plan.device.get("mail under way", 0)
+    assert plan.by == "compiler"
+    assert plan.device_bytes - engine == peak_bytes(compiled)[0]
+
+
+@pytest.mark.parametrize("host_state", ["float32", "compact"])
+def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays(host_state):
+    with Training(FEW, Settings(update_interval=3), host_kernel="numpy", threads=1) as training:
+        training.go(2)
+        saved = training.engine.state()["leaves"]
+        state = training.state
+
+        def step(params, opt_state):
+            return params, opt_state
+
+        found = zenflow_jax.plan(jax.jit(step), training.params, state, host_state=host_state)
+    need = host_memory(state, host_state=host_state)
+    assert found.host_bytes == need.training + need.saving
+    assert found.host_pinned == need.pinned
+    assert found.device["uploads"] == device_memory(state).uploads
+    blank = jax.tree.leaves((state.mail, state.step_scalars))
+    on_device = {id(x): x.nbytes for x in jax.tree.leaves((training.params, state))}
+    arrays = sum(on_device.values()) - sum({id(x): x.nbytes for x in blank}.values())
+    kept = sum(x.nbytes for leaf in saved for name, x in leaf.items() if name != "before")
+    assert found.checkpoint == pytest.approx(arrays + kept, rel=0.02)
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 8])
+def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
+    params = [jax.ShapeDtypeStruct((8, 32, 16 + i), jnp.bfloat16) for i in range(5)]
+
+    def state(interval):
+        tx = zenflow_jax.zenflow(1e-3, update_interval=interval, rolling=rolling)
+        return zenflow_jax.find_state(tx.init(params))
+
+    found, expected = with_window(state(4), window), state(window)
+    assert [x.spec for x in found.leaves] == [x.spec for x in expected.leaves]
+    schedules = [dataclasses.replace(x.schedule, window_scaling=None) for x in (found, expected)]
+    assert schedules[0] == schedules[1]
+
+
+def test_the_hosts_work_is_that_of_the_log():
+    # 26 bytes of an update, 2 of each of four mails as they are read and as they come, 2 uploaded.
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(8)]
+    state = zenflow_jax.find_state(zenflow_jax.zenflow(1e-3, topk_ratio=0.0).init(params))
+    work = host_work(state)
+    assert work.mean == 8 * 64**2 * ((24 + 2) / 4 + 2 + 2)
+    assert work.busiest == work.mean
+    assert work.steps == 1
+    long = host_work(with_window(state, 16))
+    assert long.mean < work.mean
+
+
+# --- what is said ---------------------------------------------------------------------------
+
+
+def planned(bandwidth, **changes):
+    settings = settings_of("llama3", sequence_length=16, **changes)
+    step = planned_step(settings, folder_of_config(settings.model), None)
+    return zenflow_jax.plan(*step, bandwidth=bandwidth)
+
+
+def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
+    fast, slow = planned(1e15), planned(1e3)
+    assert fast.smallest_interval == 1
+    assert fast.busy < 1e-3
+    # What crosses is the same at any bandwidth of the host, and much for so small a step.
+    assert fast.hidden == 1 / fast.bus
+    assert "The bus needs" in fast.advice
+    assert slow.smallest_interval is None
+    assert slow.hidden < 0.01
+    assert "S = 1 would hide too" in fast.advice
+    assert "too much at any S up to 16" in slow.advice
+    assert planned(1e15, optimizer="offload").hidden == 0
+    assert "waits" in planned(1e6, optimizer="offload").advice
+
+
+@pytest.mark.parametrize(
+    ("smallest", "expected"),
+    [
+        (2, "S = 2 would hide too, and learns faster"),
+        (4, "no smaller S would"),
+        (8, "S = 8 would hide"),
+    ],
+)
+def test_the_sentence_names_the_window_to_take(smallest, expected):
+    assert expected in said_of_windows(4, 0.41, smallest)
+
+
+def test_a_finished_run_says_how_busy_its_host_was():
+    with Training(FEW, Settings(update_interval=4), host_kernel="numpy", threads=1) as training:
+        training.go(8)
+        stats = training.engine.stats
+    at = {"steps": 8, "wait_s": 2.0}
+    half = dataclasses.replace(stats, work_s=4.0, **at)
+    found = zenflow_jax.hiding(training.state, half, 10.0)
+    work = host_work(training.state)
+    # The device took eight of the ten seconds, the host four.
+    assert found.busy == pytest.approx(0.5 * work.busiest / work.mean)
+    assert found.of_intervals[4] == found.busy
+    assert found.of_intervals[1] > found.busy
+    assert zenflow_jax.hiding(training.state, dataclasses.replace(half, steps=7), 10.0) is None
+
+
+def test_gpus_are_known_by_their_drivers_names():
+    names = {gpu.name: key for key, gpu in GPUS.items()}
+    assert all(gpu_of_kind(name) is GPUS[key] for name, key in names.items())
+    assert gpu_of_kind("NVIDIA A100-PCIE-80GB") is GPUS["a100"]
+    assert gpu_of_kind("cpu") is None
+    assert gpu_of_kind("NVIDIA GeForce RTX 3080") is None
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="must be one of h100, .*got 'v100'"):
+        zenflow_jax.plan(jax.jit(lambda p, s: (p, s)), {}, {}, device="v100")
+
+
+@dataclasses.dataclass
+class Fake:
+    device_bytes: float
+    device_bytes_there: float = 1000.0
+
+    @property
+    def fits_device(self):
+        return self.device_bytes <= self.device_bytes_there
+
+
+@pytest.mark.parametrize("off", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("now", [2, 64, 500])
+def test_the_largest_batch_is_found_in_few_compilations(off, now):
+    asked = []
+
+    def compiled(batch):
+        asked.append(batch)
+        return Fake(300 + off * batch * 3)
+
+    found = planning.largest_batch(now, 2, compiled(now), lambda b: Fake(300 + b * 3), compiled)
+    asked.remove(now)
+    limit = 700 / 3 / off
+    assert len(asked) <= planning.COMPILATIONS
+    assert 0.95 * limit - 2 <= found <= limit
+    assert found % 2 == 0
+
+
+def test_no_batch_fits_where_the_weights_do_not():
+    big = Fake(2000)
+    assert planning.largest_batch(4, 2, big, lambda b: big, lambda b: big) is None
+    assert planning.largest_batch(4, 2, big, lambda b: big, None) is None
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def test_the_command_plans_from_config_json_alone(tmp_path, capsys):
+    shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--plan"]
+    arguments += ["--plan-json", str(file), "--plan-picture", str(picture), "--device", "a100"]
+    arguments += ["--plan-by", "formula", "--host-memory", "64", "--scan-layers"]
+    assert finetune.main([str(QUICKSTART), *arguments]) == 0
+    found = json.loads(file.read_text())
+    assert found["by"] == "formula"
+    assert list(found["plans"]) == ["adamw", "offload", "zenflow"]
+    assert found["plans"]["zenflow"]["host_bytes_there"] == 64 * 10**9
+    assert found["plans"]["adamw"]["host_bytes"] == {}
+    assert found["largest_batch"] > 1000
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert found["advice"] in out.replace("\n", " ")
+    assert "A100" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--plan-json", "x.json"], "expected --plan beside it"),
+        (["--plan", "--plan-picture", "x.txt"], "ends in .png"),
+        (["--host-memory", "-1", "--plan"], "a finite number above 0"),
+    ],
+    ids=["alone", "ending", "negative"],
+)
+def test_mistakes_in_a_plans_arguments_are_named(arguments, expected, capsys):
+    with pytest.raises(SystemExit):
+        finetune.main([str(QUICKSTART), *arguments])
+    assert expected in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_a_model_that_is_not_named_is_not_taken_for_the_scripts_own(capsys):
+    assert finetune.main([str(QUICKSTART), "--task", "language", "--plan"]) == 2
+    assert "`model`: expected a folder with a config.json" in capsys.readouterr().err
+
+
+# --- what cannot fit ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny():
+    return settings_of("llama3", batch_size=8, sequence_length=64, scan_layers=True)
+
+
+def test_an_ordinary_start_is_not_planned(monkeypatch, tiny):
+    monkeypatch.setattr(fitting, "planned_step", None)
+    fitting.check_fits(of_train.Settings(), None, None)
+    fitting.check_fits(tiny, folder_of_config(tiny.model), None)
+
+
+def test_a_run_that_the_host_cannot_hold_is_refused_before_data_are_looked_at(monkeypatch, capsys):
+    model = FIXTURES / "llama3"
+    run = [str(QUICKSTART), "--task", "language", "--model", str(model), "--data", "nowhere"]
+    run += ["--scan-layers"]
+    monkeypatch.setattr(fitting, "host_bytes", lambda: 20_000)
+    assert finetune.main(run) == 2
+    assert "takes 0.0 GB of weights and state" in capsys.readouterr().err
+    assert finetune.main([*run, "--force"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err  # the first that is looked at
+
+
+def test_the_nearest_that_would_fit_fits(monkeypatch, tiny):
+    origin = folder_of_config(tiny.model)
+    monkeypatch.setattr(fitting, "_on_cpu", lambda: False)
+    whole = zenflow_jax.plan(*planned_step(tiny, origin, None)).device_bytes
+    less = dataclasses.replace(tiny, remat=True)
+    there = zenflow_jax.plan(*planned_step(less, origin, None)).device_bytes
+    assert there < whole / fitting._TOO_HIGH
+    monkeypatch.setattr(fitting, "device_bytes", lambda: there)
+    with pytest.raises(of_train.SettingsError) as refused:
+        fitting.check_fits(tiny, origin, None)
+    message = str(refused.value)
+    assert "The nearest that would fit: --remat. --plan shows" in message
+    assert "weights" in message
+    fitting.check_fits(less, origin, None)

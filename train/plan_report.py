@@ -1,0 +1,191 @@
+"""What is shown of a plan: a table, a line of JSON for programs, a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import zenflow_jax
+from train.planning import RunPlan
+from zenflow_jax._planner.plan import EFFICIENCY, HOST_RESERVE, PINNED
+
+CLASSES = ("weights", "optimizer state", "gradients", "activations, temporaries")
+OF_ENGINE = ("mail under way", "uploads")
+OF_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over", "a save")
+
+
+def show(found: RunPlan, console: Console) -> None:
+    """Prints the plan."""
+    chosen, settings = found.chosen, found.settings
+    devices = "" if chosen.devices == 1 else f" on each of {chosen.devices}"
+    table = Table(
+        title=(
+            f"{chosen.parameters:,} parameters, {settings.batch_size} x "
+            f"{settings.sequence_length} tokens{devices}, {chosen.gpu.name}, by {_by(chosen)}"
+        ),
+        title_justify="left",
+    )
+    table.add_column("GB")
+    plans = found.of_optimizers
+    for name in plans:
+        is_it = name == settings.optimizer
+        table.add_column(name, justify="right", style="bold" if is_it else None)
+    for name in (*CLASSES, *OF_ENGINE):
+        _row(table, f"device: {name}", [x.device.get(name) for x in plans.values()])
+    _row(table, "device, in all", [x.device_bytes for x in plans.values()], "bold")
+    _row(table, "  of", [x.device_bytes_there for x in plans.values()], end=True)
+    for name in OF_HOST:
+        pinned = " (pinned)" if name == "mail" else ""
+        _row(table, f"host: {name}{pinned}", [x.host.get(name) for x in plans.values()])
+    _row(table, "host, in all", [x.host_bytes or None for x in plans.values()], "bold")
+    there = [x.host_bytes_there - HOST_RESERVE for x in plans.values()]
+    _row(table, "  of", there, end=True)
+    _row(table, "a checkpoint on disk", [x.checkpoint for x in plans.values()])
+    _row(table, "a step, device to host", [x.to_host or None for x in plans.values()])
+    _row(table, "a step, host to device", [x.to_device or None for x in plans.values()], end=True)
+    _text(table, "a step must take, s", [f"{x.step_s:.3g}" for x in plans.values()])
+    hosts = [x.host_s for x in plans.values()]
+    _text(table, "its host work, s", [f"{x:.3g}" if x else "" for x in hosts])
+    hidden = [f"{x.hidden:.0%}" if x.host else "" for x in plans.values()]
+    _text(table, "of it hidden", hidden)
+    smallest = [_smallest(x) for x in plans.values()]
+    _text(table, "smallest S that hides", smallest, end=True)
+    _text(table, "fits", ["yes" if x.fits else "no" for x in plans.values()], style="bold")
+    console.print(table)
+    for line in said(found):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def said(found: RunPlan) -> list[str]:
+    """The plan in sentences."""
+    chosen, settings = found.chosen, found.settings
+    how = "measured here" if found.measured else "assumed"
+    efficiency = (
+        f"Taken: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "
+        f"{chosen.gpu.bus / 1e9:.0f} GB/s of bus each way, {chosen.host_bandwidth / 1e9:.0f} GB/s "
+        f"of host memory ({how})."
+    )
+    batch = (
+        "Not even the smallest batch fits."
+        if found.largest_batch is None
+        else f"The largest batch that fits the device: {found.largest_batch}."
+    )
+    return [f"{settings.optimizer}: {chosen.advice}", batch, efficiency]
+
+
+def as_dict(found: RunPlan) -> dict[str, Any]:
+    """The plan for programs: bytes, seconds, shares."""
+    chosen = found.chosen
+    return {
+        "device": chosen.gpu.name,
+        "devices": chosen.devices,
+        "by": chosen.by,
+        "parameters": chosen.parameters,
+        "batch_size": found.settings.batch_size,
+        "sequence_length": found.settings.sequence_length,
+        "optimizer": found.settings.optimizer,
+        "largest_batch": found.largest_batch,
+        "host_bandwidth": chosen.host_bandwidth,
+        "host_bandwidth_measured": found.measured,
+        "advice": chosen.advice,
+        "plans": {name: _of_one(x) for name, x in found.of_optimizers.items()},
+    }
+
+
+def write_json(found: RunPlan, path: Path) -> None:
+    path.write_text(json.dumps(as_dict(found), indent=2) + "\n", encoding="utf-8")
+
+
+def write_picture(found: RunPlan, path: Path) -> None:
+    """Stacked bars of the memory of each optimizer, against what there is."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    sides = figure.subplots(1, 2)
+    plans = found.of_optimizers
+    chosen = found.chosen
+    names = list(plans)
+    bars = (
+        ((*CLASSES, *OF_ENGINE), [x.device for x in plans.values()], chosen.device_bytes_there),
+        (OF_HOST, [x.host for x in plans.values()], chosen.host_bytes_there - HOST_RESERVE),
+    )
+    titles = (f"{chosen.gpu.name}, by {_by(chosen)}", "host")
+    for axes, title, (classes, of_plans, there) in zip(sides, titles, bars, strict=True):
+        bottom = [0.0] * len(names)
+        for kind in classes:
+            heights = [x.get(kind, 0) / 1e9 for x in of_plans]
+            if any(heights):
+                axes.bar(names, heights, bottom=bottom, label=kind)
+            bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+        axes.axhline(there / 1e9, color="black", linestyle="--", label="there is")
+        axes.set_title(title)
+        axes.set_ylabel("GB")
+        axes.set_ylim(0, 1.5 * max(there / 1e9, max(sum(x.values()) for x in of_plans) / 1e9))
+        axes.legend(fontsize="small", ncols=2, loc="upper left")
+    figure.savefig(path)
+
+
+def _of_one(x: zenflow_jax.Plan) -> dict[str, Any]:
+    return {
+        "fits": x.fits,
+        "device_bytes": dict(x.device),
+        "device_bytes_total": x.device_bytes,
+        "device_bytes_there": x.device_bytes_there,
+        "host_bytes": dict(x.host),
+        "host_bytes_total": x.host_bytes,
+        "host_bytes_pinned": x.host_pinned,
+        "host_bytes_there": x.host_bytes_there,
+        "pinned": list(PINNED),
+        "checkpoint_bytes": x.checkpoint,
+        "to_host_bytes_per_step": x.to_host,
+        "to_device_bytes_per_step": x.to_device,
+        "flops_per_step": x.flops,
+        "step_s": x.step_s,
+        "host_s": x.host_s,
+        "host_busy": x.busy,
+        "hidden": x.hidden,
+        "update_interval": x.interval,
+        "host_busy_by_update_interval": {str(s): busy for s, busy in x.of_intervals.items()},
+        "smallest_update_interval": x.smallest_interval,
+        "advice": x.advice,
+    }
+
+
+def _by(plan: zenflow_jax.Plan) -> str:
+    return "the compiler" if plan.by == "compiler" else "formula"
+
+
+def _smallest(plan: zenflow_jax.Plan) -> str:
+    if not plan.of_intervals:
+        return ""
+    return "none" if plan.smallest_interval is None else str(plan.smallest_interval)
+
+
+def _row(
+    table: Table,
+    name: str,
+    amounts: Sequence[int | None],
+    style: str | None = None,
+    *,
+    end: bool = False,
+) -> None:
+    if any(amounts) or end:
+        cells = ["" if x is None else _in_gb(x) for x in amounts]
+        table.add_row(name, *cells, style=style, end_section=end)
+
+
+def _in_gb(nbytes: int) -> str:
+    amount = nbytes / 1e9
+    return (
+        f"{amount:,.1f}" if amount >= 10 else f"{amount:.3f}" if amount < 0.1 else f"{amount:.2f}"
+    )
+
+
+def _text(
+    table: Table, name: str, cells: Sequence[str], *, style: str | None = None, end: bool = False
+) -> None:
+    table.add_row(name, *cells, style=style, end_section=end)

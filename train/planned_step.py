@@ -1,0 +1,136 @@
+"""The training step of a run as shapes: on devices that need not be there, of weights not read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from train import models
+from train.hf_config import ARCHITECTURES, CONFIG, read_config, read_json
+from train.optimizers import make_optimizer
+from train.pretrained import Pretrained
+from train.settings import Settings
+from train.sharding import batch_sharding, weight_shardings
+from train.step import PER_EXAMPLE, make_train_step
+
+#: Of a run whose steps follow from its data, which is not looked at: no size depends on them.
+STEPS = 1000
+#: Likewise of classes.
+LABELS = 2
+
+
+class PlannedStep(NamedTuple):
+    """A step, and its arguments as shapes."""
+
+    step: Callable
+    params: Any
+    opt_state: Any
+    batch: Any
+
+
+def folder_of_config(model: str) -> Pretrained:
+    """The folder of a model, of which `config.json` alone need be there.
+
+    Raises:
+        ModelError: If the config cannot be read, or its model is none that is built here.
+    """
+    path = Path(model) / CONFIG
+    raw = read_json(path)
+    config = read_config(path, raw)
+    return Pretrained(Path(model), ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
+
+
+def planned_step(
+    settings: Settings, origin: Pretrained | None, mesh: Mesh | None, *, placed: bool = False
+) -> PlannedStep:
+    """The step that a run of these settings would compile.
+
+    Args:
+        settings: Of the run.
+        origin: The folder of `settings.model`.
+        mesh: The devices; None for one.
+        placed: Whether arguments say where they are although the settings name no mesh.
+
+    Raises:
+        SettingsError: If zenflow rejects its options, or the model or the batch does not divide.
+    """
+    kind = "decoder" if origin is None else origin.architecture
+    if not settings.steps:
+        settings = dataclasses.replace(settings, steps=STEPS)
+    divided = mesh if settings.mesh else None
+    build = models.builder(settings, divided, origin, labels=LABELS)
+
+    def split():
+        graphdef, params = nnx.split(build())
+        return graphdef, nnx.as_pure(params)
+
+    graphdef, params = jax.eval_shape(split)
+    tx = make_optimizer(settings, steps_per_epoch=settings.steps)
+    if divided is not None:
+        params = jax.tree.map(_at, params, weight_shardings(divided, params))
+        opt_state = tx.init(params) if _is_ours(settings) else _beside(tx, params, divided)
+        where = batch_sharding(divided, settings.batch_size, settings.micro_batches)
+    else:
+        opt_state = jax.eval_shape(tx.init, params)
+        where = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
+    placement = None
+    if mesh is not None and (divided is not None or placed):
+        params, opt_state = _on(mesh, params), _on(mesh, opt_state)
+        placement = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    step = make_train_step(
+        graphdef,
+        tx,
+        PER_EXAMPLE[kind],
+        micro_batches=settings.micro_batches,
+        placement=placement if divided is not None else None,
+    )
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((settings.batch_size, *shape), jnp.int32, sharding=where)
+
+    length = settings.sequence_length
+    if kind == "decoder":
+        batch = {"tokens": array(length + 1)}
+    else:
+        batch = {name: array(length) for name in ("tokens", "types", "mask")}
+        batch["label"] = array()
+    return PlannedStep(step, params, opt_state, batch)
+
+
+def _is_ours(settings: Settings) -> bool:
+    return settings.optimizer != "adamw"
+
+
+def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _beside(tx: Any, params: Any, mesh: Mesh) -> Any:
+    """A state whose moments lie as their parameters do, and everything else on each device."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    where = {tuple(path): leaf.sharding for path, leaf in leaves}
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def one(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        ends = (tuple(path[i:]) for i in range(len(path)))
+        return _at(x, next((where[end] for end in ends if end in where), everywhere))
+
+    return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))
+
+
+def _on(mesh: Mesh, tree: Any) -> Any:
+    """The same shapes on a mesh, of which nothing is in host memory: jit drops blank mail."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        known = getattr(x, "sharding", None)
+        spec = known.spec if isinstance(known, NamedSharding) else PartitionSpec()
+        return _at(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, tree)
