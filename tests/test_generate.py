@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.hf_models import DECODERS, FIXTURES, assert_close, load
+from tests.hf_models import FIXTURES, assert_close, load
 from tests.tiny_model import write_model
 from tests.tiny_tokenizer import END
 from train import generate
@@ -22,7 +22,8 @@ PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of M
 # --- the cache ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DECODERS)
+# What attention is given differs between these: windows, groups of heads, biases, norms.
+@pytest.mark.parametrize("name", ["mistral", "llama3", "qwen2", "qwen3"])
 def test_logits_with_a_cache_are_those_of_the_whole_sequence(name):
     _, graphdef, params = load(FIXTURES / name, scan_layers=True)
     tokens = np.random.default_rng(0).integers(0, 62, (2, PROMPT + MORE)).astype(np.int32)
