@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,10 +69,17 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
             "the others is then held back."
         )
     if not train:
-        return Files(found, [], [])
+        return Files(found, [], _note_twins(found))
     out = [path.name for path in found if path not in train and path not in validation]
     notes = [f"{data}: left out {', '.join(out)}, since there are train* files"] if out else []
-    return Files(train, validation, notes)
+    return Files(train, validation, notes + _note_twins(train + validation))
+
+
+def _note_twins(paths: list[Path]) -> list[str]:
+    """A note if files differ in their endings alone, and so may have the same data twice."""
+    stems = Counter(path.stem for path in paths)
+    twins = ", ".join(path.name for path in paths if stems[path.stem] > 1)
+    return [f"{paths[0].parent}: reads all of {twins}, which may hold the same twice"] * bool(twins)
 
 
 def _of_parts(data: Path, parts: dict[str, list[Path]]) -> Files:

@@ -16,6 +16,7 @@ SUFFIXES = (".parquet", ".arrow")
 
 # Of what `save_to_disk` writes: which parts a folder has, and which files a part.
 PARTS, STATE = "dataset_dict.json", "state.json"
+INFO = "dataset_info.json"  # also in its cache
 
 # Rows that are made into objects at a time: some have long texts.
 ROWS = 256
@@ -62,13 +63,20 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
         None if it has not written the folder.
 
     Raises:
-        DataError: If a part is missing, or it is not said which files it has.
+        DataError: If a part is missing, it is not said which files it has, or the folder is one of
+            the cache of `datasets`.
     """
     if (folder / PARTS).is_file():
         names = _listed(folder / PARTS, "splits")
         return {str(name): _files_of(folder / str(name)) for name in names}
     if (folder / STATE).is_file() and "_data_files" in _object(folder / STATE):
         return {"": _files_of(folder)}
+    if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
+        raise DataError(
+            f"expected a folder that `save_to_disk` of `datasets` has written, got {folder}, which "
+            f"has Arrow files and {INFO} but no {STATE}: a part of its cache, with all kinds of "
+            "data. Save the dataset to a folder of its own: dataset.save_to_disk(DIR)."
+        )
     return None
 
 
