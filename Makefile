@@ -24,11 +24,12 @@ pip := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 made := $(VENV)/.made
 installed := $(VENV)/.installed-$(subst $(comma),-,$(extras))
 tools := $(VENV)/.installed-dev
+sphinx := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs must not meet in one environment
-.PHONY: help quickstart test test-fast test-tunix lint clean same-python
+.PHONY: help quickstart test test-fast test-tunix docs test-docs lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -39,6 +40,8 @@ help:
 	@echo "                 compiled is kept for the next time. \`make test\` has the say"
 	@echo "make test-tunix  run the tests that need google-tunix, in an environment of their own: two minutes,"
 	@echo "                 and one more for the install, of 1.6 GB"
+	@echo "make docs        build the documentation's site into build/site; two minutes, examples are executed"
+	@echo "make test-docs   open every page of it in a browser; needs Chromium"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove the environment"
 	@echo "All take PYTHON=python3.13 to choose the Python and VENV=.venv-3.13 to choose the folder."
@@ -63,6 +66,16 @@ test-fast: $(installed) $(tools)
 test-tunix:
 	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix
 
+# Strict: a link that leads nowhere, a public name without its entry, or an example that fails ends it.
+site := build/site
+docs: $(installed) $(sphinx)
+	@$(VENV)/bin/python -m sphinx -q -W --keep-going -b html -d build/doctrees docs $(site)
+	@echo "$(site)/index.html"
+
+# Opens every page of it in a browser that is on the machine: Debian's package `chromium`.
+test-docs: docs
+	@$(VENV)/bin/python docs/browse.py $(site)
+
 lint: $(installed) $(tools)
 	@$(VENV)/bin/ruff check --quiet
 	@$(VENV)/bin/ruff format --quiet --diff
@@ -70,7 +83,7 @@ lint: $(installed) $(tools)
 	  || { cat $(VENV)/pyright.log; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(VENV)-tunix
+	rm -rf $(VENV) $(VENV)-tunix build
 
 $(made): | same-python
 	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is not to be found; choose a Python with PYTHON=/path/to/python3" >&2; exit 1; }
@@ -87,6 +100,10 @@ $(installed): pyproject.toml | $(made)
 
 $(tools): pyproject.toml | $(made)
 	@$(pip) install --group dev
+	@touch $@
+
+$(sphinx): pyproject.toml | $(made)
+	@$(pip) install --group docs
 	@touch $@
 
 # An environment that is there already keeps its Python; say so rather than test the wrong one.

@@ -79,7 +79,7 @@ class Timeline:
 
     @property
     def steps(self) -> range:
-        """The steps whose end is recorded; `timeline.steps[-8:]` are the last eight."""
+        """The steps whose end is recorded. Slice them for the last few."""
         numbers = [span.number for span in self.spans if span.kind == "step"]
         return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 

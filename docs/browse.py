@@ -1,0 +1,127 @@
+"""Opens every page of the built site in Chromium, as a reader would; `make test-docs` runs it.
+
+Fails where a page logs an error, a picture does not load, the search does not find what is there,
+or a page is wider than a phone.
+"""
+
+import argparse
+import contextlib
+import functools
+import http.server
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+PHONE = {"width": 400, "height": 800}
+# Without the last three, Chromium asks its maker's servers for things.
+OPTIONS = ["--no-sandbox", "--disable-background-networking", "--disable-sync", "--no-first-run"]
+NOT_LOADED = (
+    "() => [...document.images].filter(x => !x.complete || !x.naturalWidth).map(x => x.src)"
+)
+# What scrolls by itself, as code and wide tables do, may be wider than the page.
+TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("site", type=Path, help="the folder that `make docs` has written")
+    site = parser.parse_args().site
+    pages = sorted(x.relative_to(site).as_posix() for x in site.rglob("*.html"))
+    pages = [page for page in pages if not page.startswith("_static/")]
+    if "index.html" not in pages:
+        parser.error(
+            f"expected the folder of a built site, got {site} without index.html. Run `make docs`."
+        )
+    with served(site) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=OPTIONS)
+        wrong = [x for page in pages for x in problems(browser, address, page)]
+        wrong += search_problems(browser, address)
+        browser.close()
+    for line in wrong:
+        print(line, file=sys.stderr)
+    if not wrong:
+        print(
+            f"{len(pages)} pages opened: no error, all pictures, found by search, fit for a phone"
+        )
+    return 1 if wrong else 0
+
+
+def problems(browser: Browser, address: str, name: str) -> list[str]:
+    """What is wrong with a page, on a wide screen and on a phone."""
+    found = []
+    with opened(browser) as (page, errors):
+        page.goto(f"{address}/{name}", wait_until="load")
+        found += [f"{name}: {error}" for error in errors]
+        found += [
+            f"{name}: the picture {source} does not load" for source in page.evaluate(NOT_LOADED)
+        ]
+        page.set_viewport_size(PHONE)
+        if (pixels := page.evaluate(TOO_WIDE)) > 0:
+            found.append(f"{name}: {pixels} pixels wider than a phone of {PHONE['width']}")
+    return found
+
+
+def search_problems(browser: Browser, address: str) -> list[str]:
+    """Whether the search finds what pages are about."""
+    with opened(browser) as (page, errors):
+        page.goto(f"{address}/search.html?q=staleness", wait_until="load")
+        page.wait_for_selector(
+            "ul.search li, .search-summary:has-text('did not match')", timeout=20_000
+        )
+        links = page.locator("ul.search a").all()
+        found = {(link.get_attribute("href") or "").split("?")[0].split("#")[0] for link in links}
+        lacking = {"design.html", "how_it_works.html"} - found
+        return [f"search.html: {x}" for x in errors] + [
+            f"search.html: 'staleness' does not lead to {name}" for name in sorted(lacking)
+        ]
+
+
+@contextlib.contextmanager
+def opened(browser: Browser) -> Iterator[tuple[Page, list[str]]]:
+    """A tab, and the errors that it has logged so far."""
+    page, errors = browser.new_page(viewport={"width": 1280, "height": 900}), []
+
+    def note(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            errors.append(message.text)
+
+    page.on("console", note)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page, errors
+    page.close()
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address under which a folder is served, on this machine alone."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def chromium() -> str:
+    """The browser's file: CHROMIUM, or what is on the path."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise SystemExit(
+            f"expected one of {', '.join(names)} on the path, got none. Install Debian's package "
+            "`chromium`, or set CHROMIUM to the browser's file."
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
