@@ -29,7 +29,7 @@ sphinx := $(VENV)/.installed-docs
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs must not meet in one environment
-.PHONY: help quickstart test test-fast test-tunix docs test-docs lint clean same-python
+.PHONY: help quickstart test test-fast test-tunix docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -42,6 +42,7 @@ help:
 	@echo "                 and one more for the install, of 1.6 GB"
 	@echo "make docs        build the documentation's site into build/site; two minutes, examples are executed"
 	@echo "make test-docs   open every page of it in a browser; needs Chromium"
+	@echo "make dist        build wheel and source distribution into dist/"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove the environment"
 	@echo "All take PYTHON=python3.13 to choose the Python and VENV=.venv-3.13 to choose the folder."
@@ -75,6 +76,11 @@ docs: $(installed) $(sphinx)
 # Opens every page of it in a browser that is on the machine: Debian's package `chromium`.
 test-docs: docs
 	@$(VENV)/bin/python docs/browse.py $(site)
+
+# Wheel and source distribution, into dist/.
+dist: $(installed)
+	@$(pip) install build
+	@$(VENV)/bin/python -m build --outdir dist . > /dev/null && ls dist
 
 lint: $(installed) $(tools)
 	@$(VENV)/bin/ruff check --quiet
