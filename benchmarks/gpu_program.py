@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
@@ -37,38 +36,8 @@ from zenflow_jax._device.samples import abstract_samples
 from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._plan.groups import of_group
-
-# What XLA asks about a GPU of the Hopper family, in the text form of its GpuTargetConfig.
-_HOPPER = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  clock_rate_ghz: 1.98
-  device_memory_size: %d
-  memory_bandwidth: %d
-  l2_cache_size: %d
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  fpus_per_core: 128
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "%s"
-"""
-# 81,559 and 143,771 MiB, as their driver says; 3.35 and 4.8 TB/s; 50 and 60 MiB.
-GPUS = {
-    "h100": _HOPPER % (85520809984, 3350000000000, 52428800, "NVIDIA H100 80GB HBM3"),
-    "h200": _HOPPER % (150754820096, 4800000000000, 62914560, "NVIDIA H200"),
-}
+from zenflow_jax._planner import compiled as described
+from zenflow_jax._planner.compiled import peak_bytes
 
 
 class Shape(NamedTuple):
@@ -247,11 +216,7 @@ _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1,
 
 def described_mesh(gpu: str = "h200", **sizes: int) -> Mesh:
     """GPUs that need not be there, in one node."""
-    count = math.prod(sizes.values())
-    topology = topologies.get_topology_desc(
-        gpu, "cuda", target_config=GPUS[gpu], topology=f"1x1x{count}"
-    )
-    return Mesh(np.array(topology.devices).reshape(tuple(sizes.values())), tuple(sizes))
+    return described.described_mesh(gpu, sizes)
 
 
 def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any]:
@@ -306,19 +271,13 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
 
 
 def report(compiled: Any, params: Any) -> Report:
-    memory = compiled.memory_analysis()
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    peak, temporary = peak_bytes(compiled)
     text = compiled.as_text()
     copies, matmuls = _copies(text)
     return Report(
         parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         peak_bytes=peak,
-        temporary_bytes=memory.temp_size_in_bytes,
+        temporary_bytes=temporary,
         copies=copies,
         matmuls=matmuls,
         collectives=collectives(text),

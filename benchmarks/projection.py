@@ -18,16 +18,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import zenflow_jax
 from zenflow_jax._exchange.host_memory import host_memory
 from zenflow_jax._exchange.mailbox import buffers
+from zenflow_jax._planner.gpus import GPUS
+from zenflow_jax._planner.plan import EFFICIENCY
 
 INTERVAL = 4
 RATIO = 0.05
 
 # Assumed.
 NODE = 8  # GPUs
-FLOPS, UTILIZATION = 990e12, 0.4  # of an H100 or H200 with dense bfloat16
-TO_HOST = 50e9  # bytes a second over PCIe into pinned memory
+GPU = GPUS["h100"]
+FLOPS, UTILIZATION = GPU.flops, EFFICIENCY
+TO_HOST = GPU.bus  # bytes a second over PCIe into pinned memory
 TO_DEVICE_STAGED, TO_DEVICE = 13e9, 53e9  # from NumPy memory as it is, and from registered memory
-HOST_MEMORY = 200e9  # bytes a second of a node
+HOST_MEMORY = GPU.host_beside(NODE)[0]  # bytes a second of a node
 
 
 class Llama(NamedTuple):

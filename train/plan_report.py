@@ -23,7 +23,7 @@ OF_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over",
 def show(found: RunPlan, console: Console) -> None:
     """Prints the plan."""
     chosen, settings = found.chosen, found.settings
-    devices = "" if chosen.devices == 1 else f" on each of {chosen.devices}"
+    devices = "" if chosen.devices == 1 else f" on {chosen.devices} devices"
     table = Table(
         title=(
             f"{chosen.parameters:,} parameters, {settings.batch_size} x "

@@ -63,6 +63,13 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
             "Pass --model DIR, or another --task."
         )
     origin = None if settings.model is None else folder_of_config(settings.model)
+    if origin is not None and origin.architecture == "encoder":
+        most = origin.config.positions
+        if settings.sequence_length > most:
+            raise SettingsError(
+                f"`sequence_length`: expected at most {most}, for which the model has positions, "
+                f"got {settings.sequence_length}. Pass a smaller --sequence-length."
+            )
     here = gpu_of_kind(jax.local_devices()[0].device_kind)
     device = asked.device
     if device is None:
@@ -74,7 +81,9 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
     if bandwidth is not None:
         rate = None if bandwidth == "here" else float(bandwidth) * 1e9
     else:
-        rate = None if here is zenflow_jax.GPUS[device] else zenflow_jax.GPUS[device].host_bandwidth
+        devices = math.prod(mesh_axes(settings.mesh).values()) if settings.mesh else 1
+        gpu = zenflow_jax.GPUS[device]
+        rate = None if here is gpu else gpu.host_beside(devices)[0]
     if rate is None:
         planned = planned_step(dataclasses.replace(settings, optimizer="zenflow"), origin, None)
         state = zenflow_jax.find_state(planned.opt_state)

@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.gpu_program import GPUS
 from benchmarks.gpu_stages import plan
 from benchmarks.gpu_stages.plan import Machine
 from benchmarks.step_time_memory import compile_step, trace_step
 from benchmarks.step_time_model import make_model
 from benchmarks.step_time_peers import PEERS
 from train.decoder import DecoderConfig
+from zenflow_jax._planner.gpus import GPUS
 
-#: What a driver says of these GPUs' memory, and the share that `on_gpu.py` lets jax have. CUDA
-#: takes some of it before: 0.7 GB seen elsewhere.
-_MEMORY = {"h100": 85520809984, "h200": 150754820096}
+#: The share of a GPU's memory that `on_gpu.py` lets jax have. CUDA takes some of it before: 0.7 GB
+#: seen elsewhere.
 _SHARE, _TAKEN = 0.92, 7e8
 
 
@@ -44,7 +43,7 @@ class Program(NamedTuple):
 
 def described(gpu: str, host_gib: float) -> Machine:
     """What jax may have of a machine."""
-    return Machine(int(_SHARE * (_MEMORY[gpu] - _TAKEN)), int(host_gib * 2**30))
+    return Machine(int(_SHARE * (GPUS[gpu].memory - _TAKEN)), int(host_gib * 2**30))
 
 
 def programs(machine: Machine) -> list[Program]:
@@ -89,7 +88,7 @@ def lower_for_cuda(program: Program) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("--gpu", choices=("h100", "h200"), default="h100")
     parser.add_argument("--host-gib", type=float, default=125.0)
     parser.add_argument("--layers", type=int, help="of every model, to see only that it compiles")
     parser.add_argument("--only", nargs="+", choices=("written", "scanned"), default=[])

@@ -25,8 +25,8 @@ class Gpu:
         bandwidth: Of its memory, bytes a second.
         flops: Of bfloat16 matrix products, a second, at most.
         bus: Bytes a second each way between it and pinned host memory. 0.8 of PCIe's raw rate.
-        host_bandwidth: Bytes a second of host memory that are there for it. Assumed.
-        host_memory: Bytes of host memory that are there for it. Assumed.
+        host_bandwidth: Bytes a second of the host's memory beside one of it. Assumed.
+        host_memory: Bytes of the host's memory beside one of it. Assumed.
         capability: CUDA's.
         cores: Multiprocessors.
         l2_cache: Bytes.
@@ -44,6 +44,15 @@ class Gpu:
     cores: int
     l2_cache: int
     core_memory: int = 233472
+
+    def host_beside(self, devices: int) -> tuple[float, int]:
+        """Bytes a second and bytes of a host that has so many: assumed.
+
+        A server grows with its GPUs, but for its bandwidth to four times at most; a desktop not.
+        """
+        if self.host_memory < _SERVER_MEMORY:
+            return self.host_bandwidth, self.host_memory
+        return self.host_bandwidth * min(devices, 4), self.host_memory * devices
 
     @property
     def description(self) -> str:
@@ -79,31 +88,39 @@ device_description_str: "{self.name}"
 
 _PCIE4, _PCIE5 = 25e9, 50e9
 _SERVER, _DESKTOP = 100e9, 50e9
-_GB = 10**9
+_SERVER_MEMORY, _DESKTOP_MEMORY = 256 * 10**9, 128 * 10**9
 
 GPUS: Final = {
     "h100": Gpu(
-        *("NVIDIA H100 80GB HBM3", 81559 * _MIB, 3.35e12, 989e12, _PCIE5, _SERVER, 256 * _GB),
+        *("NVIDIA H100 80GB HBM3", 81559 * _MIB, 3.35e12, 989e12, _PCIE5, _SERVER, _SERVER_MEMORY),
         *((9, 0), 132, 50 * _MIB),
     ),
     "h200": Gpu(
-        *("NVIDIA H200", 143771 * _MIB, 4.8e12, 989e12, _PCIE5, _SERVER, 256 * _GB),
+        *("NVIDIA H200", 143771 * _MIB, 4.8e12, 989e12, _PCIE5, _SERVER, _SERVER_MEMORY),
         *((9, 0), 132, 60 * _MIB),
     ),
     "a100": Gpu(
-        *("NVIDIA A100-SXM4-80GB", 81920 * _MIB, 2.039e12, 312e12, _PCIE4, _SERVER, 256 * _GB),
+        *("NVIDIA A100-SXM4-80GB", 81920 * _MIB, 2.039e12, 312e12, _PCIE4, _SERVER, _SERVER_MEMORY),
         *((8, 0), 108, 40 * _MIB, 167936),
     ),
     "l40s": Gpu(
-        *("NVIDIA L40S", 46068 * _MIB, 864e9, 362e12, _PCIE4, _SERVER, 256 * _GB),
+        *("NVIDIA L40S", 46068 * _MIB, 864e9, 362e12, _PCIE4, _SERVER, _SERVER_MEMORY),
         *((8, 9), 142, 96 * _MIB, 102400),
     ),
     "rtx4090": Gpu(
-        *("NVIDIA GeForce RTX 4090", 24564 * _MIB, 1008e9, 165e12, _PCIE4, _DESKTOP, 128 * _GB),
+        *(
+            "NVIDIA GeForce RTX 4090",
+            24564 * _MIB,
+            1008e9,
+            165e12,
+            _PCIE4,
+            _DESKTOP,
+            _DESKTOP_MEMORY,
+        ),
         *((8, 9), 128, 72 * _MIB, 102400),
     ),
     "rtx3090": Gpu(
-        *("NVIDIA GeForce RTX 3090", 24576 * _MIB, 936e9, 71e12, _PCIE4, _DESKTOP, 128 * _GB),
+        *("NVIDIA GeForce RTX 3090", 24576 * _MIB, 936e9, 71e12, _PCIE4, _DESKTOP, _DESKTOP_MEMORY),
         *((8, 6), 82, 6 * _MIB, 102400),
     ),
 }

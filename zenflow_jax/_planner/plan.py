@@ -171,8 +171,8 @@ def said_of_windows(interval: int, busy: float, smallest: int | None) -> str:
     text = f"The host needs {busy:.2f} of the time that it has at S = {interval}"
     if smallest is None:
         return (
-            f"{text}, and too much at any S up to {INTERVALS[-1]}: a larger batch, more threads or "
-            "send_gradients=per_window give it more time."
+            f"{text}, and too much at any S up to {INTERVALS[-1]}: a larger batch gives it more "
+            "time, more threads or faster memory make it faster."
         )
     if smallest < interval:
         return f"{text}: S = {smallest} would hide too, and learns faster."
@@ -323,7 +323,8 @@ def plan(
         traced.flops / parts / (EFFICIENCY * gpu.flops),
         traced.moved_bytes / parts / (OF_BANDWIDTH * gpu.bandwidth),
     )
-    rate = bandwidth or gpu.host_bandwidth
+    usual, room = gpu.host_beside(devices)
+    rate = bandwidth or usual
     host: dict[str, int] = {}
     host_s = busy = bus = 0.0
     to_host = to_device = 0
@@ -378,7 +379,7 @@ def plan(
         interval=interval,
         overlaps=overlaps,
         of_intervals=intervals,
-        host_bytes_there=host_memory_bytes or gpu.host_memory,
+        host_bytes_there=host_memory_bytes or room,
         host_bandwidth=rate,
     )
 
