@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.device_memory import device_memory
@@ -231,7 +232,12 @@ def hiding(
     now = host_work(state, compact=compact)
     # What the device alone would have taken, as it did not compute while the loop waited.
     step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
-    rate = now.mean / max(stats.work_s / stats.steps, 1e-9)
+    # In the warm-up each step updated everything.
+    before = int(read(state.step)) - stats.steps
+    warm = min(max(state.schedule.full_warm_up_rounds - before, 0), stats.steps)
+    of_warm_up = host_work(with_window(state, 1), compact=compact).mean
+    moved = warm * of_warm_up + (stats.steps - warm) * now.mean
+    rate = moved / max(stats.work_s, 1e-9)
 
     def busy(of: ZenFlowState) -> float:
         work = host_work(of, compact=compact)
