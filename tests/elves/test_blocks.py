@@ -52,6 +52,8 @@ F32, BF16 = Words(4, True), Words(2, True)
         (weights(5001).clip(-9, 9).astype(np.float16), BF16, "planes"),
         (weights(5001).astype(np.float64), Words(8, True), "planes"),
         (np.arange(5000), Words(8, False), "planes"),
+        # Fractions of 16 bits: of the lowest plane the sign alone is left.
+        ((weights(70_001).view(np.uint32) & 0xFFFFFF80).view(np.float32), F32, "planes"),
         (np.tile(np.arange(7, dtype=np.uint8), 900), Words(1, False), "zstd"),
         (np.full(5000, np.float32(-0.0)), F32, "constant"),
         (np.random.default_rng(0).integers(0, 256, 5000, np.uint8), Words(1, False), "stored"),
@@ -171,7 +173,12 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 24))
 @pytest.mark.parametrize(
     ("codec", "body", "message"),
     [
-        ("planes", struct.pack("<4I", len(BOMB), 0, 0, 0) + BOMB, "a frame of 100 bytes, got one"),
+        (
+            "planes",
+            struct.pack("<4I", len(BOMB) + 1, 0, 0, 0) + b"\1" + BOMB,
+            "a frame of 100 bytes, got one of 16777216",
+        ),
+        ("planes", struct.pack("<4I", 1, 0, 0, 0) + b"\7", "stretches for 100 bytes, got 7"),
         ("planes", struct.pack("<4I", 100, 100, 100, 2**32 - 1), "100 more bytes, got 0"),
         ("planes", b"\0", "16 more bytes"),
         ("zstd", BOMB, "a frame of 400 bytes, got one of 16777216"),

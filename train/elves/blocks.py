@@ -21,6 +21,7 @@ ones find matches that gain nothing, take twice the time and give 5 % larger pla
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -44,6 +45,8 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Bits per byte of a plane above which its frame would be as large as the plane. The estimate is of
 # 16,384 bytes or more in a whole block, which is 0.01 too low on average.
 _NOISE = 7.95
+# Each has a Huffman code of its own, which is shorter where weights of several kinds follow.
+_STRETCH = 1 << 16
 # Below, there are repetitions beside the frequencies; a finder of matches is then worth its time.
 _REPETITIVE = 2.0
 
@@ -143,7 +146,7 @@ class Coder:
                 found.append((DELTA, self._in_planes(codes, False, self._planes[1])))
             if words.step is not None:
                 found.append((ELF, self._elf(x, words.step, self._planes[2])))
-        codec, parts = min(found, key=lambda one: sum(map(_bytes, one[1])))
+        codec, parts = min(found, key=lambda one: _sum(one[1]))
         end = HEAD
         for part in parts:
             begin, end = end, end + _bytes(part)
@@ -207,21 +210,38 @@ class Coder:
         return self._packed(planes)
 
     def _packed(self, planes: np.ndarray) -> list[Any]:
-        """The size of each plane, then each: a frame, or if it is as large as a plane its bytes."""
+        """The size of what each plane has become, then that: if it has a plane's size its bytes."""
         top = len(planes) - 1
-        parts = [self._smaller(plane, j == top) for j, plane in enumerate(planes)]
-        return [struct.pack(f"<{len(parts)}I", *map(_bytes, parts)), *parts]
+        found = [self._smaller(plane, j == top) for j, plane in enumerate(planes)]
+        return [struct.pack(f"<{len(found)}I", *map(_sum, found)), *itertools.chain(*found)]
 
-    def _smaller(self, plane: np.ndarray, exponents: bool) -> Any:
+    def _smaller(self, plane: np.ndarray, exponents: bool) -> list[Any]:
         bits = self._entropy(plane)
         if bits > _NOISE:
-            return plane.data
-        frames = [self._huffman.compress(plane)]
+            return [plane.data]
+        if np.count_nonzero(self._counts.sum(axis=0)) == 2:
+            # Signs alone, of weights that were rounded. The finder would take noise for matches.
+            values = np.flatnonzero(self._counts.sum(axis=0)).astype(np.uint8)
+            second = plane == values[1]
+            if (second | (plane == values[0])).all():
+                return [b"\0", values.tobytes(), np.packbits(second).data]
+        found = [[plane.data], self._in_stretches(plane)]
         # Of weights, only exponents have frequencies and no repetitions.
         if bits < _REPETITIVE or not exponents:
-            frames.append(self._matches.compress(plane))
-        best = min(frames, key=len)
-        return best if len(best) < plane.size else plane.data
+            found.append([b"\1", self._matches.compress(plane)])
+        return min(found, key=_sum)
+
+    def _in_stretches(self, plane: np.ndarray) -> list[Any]:
+        """Their number and sizes, then a frame for each, or if it is no smaller its bytes."""
+        pieces = [plane[i : i + _STRETCH] for i in range(0, plane.size, _STRETCH)]
+        frames = [self._huffman.compress(piece) for piece in pieces]
+        if len(frames) == 1:
+            return [b"\1", *frames]
+        parts = [
+            frame if len(frame) < piece.size else piece.data
+            for frame, piece in zip(frames, pieces, strict=True)
+        ]
+        return [struct.pack(f"<B{len(parts)}I", len(parts), *map(_bytes, parts)), *parts]
 
     def _entropy(self, plane: np.ndarray) -> float:
         total = loops.sampled(plane, self._counts)
@@ -300,7 +320,7 @@ class Coder:
         for j, size in enumerate(sizes):
             part, body = _cut(body, size)
             if size != x.size:
-                part = self._unpack(part, self._unpacked[j * x.size : (j + 1) * x.size])
+                part = self._plane(part, self._unpacked[j * x.size : (j + 1) * x.size])
             planes.append(part)
         _expect_bytes(body, 0)
         if count == 4 == width:
@@ -312,6 +332,30 @@ class Coder:
                 loops.merge(plane, 8 * j, x)
             if rotate:
                 loops.rotate_back(x)
+
+    def _plane(self, part: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """A plane from its frames."""
+        head, body = _cut(part, 1)
+        count = int(head[0])
+        if count == 0:
+            values, body = _cut(body, 2)
+            _expect_bytes(body, -(-out.size // 8))
+            np.take(values, np.unpackbits(body, count=out.size), out=out)
+            return out
+        if count == 1:
+            return self._unpack(body, out)
+        if count != -(-out.size // _STRETCH):
+            raise Damaged(f"expected stretches for {out.size} bytes, got {count}")
+        head, body = _cut(body, 4 * count)
+        for i, size in enumerate(struct.unpack(f"<{count}I", head)):
+            stretch = out[i * _STRETCH : (i + 1) * _STRETCH]
+            piece, body = _cut(body, size)
+            if size == stretch.size:
+                np.copyto(stretch, piece)
+            else:
+                self._unpack(piece, stretch)
+        _expect_bytes(body, 0)
+        return out
 
     def _from_elf(self, body: np.ndarray, x: np.ndarray) -> None:
         head, body = _cut(body, _ELF.size)
@@ -390,6 +434,10 @@ class Coder:
 
 def _bytes(part: Any) -> int:
     return memoryview(part).nbytes
+
+
+def _sum(parts: list[Any]) -> int:
+    return sum(map(_bytes, parts))
 
 
 def _most_of_distances(words: int) -> int:

@@ -1,0 +1,273 @@
+"""How small do model files become, and how fast, beside ZipNN, zstd and the paper's own pipeline?
+
+    python -m benchmarks.elves MODEL.safetensors... --rounds 9
+    python -m benchmarks.elves TUNED.safetensors --base BASE.safetensors
+    python -m benchmarks.elves MODEL.safetensors --scaling
+
+The first prints, of the float32 weights of each file and of their casts to bfloat16, the ratio and
+the median MB/s of each contender, packing and restoring, and the median over the rounds of how many
+as long as ours it takes. One thread, in memory, all in one process, taking turns; seconds are those
+of the processor, as other work may be on the machine. Ours packs with what it always does: each
+block is decoded and compared, and has its checksums. "not compared" is without that, as the others
+are. Then the bounds.
+
+The second is of one file and the model that it was made from; the third restores with 1, 2, ...
+threads, in seconds of the clock. Peers that are not installed are named and left out (ZipNN needs
+torch). Answers: `benchmarks/LOG.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import zstandard
+
+from train.elves.blocks import BLOCK, PAPER_STEP, Coder, Words
+from train.elves.files import PlainFile, open_tensors
+from train.elves.folders import pack_path
+from train.elves.writing import Options, Piece, largest_sensible_bound
+
+OURS = "ours"
+
+
+class Contender(NamedTuple):
+    """Someone who packs and restores the same bytes; `restore` gives them, or their checksum."""
+
+    name: str
+    pack: Callable[[], Any]
+    restore: Callable[[Any], Any]
+    size: Callable[[Any], int]
+    before: Callable[[], Any] = lambda: None  # is not timed
+    exact: bool = True
+    restores: bool = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--base", type=Path)
+    parser.add_argument("--scaling", action="store_true")
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("zipnn") is None:
+        print("not installed, left out: zipnn")
+    for path in arguments.files:
+        if arguments.base:
+            from_base(path, arguments.base, arguments.rounds)
+        elif arguments.scaling:
+            scaling(path, arguments.rounds)
+        else:
+            x = weights(path)
+            cast = x.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint8)
+            compare(f"{path.name}, float32", x, "float32", arguments.rounds)
+            compare(f"{path.name}, bfloat16", cast, "bfloat16", arguments.rounds)
+            bounds(path)
+
+
+def weights(path: Path) -> np.ndarray:
+    """All float32 of a file, one behind the other, as bytes."""
+    with PlainFile(path) as file:
+        names = [name for name, info in file.tensors.items() if info.dtype == "F32"]
+        return np.concatenate([file.read(name, 0, file.tensors[name].bytes) for name in names])
+
+
+class NotCompared(Coder):
+    """Packs without looking whether it can be restored."""
+
+    def _decode(self, *_: Any) -> None:
+        pass
+
+    def _compared(self, *_: Any) -> float:
+        return 0.0
+
+
+def blockwise(
+    name: str, data: np.ndarray, words: Words, coder: Coder, *, exact: bool = True
+) -> Contender:
+    # Memory that is there already, as that of a file is; peers have no way to be given it.
+    out, packed = np.empty(data.size, np.uint8), np.empty(2 * data.size, np.uint8)
+
+    def pack() -> list[np.ndarray]:
+        found, end = [], 0
+        for i in range(0, data.size, BLOCK):
+            block = coder.encode(data[i : i + BLOCK], words).data
+            begin, end = end, end + block.size
+            packed[begin:end] = block
+            found.append(packed[begin:end])
+        return found
+
+    def restore(blocks: list[np.ndarray]) -> np.ndarray:
+        for i, block in enumerate(blocks):
+            coder.decode(block, words, None, out[i * BLOCK : (i + 1) * BLOCK])
+        return out
+
+    def size(blocks: list[np.ndarray]) -> int:
+        return sum(block.size for block in blocks)
+
+    restores = not isinstance(coder, NotCompared)  # it does not know the checksums
+    return Contender(name, pack, restore, size, exact=exact, restores=restores)
+
+
+def contenders(data: np.ndarray, dtype: str) -> list[Contender]:
+    words = Words(4 if dtype == "float32" else 2, True)
+    packer, unpacker = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
+    found = [
+        blockwise(OURS, data, words, Coder()),
+        blockwise("ours, not compared", data, words, NotCompared()),
+        Contender("zstd-3", lambda: packer.compress(data), unpacker.decompress, len),
+    ]
+    if dtype == "float32":
+        bounded = Words(4, True, PAPER_STEP)
+        found.append(blockwise("ours, 2^-24", data, bounded, Coder(), exact=False))
+    if importlib.util.find_spec("zipnn") is not None:
+        found.insert(2, zipnn_contender(data, dtype))
+    return found
+
+
+def zipnn_contender(data: np.ndarray, dtype: str) -> Contender:
+    import zipnn
+
+    codec = zipnn.ZipNN(bytearray_dtype=dtype, input_format="byte", threads=1)
+    given: list[bytearray] = []
+
+    def before() -> None:  # it writes over what it is given
+        given[:] = [bytearray(data.data)]
+
+    return Contender("ZipNN", lambda: codec.compress(given[0]), codec.decompress, len, before)
+
+
+def compare(title: str, data: np.ndarray, dtype: str, rounds: int) -> None:
+    print(f"\n{title}: {data.size / 1e6:.1f} MB; ratio, MB/s, times as fast as it")
+    some = contenders(data, dtype)
+    packing: dict[str, list[float]] = {c.name: [] for c in some}
+    restoring: dict[str, list[float]] = {c.name: [] for c in some}
+    sizes = {}
+    for turn in range(rounds + 1):  # the first one compiles
+        for c in some:
+            c.before()
+            begin = time.process_time()
+            packed = c.pack()
+            middle = time.process_time()
+            back = c.restore(packed) if c.restores else None
+            end = time.process_time()
+            sizes[c.name] = c.size(packed)
+            if c.exact and c.restores:
+                assert np.array_equal(np.frombuffer(back, np.uint8), data), c.name
+            if turn:
+                packing[c.name].append(middle - begin)
+                restoring[c.name].append(end - middle)
+    for c in some:
+        p, r = packing[c.name], restoring[c.name]
+        line = f"{c.name:20} {data.size / sizes[c.name]:.4f}"
+        line += f"  pack {_speed(data, p):5.0f} {_times(packing[OURS], p):5.2f}"
+        if c.restores:
+            line += f"  restore {_speed(data, r):5.0f} {_times(restoring[OURS], r):5.2f}"
+        print(line, flush=True)
+
+
+def _speed(data: np.ndarray, seconds: list[float]) -> float:
+    return data.size / 1e6 / statistics.median(seconds)
+
+
+def _times(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def bounds(path: Path) -> None:
+    """Ratios of the whole file: lossless, at smaller and smaller bounds, and by the paper."""
+    with PlainFile(path) as file, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.safetensors"
+        rows = [("lossless", Options()), ("paper, 2^-24", Options(bound=2**-24, paper=True))]
+        rows += [(f"2^{power}", Options(bound=2.0**power)) for power in range(-24, -8, 2)]
+        sensible = largest_sensible_bound(_pieces(file))
+        if sensible is not None:
+            print(f"largest sensible bound 2^{math.log2(sensible[0]):.0f}, for {sensible[1]}")
+        for name, options in rows:
+            if options.bound and sensible and options.bound > sensible[0]:
+                continue
+            (found,) = pack_path(path, out, options)
+            print(f"{name:14} {found.before / found.after:.4f} of the whole file")
+            out.unlink()
+
+
+def _pieces(file: PlainFile) -> list[Piece]:
+    return [
+        Piece(name, info.dtype, info.shape, file.read(name, 0, info.bytes))
+        for name, info in file.tensors.items()
+    ]
+
+
+def from_base(path: Path, base: Path, rounds: int) -> None:
+    """A model and the one that it was made from: all of it, and without its embeddings."""
+    with PlainFile(path) as tuned, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.safetensors"
+        (found,) = pack_path(path, out, Options(), base=base)  # compiles
+        times = []
+        for _ in range(rounds):
+            out.unlink()
+            begin = time.process_time()
+            pack_path(path, out, Options(), base=base)
+            times.append(time.process_time() - begin)
+        header = found.header
+        assert header is not None
+        begin = time.process_time()
+        with open_tensors(out) as packed:
+            for name, info in tuned.tensors.items():
+                back = packed.read(name, 0, info.bytes)
+                assert np.array_equal(back, tuned.read(name, 0, info.bytes)), name
+        restoring = time.process_time() - begin
+        groups = {
+            "all": list(header.tensors.values()),
+            "without embeddings": [
+                t for t in header.tensors.values() if not re.search("embed", t.name)
+            ],
+        }
+        for title, tensors in groups.items():
+            data = np.concatenate([tuned.read(t.name, 0, t.bytes) for t in tensors])
+            ours = data.size / sum(t.packed_bytes for t in tensors)
+            line = f"{path}, {title}, {data.size / 1e6:.1f} MB: ours {ours:.4f}"
+            if importlib.util.find_spec("zipnn") is not None:
+                peer = zipnn_contender(data, "float32")
+                peer.before()
+                theirs = data.size / peer.size(peer.pack())
+                line += f", ZipNN {theirs:.4f}, {ours / theirs:.3f} times its"
+            print(line)
+        size = found.before / 1e6
+        print(f"pack {size / statistics.median(times):.0f} MB/s, restore {size / restoring:.0f}")
+
+
+def scaling(path: Path, rounds: int) -> None:
+    """Restores a lossless file, and one with a bound, from memory with more and more threads."""
+    for name, options in (("lossless", Options()), ("2^-24", Options(bound=2**-24))):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.safetensors"
+            (found,) = pack_path(path, out, options)
+            seconds: dict[int, list[float]] = {}
+            threads = range(1, len(os.sched_getaffinity(0)) + 1)
+            for turn in range(rounds + 1):
+                for count in threads:
+                    with open_tensors(out, threads=count) as file:
+                        begin = time.perf_counter()
+                        for tensor, info in file.tensors.items():
+                            file.read(tensor, 0, info.bytes)
+                        if turn:
+                            seconds.setdefault(count, []).append(time.perf_counter() - begin)
+        for count, some in seconds.items():
+            median = statistics.median(some)
+            print(f"{name}, {count} threads: {found.before / 1e9 / median:.2f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
