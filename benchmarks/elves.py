@@ -19,6 +19,7 @@ torch). Answers: `benchmarks/LOG.md`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import math
 import os
@@ -86,10 +87,10 @@ def weights(path: Path) -> np.ndarray:
 class NotCompared(Coder):
     """Packs without looking whether it can be restored."""
 
-    def _decode(self, *_: Any) -> None:
+    def _decode(self, codec: Any, body: Any, words: Any, base: Any, out: Any) -> None:
         pass
 
-    def _compared(self, *_: Any) -> float:
+    def _compared(self, x: Any, back: Any, codec: Any, words: Any) -> float:
         return 0.0
 
 
@@ -137,8 +138,7 @@ def contenders(data: np.ndarray, dtype: str) -> list[Contender]:
 
 
 def zipnn_contender(data: np.ndarray, dtype: str) -> Contender:
-    import zipnn
-
+    zipnn: Any = importlib.import_module("zipnn")
     codec = zipnn.ZipNN(bytearray_dtype=dtype, input_format="byte", threads=1)
     given: list[bytearray] = []
 
@@ -160,7 +160,7 @@ def compare(title: str, data: np.ndarray, dtype: str, rounds: int) -> None:
             begin = time.process_time()
             packed = c.pack()
             middle = time.process_time()
-            back = c.restore(packed) if c.restores else None
+            back = c.restore(packed) if c.restores else b""
             end = time.process_time()
             sizes[c.name] = c.size(packed)
             if c.exact and c.restores:

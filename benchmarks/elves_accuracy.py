@@ -46,7 +46,8 @@ def curve(name: str, data: Path, model: Path) -> None:
     origin = read_folder(model)
     task = make_task(settings, origin)
     (source,) = task.validation.values()
-    assert task.score is not None
+    score_of = task.score
+    assert score_of is not None
     sample = list(Sample(source, batch_size=64, batches=None, seed=0, mesh=None, buckets=4))
 
     def split():
@@ -67,7 +68,7 @@ def curve(name: str, data: Path, model: Path) -> None:
         rows = np.concatenate([rows > 0 for _, _, rows in parts])
         labels = np.concatenate([batch["label"] for batch in sample])[rows]
         losses, found = (np.concatenate([p[i] for p in parts])[rows] for i in (0, 1))
-        return losses, found, task.score(found, labels)[task.best]
+        return losses, found, score_of(found, labels)[task.best]
 
     plain_losses, plain, score = predictions(load_weights(origin, shapes))
     path = model / "model.safetensors"
