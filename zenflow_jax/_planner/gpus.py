@@ -10,9 +10,8 @@ float32 sums at half their rate.
 """
 
 import dataclasses
-from typing import Final
 
-_MIB: Final = 2**20
+_MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Gpu:
     core_memory: int = 233472
 
     def host_beside(self, devices: int) -> tuple[float, int]:
-        """Bytes a second and bytes of a host that has so many: assumed.
+        """Bytes a second and bytes of a host with so many `devices`: assumed.
 
         A server grows with its GPUs, but for its bandwidth to four times at most; a desktop not.
         """
@@ -90,7 +89,8 @@ _PCIE4, _PCIE5 = 25e9, 50e9
 _SERVER, _DESKTOP = 100e9, 50e9
 _SERVER_MEMORY, _DESKTOP_MEMORY = 256 * 10**9, 128 * 10**9
 
-GPUS: Final = {
+#: The GPUs that a plan knows by name.
+GPUS = {
     "h100": Gpu(
         *("NVIDIA H100 80GB HBM3", 81559 * _MIB, 3.35e12, 989e12, _PCIE5, _SERVER, _SERVER_MEMORY),
         *((9, 0), 132, 50 * _MIB),
