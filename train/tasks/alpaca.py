@@ -28,7 +28,7 @@ import numpy as np
 from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import Encoded, encode
-from train.tasks.files import check_share, find_files, records, split, text_field
+from train.tasks.files import check_share, find_files, records, split_examples, text_field
 from train.tokenizer import Tokenizer, end_token
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
@@ -69,14 +69,10 @@ def make(
     train = _read(files.train, tokenizer, sequence_length, notes)
     if files.validation:
         validation = _read(files.validation, tokenizer, sequence_length, notes)
-    elif len(train) < 2 and validation_share < 1:
-        raise DataError(
-            f"expected at least two examples in {data}, one to train and one to validate, got "
-            f"{len(train)}. Add some."
-        )
     else:
-        sides = split(np.ones(len(train)), validation_share=validation_share, seed=seed)
-        train, validation = (train.some(side) for side in sides)
+        train, validation = split_examples(
+            train, "examples", data, validation_share=validation_share, seed=seed
+        )
     return Task(
         name="alpaca",
         kind="decoder",

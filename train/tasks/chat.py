@@ -26,7 +26,7 @@ from train.chat_template import ChatTemplate, Conversation, ConversationError
 from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, CHUNK_TEXTS, smallest_dtype
-from train.tasks.files import check_share, find_files, records, shorten, split, text_field
+from train.tasks.files import check_share, find_files, records, shorten, split_examples, text_field
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".jsonl", ".json", *tables.SUFFIXES)
@@ -71,14 +71,10 @@ def make(
     train = _read(files.train, tokenizer, template, sequence_length, notes)
     if files.validation:
         validation = _read(files.validation, tokenizer, template, sequence_length, notes)
-    elif len(train) < 2 and validation_share < 1:
-        raise DataError(
-            f"expected at least two conversations in {data}, one to train and one to validate, got "
-            f"{len(train)}. Add some."
-        )
     else:
-        sides = split(np.ones(len(train)), validation_share=validation_share, seed=seed)
-        train, validation = (train.some(side) for side in sides)
+        train, validation = split_examples(
+            train, "conversations", data, validation_share=validation_share, seed=seed
+        )
     return Task(
         name="chat",
         kind="decoder",

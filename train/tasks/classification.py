@@ -36,7 +36,15 @@ from sklearn import metrics
 from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import Text, encode
-from train.tasks.files import check_share, find_files, lines, records, shorten, split, text_field
+from train.tasks.files import (
+    check_share,
+    find_files,
+    lines,
+    records,
+    shorten,
+    split_examples,
+    text_field,
+)
 from train.tasks.glue import Sentences
 from train.tokenizer import Tokenizer
 
@@ -135,14 +143,9 @@ def make(
         pad = tokenizer.pad
         sources.append(Sentences(encoded, numbers, sequence_length=sequence_length, pad=pad))
     if len(sources) == 1:
-        if len(sources[0]) < 2 and validation_share < 1:
-            raise DataError(
-                f"expected at least two examples in {data}, one to train and one to validate, got "
-                f"{len(sources[0])}. Add some."
-            )
-        count = np.ones(len(sources[0]))
-        sides = split(count, validation_share=validation_share, seed=seed)
-        sources = [sources[0].some(side) for side in sides]
+        sources = split_examples(
+            sources[0], "examples", data, validation_share=validation_share, seed=seed
+        )
     train, validation = sources
     checksum = zlib.crc32(json.dumps(classes).encode())
     return Task(

@@ -215,6 +215,30 @@ def split(
     return np.flatnonzero(~validates), np.flatnonzero(validates)
 
 
+def split_examples(
+    examples: Any, what: str, data: Path, *, validation_share: float, seed: int
+) -> tuple[Any, Any]:
+    """The examples that train and those that validate, each counting as one.
+
+    Args:
+        examples: Has a length, and `some(indices)`, which gives those.
+        what: The word for them.
+        data: Where they are from.
+        validation_share: As for `split`.
+        seed: As for `split`.
+
+    Raises:
+        DataError: If there is only one, where some are to train.
+    """
+    if len(examples) < 2 and validation_share < 1:
+        raise DataError(
+            f"expected at least two {what} in {data}, one to train and one to validate, got "
+            f"{len(examples)}. Add some."
+        )
+    train, validation = split(np.ones(len(examples)), validation_share=validation_share, seed=seed)
+    return examples.some(train), examples.some(validation)
+
+
 def check_share(validation_share: float) -> None:
     """Raises a DataError if the share for validation is none."""
     if not 0 < validation_share <= 1:
