@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state
-from zenflow_jax._engine import HostEngine
+from zenflow_jax._engine import HostEngine, nnx_pair
 from zenflow_jax._exchange.wrappers import accumulations
 
 _FIELDS = ("params", "opt_state")
@@ -307,7 +307,7 @@ class _Nnx:
                 "expected an `nnx.Module` and its `nnx.Optimizer` as the first two arguments, got "
                 f"{_kinds(args)}. Pass both by position, in this order, as at the first call."
             )
-        return _nnx_pair().arrays(args[0], args[1])
+        return nnx_pair().arrays(args[0], args[1])
 
     def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
         return self.of_arguments(args)
@@ -317,7 +317,7 @@ class _Nnx:
         return out
 
     def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
-        _nnx_pair().update(args[0], args[1], params, opt_state)
+        nnx_pair().update(args[0], args[1], params, opt_state)
 
 
 _Carrier = _Pair | _TrainState | _Nnx
@@ -340,13 +340,7 @@ def _carrier(args: tuple[Any, ...], fields: tuple[str, str] | None) -> _Carrier:
 
 def _is_nnx(args: Sequence[Any]) -> bool:
     # Who has such a pair has imported flax.
-    return "flax.nnx" in sys.modules and _nnx_pair().is_pair(args)
-
-
-def _nnx_pair() -> Any:
-    from zenflow_jax._exchange import nnx_pair
-
-    return nnx_pair
+    return "flax.nnx" in sys.modules and nnx_pair().is_pair(args)
 
 
 def _has(state: Any, fields: Sequence[str]) -> bool:

@@ -615,7 +615,7 @@ class HostEngine:
         Raises:
             RuntimeError, ValueError, TypeError: As `peek`.
         """
-        return _nnx_pair().copy_with(model, optimizer, self.peek)
+        return nnx_pair().copy_with(model, optimizer, self.peek)
 
     def close(self) -> None:
         """Ends the thread and frees the host memory. Safe twice, and during work.
@@ -786,11 +786,12 @@ class HostEngine:
         self._roundings[group] = int(self._host.compact)
 
     def _of_nnx(self, call: Any, model: Any, optimizer: Any) -> None:
-        pair = _nnx_pair()
+        pair = nnx_pair()
         pair.update(model, optimizer, *call(*pair.arrays(model, optimizer)))
 
 
-def _nnx_pair() -> Any:
+def nnx_pair() -> Any:
+    """What there is for a pair of flax nnx; imported for who has one."""
     from zenflow_jax._exchange import nnx_pair
 
     return nnx_pair
