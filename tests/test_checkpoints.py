@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
+import zenflow_jax
 from benchmarks import kill_test
 from tests import runs as optimizer_runs
 from tests import warm
@@ -32,6 +33,7 @@ from tests.processes import environment
 from tests.runs import Leaf, Training
 from tests.test_engine_save import assert_saved
 from train import checksums, finetune
+from train.checkpoint_arrays import layout_in
 from train.checkpoints import Checkpoints
 from train.command_line import load_settings
 from train.decoder import DecoderConfig, LinearRope
@@ -708,17 +710,37 @@ def test_a_save_of_an_engine_is_its_state(tmp_path):
         optimizer_runs.assert_same_bits(np.asarray(found), state["leaves"][0]["mu"])
 
 
-def test_a_checkpoint_of_a_version_that_saved_engines_otherwise_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("of_before", [True, False])
+def test_a_checkpoint_with_another_layout_is_refused_by_both_versions(tmp_path, of_before):
     training, checkpoints = engine_run(tmp_path, [])
     with training, checkpoints:
         checkpoints.save(7, training.params, training.state, None, {})
         checkpoints.finish()
         run = tmp_path / "checkpoints" / "7" / "run" / "metadata"
         metadata = json.loads(run.read_text(encoding="utf-8"))
-        metadata["arrays"]["engine_state.counts.step"] = "int32 ()"
+        now = layout_in(metadata["arrays"])
+        assert now is not None
+        name = next(x for x in metadata["arrays"] if x.endswith(now))
+        what = metadata["arrays"].pop(name)
+        wrote = "a version of zenflow_jax before 0.2.0"
+        if of_before:
+            del metadata["zenflow_jax"]
+        else:
+            assert metadata["zenflow_jax"] == zenflow_jax.__version__
+            metadata["zenflow_jax"] = "0.9.4"
+            metadata["arrays"][name.replace(now, "layout_7_of_zenflow_jax_0_9")] = what
+            wrote = "layout_7_of_zenflow_jax_0_9, which zenflow_jax 0.9.4 wrote. Go on with"
         run.write_text(json.dumps(metadata), encoding="utf-8")
-        with pytest.raises(SettingsError, match="a checkpoint of this version of zenflow_jax, got"):
+        reads = f"with {now}, which zenflow_jax {zenflow_jax.__version__} reads, got .*/7 with"
+        with pytest.raises(SettingsError, match=f"{reads}.*{wrote}"):
             checkpoints.restore(7, training.params, training.state)
+        # The weights alone are in any layout what they are.
+        sums = run.parents[1] / checksums.CHECKSUMS
+        sums.unlink()
+        sums.write_text(json.dumps(checksums.checksums(run.parents[1])), encoding="utf-8")
+        params = jax.tree.map(np.array, training.params)
+        found = checkpoints.weights(7, training.params)
+        jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
 # --- the lock -------------------------------------------------------------------------------

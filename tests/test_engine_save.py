@@ -326,8 +326,6 @@ def test_files_that_are_not_whole_are_refused_by_name(tmp_path):
         (whole[:100], "expected a whole file of an engine's state, got .*engine-00000-of-00001"),
         (b"", "expected a whole file"),
         (b"\xff" * 64, "expected a whole file .*a header of"),
-        (whole.replace(b'"version":"1"', b'"version":"7"'), "version 1, got .* of version 7"),
-        (whole.replace(b'"format"', b'"farmat"'), "version 1, got .* of version None"),
     ):
         path.write_bytes(text)
         with pytest.raises(ValueError, match=words):

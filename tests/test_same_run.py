@@ -174,13 +174,3 @@ def test_numbers_that_are_not_finite_are_compared_as_well():
         mixed = params | {"rows": jnp.nan_to_num(params["rows"])}
         refused(training, (mixed, state, engine_state), r"values of \['rows'\]")
         training.engine.close()
-
-
-def test_an_engine_state_of_a_version_that_did_not_say_of_which_run_it_is_is_refused_by_name():
-    with HERE(FIRST, SETTINGS) as training:
-        training.go(2)
-        params, state, engine_state = saved(training)
-        counts = engine_state["counts"] | {"run": np.int32(7)}
-        del counts["update_scalars"]
-        old = engine_state | {"counts": counts}
-        refused(training, (params, state, old), "says of which run it is, got one of a version")

@@ -28,7 +28,7 @@ def test_a_state_is_a_tuple_of_its_fields_that_are_no_metadata(offload):
     step, skipped, *rest = state
     assert step is state.step
     assert skipped is state.skipped
-    assert rest[-1] is state.schedule_state
+    assert rest[-1] is state.layout
     assert state[3] is state.leaves
     assert state._asdict() == {name: getattr(state, name) for name in names}
     leaf = state.leaves[1]

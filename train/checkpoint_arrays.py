@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,43 @@ def described(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
 
 
+def layout_in(arrays: Iterable[str]) -> str | None:
+    """The layout of the optimizer state among arrays, by their names; None if they name none.
+
+    Examples:
+        >>> layout_in(["params.w", "opt_state.0.layout.layout_1_of_zenflow_jax_0_2"])
+        'layout_1_of_zenflow_jax_0_2'
+        >>> layout_in(["params.w"])
+    """
+    return next((name.split(".")[-1] for name in arrays if ".layout.layout_" in name), None)
+
+
+def check_layout(folder: Path, saved: Iterable[str], version: str | None, here: str | None) -> None:
+    """Refuses a checkpoint whose optimizer state has another layout than that of now.
+
+    Args:
+        folder: The checkpoint's.
+        saved: The names of its arrays.
+        version: Of the zenflow_jax that wrote it; None before 0.2.0, which did not say.
+        here: The layout of now; None for an optimizer of which zenflow_jax knows none.
+
+    Raises:
+        SettingsError: If it has.
+    """
+    there = layout_in(saved)
+    if here is not None and there != here:
+        wrote = f"zenflow_jax {version}" if version else "a version of zenflow_jax before 0.2.0"
+        raise SettingsError(
+            f"expected a checkpoint with {here}, which zenflow_jax {zenflow_jax.__version__} "
+            f"reads, got {folder} with {there or 'a layout that has no number'}, which {wrote} "
+            f"wrote. Go on with that run by {wrote if version else 'that version'}, or name "
+            "another --run to begin a new one."
+        )
+
+
 def check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     for name in [*here, *saved]:
         if saved.get(name) != here.get(name):
-            if name.startswith("engine_state."):  # it has had files of its own since 0.2.0
-                raise SettingsError(
-                    f"expected a checkpoint of this version of zenflow_jax, got {folder}, in which "
-                    f"the engine's state is among the arrays (`{name}`). Go on with that run by "
-                    "the version that has written it, or name another --run to begin a new one."
-                )
             raise SettingsError(
                 f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
                 f"got {here.get(name, 'none')}. That checkpoint is of another model or optimizer: "

@@ -140,6 +140,7 @@ class Checkpoints(SavedCheckpoints):
         saved, _ = split({"params": params, "opt_state": opt_state})
         run = {
             **self._description,
+            "zenflow_jax": zenflow_jax.__version__,
             "step": step,
             "arrays": described(saved),
             "figures": list(self._figures.items()),

@@ -18,7 +18,15 @@ import orbax.checkpoint as ocp
 
 import zenflow_jax
 from train import processes
-from train.checkpoint_arrays import check_arrays, described, join, split, templates_of
+from train.checkpoint_arrays import (
+    check_arrays,
+    check_layout,
+    described,
+    join,
+    layout_in,
+    split,
+    templates_of,
+)
 from train.checksums import damage
 from train.elves import ElvesError
 from train.packed_checkpoints import is_packed_checkpoint, restore_to, unpacked_place
@@ -113,7 +121,11 @@ class SavedCheckpoints:
         self._figures = dict(run["figures"])
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split(fresh)
-        check_arrays(self._folder / str(step), run["arrays"], described(saved))
+        here = described(saved)
+        check_layout(
+            self._folder / str(step), run["arrays"], run.get("zenflow_jax"), layout_in(here)
+        )
+        check_arrays(self._folder / str(step), run["arrays"], here)
         # What is restored here is removed when the engine has read it (`set_aside`).
         folder = self._as_it_was(step)
         arrays = self._read_state(folder, saved)

@@ -19,14 +19,13 @@ from zenflow_jax._master import iter_master_params, master_params
 from zenflow_jax._plan.arguments import STATIC_ARGS
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._transform import zenflow
+from zenflow_jax._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
     from zenflow_jax._planner.gpus import GPUS, Gpu
     from zenflow_jax._planner.host_work import host_bandwidth
     from zenflow_jax._planner.plan import Hiding, Plan, hiding, plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "GPUS",

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from zenflow_jax._checkpoint.layout import in_layout_of_now
 from zenflow_jax._checkpoint.resume import (
     Resumed,
     check_resumed,
@@ -201,6 +202,7 @@ class HostEngine:
         if engine_state is None:
             check_fresh(state)
         else:
+            engine_state = in_layout_of_now(engine_state)
             check_resumed(engine_state, state)
         found, _, places = match_leaves(params, state)
         weights = [found[i] for i in places]

@@ -14,6 +14,7 @@ import numpy as np
 from flax import serialization
 from jax.core import Tracer
 
+from zenflow_jax._checkpoint.layout import check_state_layout
 from zenflow_jax._device.state import DeferredState, LeafState, ZenFlowState
 
 _STATES = (ZenFlowState, LeafState, DeferredState)
@@ -44,6 +45,8 @@ def _to_dict(state: Any) -> dict[str, Any]:
 
 
 def _from_dict(target: Any, found: dict[str, Any]) -> Any:
+    if isinstance(target, ZenFlowState) and isinstance(found, dict) and "leaves" in found:
+        check_state_layout(found)
     names = _arrays(target)
     if not isinstance(found, dict) or set(found) != set(names):
         got = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__

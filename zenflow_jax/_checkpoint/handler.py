@@ -152,7 +152,7 @@ class EngineRestore(ocp.args.CheckpointArgs):
 
     Raises:
         FileNotFoundError: In `restore`, if files are missing.
-        ValueError: If they are not whole, or of another version.
+        ValueError: If they are not whole, or of a layout that this version cannot read.
     """
 
 

@@ -151,13 +151,6 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     options = saved.get("options") if isinstance(saved, Mapping) else None
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         _check_options(options, expected["options"], _specs(state))
-    counts = saved.get("counts") if isinstance(saved, Mapping) else None
-    if isinstance(counts, Mapping) and "run" in counts:
-        raise ValueError(
-            "expected an `engine_state` that says of which run it is, got one of a version of "
-            "zenflow_jax that did not write that yet. Finish its run with that version, or begin a "
-            "new one with its parameters: `tx.init(params)` and an engine without `engine_state`."
-        )
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
             "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "

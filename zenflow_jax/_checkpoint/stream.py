@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zenflow_jax import _version
+from zenflow_jax._checkpoint.layout import check_layout
 from zenflow_jax._checkpoint.tensor_file import Tensor, TensorWriter, read_header
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.snapshot import Snapshot
@@ -21,7 +23,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import blank
 from zenflow_jax._host.state import HostLeaf
 
-_FORMAT, _VERSION = "zenflow_jax engine state", "1"
+_FORMAT = "zenflow_jax engine state"
 # Elements that are put together at once, where memory does not have them as they are written.
 _BLOCK = 1024 * 1024
 
@@ -83,7 +85,8 @@ class EngineStream:
         number, count = self.processes.index(jax.process_index()), len(self.processes)
         metadata = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "layout": str(_version.LAYOUT),
+            "zenflow_jax": _version.__version__,
             "processes": str(count),
             "leaves": json.dumps(shapes),
         }
@@ -197,17 +200,20 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no file, or those of some processes are missing.
-        ValueError: If a file is not whole, or of a version that this one cannot read.
+        ValueError: If a file is not whole, or of a layout that this version cannot read.
     """
     paths = sorted(folder.glob(_file_name("*", "*")))
     found = [read_header(path) for path in paths]
     for path, (metadata, _) in zip(paths, found, strict=True):
-        version = metadata.get("version") if metadata.get("format") == _FORMAT else None
-        if version != _VERSION:
+        if (format := metadata.get("format")) != _FORMAT:
             raise ValueError(
-                f"expected a file of an engine's state, version {_VERSION}, got {path} of version "
-                f"{version}. Read it with the zenflow_jax that wrote it."
+                f"expected a file of an engine's state, got {path} of format {format}. Leave "
+                "nothing but what `EngineSave` wrote there."
             )
+        number = metadata.get("layout", "")
+        check_layout(
+            int(number) if number.isdecimal() else None, metadata.get("zenflow_jax"), str(path)
+        )
     _check_files(folder, paths, int(found[0][0]["processes"]) if found else 0)
     leaves: list[dict[str, Any]] = [
         {

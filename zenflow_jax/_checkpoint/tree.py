@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from zenflow_jax._checkpoint.layout import written_by
 from zenflow_jax._checkpoint.stream import EngineStream, SavedPart
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
@@ -210,6 +211,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         ],
         "counts": counts_to_tree(counts, state.schedule),
         "options": options_of(state),
+        "layout": written_by(),
     }
 
 
@@ -327,7 +329,11 @@ class EngineTree:
         )
 
     def _small(self, counts: Counts) -> dict[str, Any]:
-        return {"counts": counts_to_tree(counts, self._schedule), "options": self._options}
+        return {
+            "counts": counts_to_tree(counts, self._schedule),
+            "options": self._options,
+            "layout": written_by(),
+        }
 
     def _of_leaves(
         self,

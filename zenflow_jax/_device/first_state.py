@@ -24,6 +24,7 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, first_schedule_state
 from zenflow_jax._plan.sending import SendGradients
+from zenflow_jax._version import STATE_LAYOUT, layout_name, version_numbers
 
 
 def first_state(
@@ -108,6 +109,7 @@ def _build(
         else jax.tree.map(
             jnp.array, first_schedule_state(schedule, sum(not s.resident for s in specs))
         ),
+        layout={layout_name(STATE_LAYOUT): jnp.array(version_numbers(), jnp.int32)},
         schedule=schedule,
         offload=offload,
         send_gradients=sending,

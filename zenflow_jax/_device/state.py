@@ -89,6 +89,8 @@ class ZenFlowState(AsTuple):
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or with an
             engine.
+        layout: int32 (3,), in a dict under a name that says which layout the state has
+            (`_version.py`): the version of zenflow_jax that began the run.
         schedule: When windows close and channels are selected. Static.
         offload: Whether the deferred half is with an engine. Static.
         send_gradients: When gradients leave the device. Static. "during_step": the step copies them
@@ -110,6 +112,7 @@ class ZenFlowState(AsTuple):
     open_steps: Any
     scalars: Any
     schedule_state: Any
+    layout: Any
     schedule: Schedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})
     send_gradients: SendGradients = dataclasses.field(metadata={"static": True})

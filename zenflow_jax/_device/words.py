@@ -16,12 +16,14 @@ def named(fields: Mapping[str, Any]) -> str:
 
 
 def short(x: Any) -> str:
-    """An array as `float32[8,4]`, a tuple by its entries, all else as it prints."""
+    """An array as `float32[8,4]`, tuples and dicts by their entries, all else as it prints."""
     if isinstance(x, tuple):
         fields = getattr(x, "_fields", None)
         if fields is not None:
             return f"({named(dict(zip(fields, x, strict=True)))})"
         return f"({', '.join(map(short, x))})"
+    if isinstance(x, dict):
+        return f"{{{', '.join(f'{name!r}: {short(y)}' for name, y in x.items())}}}"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     return repr(x)
