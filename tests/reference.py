@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Settings:
     eps: float = 1e-8
     weight_decay: float = 1e-4
     topk_ratio: float = 0.1
-    update_interval: int | AutoWindow = 4
+    update_interval: int | AutoWindow | FitWindow = 4
     select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
     full_warm_up_rounds: int = 0  # steps
     overlap_step: bool = True
@@ -132,6 +132,12 @@ class Reference:
         shards: Sequence[int] | None = None,
         host_state: str = "float32",
     ):
+        # After which step windows change, and how long they are then.
+        self._change: tuple[int, int] | None = None
+        if isinstance(rule := settings.update_interval, FitWindow):
+            assert rule.interval is not None, "here nothing is measured"
+            self._change = settings.full_warm_up_rounds + rule.after, rule.interval
+            settings = dataclasses.replace(settings, update_interval=4)
         self._settings = settings
         self._compact = host_state == "compact"
         self._learning_rate = learning_rate
@@ -200,7 +206,24 @@ class Reference:
             self._weights = []
         elif weights:
             self._weights.append(weights)
+        if self._change is not None and self._change[0] == self.step_count:
+            self._change_windows(self._change[1])
         return self.params
+
+    def _change_windows(self, interval: int) -> None:
+        """Goes on with windows of another length, as if all of them began now."""
+        if interval == self._settings.update_interval:
+            return
+        self.flush()
+        self._settings = dataclasses.replace(self._settings, update_interval=interval)
+        waiting = [leaf for leaf in self._leaves if leaf.axis is not None and leaf.offloaded]
+        self.turns = _take_turns(waiting, interval) if self._settings.rolling else 1
+        self.boundaries = [[self.step_count] for _ in range(self.turns)]
+        self.kept_share = [[1.0] for _ in range(self.turns)]
+        self._selected_at = [1] * self.turns
+        self._arrives_at = [None] * self.turns
+        self._open_steps = [0] * self.turns
+        self._open_steps_taken = [0] * self.turns
 
     def flush(self) -> list[np.ndarray]:
         """Bring everything that is on its way to the parameters.

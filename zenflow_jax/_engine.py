@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import time
 import types
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zenflow_jax._checkpoint.layout import in_layout_of_now
 from zenflow_jax._checkpoint.resume import (
@@ -27,7 +29,7 @@ from zenflow_jax._checkpoint.resume import (
     check_resumed,
     resume,
 )
-from zenflow_jax._checkpoint.same_run import agree
+from zenflow_jax._checkpoint.same_run import agree, gather
 from zenflow_jax._checkpoint.stream import EngineStream
 from zenflow_jax._checkpoint.tree import (
     Counts,
@@ -35,10 +37,16 @@ from zenflow_jax._checkpoint.tree import (
 )
 from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import Places, as_pure, match_leaves
-from zenflow_jax._device.memory import read
+from zenflow_jax._device.memory import put_everywhere, read
 from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.samples import checksums, differing
-from zenflow_jax._device.state import ZenFlowState, find_state, replace_state
+from zenflow_jax._device.state import (
+    ZenFlowState,
+    find_state,
+    replace_state,
+    with_interval,
+    with_windows_of_now,
+)
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange.ahead import Ahead
@@ -54,6 +62,7 @@ from zenflow_jax._exchange.checks import (
     check_not_numpy,
     check_one_run,
     check_pinned,
+    check_same_choice,
 )
 from zenflow_jax._exchange.emitted import Emitted
 from zenflow_jax._exchange.expected import Expected
@@ -73,11 +82,13 @@ from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._exchange.wrappers import check_wrappers
 from zenflow_jax._host.adam import HostAdam, compile_loops
 from zenflow_jax._host.state import HostState
-from zenflow_jax._plan.rules import longest
+from zenflow_jax._plan.rules import FitWindow, FoundWindow, longest
+from zenflow_jax._planner.fit import WindowFit, smallest_of
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model")
 
+_logger = logging.getLogger("zenflow_jax")
 _GO_ON = (
     "Training goes on from the last checkpoint that has the engine's state: "
     "`HostEngine(params, opt_state, engine_state=...)`."
@@ -206,24 +217,19 @@ class HostEngine:
             check_resumed(engine_state, state)
         found, _, places = match_leaves(params, state)
         weights = [found[i] for i in places]
-        self._schedule = state.schedule
-        self._specs = tuple(leaf.spec for leaf in state.leaves)
-        check_placement(weights, self._specs)
+        specs = [leaf.spec for leaf in state.leaves]
+        check_placement(weights, specs)
         check_devices(weights, state)
         # Something may have placed all of it anew since `init`, as trainers do before they compile.
-        state, self._put_back = put_back(state, weights)
-        self._expected = Expected(state, weights)
-        self._places = Places(self._specs)
-        offloaded = OffloadedLeaves.of(state, prefetch_bytes)
+        given, self._put_back = put_back(state, weights)
+        self._places = Places(specs)
+        check_same_choice(given)
+        state = with_windows_of_now(given)
+        self._prefetch_bytes = prefetch_bytes
+        self._offloaded = offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         parts = offloaded.parts
         mine, states = offloaded.pick(weights), offloaded.pick(state.leaves)
-        check_pinned(
-            mail_bytes(parts, every_device=state.send_gradients.in_step),
-            buffers(state),
-            selected_bytes(parts),
-            next((device.platform for part in parts for device in part.devices), "cpu"),
-            os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
-        )
+        self._check_pinned(state)
         adam = HostAdam(host_kernel, threads)
         host = HostState(
             [part.spec for part in parts],
@@ -246,55 +252,89 @@ class HostEngine:
                 with contextlib.suppress(ValueError):
                     agree(str(error), *moment, devices)
                 raise
-        number = agree(None if resumed is None else resumed.refusal, *moment, devices)
+        self._number = agree(None if resumed is None else resumed.refusal, *moment, devices)
+        self._devices = devices
         self._processes = sorted({d.process_index for d in devices})
-        self._peers = PeerMonitor(f"run {number}", self._processes, exit_if_stuck=exit_if_stuck)
+        self._peers = PeerMonitor(
+            f"run {self._number}", self._processes, exit_if_stuck=exit_if_stuck
+        )
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
         self._made_with = checksums(mine, states) if resumed is None else None
         self._loads = 0  # how often the masters have followed parameters
         self._host, self._host_kernel = host, host_kernel
-        self._offloaded = offloaded
-        self._tree = EngineTree(state, offloaded)
         skipped = 0 if resumed is None else resumed.counts.skipped
         in_a_row = int(read(state.skipped_in_a_row))
         self._worker = Worker(host, offloaded, self._peers, skipped, in_a_row, max_skipped)
-        self._ahead = Ahead()
-        self._mailbox = Mailbox(self._worker, state, number, self._ahead)
-        self._progress = Progress(self._schedule, len(offloaded.places))
-        self._open_steps = [0] * self._schedule.groups
-        # Of moments since each group's last update was made with them.
-        self._roundings = [int(compact)] * self._schedule.groups
         self._window_lengths: Counter[int] = Counter()
-        self._updates = Updates(self._worker, host, offloaded, self._ahead)
         self._doubts = Doubts()
-        self._emitted = Emitted(self._specs, self._ahead)
+        self._set_windows(given, state, weights)
         if resumed is not None:
-            self._updates.note_parameters(mine, state.leaves)
+            self._updates.note_parameters(mine, given.leaves)
             self._resume(resumed, mine)
+        self._fit = _choice_to_come(given)
         self._closed = False
         self._interrupted = False
         self._put_back_in_run = False
         # When nothing else can fail: who has no engine cannot end its thread.
         self._worker.start()
-        measures = self._schedule.needs_kept_share
-        self._updates.prepare(mine, state.leaves, measures=measures)
-        self._emitted.prepare(weights, state.leaves, state.step_scalars)
-        window = longest(self._schedule.window)
-        specs = [part.spec for part in parts]
-        self._ahead.run(partial(compile_loops, host_kernel, specs, window, compact=compact))
+        self._compile_ahead(given, weights)
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
         # waited for, before the modules go that it works with.
         weakref.finalize(self, self._worker.ask_to_stop)
         weakref.finalize(self, self._peers.close)
-        weakref.finalize(self, self._ahead.close)
         self._at_exit = partial(_stop, weakref.ref(self._worker))
         atexit.register(self._at_exit)
+
+    def _set_windows(
+        self, given: ZenFlowState, state: ZenFlowState, weights: Sequence[jax.Array]
+    ) -> None:
+        """Makes what depends on which windows there are, for a run that begins.
+
+        Args:
+            given: The state as the caller has it.
+            state: The same with the windows of now, in which `offloaded` leaves are.
+            weights: The parameter of each of its leaves.
+        """
+        offloaded = self._offloaded
+        self._schedule = state.schedule
+        self._specs = tuple(leaf.spec for leaf in state.leaves)
+        self._expected = Expected(given, state, weights)
+        self._tree = EngineTree(given, offloaded)
+        self._ahead = Ahead()
+        self._mailbox = Mailbox(self._worker, state, self._number, self._ahead)
+        self._progress = Progress(self._schedule, len(offloaded.places))
+        self._open_steps = [0] * self._schedule.groups
+        # Of moments since each group's last update was made with them.
+        self._roundings = [int(self._host.compact)] * self._schedule.groups
+        self._updates = Updates(self._worker, self._host, offloaded, self._ahead)
+        self._emitted = Emitted(self._specs, self._ahead)
+
+    def _compile_ahead(self, given: ZenFlowState, weights: Sequence[jax.Array]) -> None:
+        """Begins to compile what these windows need; arguments as for `_set_windows`."""
+        weakref.finalize(self, self._ahead.close)
+        mine, measures = self._offloaded.pick(weights), self._schedule.needs_kept_share
+        self._updates.prepare(mine, given.leaves, measures=measures)
+        self._emitted.prepare(weights, given.leaves, given.step_scalars)
+        window, specs = longest(self._schedule.window), [x.spec for x in self._offloaded.parts]
+        loops = partial(compile_loops, self._host_kernel, specs, window, compact=self._host.compact)
+        self._ahead.run(loops)
+
+    def _check_pinned(self, state: ZenFlowState) -> None:
+        """Refuses windows that need more pinned memory than jax gives."""
+        parts = self._offloaded.parts
+        check_pinned(
+            mail_bytes(parts, every_device=state.send_gradients.in_step),
+            buffers(state),
+            selected_bytes(parts),
+            next((device.platform for part in parts for device in part.devices), "cpu"),
+            os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
+        )
 
     @property
     def stats(self) -> EngineStats:
         """What was done so far: counts, seconds and bytes."""
-        worker = dataclasses.asdict(self._worker.stats)
+        worker, window = dataclasses.asdict(self._worker.stats), self._schedule.window
         worker["bytes_to_device"] += self._updates.late_bytes
         return EngineStats(
             steps=self._progress.step,
@@ -303,6 +343,7 @@ class HostEngine:
             reselections=self._progress.reselections,
             kept_share=self._progress.kept_share,
             put_back=self._put_back,
+            update_interval=window if isinstance(window, int) else None,
             wait_s=self._worker.wait_s,
             **self._worker.recorder.seconds(),
             **worker,
@@ -396,7 +437,78 @@ class HostEngine:
             if closing or first:
                 self._emitted.note_parameters(taken.weights, leaves)
             new = self._mailbox.refill(state, leaves)
-            return params, replace_state(opt_state, new)
+            opt_state = replace_state(opt_state, new)
+        if self._fit is not None:
+            params, opt_state = self._fit_windows(self._fit, params, opt_state)
+        return params, opt_state
+
+    def _fit_windows(self, fit: WindowFit, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """After a step: begins to measure, or chooses windows and goes on with those."""
+        step = self._progress.step
+        if fit.begins_after(step):
+            self._settle()
+            fit.begin(self._worker.recorder.seconds()["work_s"])
+        if step != fit.last:
+            return params, opt_state
+        self._fit = None
+        interval = fit.interval or self._choose_windows(fit, find_state(opt_state))
+        if interval != self._schedule.window:
+            params, opt_state = self._change_windows(interval, params, opt_state)
+        state = find_state(opt_state)
+        numbers = [np.int32(interval), np.int32(fit.after)]
+        found = FoundWindow(*put_everywhere(numbers, state.schedule_state.interval))
+        return params, replace_state(opt_state, dataclasses.replace(state, schedule_state=found))
+
+    def _choose_windows(self, fit: WindowFit, given: ZenFlowState) -> int:
+        """The shortest windows that hide in every process."""
+        self._settle()
+
+        def affordable(interval: int) -> bool:
+            try:
+                self._check_pinned(with_interval(given, interval))
+            except ValueError:
+                return False
+            return True
+
+        work_s = self._worker.recorder.seconds()["work_s"]
+        now = with_interval(given, fit.measured)
+        busy = fit.busy(now, self.timeline.spans, work_s, compact=self._host.compact)
+        found = smallest_of(busy, affordable)
+        if len(self._processes) > 1:
+            found = max(x for (x,) in gather([found], self._devices).values())
+        _logger.info(
+            "from step %d on, %d steps in a window: the host needs %.2f of the time that it has "
+            "then, and %s. `update_interval=FitWindow(%d, %d)` repeats the run",
+            fit.last + 1,
+            found,
+            busy[found],
+            ", ".join(f"{busy[x]:.2f} with {x}" for x in busy if x != found),
+            found,
+            fit.after,
+        )
+        return found
+
+    def _change_windows(self, interval: int, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """Brings all updates in, and goes on with windows of so many steps."""
+        params, opt_state = self._flush(params, opt_state)
+        with self._all_or_nothing():
+            given, before, late_bytes = (
+                find_state(opt_state),
+                self._progress,
+                self._updates.late_bytes,
+            )
+            state = with_interval(given, interval)
+            self._offloaded = OffloadedLeaves.of(state, self._prefetch_bytes)
+            self._worker.regroup(self._offloaded, state.schedule)
+            taken = self._take(params)
+            self._mailbox.close()
+            self._ahead.close()
+            self._set_windows(given, state, taken.weights)
+            self._progress.step, self._progress.reselections = before.step, before.reselections
+            self._updates.late_bytes = late_bytes
+            self._updates.note_parameters(taken.offloaded, given.leaves)
+            self._compile_ahead(given, taken.weights)
+            return params, opt_state
 
     @_recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -419,6 +531,9 @@ class HostEngine:
             ValueError: If the state or the parameters have other leaves than at construction.
             TypeError: If they are no jax arrays.
         """
+        return self._flush(params, opt_state)
+
+    def _flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         state, taken = self._between_steps(params, opt_state, "flush")
         if not self._behind:
             self._mailbox.drain()
@@ -797,6 +912,14 @@ def nnx_pair() -> Any:
     from zenflow_jax._exchange import nnx_pair
 
     return nnx_pair
+
+
+def _choice_to_come(given: ZenFlowState) -> WindowFit | None:
+    """The choice of windows that a run still has to make, of the state as the caller has it."""
+    schedule = given.schedule
+    if not isinstance(schedule.window, FitWindow) or read(given.schedule_state.interval):
+        return None
+    return WindowFit(schedule.window, schedule.full_warm_up_rounds, int(read(given.step)))
 
 
 # Under jit an argument that comes back as it is would be the same array.

@@ -1,5 +1,7 @@
 """Stacks of layers that close their windows in ranges, on a mesh."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import zenflow_jax
 from tests import meshes, runs
 from tests.meshes import STALE
 from tests.runs import Leaf, Plan, Training
+from zenflow_jax import FitWindow
 
 LEAVES: runs.Leaves = (
     Leaf("layers", (6, 16, 8), -2, "bfloat16"),
@@ -53,6 +56,19 @@ def test_ranges_on_a_mesh_equal_the_reference(placement, kind, more):
         before = places_of(training)
         runs.assert_agree(training.history(PLAN), expected)
         assert places_of(training) == before
+
+
+def test_windows_that_change_on_a_mesh_equal_the_reference():
+    places = shardings("cut", AxisType.Explicit)
+    settings = dataclasses.replace(STALE, update_interval=FitWindow(8, 16), select_interval=16)
+    plan = Plan(28, bad=(6, 20), flush_at=(9,))
+    expected, slow = runs.reference(LEAVES, settings, plan, shards=meshes.pieces(LEAVES, places))
+    assert slow.turns == 7
+    with Training(LEAVES, settings, shardings=places, **ENGINE) as training:
+        before = places_of(training)
+        runs.assert_agree(training.history(plan), expected)
+        assert places_of(training) == before
+        assert training.program._cache_size() == 1
 
 
 def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():

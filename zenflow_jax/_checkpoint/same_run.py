@@ -247,7 +247,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
     """
     mine = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1
-    found = _gather(mine, devices) if several else {0: mine}
+    found = gather(mine, devices) if several else {0: mine}
     if refusal is not None:
         raise ValueError(refusal)
     leader, first = min(found.items())
@@ -266,7 +266,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
     return first[0]
 
 
-def _gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
+def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
     """The values of each process, sent through the devices: jax has no other public way."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))

@@ -21,8 +21,9 @@ from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import FitWindow, FoundWindow
 from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Schedule, first_schedule_state
+from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 from zenflow_jax._plan.sending import SendGradients
 from zenflow_jax._version import STATE_LAYOUT, layout_name, version_numbers
 
@@ -104,16 +105,23 @@ def _build(
         scalars=None
         if offload
         else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
-        schedule_state=None
-        if offload or not schedule.adaptive
-        else jax.tree.map(
-            jnp.array, first_schedule_state(schedule, sum(not s.resident for s in specs))
-        ),
+        schedule_state=_first_schedule_state(specs, schedule, offload),
         layout={layout_name(STATE_LAYOUT): jnp.array(version_numbers(), jnp.int32)},
         schedule=schedule,
         offload=offload,
         send_gradients=sending,
     )
+
+
+def _first_schedule_state(
+    specs: tuple[LeafSpec, ...], schedule: Schedule, offload: bool
+) -> ScheduleState | FoundWindow | None:
+    if isinstance(schedule.window, FitWindow):
+        return FoundWindow(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    if offload or not schedule.adaptive:
+        return None
+    leaves = sum(not spec.resident for spec in specs)
+    return jax.tree.map(jnp.array, first_schedule_state(schedule, leaves))
 
 
 def _init_leaf(

@@ -12,9 +12,12 @@ from typing import Any
 import jax
 
 from zenflow_jax._device.as_tuple import AsTuple
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.words import count, named, short
+from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import FIRST_INTERVAL, FitWindow
 from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
@@ -88,7 +91,7 @@ class ZenFlowState(AsTuple):
         open_steps: int32 (groups,). Steps summed in each group's open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or with an
-            engine.
+            engine. With a `FitWindow` the `FoundWindow` of its engine.
         layout: int32 (3,), in a dict under a name that says which layout the state has
             (`_version.py`): the version of zenflow_jax that began the run.
         schedule: When windows close and channels are selected. Static.
@@ -179,6 +182,34 @@ def find_state(opt_state: Any) -> ZenFlowState:
             )
         )
     return found[0]
+
+
+def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
+    """The state of the same run with windows of so many steps; its arrays are the same.
+
+    Args:
+        state: Of arrays or shapes, with any windows.
+        interval: Steps in a window.
+    """
+    whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
+    specs, schedule = in_groups(whole, state.schedule.with_interval(interval))
+    leaves = tuple(
+        dataclasses.replace(leaf, spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True)
+    )
+    return dataclasses.replace(state, leaves=leaves, schedule=schedule)
+
+
+def with_first_windows(state: ZenFlowState) -> ZenFlowState:
+    """The state with the windows that its run begins with; of a `FitWindow` those of four steps."""
+    fits = isinstance(state.schedule.window, FitWindow)
+    return with_interval(state, FIRST_INTERVAL) if fits else state
+
+
+def with_windows_of_now(state: ZenFlowState) -> ZenFlowState:
+    """The state with the windows that it has come to; of a `FitWindow` those that were chosen."""
+    if not isinstance(state.schedule.window, FitWindow):
+        return state
+    return with_interval(state, int(read(state.schedule_state.interval)) or FIRST_INTERVAL)
 
 
 def has_state(tree: Any) -> bool:

@@ -26,13 +26,16 @@ class Expected:
     """Refuses what is not of one engine's run. For one calling thread.
 
     Args:
-        state: The state before the first step.
+        given: The state before the first step, as the caller has it.
+        state: The same with the windows of now.
         weights: The parameter of each of its leaves, where `check_placement` wants it.
     """
 
-    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
+    def __init__(self, given: ZenFlowState, state: ZenFlowState, weights: Sequence[jax.Array]):
+        self._given = [leaf.spec for leaf in given.leaves]
+        self._schedule = given.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
-        self._schedule = state.schedule
+        self._groups = range(state.schedule.groups)
         self._beside = [weight.sharding for weight in weights]
         self._on_mesh = any(len(sharding.device_set) > 1 for sharding in self._beside)
         # The leaves of each choice of groups, and what was right last time.
@@ -46,10 +49,10 @@ class Expected:
             TypeError: If it is not of jax arrays.
         """
         state = find_state(opt_state)
-        which = self._choice(groups or range(self._schedule.groups)).leaves
+        which = self._choice(groups or self._groups).leaves
         if (
-            len(state.leaves) != len(self._specs)
-            or any(state.leaves[i].spec != self._specs[i] for i in which)
+            len(state.leaves) != len(self._given)
+            or any(state.leaves[i].spec != self._given[i] for i in which)
             or state.schedule != self._schedule
         ):
             raise ValueError(

@@ -164,22 +164,52 @@ class HostState:
         self.leaves = [
             _new_leaf(*args, compact=compact) for args in zip(specs, weights, channels, strict=True)
         ]
-        # Bytes of a mail of each leaf.
-        self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.compact = compact
         self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
         self._adam = adam
         self._scaling = schedule.window_scaling
-        self.open = [
-            OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
-            for group in range(schedule.groups)
-        ]
+        self._open_windows(schedule.groups)
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = False  # mails were too many once: sums are worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
         # Called with the number of a leaf whose arrays are written next: may wait, or copy them.
         self.before_write: Callable[[int], None] = lambda i: None
+
+    def _open_windows(self, groups: int) -> None:
+        """Begins the windows of all groups."""
+        self.open = [
+            OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
+            for group in range(groups)
+        ]
+        # Bytes of a mail of each leaf.
+        self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
+
+    def regroup(
+        self,
+        leaves: Sequence[HostLeaf],
+        specs: Sequence[LeafSpec],
+        pieces: Sequence[Sequence[int]],
+        schedule: Schedule,
+    ) -> None:
+        """Goes on with other groups, into which stacked leaves may be cut in other ranges.
+
+        All updates are made and no window has begun. A leaf that is cut in other ranges takes new
+        memory, for one of its arrays after another.
+
+        Args:
+            leaves: The leaves until now; they give up their arrays.
+            specs: Of the leaves or ranges from now on, in the same order.
+            pieces: As for a new one, with as many pieces in the same order.
+            schedule: With the new groups.
+        """
+        assert not any(leaf.mails or leaf.total is not None for leaf in leaves)
+        found: list[HostLeaf] = []
+        for then, now in zip(self._pieces, pieces, strict=True):
+            old, new = [leaves[i] for i in then], [specs[i] for i in now]
+            found += _in_ranges(old, new, compact=self.compact)
+        self.leaves, self._pieces = found, pieces
+        self._open_windows(schedule.groups)
 
     @property
     def nbytes(self) -> int:
@@ -416,6 +446,35 @@ def _new_leaf(
     )
     leaf.take_master(weight)  # a copy: the parameter's memory belongs to the device
     return leaf
+
+
+def _in_ranges(
+    old: Sequence[HostLeaf], specs: Sequence[LeafSpec], *, compact: bool
+) -> list[HostLeaf]:
+    """All ranges of one leaf, cut as `specs` say; `old` ones give up their arrays."""
+    if len(old) == len(specs):
+        pairs = zip(old, specs, strict=True)
+        return [dataclasses.replace(leaf, spec=spec, spare=[]) for leaf, spec in pairs]
+    ends = np.cumsum([spec.view4(spec.n)[0] for spec in specs])[:-1]
+
+    def cut(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
+        return np.split(np.concatenate(list(arrays)), ends)
+
+    channels = cut(leaf.channels for leaf in old)
+    steps = cut(leaf.steps for leaf in old)
+    new: list[HostLeaf] = []
+    for spec, mine, counts in zip(specs, channels, steps, strict=True):
+        shape = spec.view4(spec.n)
+        mu, nu = new_moments(shape, compact=compact)
+        master = Masters.zeros(shape, spec.dtype)
+        new.append(HostLeaf(spec, master, mu, nu, copied(counts), mine.copy()))
+    for name in ("master", "mu", "nu"):
+        whole = cut(getattr(leaf, name).as_float32() for leaf in old)
+        for leaf in old:
+            setattr(leaf, name, None)
+        for leaf, x in zip(new, whole, strict=True):
+            getattr(leaf, name).write(x)
+    return new
 
 
 def _keep(leaf: HostLeaf, gradient: np.ndarray, factor: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow
 
 
 class Boundary(NamedTuple):
@@ -91,8 +91,10 @@ class Schedule:
     """When windows close and channels are selected after the warm-up. Static, hashable.
 
     Attributes:
-        window: Steps in a window, or the rule that closes it.
-        select: Steps between two selections, or the rule that starts one.
+        window: Steps in a window, or the rule that closes it. Of a `FitWindow` the schedule decides
+            nothing: `with_interval` gives those that do.
+        select: Steps between two selections, or the rule that starts one. 0 with a `FitWindow`: in
+            every 16th window.
         full_warm_up_rounds: Number of first steps, each of which is a window of its own.
         groups: How many groups of leaves take turns: group j closes its windows j steps ahead of
             group 0. One for all leaves together.
@@ -101,7 +103,7 @@ class Schedule:
         window_scaling: How a window's update is scaled to the steps in it, as `scaled_step` says.
     """
 
-    window: int | AutoWindow
+    window: int | AutoWindow | FitWindow
     select: int | AutoSelect | EpochSelect
     full_warm_up_rounds: int
     groups: int
@@ -128,6 +130,20 @@ class Schedule:
         """Whether updates arrive where no window of their group closes."""
         return self.staleness not in (None, 0, self.window)
 
+    def with_interval(self, interval: int) -> "Schedule":
+        """The schedule of the same run with windows of so many steps."""
+        if isinstance(self.window, FitWindow):
+            in_turn, select = self.staleness == 1, self.select or 16 * interval
+        else:
+            in_turn, select = self.groups > 1 or self.window == 1, 16 * interval
+        staleness = self.staleness
+        if staleness != 0:
+            staleness = 1 if in_turn else interval
+        groups = interval if in_turn else 1
+        return dataclasses.replace(
+            self, window=interval, select=select, groups=groups, staleness=staleness
+        )
+
     def boundary(self, step: Any, schedule_state: ScheduleState | None, group: int = 0) -> Boundary:
         """What happens to `group` after step `step` (a Python int or a traced int32).
 
@@ -148,6 +164,7 @@ class Schedule:
             )
             arrives = closes
         else:
+            assert isinstance(self.window, int), "an engine chooses windows before it asks for them"
             length = self.window
             closes = warm | ((since + group) % length == 0)
             arrives = closes

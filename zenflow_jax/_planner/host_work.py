@@ -6,7 +6,7 @@ The host's updates wait for its memory, so their work is counted in bytes.
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,43 +17,13 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
-from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 
-#: The windows that a plan compares, in steps.
-INTERVALS = (1, 2, 4, 8, 16)
 #: What host work may take of the time that it has: a fifth is to spare.
 BUSY = 0.8
 _FLOAT32 = 4
-
-
-def with_window(state: ZenFlowState, window: int) -> ZenFlowState:
-    """The state of the same run with windows of so many steps; of shapes alone.
-
-    Args:
-        state: Of arrays or shapes, with any windows.
-        window: Steps.
-    """
-    schedule = state.schedule
-    in_turn = schedule.groups > 1 or schedule.window == 1
-    staleness = schedule.staleness
-    if staleness is None or staleness > 0:
-        staleness = 1 if in_turn else window
-    schedule = dataclasses.replace(
-        schedule,
-        window=window,
-        select=16 * window,
-        groups=window if in_turn else 1,
-        staleness=staleness,
-    )
-    whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
-    specs, schedule = in_groups(whole, schedule)
-    leaves = tuple(
-        dataclasses.replace(leaf, spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True)
-    )
-    return dataclasses.replace(state, leaves=leaves, schedule=schedule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +73,24 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
     together = schedule.groups == 1
     steps = window if together and schedule.staleness != 0 else max(schedule.staleness or 1, 1)
     return HostWork(max(groups, default=0.0) + arriving * steps, steps, mean)
+
+
+def busy_share(state: ZenFlowState, rate: float, step_s: float, *, compact: bool = False) -> float:
+    """The host's work as a share of the time that it may take, in the step with the most of it.
+
+    Args:
+        state: Of arrays or shapes.
+        rate: Bytes of host memory that updates read and write in a second.
+        step_s: Seconds that the device takes for a step.
+        compact: Whether the engine keeps moments in 8 bits.
+    """
+    work = host_work(state, compact=compact)
+    return work.busiest / rate / (work.steps * step_s)
+
+
+def smallest_that_hides(busy: Mapping[int, float]) -> int | None:
+    """The shortest windows with a fifth to spare, of those whose `busy_share` is given, if any."""
+    return next((interval for interval in sorted(busy) if busy[interval] <= BUSY), None)
 
 
 def _of_update(spec: LeafSpec, size: int, compact: bool) -> float:

@@ -10,13 +10,20 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import ZenFlowState, find_state
+from zenflow_jax._device.state import (
+    ZenFlowState,
+    find_state,
+    with_first_windows,
+    with_interval,
+    with_windows_of_now,
+)
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.host_memory import host_memory
+from zenflow_jax._plan.rules import INTERVALS, FitWindow
 from zenflow_jax._planner.compiled import peak_bytes
 from zenflow_jax._planner.gpus import GPUS, Gpu
-from zenflow_jax._planner.host_work import BUSY, INTERVALS, host_work, with_window
+from zenflow_jax._planner.host_work import BUSY, busy_share, host_work, smallest_that_hides
 from zenflow_jax._planner.traced import of_step
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, as in
@@ -117,7 +124,7 @@ class Plan:
     @property
     def smallest_interval(self) -> int | None:
         """Steps of the shortest windows that hide with a fifth to spare; None if none do."""
-        return next((s for s in sorted(self.of_intervals) if self.of_intervals[s] <= BUSY), None)
+        return smallest_that_hides(self.of_intervals)
 
     @property
     def advice(self) -> str:
@@ -199,7 +206,7 @@ class Hiding:
     @property
     def smallest_interval(self) -> int | None:
         """As of `Plan`."""
-        return next((s for s in sorted(self.of_intervals) if self.of_intervals[s] <= BUSY), None)
+        return smallest_that_hides(self.of_intervals)
 
     @property
     def advice(self) -> str:
@@ -224,26 +231,35 @@ def hiding(
         None where there is nothing to say: before two windows, and where windows adapt or every
         step waits for its update.
     """
-    state = find_state(opt_state)
+    begun = find_state(opt_state)
+    state = with_windows_of_now(begun)
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
         return None
     compact = host_state == "compact"
-    now = host_work(state, compact=compact)
     # What the device alone would have taken, as it did not compute while the loop waited.
     step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
-    # In the warm-up each step updated everything.
     before = int(read(state.step)) - stats.steps
-    warm = min(max(state.schedule.full_warm_up_rounds - before, 0), stats.steps)
-    of_warm_up = host_work(with_window(state, 1), compact=compact).mean
-    moved = warm * of_warm_up + (stats.steps - warm) * now.mean
+    # In the warm-up each step updated everything, and then there may have been other windows.
+    warm_up = state.schedule.full_warm_up_rounds
+    ends = [warm_up, warm_up]
+    if isinstance(begun.schedule.window, FitWindow):
+        ends[1] += int(read(begun.schedule_state.after))
+    warm, first = (min(max(end - before, 0), stats.steps) for end in ends)
+    moved = sum(
+        steps * host_work(of, compact=compact).mean
+        for of, steps in (
+            (with_interval(state, 1), warm),
+            (with_first_windows(begun), first - warm),
+            (state, stats.steps - first),
+        )
+    )
     rate = moved / max(stats.work_s, 1e-9)
 
     def busy(of: ZenFlowState) -> float:
-        work = host_work(of, compact=compact)
-        return work.busiest / rate / (work.steps * step_s)
+        return busy_share(of, rate, step_s, compact=compact)
 
-    return Hiding(window, busy(state), {s: busy(with_window(state, s)) for s in INTERVALS})
+    return Hiding(window, busy(state), {s: busy(with_interval(state, s)) for s in INTERVALS})
 
 
 def plan(
@@ -341,6 +357,18 @@ def plan(
     interval, overlaps = None, False
     checkpoint = whole + sum(map(_nbytes, on_device(opt_state)))
     if engine is not None:
+        compact = host_state == "compact"
+
+        def busy_with(one: ZenFlowState) -> float:
+            return busy_share(one, rate, step_s, compact=compact)
+
+        intervals = {s: busy_with(with_interval(engine, s)) for s in INTERVALS}
+        rule = engine.schedule.window
+        if isinstance(rule, FitWindow):
+            engine = with_interval(
+                engine, rule.interval or smallest_that_hides(intervals) or INTERVALS[-1]
+            )
+        window = engine.schedule.window
         there = device_memory(engine)
         classes["mail under way"] = there.mail // devices
         classes["uploads"] = there.uploads // devices
@@ -354,22 +382,14 @@ def plan(
             "a save": need.saving,
         }
         checkpoint += sum(map(_nbytes, jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])))
-        compact = host_state == "compact"
-
-        def busy_with(one: ZenFlowState) -> float:
-            work = host_work(one, compact=compact)
-            return work.busiest / rate / (work.steps * step_s)
-
         host_s = host_work(engine, compact=compact).mean / rate
         busy = busy_with(engine)
         bus = max(_crossing(engine, devices)) / gpu.bus / step_s
         to_host, to_device = map(int, _crossing(engine, devices))
-        window = engine.schedule.window
         overlaps = engine.schedule.staleness != 0
-        if isinstance(window, int):
-            interval = window
-        if isinstance(window, int) and overlaps:
-            intervals = {s: busy_with(with_window(engine, s)) for s in INTERVALS}
+        interval = window if isinstance(window, int) else None
+        if interval is None or not overlaps:
+            intervals = {}
     return Plan(
         gpu=gpu,
         devices=devices,
