@@ -14,11 +14,12 @@ from tests.runs import FEW, Settings, Training
 from train import finetune, fitting, planning
 from train import settings as of_train
 from train.planned_step import folder_of_config, planned_step
+from zenflow_jax._device.state import with_interval
 from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.host_memory import host_memory
 from zenflow_jax._planner.compiled import peak_bytes
 from zenflow_jax._planner.gpus import GPUS, gpu_of_kind
-from zenflow_jax._planner.host_work import host_work, with_window
+from zenflow_jax._planner.host_work import host_work
 from zenflow_jax._planner.plan import said_of_windows
 from zenflow_jax._planner.traced import of_step
 
@@ -165,7 +166,7 @@ def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
         tx = zenflow_jax.zenflow(1e-3, update_interval=interval, rolling=rolling)
         return zenflow_jax.find_state(tx.init(params))
 
-    found, expected = with_window(state(4), window), state(window)
+    found, expected = with_interval(state(4), window), state(window)
     assert [x.spec for x in found.leaves] == [x.spec for x in expected.leaves]
     schedules = [dataclasses.replace(x.schedule, window_scaling=None) for x in (found, expected)]
     assert schedules[0] == schedules[1]
@@ -179,7 +180,7 @@ def test_the_hosts_work_is_that_of_the_log():
     assert work.mean == 8 * 64**2 * ((24 + 2) / 4 + 2 + 2)
     assert work.busiest == work.mean
     assert work.steps == 1
-    long = host_work(with_window(state, 16))
+    long = host_work(with_interval(state, 16))
     assert long.mean < work.mean
 
 
@@ -235,7 +236,7 @@ def test_a_finished_run_says_how_busy_its_host_was():
     # Had six of the eight steps been a warm-up, most of the four seconds would be theirs.
     schedule = dataclasses.replace(training.state.schedule, full_warm_up_rounds=6)
     warm = zenflow_jax.hiding(dataclasses.replace(training.state, schedule=schedule), half, 10.0)
-    of_warm_up = host_work(with_window(training.state, 1)).mean
+    of_warm_up = host_work(with_interval(training.state, 1)).mean
     expected = found.busy * work.mean * 8 / (6 * of_warm_up + 2 * work.mean)
     assert warm.busy == pytest.approx(expected)
 
