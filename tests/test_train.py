@@ -128,7 +128,10 @@ def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_de
             '`update_interval`: expected a whole number, "auto" or "fit", got .of',
         ),
         ('update_interval = "Auto"', 'a whole number, "auto" or "fit", got .*mean "auto"'),
-        ('update_interval = "4"', 'a whole number, "auto" or "fit", got .*a string.*Remove the quotes'),
+        (
+            'update_interval = "4"',
+            'a whole number, "auto" or "fit", got .*a string.*Remove the quotes',
+        ),
         ("update_interval = true", 'a whole number, "auto" or "fit", got True'),
         ('select_interval = "epochs"', 'a whole number, "auto" or "epoch", got .*mean "epoch"'),
         ("select_interval = 64.0", 'a whole number, "auto" or "epoch", got 64.0.*Write 64'),
