@@ -28,6 +28,7 @@ from hypothesis import settings
 
 from tests.checked_types import check_types
 from tests.processes import QUICK_TO_COMPILE
+from tests.shared_context import share_context
 
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -61,6 +62,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that start
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
+share_context()
+
 # Most tests make few steps: what an engine compiles ahead they would never call. Those of
 # `test_ahead.py` do.
 os.environ.setdefault("ZENFLOW_JAX_COMPILE_AHEAD", "0")
@@ -86,8 +89,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_finish() -> None:
     # What is imported stays, and need not be looked through whenever tracing has made a million
-    # objects.
+    # objects; of which few are garbage that counting references leaves.
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -97,6 +97,7 @@ def _import() -> None:
 
     for name in ("numba", "pytest", "tests.elastic"):
         importlib.import_module(name)
+    importlib.import_module("tests.shared_context").share_context()
     # For what it imports: it is itself run as a main program, for which it must be new.
     train = importlib.import_module("train.finetune")
     del sys.modules[train.__name__]
