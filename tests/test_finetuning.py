@@ -1,6 +1,7 @@
 """Every kind of task by the real command, on a tiny model: half an epoch, cut short and resumed."""
 
 import csv
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,13 @@ def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, ki
     if kind != "adamw":
         leaf = zenflow_jax.find_state(state).leaves[0]
         assert leaf.spec.k == (1 if kind == "zenflow" else 0)
+    # A plan has the two others beside it, which are what the settings say.
+    for other in {"zenflow", "offload", "adamw"} - {kind}:
+        tx = make_optimizer(dataclasses.replace(settings, optimizer=other, topk_ratio=0.5))
+        state = tx.init({"kernel": jax.numpy.ones((4, 4))})
+        if other != "adamw":
+            leaf = zenflow_jax.find_state(state).leaves[0]
+            assert leaf.spec.k == (2 if other == "zenflow" else 0)
 
 
 def test_what_deepspeed_adapts_is_in_the_settings_in_force(tmp_path):

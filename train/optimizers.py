@@ -20,6 +20,9 @@ import zenflow_jax
 from train.schedule import selection_rule, window_rule
 from train.settings import Settings, SettingsError
 
+#: What all three optimizers take.
+_ADAM = {"b1", "b2", "eps", "weight_decay", "mask"}
+
 
 def weight_dtype(settings: Settings) -> DTypeLike:
     """In which dtype the matrices of the model are kept on the device.
@@ -67,12 +70,14 @@ def make_optimizer(
             settings, total_steps=settings.steps, steps_per_epoch=steps_per_epoch
         )
         norm, arguments = options.max_grad_norm, options.arguments
+        if settings.optimizer != options.kind:  # a plan asks for the others, to compare
+            arguments = {name: arguments[name] for name in _ADAM}
         if callable(options.learning_rate):
             rate = options.learning_rate
         else:  # there is no schedule in the config
             peak = dataclasses.replace(settings, learning_rate=options.learning_rate)
             rate = learning_rate(peak)
-        has_schedule = options.kind != "adamw"
+        has_schedule = settings.optimizer == options.kind
     if settings.optimizer == "adamw":
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
