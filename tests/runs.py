@@ -243,6 +243,7 @@ class Training:
         send_gradients: In place of what the settings say.
         optimized: Whether the step is compiled as users have it; it takes seven times as long.
         gradients: Makes those of a step, as `gradients` does.
+        initial: Makes the parameters, as `initial_values` does.
         engine: Arguments of the engine.
     """
 
@@ -259,6 +260,7 @@ class Training:
         send_gradients: str | None = None,
         optimized: bool = False,
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
+        initial: Callable[..., dict[str, np.ndarray]] = initial_values,
         **engine: Any,
     ):
         if send_gradients is not None:
@@ -266,7 +268,7 @@ class Training:
         self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
         self.tx, self.program = programs(leaves, settings, offload, donate, partition, optimized)
-        self.params = place(initial_values(leaves, seed), shardings)
+        self.params = place(initial(leaves, seed), shardings)
         init = self.tx.init
         if offload and shardings is not None:  # else as most users call it, outside of jit
             placed = tuple((leaf.name, shardings[leaf.name]) for leaf in leaves)
@@ -404,10 +406,11 @@ def reference(
     seed: int = 0,
     shards: Any = None,
     gradients: Callable[..., dict[str, np.ndarray]] = gradients,
+    initial: Callable[..., dict[str, np.ndarray]] = initial_values,
     host_state: str = "float32",
 ) -> tuple[History, Any]:
     """The run of the slow NumPy reference, and the reference itself for its counts."""
-    weights = initial_values(leaves, seed)
+    weights = initial(leaves, seed)
     slow = Reference(
         [weights[x.name] for x in leaves],
         rate,

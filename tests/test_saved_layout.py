@@ -1,7 +1,9 @@
 """What is saved says its layout and who wrote it; another layout is read rightly or refused."""
 
 import dataclasses
+import functools
 import re
+import zipfile
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from flax import serialization
 
 import zenflow_jax
+from tests import make_saved_fixtures as made
 from tests import runs
 from tests.runs import ONE, Training
 from tests.test_resume import PLAN, SETTINGS, end, go, resumed, saved
@@ -17,6 +20,7 @@ from zenflow_jax import _version
 from zenflow_jax._checkpoint import layout
 from zenflow_jax._checkpoint.handler import EngineCheckpointHandler
 from zenflow_jax._checkpoint.stream import read_engine_state
+from zenflow_jax._exchange.messages import PENDING
 
 KERNEL = {"host_kernel": "numpy"}
 NOW = _version.layout_name(_version.LAYOUT)
@@ -149,6 +153,117 @@ def test_files_of_an_older_layout_that_can_be_read_are(checkpoint, tmp_path, lat
     assert list(found["layout"]) == ["layout_1_of_zenflow_jax_0_2"]
     with resumed(training, (params, state, found), **KERNEL) as again:
         assert again.engine.stats.steps == 6
+
+
+@pytest.fixture(scope="module", params=sorted(made.FOLDER.glob("*.zip")), ids=lambda x: x.stem)
+def of_version(request, tmp_path_factory):
+    """A folder with the checkpoints that a version has written."""
+    folder = tmp_path_factory.mktemp("saved")
+    with zipfile.ZipFile(request.param) as file:
+        file.extractall(folder)
+    return folder
+
+
+def gone_on(name, folder):
+    """A run that goes on from its checkpoint, with what it has restored."""
+    run = made.RUNS[name]
+    training = run.begin()
+    trees = made.restored(name, folder)
+    training.params, training.state, engine_state = trees
+    training.t = run.saved
+    if training.engine is not None:
+        training.engine.close()
+        training.engine = zenflow_jax.HostEngine(
+            training.params,
+            training.state,
+            engine_state=engine_state,
+            host_kernel="numpy",
+            host_state=run.host_state,
+            threads=1,
+        )
+    return training, trees
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """By the reference: the whole run of each name."""
+
+    @functools.cache
+    def of_run(run):
+        return runs.reference(
+            run.leaves,
+            run.settings,
+            run.plan,
+            gradients=made.gradients,
+            initial=made.initial,
+            host_state=run.host_state,
+        )[0]
+
+    return lambda name: of_run(made.RUNS[name])
+
+
+def test_there_are_checkpoints_of_each_layout():
+    versions = {path.stem.rpartition(".")[0] for path in made.FOLDER.glob("*.zip")}
+    assert versions >= set(_version.SINCE.values())
+    assert max(_version.SINCE) == _version.LAYOUT
+
+
+@pytest.mark.parametrize("name", made.RUNS)
+def test_a_run_goes_on_from_the_checkpoint_of_each_version(of_version, expected, name):
+    """As the reference does, and up to the last digits: compilers and machines differ in these."""
+    training, (params, then, engine_state) = gone_on(name, of_version)
+    run, whole = made.RUNS[name], expected(name)
+    with training:
+        values = [{x: np.asarray(y) for x, y in params.items()}]
+        selected = []
+        for t in range(run.saved + 1, run.plan.steps + 1):
+            made.go(training, run.plan, t)
+            values.append(training.values())
+            selected.append(training.selected())
+        training.settle()
+        history = runs.History(values, selected, training.moments(), int(training.state.skipped))
+    since = whole._replace(
+        params=whole.params[run.saved - 1 :], selected=whole.selected[run.saved :]
+    )
+    if run.host_state == "compact":
+        runs.assert_agree_where_rounded(history, since)
+    else:
+        runs.assert_agree(history, since)
+    # There was something of each kind to read.
+    if name == "in_graph":
+        halves = [leaf.deferred for leaf in then.leaves if leaf.deferred is not None]
+        assert all(np.any(half.pending) or np.any(half.total) for half in halves)
+        return
+    counts = jax.tree.map(np.asarray, engine_state["counts"])
+    assert counts["skipped"] == 1
+    if name == "fit":
+        assert [int(x) for x in then.schedule_state] == [2, 16], "windows of two, of four before"
+    else:
+        assert (counts["pending"] >= PENDING).any()
+    assert (counts["counted"] > 0).any()
+    sums = [x for x in then.mail if x is not None]
+    if name != "compact":
+        sums = [leaf["total"] for leaf in engine_state["leaves"]]
+    assert any(np.any(x) for x in sums)
+
+
+def test_both_ways_of_saving_have_saved_the_same_bits(of_version):
+    found = []
+    for name in ("files", "tree"):
+        training, (_, _, engine_state) = gone_on(name, of_version)
+        with training:
+            leaves = [
+                # A sum without a step is anything; the end depends on the others.
+                {name: np.asarray(x) for name, x in leaf.items() if name != "total"}
+                for leaf in engine_state["leaves"]
+            ]
+            # Each engine has its own token.
+            counts = {name: x for name, x in engine_state["counts"].items() if name != "token"}
+            others = {"counts": counts, "options": engine_state["options"]}
+            then = jax.tree.map(np.asarray, (training.params, training.state.leaves, others))
+            made.go(training, made.PLAN, made.PLAN.steps)
+            found.append((leaves, then, end(training)))
+    runs.assert_same_bits(*found)
 
 
 def of_layout(state, name):
