@@ -78,7 +78,7 @@ test-docs: docs
 	@$(VENV)/bin/python docs/browse.py $(site)
 
 # Wheel and source distribution, into dist/.
-dist: $(installed)
+dist: $(made)
 	@$(pip) install build
 	@$(VENV)/bin/python -m build --outdir dist . > /dev/null && ls dist
 

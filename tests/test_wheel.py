@@ -1,10 +1,12 @@
-"""What is published: the wheel has the library alone, and needs what it says it needs."""
+"""What is published: the library alone, and it needs what it says it needs."""
 
 import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -27,22 +29,42 @@ class Bare(PathFinder):
 sys.meta_path[:] = [Bare if finder is PathFinder else finder for finder in sys.meta_path]
 """
 WHERE = "print(zenflow_jax.__file__)"
+AS_TEXT = {"capture_output": True, "text": True, "check": False}
+
+
+SOURCES = {
+    x.relative_to(ROOT).as_posix() for x in (ROOT / "zenflow_jax").rglob("*.py") if x.is_file()
+} | {"zenflow_jax/py.typed"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    # The build backend is the one thing that is installed for it, in a folder of pip's own.
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    run = subprocess.run(
-        [*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def build(tmp_path_factory):
+    """Builds a "wheel" or an "sdist" of a folder, as `pip` and `make dist` do."""
+    backend = tmp_path_factory.mktemp("backend")
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        required = tomllib.load(file)["build-system"]["requires"]
+    # The one thing that is installed for it.
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+    done(subprocess.run([*pip, "--target", str(backend), *required], **AS_TEXT))
+
+    def make(kind, source):
+        folder = tmp_path_factory.mktemp(kind)
+        code = f"import hatchling.build as b; b.build_{kind}({str(folder)!r})"
+        env = os.environ | {"PYTHONPATH": str(backend)}
+        done(subprocess.run([sys.executable, "-c", code], cwd=source, env=env, **AS_TEXT))
+        (found,) = folder.iterdir()
+        return found
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def wheel(build):
+    return build("wheel", ROOT)
+
+
+def done(run):
     assert run.returncode == 0, run.stderr
-    (found,) = folder.glob("*.whl")
-    return found
 
 
 def described(wheel):
@@ -53,14 +75,27 @@ def described(wheel):
 
 @pytest.mark.slow
 def test_the_wheel_has_the_library_its_types_and_licence_and_nothing_else(wheel):
-    with zipfile.ZipFile(wheel) as file:
-        names = file.namelist()
-    sources = {
-        x.relative_to(ROOT).as_posix() for x in (ROOT / "zenflow_jax").rglob("*.py") if x.is_file()
-    }
-    library = {name for name in names if ".dist-info/" not in name}
-    assert library == sources | {"zenflow_jax/py.typed"}
+    names = contents(wheel)
+    assert {name for name in names if ".dist-info/" not in name} == SOURCES
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_a_wheel_from_the_source_distribution_is_the_wheel_from_the_tree(build, wheel, tmp_path):
+    sdist = build("sdist", ROOT)
+    with tarfile.open(sdist) as file:
+        file.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    found = {x.relative_to(root).as_posix() for x in root.rglob("*") if x.is_file()}
+    beside = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"}
+    assert found - SOURCES == beside | {"PKG-INFO", ".gitignore"}
+    assert found >= SOURCES
+    assert contents(build("wheel", root)) == contents(wheel)
+
+
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        return {name: file.read(name) for name in file.namelist()}
 
 
 @pytest.mark.slow
@@ -70,6 +105,9 @@ def test_the_wheel_says_what_it_is(wheel):
     assert found["Requires-Python"] == ">=3.11"
     assert found["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in found.get_all("Classifier")
+    # What is cited is what is published.
+    assert f"\nversion: {found['Version']}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## {found['Version']} - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -86,15 +124,9 @@ def test_the_readmes_example_runs_on_the_wheel_and_what_it_requires(wheel, tmp_p
     assert {"pytest", "tokenizers"} <= absent
     script = tmp_path / "program.py"
     script.write_text(BARE.format(absent=absent) + program() + WHERE, encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(there), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    env = os.environ | {"PYTHONPATH": str(there), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, **AS_TEXT)
+    done(run)
     origin = Path(run.stdout.splitlines()[-1])
     assert origin.is_relative_to(there), "the source tree was imported"
 
