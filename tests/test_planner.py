@@ -202,8 +202,8 @@ def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
     assert "The bus needs" in fast.advice
     assert slow.smallest_interval is None
     assert slow.hidden < 0.01
-    assert "S = 1 would hide too" in fast.advice
-    assert "too much at any S up to 16" in slow.advice
+    assert "update_interval=1 would hide too" in fast.advice
+    assert "too much with any up to 16" in slow.advice
     assert planned(1e15, optimizer="offload").hidden == 0
     assert "waits" in planned(1e6, optimizer="offload").advice
 
@@ -211,9 +211,9 @@ def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
 @pytest.mark.parametrize(
     ("smallest", "expected"),
     [
-        (2, "S = 2 would hide too, and learns faster"),
-        (4, "no smaller S would"),
-        (8, "S = 8 would hide"),
+        (2, "update_interval=2 would hide too, and learns faster"),
+        (4, "no smaller one would"),
+        (8, "update_interval=8 would hide"),
     ],
 )
 def test_the_sentence_names_the_window_to_take(smallest, expected):

@@ -55,7 +55,7 @@ def show(found: RunPlan, console: Console) -> None:
     hidden = [f"{x.hidden:.0%}" if x.host else "" for x in plans.values()]
     _text(table, "of it hidden", hidden)
     smallest = [_smallest(x) for x in plans.values()]
-    _text(table, "smallest S that hides", smallest, end=True)
+    _text(table, "smallest update_interval to hide", smallest, end=True)
     _text(table, "fits", ["yes" if x.fits else "no" for x in plans.values()], style="bold")
     console.print(table)
     for line in said(found):

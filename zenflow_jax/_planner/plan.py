@@ -158,8 +158,8 @@ class Plan:
         said = [said_of_windows(self.interval, self.busy, self.smallest_interval)]
         if self.bus > BUSY:
             said.append(
-                f"The bus needs {self.bus:.2f} of a step, whatever S is: a larger batch gives it "
-                "more time, send_gradients=per_window less to do."
+                f"The bus needs {self.bus:.2f} of a step, with any update_interval: a larger batch "
+                "gives it more time, send_gradients=per_window less to do."
             )
         return said
 
@@ -176,17 +176,17 @@ def said_of_windows(interval: int, busy: float, smallest: int | None) -> str:
         busy: The share of its time that the host needs, in the step with the most work.
         smallest: Steps of the shortest windows that hide with a fifth to spare; None if none do.
     """
-    text = f"The host needs {busy:.2f} of the time that it has at S = {interval}"
+    text = f"The host needs {busy:.2f} of the time that it has with update_interval={interval}"
     if smallest is None:
         return (
-            f"{text}, and too much at any S up to {INTERVALS[-1]}: a larger batch gives it more "
+            f"{text}, and too much with any up to {INTERVALS[-1]}: a larger batch gives it more "
             "time, more threads or faster memory make it faster."
         )
     if smallest < interval:
-        return f"{text}: S = {smallest} would hide too, and learns faster."
+        return f"{text}: update_interval={smallest} would hide too, and learns faster."
     if smallest > interval:
-        return f"{text}, so steps wait for it: S = {smallest} would hide."
-    return f"{text}: no smaller S would hide with a fifth to spare."
+        return f"{text}, so steps wait for it: update_interval={smallest} would hide."
+    return f"{text}: no smaller one would hide with a fifth to spare."
 
 
 @dataclasses.dataclass(frozen=True)
