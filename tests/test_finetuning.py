@@ -97,9 +97,13 @@ def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(
     config = prepare(tmp_path, task, model, epochs=0.5, evaluate_every=5)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
+    drawn = "drawn at random" in capsys.readouterr().out
+    assert drawn == (model == "bert")  # whose head is the task's
     cut_short(whole, cut, after=10)
     assert finetune.main([str(config), "--run", cut.name, "--keep", "9"]) == 0
-    assert "going on from checkpoint 10" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "going on from checkpoint 10" in shown
+    assert "drawn at random" not in shown
     assert_same_run(whole, cut)
     assert_learned(whole, tmp_path / "given", least=least)
 

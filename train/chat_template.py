@@ -248,8 +248,9 @@ def read_template(
     if not isinstance(found, str):
         raise TokenizerError(
             f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` "
-            f"in {CONFIG}: a model that was not made for chats has none. Name a file with one: "
-            "--chat-template FILE, such as that of the model's instruct version."
+            f"in {CONFIG}: a model that was not made for chats has none. Put one there as "
+            f"{TEMPLATE}, such as that of the model's instruct version; a training takes it from "
+            "elsewhere, too: --chat-template FILE."
         )
     return ChatTemplate(found, special, marks, where)
 

@@ -199,8 +199,6 @@ def train(
         say(note)
     if of_warm_up is not None:
         say(of_warm_up)
-    if model.drawn:
-        say(f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}")
     rows: list[tuple[Row, ScheduleRow]] = []
     tokens_per_step = settings.batch_size * settings.sequence_length
     with contextlib.ExitStack() as stack:
@@ -245,6 +243,11 @@ def train(
                     f"{settings.steps}. Pass a larger --steps, or name another --run."
                 )
             rows += read_rows(folder, until=done - len(metered["losses"]), say=say)
+        else:
+            if (folder / "settings.toml").is_file():  # of a start that was ended before it saved
+                say(f"no checkpoint to go on from in {folder}: the run begins anew")
+            if model.drawn:
+                say(f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}")
 
         engine = None
         if settings.optimizer != "adamw":

@@ -79,6 +79,11 @@ def read_folder(folder: Path) -> Pretrained:
         ModelError: If a file is missing or damaged, the model is none that is built here, or a
             tensor is missing, unexpected, or not of the shape that the config says.
     """
+    if folder.is_file():
+        raise ModelError(
+            f"expected the folder of a Hugging Face model, got the file {folder}. Name the folder "
+            f"that it is in: {folder.parent}."
+        )
     if not folder.is_dir():
         raise ModelError(
             f"expected the folder of a Hugging Face model, got {folder}, where there is none. If "

@@ -250,8 +250,8 @@ def _figures(summary: Summary) -> dict[str, str]:
     return {
         "parameters": f"{summary.parameters:,}",
         "steps": f"{summary.steps:,}",
-        "steps skipped, gradient not finite": f"{summary.skipped:,}",
         **({"of them before this start": f"{summary.resumed_at:,}"} if summary.resumed_at else {}),
+        "steps skipped, gradient not finite": f"{summary.skipped:,}",
         "tokens/s": f"{summary.tokens_per_s:,.0f}",
         "bytes moved per parameter and step": f"{summary.bytes_per_parameter_and_step:.2f}",
         f"share of time waiting for the host{first}": f"{summary.wait_share:.1%}",

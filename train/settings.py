@@ -430,7 +430,7 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a command line says."""
+    """Fine-tunes a model, or says what that would take: a config file, and what differs from it."""
 
     settings: tyro.conf.OmitArgPrefixes[Settings]
     launch: tyro.conf.OmitArgPrefixes[Launch]
