@@ -39,6 +39,14 @@ def init(params, **options):
     return make(**options).init(params)
 
 
+def nnx_model():
+    """A model whose parameters are `PARAMS`."""
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    model.weight = nnx.Param(PARAMS["weight"])
+    del model.kernel
+    return model
+
+
 def table(rows):
     """Rows of (id, call, exception, words) as pytest wants them."""
     ids = [row[0] for row in rows]
@@ -1138,6 +1146,12 @@ BEFORE = [
         lambda e, p, s: e.flush(SQUARE, s),
         ValueError,
         ["`params`", "(6, 3) at ['weight']", "got float32 (3, 6)"],
+    ),
+    (
+        "exchange with the state of an nnx optimizer",
+        lambda e, p, s: e.exchange(p, nnx.Optimizer(nnx_model(), TX, wrt=nnx.Param).opt_state),
+        TypeError,
+        ["a state of jax arrays", "`exchange_nnx`"],
     ),
     (
         "exchange_nnx with trees",

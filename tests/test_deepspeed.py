@@ -706,7 +706,8 @@ def test_weight_decay_added_to_the_gradient_is_refused():
 )
 def test_batches_that_do_not_multiply_are_refused(sizes, devices):
     config = TRAINING | {k: size for k, size in zip(BATCH, sizes, strict=True) if size is not None}
-    with pytest.raises(ValueError, match="`train_batch_size`: expected .* times .*devices="):
+    told = f"the {devices} devices" if devices else "the number of devices"
+    with pytest.raises(ValueError, match=f"`train_batch_size`: expected .* times {told}.*devices="):
         from_deepspeed(config, devices=devices)
 
 

@@ -396,7 +396,7 @@ def test_masters_are_those_of_the_reference(leaves, offload):
 
 def test_masters_want_the_engine_that_has_them():
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
-        with pytest.raises(ValueError, match="Pass the engine that trained"):
+        with pytest.raises(ValueError, match="expected the engine that trained as the third"):
             zenflow_jax.master_params(training.params, training.state)
 
 

@@ -917,6 +917,10 @@ CLASSES = [n for n in zenflow_jax.__all__ if inspect.isclass(getattr(zenflow_jax
 CONSTANTS = [n for n in zenflow_jax.__all__ if n not in CALLS + CLASSES]
 
 
+def test_the_public_names_are_what_dir_lists():
+    assert {n for n in dir(zenflow_jax) if not n.startswith("_")} == set(zenflow_jax.__all__)
+
+
 def section(doc, title):
     """The names that a Google section of a docstring explains."""
     found = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)

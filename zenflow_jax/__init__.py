@@ -81,3 +81,8 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"zenflow_jax.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'zenflow_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    # What is imported late is here, too; what this file imports for itself is not.
+    return [*__all__, "__version__"]

@@ -816,8 +816,8 @@ class HostEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(
-                "expected an open engine, got one after `close`. Make a new run's engine with "
-                "`HostEngine(params, tx.init(params))`."
+                "expected an open engine, got one after `close`. Close it after the "
+                "last `flush`; make a new run's engine with `HostEngine(params, tx.init(params))`."
             )
         self._worker.check()
         if self._interrupted:

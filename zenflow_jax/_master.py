@@ -75,9 +75,11 @@ def iter_master_params(
     state = find_state(as_pure(opt_state))
     if state.offload != (engine is not None):
         raise ValueError(
-            "expected the engine with the state of `zenflow(..., offload=True)`, and none with "
-            f"offload=False, got offload={state.offload} and {type(engine).__name__}. Pass the "
-            "engine that trained, as the third argument, or leave it out."
+            "expected the engine that trained as the third argument, got none: it keeps the "
+            "masters. Pass it, before it is closed."
+            if state.offload
+            else "expected no engine with a state of `zenflow(..., offload=False)`, which has all "
+            f"masters itself, got {type(engine).__name__}. Leave it out."
         )
     weights, _, places = match_leaves(params, state)
     of_host = None

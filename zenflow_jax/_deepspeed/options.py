@@ -212,6 +212,7 @@ def _batch(
         root.integer(key, None, auto=None, low=1, remedy="It counts examples or batches.")
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", _ACCUMULATION)
     )
+    known = f"the {devices} devices" if devices else "the number of devices"
     if total and micro and parts and devices is None:
         devices = max(1, total // (micro * parts))
     divisor = (micro or 1) * (parts or 1) * (devices or 1)
@@ -220,7 +221,7 @@ def _batch(
         raise root.error(
             "train_batch_size",
             f"it to be train_micro_batch_size_per_gpu ({micro or 'open'}) times {_ACCUMULATION} "
-            f"({parts or 'open'}) times the {devices or 1} devices",
+            f"({parts or 'open'}) times {known}",
             "Leave one of the three out, or pass `from_deepspeed(config, devices=...)`.",
         )
     if total and micro and not parts:

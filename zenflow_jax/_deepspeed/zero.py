@@ -46,7 +46,9 @@ def read_zero(root: Block, report: Report, steps_per_epoch: int | None) -> Zero:
 
     kind = "zenflow" if rules is not None else "offload" if offloads else "adamw"
     if stage == 3:
-        report.add(zero, "stage", keys.STAGE_3 + "; shard them over a mesh")
+        report.add(
+            zero, "stage", f"3 divides parameters; here {keys.STAGE_3}: shard them over a mesh"
+        )
     elif stage and kind == "adamw":
         report.add(
             zero, "stage", "optax.adamw's state lies as the parameters do; shard them over a mesh"

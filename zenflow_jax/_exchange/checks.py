@@ -116,7 +116,8 @@ def check_fresh(state: ZenFlowState) -> None:
             f"expected a state from `tx.init`, got one after {step} steps: the deferred "
             "channels' moments are with the engine that made them. Make the engine before the "
             "first step and keep it for the whole run; or pass what was saved of it beside this "
-            "state, `engine_state=...`."
+            "state, `engine_state=...`. If nothing was, go on from the parameters alone, with "
+            "`tx.init(params)`: Adam begins anew."
         )
 
 

@@ -168,5 +168,6 @@ def _check_arrays(state: ZenFlowState) -> None:
     if not isinstance(ints, jax.Array) or isinstance(ints, Tracer):
         raise TypeError(
             f"expected a state of jax arrays, got {type(ints).__name__}. Pass what the step "
-            "returned, outside of jit."
+            "returned, outside of jit; of flax nnx pass model and optimizer themselves, to "
+            "`exchange_nnx`, `flush_nnx` or `peek_nnx`."
         )

@@ -548,7 +548,8 @@ def _check_token(mail: Mail, step: int, token: int) -> None:
         raise RuntimeError(
             f"two steps were made without `exchange` between them (at step {step}), so the first "
             "one's mail is lost and deferred channels would not learn. Call `params, opt_state = "
-            "engine.exchange(params, opt_state)` after every step."
+            "engine.exchange(params, opt_state)` after every step, and give the next step what it "
+            "returned."
         )
     if step == 0:  # scalars that no step has written
         raise RuntimeError(
