@@ -137,7 +137,7 @@ def test_what_the_host_needs_follows_from_what_was_measured_and_the_bytes_of_win
     steps = [*spans(1, 19, 50.0), *spans(20, 35, 2.0, slow=(21, 30))]
     work = fit_module.host_work(state)
     # The host worked a quarter of the time.
-    busy = fit.busy(state, steps, 7.0 + 16 * 2.0 / 4, compact=False)
+    busy = fit.busy(given, steps, 7.0 + 16 * 2.0 / 4, compact=False)
     assert busy[4] == pytest.approx(work.busiest / work.mean / 4 / work.steps)
     once = fit_module.host_work(fit_module.with_interval(given, 1))
     assert busy[1] == pytest.approx(once.busiest / work.mean / 4)

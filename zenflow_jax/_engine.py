@@ -471,8 +471,7 @@ class HostEngine:
             return True
 
         work_s = self._worker.recorder.seconds()["work_s"]
-        now = with_interval(given, fit.measured)
-        busy = fit.busy(now, self.timeline.spans, work_s, compact=self._host.compact)
+        busy = fit.busy(given, self.timeline.spans, work_s, compact=self._host.compact)
         found = smallest_of(busy, affordable)
         if len(self._processes) > 1:
             found = max(x for (x,) in gather([found], self._devices).values())

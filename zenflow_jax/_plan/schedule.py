@@ -100,7 +100,7 @@ class Schedule:
             group 0. One for all leaves together.
         staleness: Steps from the end of a window to the step after which its update reaches the
             parameters. None: to the next boundary, wherever an adaptive window has it.
-        window_scaling: How a window's update is scaled to the steps in it, as `scaled_step` says.
+        window_scaling: How a window's update is scaled to the steps in it, as `window_step` says.
     """
 
     window: int | AutoWindow | FitWindow
@@ -131,15 +131,20 @@ class Schedule:
         return self.staleness not in (None, 0, self.window)
 
     def with_interval(self, interval: int) -> "Schedule":
-        """The schedule of the same run with windows of so many steps."""
+        """The schedule of the same run with windows of so many steps.
+
+        Of a `FitWindow` that is what the run has then. Of other windows it is for estimates: select
+        intervals are the default ones, and whether leaves take turns is told from the groups.
+        """
         if isinstance(self.window, FitWindow):
             in_turn, select = self.staleness == 1, self.select or 16 * interval
         else:
             in_turn, select = self.groups > 1 or self.window == 1, 16 * interval
-        staleness = self.staleness
-        if staleness != 0:
-            staleness = 1 if in_turn else interval
-        groups = interval if in_turn else 1
+        groups, staleness = interval if in_turn else 1, self.staleness
+        if staleness is None or (staleness == self.window and not in_turn):
+            staleness = interval  # an update has the time until the next window ends
+        else:
+            staleness = min(staleness, interval)
         return dataclasses.replace(
             self, window=interval, select=select, groups=groups, staleness=staleness
         )

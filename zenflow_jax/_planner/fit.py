@@ -32,8 +32,6 @@ class WindowFit:
         while self.last <= begun or (self.measures and self.last - self._first < _LEAST):
             self.last += INTERVALS[-1]
         self.after = self.last - warm_up
-        #: The windows in which steps are measured.
-        self.measured = FIRST_INTERVAL
         self._work_s = 0.0
 
     @property
@@ -50,13 +48,13 @@ class WindowFit:
         self._work_s = work_s
 
     def busy(
-        self, state: ZenFlowState, spans: Iterable[Span], work_s: float, *, compact: bool
+        self, given: ZenFlowState, spans: Iterable[Span], work_s: float, *, compact: bool
     ) -> dict[int, float]:
         """Of windows of each length, the share of its time that the host would need.
 
         Args:
-            state: With the windows of the steps that were measured.
-            spans: What these steps were made of.
+            given: The state as the caller has it.
+            spans: What the steps that were measured were made of, and others.
             work_s: Seconds that the host has worked, those before `begin` included.
             compact: Whether the engine keeps moments in 8 bits.
         """
@@ -67,10 +65,10 @@ class WindowFit:
         # The median: an evaluation or a save may have come in between.
         step_s = max(statistics.median(of_step.values()), 1e-9)
         steps = self.last - self._first
-        moved = steps * host_work(state, compact=compact).mean
+        moved = steps * host_work(with_interval(given, FIRST_INTERVAL), compact=compact).mean
         rate = moved / max(work_s - self._work_s, 1e-9)
         return {
-            interval: busy_share(with_interval(state, interval), rate, step_s, compact=compact)
+            interval: busy_share(with_interval(given, interval), rate, step_s, compact=compact)
             for interval in INTERVALS
         }
 

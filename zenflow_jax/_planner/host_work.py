@@ -31,9 +31,8 @@ class HostWork:
     """Bytes of host memory that an engine reads and writes, all of the run's devices together.
 
     Attributes:
-        busiest: In the step with the most of it, which has one step's time to hide behind where
-            leaves take turns, and a window's where all windows close together.
-        steps: That it may take.
+        busiest: Of the largest group's update, and of the mail that comes in meanwhile.
+        steps: In how many steps that has to be done.
         mean: In a step, on average.
     """
 
@@ -70,8 +69,8 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
             groups[part.group] += read
             arriving += mail / (window if on_device else 1)
     mean = float(sum(groups) / window + arriving)
-    together = schedule.groups == 1
-    steps = window if together and schedule.staleness != 0 else max(schedule.staleness or 1, 1)
+    # An update that must arrive at once still has a step's time, in which the loop waits.
+    steps = window if schedule.staleness is None else max(schedule.staleness, 1)
     return HostWork(max(groups, default=0.0) + arriving * steps, steps, mean)
 
 

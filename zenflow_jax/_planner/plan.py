@@ -249,7 +249,7 @@ def hiding(
     moved = sum(
         steps * host_work(of, compact=compact).mean
         for of, steps in (
-            (with_interval(state, 1), warm),
+            (with_interval(begun, 1), warm),
             (with_first_windows(begun), first - warm),
             (state, stats.steps - first),
         )
@@ -259,7 +259,7 @@ def hiding(
     def busy(of: ZenFlowState) -> float:
         return busy_share(of, rate, step_s, compact=compact)
 
-    return Hiding(window, busy(state), {s: busy(with_interval(state, s)) for s in INTERVALS})
+    return Hiding(window, busy(state), {s: busy(with_interval(begun, s)) for s in INTERVALS})
 
 
 def plan(
