@@ -18,6 +18,8 @@ from tests.test_engine_save import assert_saved
 from tests.test_resume import copied, end, go, resumed, saved
 from zenflow_jax import AutoSelect, FitWindow
 from zenflow_jax._checkpoint.stream import read_engine_state
+from zenflow_jax._checkpoint.tree import options_of
+from zenflow_jax._plan.rules import INTERVALS
 from zenflow_jax._planner import fit as fit_module
 
 CALM = Settings(topk_ratio=0.3, update_interval=FitWindow(2, after=16))
@@ -181,10 +183,13 @@ def test_a_real_run_chooses_by_its_own_clock():
 def test_what_is_being_saved_when_windows_change_is_of_its_step(tmp_path):
     settings = dataclasses.replace(CALM, update_interval=FitWindow(8, after=16))
     with Training(SCANNED, settings, threads=1) as training:
-        training.go(15)
+        training.go(11)
         expected = copied(training.engine.state())
         stream = training.engine._stream(10**6)
-        training.go(12)
+        # With nothing to update before windows change, nobody has copied the arrays until then.
+        for t in range(12, 28):
+            training.step(bad=t <= 16)
+            training.exchange()
         stream.write(tmp_path)
         assert_saved(tmp_path, expected)
 
@@ -220,7 +225,19 @@ def test_a_run_goes_on_with_the_windows_that_it_has_chosen_and_no_others(monkeyp
     for window in (FitWindow(8, after=16), "fit"):
         engine = go_on_with(window)
         assert engine.stats.update_interval == 8
+        assert engine._fit is None  # it chooses once
         engine.close()
+
+
+def test_a_checkpoint_says_the_groups_of_all_windows_that_may_be_chosen():
+    # Where a mesh divides the layers of a stack, another choice would find other groups.
+    def options(window):
+        tx = runs.transformation(SCANNED, Settings(update_interval=window), offload=True)
+        return options_of(jax.eval_shape(tx.init, runs.initial(SCANNED)))
+
+    found, expected = options(FitWindow()), [options(interval) for interval in INTERVALS]
+    for name in ("groups", "leaves"):
+        np.testing.assert_array_equal(found[name], np.concatenate([x[name] for x in expected]))
 
 
 @pytest.mark.slow
