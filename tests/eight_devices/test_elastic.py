@@ -28,8 +28,8 @@ def placed(where):
     [
         (("data", "replicated", AUTO), None),
         (None, ("data", "replicated", AUTO)),
-        (("three", "others", AUTO), ("two", "replicated", EXPLICIT)),
-        (("two", "channels", AUTO), ("two", "channels", AUTO)),
+        (("three", "others", EXPLICIT), ("two", "replicated", AUTO)),
+        (("two", "channels", EXPLICIT), ("two", "channels", EXPLICIT)),
     ],
     ids=str,
 )
@@ -56,8 +56,8 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("three", "others", AUTO), ("two", "replicated", EXPLICIT)),
-        (("two", "replicated", AUTO), ("three", "others", AUTO)),
+        (("three", "others", EXPLICIT), ("two", "replicated", AUTO)),
+        (("two", "replicated", AUTO), ("three", "others", EXPLICIT)),
     ],
     ids=str,
 )
