@@ -268,6 +268,22 @@ def test_an_unknown_device_is_refused():
         zenflow_jax.plan(jax.jit(lambda p, s: (p, s)), {}, {}, device="v100")
 
 
+def test_a_misspelled_way_to_keep_moments_and_a_step_that_is_not_jitted_are_refused():
+    params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    opt_state = zenflow_jax.zenflow(1e-3).init(params)
+    same = jax.jit(lambda p, s: (p, s))
+    stats = zenflow_jax.EngineStats(steps=99)
+    for call in (
+        lambda: zenflow_jax.plan(same, params, opt_state, host_state="Compact"),
+        lambda: zenflow_jax.hiding(opt_state, stats, 1.0, host_state="Compact"),
+        lambda: zenflow_jax.host_bandwidth(host_state="Compact", seconds=0.0),
+    ):
+        with pytest.raises(ValueError, match="must be one of 'float32', 'compact', got 'Compact'"):
+            call()
+    with pytest.raises(TypeError, match=r"expected a step that is jitted, got function"):
+        zenflow_jax.plan(lambda p, s: (p, s), params, opt_state)
+
+
 @dataclasses.dataclass
 class Fake:
     device_bytes: float
