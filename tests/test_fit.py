@@ -118,6 +118,36 @@ def test_windows_that_jax_has_no_pinned_memory_for_are_not_chosen(monkeypatch):
         assert training.engine.stats.update_interval == 4
 
 
+def test_named_windows_that_jax_has_no_pinned_memory_for_are_refused_before_the_run(monkeypatch):
+    def check(engine, state):
+        if state.schedule.window > 4:
+            raise ValueError("no room")
+
+    monkeypatch.setattr(zenflow_jax.HostEngine, "_check_pinned", check)
+    named = dataclasses.replace(CALM, update_interval=FitWindow(8, after=16))
+    with pytest.raises(ValueError, match="no room"):
+        Training(ONE, named)
+
+
+@pytest.mark.parametrize("at", [4, 16], ids=["before it measures", "before it chooses"])
+def test_an_exchange_that_is_interrupted_while_it_waits_to_fit_is_not_gone_on_from(monkeypatch, at):
+    fits = dataclasses.replace(CALM, update_interval=FitWindow(after=16))
+    with Training(ONE, fits) as training:
+        training.go(at - 1)
+        training.step()
+
+        def interrupt(engine):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(zenflow_jax.HostEngine, "_settle", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                training.exchange()
+        for call in (training.exchange, training.flush):
+            with pytest.raises(RuntimeError, match="interrupted half-way"):
+                call()
+
+
 def spans(first, last, seconds, *, slow=()):
     """Steps of which each takes so long, but some a hundred times as long."""
     for step in range(first, last + 1):

@@ -171,6 +171,13 @@ class Mailbox:
         """Whether this is the state last given, and no step was made with it since."""
         return state.token is self._given
 
+    def passed_on(self, state: ZenFlowState) -> bool:
+        """Whether this is what a step without an update made of the state last given.
+
+        Waits for that step. An update uses the token up.
+        """
+        return int(read(state.token)) == self._token
+
     def replaced(self, state: ZenFlowState) -> bool:
         """Whether this is the state that the last flush was called with, or a step made from it.
 
