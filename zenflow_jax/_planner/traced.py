@@ -228,8 +228,12 @@ class _Program:
 
     def _scan(self, equation: Any, inputs: list[_Value], sizes: list[int]) -> list[_Value]:
         self._in_memory(inputs)
-        carried, before = equation.params["num_carry"], (self.flops, self.moved)
-        body = self._inner(equation.params["jaxpr"], inputs, carried)
+        inner, before = equation.params["jaxpr"], (self.flops, self.moved)
+        # What is carried comes first, and has no axis of rounds. (jax 0.10 says how many these are,
+        # and 0.11 does not.)
+        pairs = zip(equation.outvars, inner.jaxpr.outvars, strict=True)
+        carried = sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
+        body = self._inner(inner, inputs, carried)
         rounds = equation.params["length"]
         self.flops, self.moved = before[0] + rounds * body.flops, before[1] + rounds * body.moved
         return self._operation(inputs, sizes, carried, (body,))
