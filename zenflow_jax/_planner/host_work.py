@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax._exchange.mailbox import most_kept
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
@@ -122,7 +123,11 @@ def host_bandwidth(
 
     Returns:
         Bytes a second: of state read and written, and of gradients read.
+
+    Raises:
+        ValueError: If `threads` or `host_state` is out of range.
     """
+    compact = check_host_state(host_state)
     specs = [leaf.spec for leaf in leaves if leaf.offloaded]
     largest = max(specs, key=lambda x: math.prod(x.shape), default=None)
     dtype = np.dtype(np.float32) if largest is None else largest.dtype
@@ -131,7 +136,7 @@ def host_bandwidth(
     trailing = largest is not None and largest.view4(1)[3] == 1
     shape = (1, rows, rows, 1) if trailing else (1, 1, rows, rows)
     masters = Masters.zeros(shape, dtype)
-    mu, nu = new_moments(shape, compact=host_state == "compact")
+    mu, nu = new_moments(shape, compact=compact)
     for x in (*masters.arrays, *mu.arrays, *nu.arrays):
         x[...] = 0  # until they are written, pages take no memory
     steps, active = np.zeros((1, rows), np.int32), np.ones((1, rows), bool)

@@ -18,6 +18,7 @@ from zenflow_jax._device.state import (
     with_windows_of_now,
 )
 from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.host_memory import host_memory
 from zenflow_jax._plan.rules import INTERVALS, FitWindow
@@ -222,21 +223,24 @@ def hiding(
     Work with other windows follows from that which was measured, by the bytes that each moves.
 
     Args:
-        opt_state: Of the run.
+        opt_state: Of the run, as it ended.
         stats: `engine.stats` after it.
-        seconds: That the steps in `stats` took.
+        seconds: What the steps in `stats` took together.
         host_state: As for `HostEngine`.
 
     Returns:
         None where there is nothing to say: before two windows, and where windows adapt or every
         step waits for its update.
+
+    Raises:
+        ValueError: If there is not one `ZenFlowState`, or `host_state` is unknown.
     """
+    compact = check_host_state(host_state)
     begun = find_state(opt_state)
     state = with_windows_of_now(begun)
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
         return None
-    compact = host_state == "compact"
     # What the device alone would have taken, as it did not compute while the loop waited.
     step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
     before = int(read(state.step)) - stats.steps
@@ -294,7 +298,8 @@ def plan(
         Memory by class in bytes, bytes that cross, and seconds to hide.
 
     Raises:
-        ValueError: If the device is unknown.
+        ValueError: If `device` or `host_state` is unknown.
+        TypeError: If `step` is not jitted.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -316,6 +321,12 @@ def plan(
             f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
             "figures, as a `zenflow_jax.Gpu`."
         )
+    if not hasattr(step, "trace"):
+        raise TypeError(
+            f"expected a step that is jitted, got {type(step).__name__}. Pass "
+            "`jax.jit(step, donate_argnums=(0, 1))`."
+        )
+    compact = check_host_state(host_state)
     gpu = GPUS[device] if isinstance(device, str) else device
     found = step.trace(params, opt_state, *arguments)
     given_away = [x.donated for x in jax.tree.leaves(found.args_info)]
@@ -357,7 +368,6 @@ def plan(
     interval, overlaps = None, False
     checkpoint = whole + sum(map(_nbytes, on_device(opt_state)))
     if engine is not None:
-        compact = host_state == "compact"
 
         def busy_with(one: ZenFlowState) -> float:
             return busy_share(one, rate, step_s, compact=compact)
