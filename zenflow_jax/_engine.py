@@ -229,7 +229,10 @@ class HostEngine:
         self._offloaded = offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         parts = offloaded.parts
         mine, states = offloaded.pick(weights), offloaded.pick(state.leaves)
+        self._fit = _choice_to_come(given)
         self._check_pinned(state)
+        if self._fit is not None and self._fit.interval is not None:
+            self._check_pinned(with_interval(given, self._fit.interval))
         adam = HostAdam(host_kernel, threads)
         host = HostState(
             [part.spec for part in parts],
@@ -272,7 +275,6 @@ class HostEngine:
         if resumed is not None:
             self._updates.note_parameters(mine, given.leaves)
             self._resume(resumed, mine)
-        self._fit = _choice_to_come(given)
         self._closed = False
         self._interrupted = False
         self._put_back_in_run = False
@@ -438,8 +440,8 @@ class HostEngine:
                 self._emitted.note_parameters(taken.weights, leaves)
             new = self._mailbox.refill(state, leaves)
             opt_state = replace_state(opt_state, new)
-        if self._fit is not None:
-            params, opt_state = self._fit_windows(self._fit, params, opt_state)
+            if self._fit is not None:
+                params, opt_state = self._fit_windows(self._fit, params, opt_state)
         return params, opt_state
 
     def _fit_windows(self, fit: WindowFit, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -489,25 +491,19 @@ class HostEngine:
 
     def _change_windows(self, interval: int, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Brings all updates in, and goes on with windows of so many steps."""
-        params, opt_state = self._flush(params, opt_state)
-        with self._all_or_nothing():
-            given, before, late_bytes = (
-                find_state(opt_state),
-                self._progress,
-                self._updates.late_bytes,
-            )
-            state = with_interval(given, interval)
-            self._offloaded = OffloadedLeaves.of(state, self._prefetch_bytes)
-            self._worker.regroup(self._offloaded, state.schedule)
-            taken = self._take(params)
-            self._mailbox.close()
-            self._ahead.close()
-            self._set_windows(given, state, taken.weights)
-            self._progress.step, self._progress.reselections = before.step, before.reselections
-            self._updates.late_bytes = late_bytes
-            self._updates.note_parameters(taken.offloaded, given.leaves)
-            self._compile_ahead(given, taken.weights)
-            return params, opt_state
+        given, taken = self._bring_in(find_state(opt_state), self._take(params))
+        before, late_bytes = self._progress, self._updates.late_bytes
+        state = with_interval(given, interval)
+        self._offloaded = OffloadedLeaves.of(state, self._prefetch_bytes)
+        self._worker.regroup(self._offloaded, state.schedule)
+        self._mailbox.close()
+        self._ahead.close()
+        self._set_windows(given, state, taken.weights)
+        self._progress.step, self._progress.reselections = before.step, before.reselections
+        self._updates.late_bytes = late_bytes
+        self._updates.note_parameters(taken.offloaded, given.leaves)
+        self._compile_ahead(given, taken.weights)
+        return taken.tree, replace_state(opt_state, given)
 
     @_recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -531,28 +527,29 @@ class HostEngine:
             ValueError: If the state or the parameters have other leaves than at construction.
             TypeError: If they are no jax arrays.
         """
-        return self._flush(params, opt_state)
-
-    def _flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         state, taken = self._between_steps(params, opt_state, "flush")
         if not self._behind:
             self._mailbox.drain()
             self._doubts.check(self._progress.step)
             return params, opt_state
         with self._all_or_nothing():
-            groups = self._all_groups
-            weights = self._updates.collect(taken.offloaded, groups, state.step)
-            for group in groups:
-                if self._open_steps[group]:
-                    state = self._mailbox.send_sums(state, group)
-                    self._updates.close_window(group)
-                    self._count_window(group)
-            weights = self._updates.collect(weights, groups, state.step)
-            self._mailbox.drain()
-            self._note_changes(None)
-            self._doubts.check(self._progress.step)
-            state = self._mailbox.renew(state)
-            return taken.with_offloaded(weights).tree, replace_state(opt_state, state)
+            state, taken = self._bring_in(state, taken)
+            return taken.tree, replace_state(opt_state, state)
+
+    def _bring_in(self, state: ZenFlowState, taken: CallerTree) -> tuple[ZenFlowState, CallerTree]:
+        """Closes the open windows and brings every update in; waits for all of it."""
+        groups = self._all_groups
+        weights = self._updates.collect(taken.offloaded, groups, state.step)
+        for group in groups:
+            if self._open_steps[group]:
+                state = self._mailbox.send_sums(state, group)
+                self._updates.close_window(group)
+                self._count_window(group)
+        weights = self._updates.collect(weights, groups, state.step)
+        self._mailbox.drain()
+        self._note_changes(None)
+        self._doubts.check(self._progress.step)
+        return self._mailbox.renew(state), taken.with_offloaded(weights)
 
     @_recorded("state")
     def peek(self, params: Any, opt_state: Any) -> Any:
