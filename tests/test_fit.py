@@ -210,6 +210,15 @@ def test_a_real_run_chooses_by_its_own_clock():
         assert training.engine.stats.update_interval == interval
 
 
+def test_a_run_that_has_nothing_on_its_host_chooses_and_ends_like_any_other():
+    fits = dataclasses.replace(CALM, topk_ratio=1.0, update_interval=FitWindow(after=16))
+    with Training(ONE, fits) as training:
+        training.go(18)
+        training.flush()
+        assert training.engine.stats.update_interval == 1
+        assert zenflow_jax.hiding(training.state, training.engine.stats, 1.0).busy == 0
+
+
 def test_what_is_being_saved_when_windows_change_is_of_its_step(tmp_path):
     settings = dataclasses.replace(CALM, update_interval=FitWindow(8, after=16))
     with Training(SCANNED, settings, threads=1) as training:

@@ -85,7 +85,8 @@ def busy_share(state: ZenFlowState, rate: float, step_s: float, *, compact: bool
         compact: Whether the engine keeps moments in 8 bits.
     """
     work = host_work(state, compact=compact)
-    return work.busiest / rate / (work.steps * step_s)
+    # Without a leaf that is offloaded there is neither work nor a rate.
+    return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
 
 
 def smallest_that_hides(busy: Mapping[int, float]) -> int | None:
