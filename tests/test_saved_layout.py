@@ -247,6 +247,18 @@ def test_a_run_goes_on_from_the_checkpoint_of_each_version(of_version, expected,
     assert any(np.any(x) for x in sums)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("files", r"layout 2, which zenflow_jax 1.3.1 reads, got layout 1, which zenflow_jax 0\.2"),
+        ("tree", "layout_1_of_zenflow_jax_0_2.*layout_2_of_zenflow_jax_1_3"),
+    ],
+)
+def test_a_later_version_that_cannot_read_them_says_both_versions(of_version, later, name, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        made.restored(name, of_version)
+
+
 def test_both_ways_of_saving_have_saved_the_same_bits(of_version):
     found = []
     for name in ("files", "tree"):
