@@ -29,8 +29,8 @@ def attach(
 ) -> "AttachedStep":
     """A train step that does what `step` does, and exchanges what it returned.
 
-    For loops that are not yours, and take a step function. `step` is compiled, or compiles within;
-    what is attached must not be jitted itself. Three kinds of steps are known by their arguments:
+    For loops that are not yours, and take a step function. `step` is jitted, or calls what is; do
+    not jit what `attach` returns. Three kinds of steps are known by their arguments:
 
     * `step(params, opt_state, ...)` returns `(params, opt_state, ...)`.
     * `step(state, ...)` returns the state, or a tuple with the state in it. A state is any object

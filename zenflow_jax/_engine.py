@@ -295,7 +295,7 @@ class HostEngine:
 
         Args:
             given: The state as the caller has it.
-            state: The same with the windows of now, in which `offloaded` leaves are.
+            state: The same with the windows of now, which `_offloaded` is of.
             weights: The parameter of each of its leaves.
         """
         offloaded = self._offloaded
@@ -366,10 +366,10 @@ class HostEngine:
 
         It waits where an update is due that the host has not finished; where the host is more than
         two mails behind; and, briefly, where channels are selected: for the step, and for the
-        hand-over of the channels that change sides. Where
-        windows adapt, it also waits for the step before the one just made (for that one only
-        after a `flush`). Do not use the arrays of `opt_state` that hold mail again; you may use
-        the parameters.
+        hand-over of the channels that change sides. Where windows adapt, it also waits for the step
+        before the one just made (after a `flush` for that one). With a `FitWindow` it waits for all
+        host work twice: before it measures, and where the windows change. Do not use the arrays of
+        `opt_state` that hold mail again; you may use the parameters.
 
         Args:
             params: The parameters after the step, or a tree with more leaves that has them at the

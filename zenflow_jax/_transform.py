@@ -1,8 +1,9 @@
 """`zenflow()`: the optax transformation, which is the device half of the algorithm.
 
-`update` reads top to bottom like DESIGN's arithmetic: look at every gradient once, decide whether
-the step counts and by what factor it is clipped, step the selected channels, hand the rest on -
-as mail to the host (`offload=True`, taken in by `_engine.py`) or to `_device/in_graph.py`.
+`update` reads top to bottom like the arithmetic in docs/design.md: look at every gradient once,
+decide whether the step counts and by what factor it is clipped, step the selected channels, hand
+the rest on: as mail to the host (`offload=True`, taken in by `_engine.py`), or to
+`_device/in_graph.py`.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
 
 def _called_as_adamw(factory: _Factory) -> _Factory:
-    """Has those told who call it as `optax.adamw` is called where the two differ."""
+    """Tells who calls it like `optax.adamw` where the two differ."""
     made: Any = factory
 
     @functools.wraps(made)

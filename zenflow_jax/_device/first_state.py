@@ -189,9 +189,9 @@ def _first_scalars(
 ) -> StepScalars:
     """Step scalars of zero, on every device that takes part."""
     sizes = StepScalars.sizes(specs, schedule)
-    leaves = sending.in_step
+    in_step = sending.in_step
     placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
-    if not placed and not leaves:
+    if not placed and not in_step:
         return StepScalars(*(jnp.zeros(size, dtype) for size, dtype in sizes))
     if not placed:
         like = next(iter(weights), None)
@@ -199,12 +199,12 @@ def _first_scalars(
 
     def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
         return [
-            here.to_mail(jnp.zeros(size, dtype), rank if leaves else 1) for size, dtype in sizes
+            here.to_mail(jnp.zeros(size, dtype), rank if in_step else 1) for size, dtype in sizes
         ]
 
     i = placed[0]
     made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], REPLICATED)(weights[i])
-    return StepScalars(*(to_host(x, rank) if leaves else x for x in made))
+    return StepScalars(*(to_host(x, rank) if in_step else x for x in made))
 
 
 @partial(jax.jit, static_argnames="specs")

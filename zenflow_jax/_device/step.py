@@ -44,8 +44,8 @@ def split_gradient(
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     offloaded = leaf.offloaded
-    leaves = offloaded and sending.in_step
-    if not leaves:
+    crosses = offloaded and sending.in_step
+    if not crosses:
         rank = len(spec.shape)
     see = on_each_device(
         partial(_split, rank=rank if offloaded else None),
@@ -54,7 +54,7 @@ def split_gradient(
         GradientParts(layout.channels, layout.part, layout.mail(rank) if offloaded else None),
     )
     seen = see(g, leaf.channels)
-    return seen._replace(mail=to_host(seen.mail, rank)) if leaves else seen
+    return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
 
 
 def _split(

@@ -37,7 +37,7 @@ class EngineStats:
         wait_s: Seconds that the caller waited for the host after the device was done.
         work_s: Seconds that the worker worked: the next three, and its waits for uploads.
         sum_s: Seconds that the worker took in mail, and added it up where there was too much to
-        keep.
+            keep.
         hand_over_s: Seconds that it worked on hand-overs.
         update_s: Seconds that it made updates and began their uploads.
         save_wait_s: Seconds that it waited for a checkpoint to have arrays that it was to write, or

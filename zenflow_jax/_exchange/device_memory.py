@@ -1,4 +1,4 @@
-"""How much memory of the device an engine has in use beside the step: for docs and benchmarks."""
+"""How much memory of the device an engine has in use beside the step: for plans and benchmarks."""
 
 import dataclasses
 import math

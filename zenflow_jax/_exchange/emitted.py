@@ -48,10 +48,10 @@ class Emitted:
         self._ahead = ahead
         moving = [i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k)]
         gap = -(-len(moving) // LEAVES_PER_LOOK)
-        groups = [moving[start::gap] for start in range(gap)]
-        #: Groups of leaves from all over the tree, equally large: what they have is stacked, and
-        #: another number would be another program.
-        self._groups = [(group + moving)[: len(groups[0])] for group in groups]
+        looks = [moving[start::gap] for start in range(gap)]
+        #: Of each look some leaves from all over the tree, always as many: what they have is
+        #: stacked, and another number would be another program.
+        self._looks = [(look + moving)[: len(looks[0])] for look in looks]
         self._turn = 0
         self._since = APART
         self._before: list[Array] | None = None
@@ -62,7 +62,7 @@ class Emitted:
         """Begins to compile what looks at these parameters and states, before the first step."""
         sent = jax.tree.map(abstract, step_scalars._replace(statistics=None))
         known = set()
-        for i in (i for group in self._groups for i in group):
+        for i in (i for look in self._looks for i in look):
             leaf = jax.tree.map(abstract, _alone(leaves[i]))
             if leaf.spec in known:
                 continue
@@ -84,25 +84,25 @@ class Emitted:
         before, self._before = self._before, None
         if before is None:
             return None
-        group = self._groups[self._turn]
-        self._turn = (self._turn + 1) % len(self._groups)
+        look = self._looks[self._turn]
+        self._turn = (self._turn + 1) % len(self._looks)
         sent = step_scalars._replace(statistics=None)
         counts = []
-        for i, rows in zip(group, before, strict=True):
+        for i, rows in zip(look, before, strict=True):
             leaf = _alone(leaves[i])
             key = ("compare", leaf.spec)
             counts.append(self._ahead.call(key, _compare, weights[i], rows, leaf, sent))
-        return group, jnp.stack(counts)
+        return look, jnp.stack(counts)
 
     def note_parameters(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
         """Before a step, now and then: notes the values of some leaves."""
-        if self._groups and self._since >= APART:
+        if self._looks and self._since >= APART:
             self._since = 0
-            group = self._groups[self._turn]
-            alone = [_alone(leaves[i]) for i in group]
+            look = self._looks[self._turn]
+            alone = [_alone(leaves[i]) for i in look]
             self._before = [
                 self._ahead.call(("rows", leaf.spec), _rows, weights[i], leaf)
-                for i, leaf in zip(group, alone, strict=True)
+                for i, leaf in zip(look, alone, strict=True)
             ]
 
 

@@ -1,4 +1,4 @@
-"""How much host memory a run may need: the one formula, for docs and benchmarks."""
+"""How much host memory a run may need: the one formula, for plans, docs and benchmarks."""
 
 import dataclasses
 import math

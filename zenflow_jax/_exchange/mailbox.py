@@ -149,9 +149,10 @@ class Mailbox:
                 if some:
                     self._ahead.prepare(("take", number), _take_ranges, some, specs=group.ranges)
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
-        # Until a step has left them be: one that reads blank mail, as a wrapper with a branch does,
-        # may donate each array once only.
-        self._alone = self._sending.in_step
+        # Whether each leaf still has a blank array of its own. A step that reads blank mail, as a
+        # wrapper with a branch does, may donate each array once only; if the first step has donated
+        # none, leaves that are alike share one.
+        self._unshared = self._sending.in_step
         # Mail that has not been waited for here. The worker knows which is done, but at moments
         # that differ between processes, and all must wait at the same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
@@ -251,9 +252,9 @@ class Mailbox:
         """The state for the next step: `leaves`, buffers for its mail, and a token."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._blank)):
             self._blank = jax.tree.map(zeros_like, self._blank)
-        elif self._alone:
+        elif self._unshared:
             self._blank = _alike_once(self._blank)
-        self._alone = False
+        self._unshared = False
         mail = state.mail if self._sending.sums_on_device else self._blank.mail
         return dataclasses.replace(
             state,

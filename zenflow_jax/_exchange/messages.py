@@ -21,7 +21,7 @@ class Mail:
     on_device: bool  # gradients and scalars are still on the device
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)  # gives what `_receive` returns
-    begun: bool = False
+    begun: bool = False  # the worker has taken it up
 
     @property
     def is_here(self) -> bool:
@@ -42,7 +42,7 @@ class Sums:
     last: Mail | None  # mail of the window's last step, if this engine has seen one
     done: Future = field(default_factory=Future)
     arrived: Future = field(default_factory=Future)
-    begun: bool = False
+    begun: bool = False  # the worker has taken it up
 
     @property
     def is_here(self) -> bool:
@@ -78,7 +78,7 @@ class Close:
     hand_over: HandOver | None = None
     used_up: list[Any] = field(default_factory=list)  # uploads that are merged, to be freed
     done: Future = field(default_factory=Future)
-    begun: bool = False
+    begun: bool = False  # the worker has taken it up
     is_here: bool = True  # there is nothing to wait for
 
     @property

@@ -176,7 +176,7 @@ class Worker:
         for i in range(len(leaves)):
             self._before_write(i)  # somebody may still be saving them
         with self._condition:
-            while self._updates:  # whose last update is made, and has to be put away
+            while self._updates:  # the last one is made, but not yet taken out of the queue
                 self._condition.wait(_LOOK_S)
         self._host.regroup(
             leaves, [part.spec for part in offloaded.parts], offloaded.pieces, schedule

@@ -131,7 +131,7 @@ def _check_fit(staleness: Any, overlap_step: bool, offload: bool) -> None:
 
 
 def _check_staleness(
-    staleness: Any, window: int | AutoWindow | FitWindow, overlap_step: bool, rolling: bool
+    staleness: Any, window: int | AutoWindow | FitWindow, overlap_step: bool, in_turn: bool
 ) -> int | None:
     """The steps that an update waits; None where that is for the next boundary to say."""
     if staleness is not None:
@@ -156,18 +156,18 @@ def _check_staleness(
         return int(staleness)
     if not overlap_step:
         return 0
-    if rolling:
+    if in_turn:
         return 1
     return window if isinstance(window, int) else None
 
 
-def _check_window_scaling(value: Any, rolling: bool) -> float | None:
+def _check_window_scaling(value: Any, in_turn: bool) -> float | None:
     """The exponent of the learning rate; None for no scaling at all."""
     if value is None:
         return None
     if isinstance(value, str) and value == "auto":
         # With updates as stale as the paper's, longer steps overshoot (benchmarks/LOG.md).
-        return ROLLING_SCALING if rolling else None
+        return ROLLING_SCALING if in_turn else None
     _static("window_scaling", value, Real, 'a float, "auto" or None')
     if not 0 <= float(value) <= 1:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 #: The windows that are compared where one is to be chosen, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
-#: And those that a run has until then.
+#: Those that a run has until one is chosen.
 FIRST_INTERVAL = 4
 
 
@@ -72,10 +72,11 @@ class FitWindow:
     sums of mail, unless the device adds up (`send_gradients="per_window"`).
 
     Attributes:
-        interval: Steps in a window, one of 1, 2, 4, 8 and 16, after the step that `after` says.
-            None: the engine measures and chooses.
-        after: Steps after the warm-up, a multiple of 16. A run that is resumed shortly before,
-            with too few steps left to measure, chooses 16 steps later.
+        interval: Steps in a window from then on, one of 1, 2, 4, 8 and 16. None: the engine
+            measures and chooses.
+        after: After how many steps, counted from the warm-up's end, the windows become those; a
+            multiple of 16. A run that is resumed shortly before, with too few steps left to
+            measure, chooses 16 steps later.
 
     Raises:
         TypeError, ValueError: If a value is of another kind or out of range.
