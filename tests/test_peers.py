@@ -1,18 +1,20 @@
 """When one of several processes is gone, the others say so and end; without jax's own service."""
 
+import os
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from benchmarks import kill_test
+from tests import warm
+from tests.processes import environment
 from train import finetune
 from train.data import DataError
 from train.peers import Peers
 
-# Three processes each, of which each imports jax.
+# Three processes each.
 pytestmark = pytest.mark.slow
 
 PEER = """
@@ -39,7 +41,7 @@ def no_more():
     raise AssertionError("jax is asked when it may have been taken down")
 
 with Peers("127.0.0.1", go_on="Go on.", say=print):
-    print("here", flush=True)
+    print(os.getpid(), flush=True)
     jax.process_count = jax.process_index = no_more
     word = sys.stdin.readline()
     if word == "fail\\n":
@@ -54,9 +56,11 @@ sys.stdin.read()
 
 @pytest.fixture
 def peers(tmp_path):
+    settings = environment(1)
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", PEER, str(me), str(tmp_path / "meeting")],
+            [*warm.interpreter(settings), "-c", PEER, str(me), str(tmp_path / "meeting")],
+            env=settings,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -67,7 +71,7 @@ def peers(tmp_path):
     ]
     try:
         for process in started:
-            assert process.stdout.readline() == "here\n"
+            process.itself = int(process.stdout.readline())  # `process` only stands for it
         yield started
     finally:
         for process in started:
@@ -82,7 +86,7 @@ def ended(process):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_when_one_is_killed_the_others_say_which_and_end(peers, victim):
-    peers[victim].kill()
+    send(peers[victim], signal.SIGKILL)
     line = (
         f"error: process {victim} is gone: it was killed, or its machine was. This one ends, too. "
         "Go on.\n"
@@ -103,11 +107,11 @@ def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers
 
 
 def test_news_that_come_at_once_are_news(peers):
-    peers[2].send_signal(signal.SIGSTOP)
+    send(peers[2], signal.SIGSTOP)
     for me in (1, 0):  # 0 passes on what it hears of 1
         tell(peers[me], "fail")
         peers[me].wait(timeout=15)
-    peers[2].send_signal(signal.SIGCONT)
+    send(peers[2], signal.SIGCONT)
     code, text = ended(peers[2])
     assert code == 1
     assert re.match("error: process . has ended with an error, which it shows", text)
@@ -125,9 +129,13 @@ def test_one_that_is_done_ends_no_other(peers):
     for process in peers:
         tell(process, "done")
         assert process.stdout.readline() == "done\n"
-    peers[1].kill()
+    send(peers[1], signal.SIGKILL)
     peers[1].wait()
     assert [peers[i].poll() for i in (0, 2)] == [None, None]
+
+
+def send(process, number):
+    os.kill(process.itself, number)
 
 
 def tell(process, word):
