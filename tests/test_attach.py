@@ -1,6 +1,7 @@
 """`attach`: the same bits as a loop that exchanges by itself, whatever the step's shape."""
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -24,8 +25,9 @@ PARAMS = {
 PLAIN: dict[str, Any] = {"host_kernel": "numpy", "threads": 1}
 
 
-def make():
-    return zenflow_jax.zenflow(1e-2, topk_ratio=0.25, update_interval=4, weight_decay=0.1)
+def make(**options):
+    options |= {"topk_ratio": 0.25, "update_interval": 4, "weight_decay": 0.1}
+    return zenflow_jax.zenflow(1e-2, **options)
 
 
 def start(tx):
@@ -219,6 +221,33 @@ def test_behind_multi_steps_it_exchanges_where_an_update_was_made():
                 params, state = engine.exchange(params, state)
         params, state = engine.flush(params, state)
     assert_same(by_attach, params)
+
+
+@pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])
+def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradients):
+    tx = optax.MultiSteps(make(send_gradients=send_gradients), 2)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def micro_step(params, opt_state, t):
+        # Of the step alone: the flush moves no gradient.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = tx.update(gradients(PARAMS, t), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    found = []
+    for flushes_after in (6, 7):  # the seventh makes no update
+        params, state = start(tx)
+        params = jax.tree.map(jnp.copy, params)  # which are donated
+        with attach(micro_step, engine_options=PLAIN) as step:
+            for t in range(1, 15):
+                params, state = step(params, state, t)
+                if t == flushes_after:
+                    looked_at = step.engine.peek(params, state)
+                    params, state = step.flush(params, state)
+                    found.append((looked_at, jax.tree.map(jnp.copy, params)))
+            found.append(step.flush(params, state)[0])
+            assert step.engine.stats.steps == 7
+    jax.tree.map(np.testing.assert_array_equal, found[:2], found[2:])
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(by_hand):
