@@ -6,8 +6,10 @@ host's work, with a clock that the test sets.
 
 import dataclasses
 import logging
+import tracemalloc
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +21,11 @@ from tests.test_resume import copied, end, go, resumed, saved
 from zenflow_jax import AutoSelect, FitWindow
 from zenflow_jax._checkpoint.stream import read_engine_state
 from zenflow_jax._checkpoint.tree import options_of
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.state import HostState
+from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import INTERVALS
+from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._planner import fit as fit_module
 
 CALM = Settings(topk_ratio=0.3, update_interval=FitWindow(2, after=16))
@@ -231,6 +237,49 @@ def test_what_is_being_saved_when_windows_change_is_of_its_step(tmp_path):
             training.exchange()
         stream.write(tmp_path)
         assert_saved(tmp_path, expected)
+
+
+@pytest.mark.parametrize(("then", "now"), [(4, 8), (8, 4), (4, 2)])
+# Beside a range in float32, and what is small, but that compact moments are encoded in blocks.
+@pytest.mark.parametrize(("compact", "blocks"), [(False, 0.5), (True, 3)], ids=str)
+def test_a_leaf_cut_in_other_ranges_has_the_same_bits_and_is_moved_a_range_at_a_time(
+    then, now, compact, blocks
+):
+    whole = LeafSpec("w", (16, 64, 128), np.dtype(jnp.bfloat16), axis=1, k=8, decay=True)
+    old_specs, specs = (
+        dataclasses.replace(whole, groups=tuple(range(count))).ranges for count in (then, now)
+    )
+    random = np.random.default_rng(0)
+    adam = HostAdam("numpy", 1)
+    host = HostState(
+        old_specs,
+        [random.standard_normal(spec.shape).astype(spec.dtype) for spec in old_specs],
+        [np.tile(np.arange(8, dtype=np.int32), (spec.shape[0], 1)) for spec in old_specs],
+        adam,
+        Schedule(then, 16, 0, then, 1, None),
+        [range(then)],
+        compact=compact,
+    )
+    for leaf in host.leaves:
+        leaf.master.rest[...] = random.integers(-30000, 30000, leaf.master.shape)
+        for moment in (leaf.mu, leaf.nu):
+            moment.write(np.square(random.standard_normal(moment.shape, np.float32)))
+        leaf.steps[...] = random.integers(1, 9, leaf.steps.shape)
+
+    def joined(name):
+        found = (getattr(leaf, name) for leaf in host.leaves)
+        return np.concatenate([x if name == "steps" else x.as_float32() for x in found])
+
+    before = [joined(name) for name in ("master", "mu", "nu", "steps")]
+    bytes_before = host.nbytes
+    tracemalloc.start()
+    host.regroup(host.leaves, specs, [range(now)], Schedule(now, 16, 0, now, 1, None))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [leaf.spec for leaf in host.leaves] == list(specs)
+    for name, expected in zip(("master", "mu", "nu", "steps"), before, strict=True):
+        np.testing.assert_array_equal(joined(name), expected)
+    assert peak < bytes_before + (1 / now + blocks) * 4 * before[0].size
 
 
 def test_what_changes_parameters_is_seen_where_windows_change():

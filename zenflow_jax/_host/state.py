@@ -8,6 +8,7 @@ Letters: `n` channels in a group, `k` of them selected.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -195,7 +196,7 @@ class HostState:
         """Goes on with other groups, into which stacked leaves may be cut in other ranges.
 
         All updates are made and no window has begun. A leaf that is cut in other ranges takes new
-        memory, for one of its arrays after another.
+        memory, one array of one range after the other.
 
         Args:
             leaves: The leaves until now; they give up their arrays.
@@ -469,12 +470,28 @@ def _in_ranges(
         master = Masters.zeros(shape, spec.dtype)
         new.append(HostLeaf(spec, master, mu, nu, copied(counts), mine.copy()))
     for name in ("master", "mu", "nu"):
-        whole = cut(getattr(leaf, name).as_float32() for leaf in old)
-        for leaf in old:
-            setattr(leaf, name, None)
-        for leaf, x in zip(new, whole, strict=True):
-            getattr(leaf, name).write(x)
+        first = 0
+        for leaf in new:
+            size = leaf.master.size
+            getattr(leaf, name).write(_taken(old, name, first, size).reshape(leaf.master.shape))
+            first += size
     return new
+
+
+def _taken(ranges: Sequence[HostLeaf], name: str, first: int, size: int) -> np.ndarray:
+    """Some float32 elements of a leaf, from number `first` on; frees ranges at their ends."""
+    found = np.empty(size, np.float32)
+    begin = 0
+    for leaf in ranges:
+        end = begin + math.prod(leaf.spec.shape)
+        low, high = max(begin, first), min(end, first + size)
+        if low < high:
+            some = found[low - first : high - first]
+            np.copyto(some, getattr(leaf, name).range(low - begin, high - begin, some))
+            if high == end:
+                setattr(leaf, name, None)
+        begin = end
+    return found
 
 
 def _keep(leaf: HostLeaf, gradient: np.ndarray, factor: float) -> None:
