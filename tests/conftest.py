@@ -78,6 +78,19 @@ settings.register_profile("zenflow_jax", derandomize=True, deadline=None)
 settings.load_profile("zenflow_jax")
 
 
+@pytest.fixture
+def promotion_as_users_have_it():
+    """Neither optax nor jax's own `dot_product_attention` is clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """Runs of the script in this process do not draw their losses, a quarter of a short run."""
+    monkeypatch.setattr("train.finetune.write_picture", lambda *_: None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # Each annotated function of the library is called by some test that is not slow. To look at all
     # that the slow ones call again and again takes a fifth of their time.

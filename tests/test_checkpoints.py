@@ -56,13 +56,6 @@ def runs(tmp_path_factory):
     return folder, kill_test.kill_test(folder, kills=3, seed=41)
 
 
-@pytest.fixture
-def promotion_as_users_have_it():
-    """jax's own `dot_product_attention` is not clean under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def start(config: Path, run: str, *options: str) -> subprocess.Popen:
     """As `kill_test.start`, which starts what it kills cold."""
     settings = environment(1)
@@ -104,7 +97,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 @pytest.mark.parametrize(
     "words",
     [{"optimizer": "adamw"}, {"send_gradients": "per_window"}, {"send_gradients": "after_step"}],
@@ -177,7 +170,7 @@ def test_the_model_is_the_masters_by_key_path(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -200,7 +193,7 @@ def test_a_folder_of_another_run_is_refused_with_a_remedy(runs, capsys, options,
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_parameters_that_are_not_those_of_their_checkpoint_are_refused(runs, capsys, monkeypatch):
     folder, _ = runs
     before = changed_at(folder / "whole")
@@ -217,7 +210,7 @@ def test_parameters_that_are_not_those_of_their_checkpoint_are_refused(runs, cap
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_a_run_that_has_ended_is_left_as_it_is(runs, capsys):
     folder, _ = runs
     before = changed_at(folder / "whole")
@@ -590,7 +583,7 @@ def test_a_failed_save_may_say_more_when_it_is_closed_and_the_run_goes_on(small_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_an_error_of_the_file_system_without_a_name_has_the_one_of_the_run(
     runs, capsys, monkeypatch
 ):

@@ -3,7 +3,6 @@
 import json
 import os
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,12 +14,7 @@ from train.command_line import load_settings
 from train.export import export
 from train.settings import Settings, SettingsError
 
-
-@pytest.fixture(autouse=True)
-def _promotion_as_users_have_it():
-    """jax's own `dot_product_attention` is not clean under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 
 
 def everything(folder):

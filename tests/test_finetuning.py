@@ -73,16 +73,9 @@ def validations(run: Path) -> list[tuple[str, ...]]:
         return [tuple(row) for row in csv.reader(file)][1:]
 
 
-@pytest.fixture
-def promotion_as_users_have_it():
-    """jax's own `dot_product_attention` is not clean under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 # In this process; `test_checkpoints.py` kills.
 @pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 @pytest.mark.parametrize(
     ("task", "model", "least"),
     [

@@ -19,11 +19,7 @@ from train.tasks.standard_library import Windows
 F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
 
 
-@pytest.fixture(autouse=True)
-def _promotion_as_users_have_it():
-    """jax's own `dot_product_attention` is not clean under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
 
 # --- batches --------------------------------------------------------------------------------

@@ -36,11 +36,7 @@ ATOL = 0.02 * STEPS * LEARNING_RATE
 VOCABULARY, LENGTH = 32, 8
 
 
-@pytest.fixture(autouse=True)
-def _promotion_as_users_have_it():
-    """Neither optax nor jax's own `dot_product_attention` is clean under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
 
 class Bigram(nnx.Module):

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 
 import jax
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 
 from benchmarks import kill_test
+from tests import warm
+from tests.processes import environment
 from train import finetune
 from train.memory import check_batch, check_model, is_lack_of_memory, lack_of_memory
 from train.settings import Settings, SettingsError
@@ -63,8 +64,10 @@ def test_a_signal_is_answered_at_once_and_the_next_one_aborts():
 
 
 def stuck(phase):
+    settings = environment(1)
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, phase],
+        [*warm.interpreter(settings), "-c", STUCK, phase],
+        env=settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

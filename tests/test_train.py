@@ -59,11 +59,7 @@ TINY = {
 SAME_TRAINING_ATOL = 2e-3
 
 
-@pytest.fixture(autouse=True)
-def _promotion_as_users_have_it():
-    """jax's own `dot_product_attention` is not clean under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
 
 def config_file(folder: Path, text: str) -> Path:
@@ -598,6 +594,7 @@ def test_windows_and_selections_that_adapt_are_in_the_metrics_and_the_summary(tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
 def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
     changed = {"corpus_megabytes": 0.1, "steps": 9, "log_every": 1, "update_interval": 1}
     root = standard_library.folder()
@@ -660,6 +657,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
 def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, capsys, monkeypatch):
     losses = {0: 5.0, 3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0, 13: 2.0}
     figures = ({"loss": loss} for loss in losses.values())
@@ -708,6 +706,7 @@ def assert_weights_of_checkpoint(run, step, where):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
 def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):
     command = tiny_command(tmp_path, learning_rate=1e-2, update_interval=1, overlap_step=False)
     losses = []

@@ -247,15 +247,15 @@ def test_the_process_that_packs_ends_with_the_run(run):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_a_run_of_the_script_packs_and_goes_on_from_what_is_packed(tmp_path, capsys):
-    with jax.numpy_dtype_promotion("standard"):
-        config = kill_test.write_config(tmp_path, steps=10)
-        whole, cut = tmp_path / "whole", tmp_path / "cut"
-        options = [str(config), "--keep", "9", "--save-every", "5"]
-        assert finetune.main([*options, "--run", whole.name]) == 0
-        cut_short(whole, cut, after=5)
-        pack_in_place(cut / "checkpoints" / "5")
-        assert finetune.main([*options, "--run", cut.name, "--compress-kept"]) == 0
+    config = kill_test.write_config(tmp_path, steps=10)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    options = [str(config), "--keep", "9", "--save-every", "5"]
+    assert finetune.main([*options, "--run", whole.name]) == 0
+    cut_short(whole, cut, after=5)
+    pack_in_place(cut / "checkpoints" / "5")
+    assert finetune.main([*options, "--run", cut.name, "--compress-kept"]) == 0
     out = capsys.readouterr().out
     assert "unpacking checkpoint 5" in out
     assert "going on from checkpoint 5" in out
