@@ -23,7 +23,7 @@ from zenflow_jax._plan.scalars import AdamScalars, window_step
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES = [np.float32, BFLOAT16, np.float16]
 KERNELS = ["numba", "numpy"]
-SHAPES = {  # (groups, rows, n, tail)
+SHAPES = {  # (entries, rows, n, tail)
     "leading": (1, 1, 23, 37),
     "leading, wide enough to skip by runs": (1, 1, 5, 9001),
     "leading, stacked": (3, 1, 5, 17),
@@ -103,7 +103,7 @@ def bits(*arrays: np.ndarray | Masters | Moment) -> list[bytes]:
 
 
 def by_channel(x: np.ndarray) -> np.ndarray:
-    """`(groups, n)` laid along the channels of `(groups, rows, n, tail)`."""
+    """`(entries, n)` laid along the channels of `(entries, rows, n, tail)`."""
     return x[:, None, :, None]
 
 

@@ -24,7 +24,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.moments import GROUP, Moment, bytes_of_moments, new_moments
 
 # Groups in the middle of a channel, at its end, and chunks of the compiled loops, in both layouts.
-WIDE = {  # (groups, rows, n, tail)
+WIDE = {  # (entries, rows, n, tail)
     "leading": (2, 1, 7, 37),
     "leading, groups without a rest": (1, 1, 3, 96),
     "leading, wide": (1, 1, 2, 4200),
@@ -50,7 +50,7 @@ def written(x: np.ndarray, *, first: bool) -> Moment:
 
 
 def modelled(x: np.ndarray, *, first: bool) -> np.ndarray:
-    """As the reference rounds each channel, laid out as `(groups, rows, n, tail)`."""
+    """As the reference rounds each channel, laid out as `(entries, rows, n, tail)`."""
     channels = x.transpose(0, 2, 1, 3)
     found = np.empty_like(channels)
     for place in np.ndindex(channels.shape[:2]):

@@ -39,7 +39,7 @@ class Sample:
     """Some values of a part of a parameter, taken before a checkpoint is read into the host."""
 
     values: np.ndarray  # float32
-    at: tuple[np.ndarray, ...]  # their places in the part, as `(groups, rows, n, tail)`
+    at: tuple[np.ndarray, ...]  # their places in the part, as `(entries, rows, n, tail)`
 
 
 @dataclasses.dataclass
@@ -223,7 +223,7 @@ def _spread(size: int) -> np.ndarray:
 
 
 def _places(channels: np.ndarray, n: int) -> np.ndarray:
-    """Int (groups, n): each channel's place among `channels` (groups, k); -1 if it has none."""
+    """Int (entries, n): each channel's place among `channels` (entries, k); -1 if it has none."""
     places = np.full((channels.shape[0], n), -1)
     np.put_along_axis(places, channels, np.arange(channels.shape[1])[None], axis=-1)
     return places

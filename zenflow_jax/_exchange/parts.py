@@ -226,7 +226,7 @@ def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
 
 
 def host_channels(channels: jax.Array, part: Part) -> np.ndarray:
-    """A part's selected channels, `(groups, k)`, counted from its first one; a copy."""
+    """A part's selected channels, `(entries, k)`, counted from its first one; a copy."""
     # A live view of the array would block its donation.
     shape = part.spec.view4(part.spec.k)[::2]
     return np.array(part.cut(read(channels))).reshape(shape) - part.first

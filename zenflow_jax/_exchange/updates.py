@@ -163,7 +163,7 @@ class Updates:
     def before(self) -> list[np.ndarray | None]:
         """For each part, its channels in the pending update's window; None: as now.
 
-        Int32 `(groups, k)`, counted from the part's first one.
+        Int32 `(entries, k)`, counted from the part's first one.
         """
         channels: list[np.ndarray | None] = [None] * len(self._parts)
         for number, pending in self._pending.items():

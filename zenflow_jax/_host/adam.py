@@ -8,10 +8,10 @@ gradient, and when; this file knows neither windows nor mail.
 The bits depend neither on the number of threads nor on the size of the tiles: `numba_loops.py`
 says why.
 
-Letters: every array is a C-contiguous view `(groups, rows, n, tail)`. `groups` is the product of
+Letters: every array is a C-contiguous view `(entries, rows, n, tail)`. `entries` is the product of
 the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
 run of `tail` elements. "Trailing": `tail == 1`, the channels are the lanes of each row. What has
-one entry per channel is `(groups, n)`. Inside, `p, m, v, g` are master, moments and gradient;
+one entry per channel is `(entries, n)`. Inside, `p, m, v, g` are master, moments and gradient;
 `masters.py` and `moments.py` say how masters and moments are kept.
 """
 
@@ -59,7 +59,7 @@ _CHUNK = 2 * 1024 * 1024
 #: Gradients of one shape (float32, bfloat16 or float16; may be read-only) and the factor of each.
 Sources = Sequence[tuple[np.ndarray, float]]
 
-#: What channels are moved of: `(groups, rows, n, tail)`.
+#: What channels are moved of: `(entries, rows, n, tail)`.
 Movable = Moment | Masters
 
 _FLOAT16 = np.dtype(np.float16)
@@ -149,13 +149,13 @@ class HostAdam:
         hold).
 
         Args:
-            masters: Of `(groups, rows, n, tail)`; written, with what is uploaded of them.
+            masters: Of `(entries, rows, n, tail)`; written, with what is uploaded of them.
             mu: First moment, like `masters`; written.
             nu: Second moment, like `mu`, and as compact.
-            steps: int32 `(groups, n)`, Adam steps taken by each channel before this one; written.
+            steps: int32 `(entries, n)`, Adam steps taken by each channel before this one; written.
             gradients: With their factors, in order; shape of `masters`.
             scale: Taken as float32, like the factors.
-            active: bool `(groups, n)`; the channels that take the step.
+            active: bool `(entries, n)`; the channels that take the step.
             of_window: Learning rate, betas, eps, weight decay; and how far `steps` advance.
 
         Yields:
@@ -217,14 +217,14 @@ class HostAdam:
         """Copies some channels out of masters and moments of one leaf.
 
         Args:
-            arrays: `(groups, rows, n, tail)` each.
-            channels: int32 `(groups, k)`.
+            arrays: `(entries, rows, n, tail)` each.
+            channels: int32 `(entries, k)`.
 
         Returns:
-            New float32 arrays `(groups, rows, k, tail)`.
+            New float32 arrays `(entries, rows, k, tail)`.
         """
-        groups, rows, _, tail = arrays[0].shape
-        taken = [np.empty((groups, rows, channels.shape[1], tail), np.float32) for _ in arrays]
+        entries, rows, _, tail = arrays[0].shape
+        taken = [np.empty((entries, rows, channels.shape[1], tail), np.float32) for _ in arrays]
         self._move(arrays, taken, channels, inward=False)
         return taken
 
@@ -261,24 +261,25 @@ class HostAdam:
             inward=inward,
         )
         kernel, rows = self._kernel, some[0]
-        groups, height, n, tail = arrays[0].shape
+        entries, height, n, tail = arrays[0].shape
         k = channels.shape[1]
         # Compiled code checks nothing: it would read and write anywhere.
         assert channels.dtype == np.int32
-        assert channels.shape == (groups, k)
+        assert channels.shape == (entries, k)
         for x, rest, units, new in moving.arrays:
-            assert x.shape == (groups, height, n, tail)
-            assert new.shape == (groups, height, k, tail)
+            assert x.shape == (entries, height, n, tail)
+            assert new.shape == (entries, height, k, tail)
             assert new.dtype == np.float32
             assert rest is not None or units is not None or x.dtype == np.float32
         if rows.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
             raise ValueError(
-                f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}."
+                f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}. "
+                "The optimizer state is damaged, or of other devices: go on from a checkpoint."
             )
         layout = Layout(1, tail, False) if height == 1 else Layout(height, k, True)
-        segments = groups * (k if height == 1 else height)
+        segments = entries * (k if height == 1 else height)
         tiles = [(0, segments, 0, layout.width)]
         # NumPy holds Python's lock while it copies rows, so threads would not help.
         if kernel is not self._portable:

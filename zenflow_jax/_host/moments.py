@@ -61,9 +61,9 @@ _BLOCK = 128 * 1024
 
 
 class Layout(NamedTuple):
-    """How `(groups, rows, n, tail)` lies in memory, as segments of `width` elements."""
+    """How `(entries, rows, n, tail)` lies in memory, as segments of `width` elements."""
 
-    rows: int  # segments of a group in the trailing layout
+    rows: int  # segments of a stack entry in the trailing layout
     width: int
     trailing: bool
 
@@ -80,20 +80,20 @@ class Layout(NamedTuple):
         """Along which axis of `(segments, width)` groups of codes lie."""
         return 0 if self.trailing else 1
 
-    def stack_groups(self, first: int, last: int) -> Iterator[slice]:
-        """Cuts a range of segments where a group of the stack ends, if groups of codes do there."""
+    def cut_at_entries(self, first: int, last: int) -> Iterator[slice]:
+        """Cuts a range of segments where stack entries end, if groups of codes span segments."""
         if not self.trailing:
             yield slice(first, last)
             return
-        for group in range(first // self.rows, -(-last // self.rows)):
-            yield slice(max(first, group * self.rows), min(last, (group + 1) * self.rows))
+        for entry in range(first // self.rows, -(-last // self.rows)):
+            yield slice(max(first, entry * self.rows), min(last, (entry + 1) * self.rows))
 
     def units(self, segments: slice, elements: slice) -> tuple[slice, slice]:
-        """Where the units of a region are: of whole groups of codes, in one group of the stack."""
+        """Where the units of a region are: of whole groups of codes, in one stack entry."""
         if not self.trailing:
             return segments, slice(elements.start // GROUP, blocks_of(elements.stop))
-        group, row = divmod(segments.start, self.rows)
-        first = group * blocks_of(self.rows) + row // GROUP
+        entry, row = divmod(segments.start, self.rows)
+        first = entry * blocks_of(self.rows) + row // GROUP
         return slice(first, first + blocks_of(segments.stop - segments.start)), elements
 
     def spread(self, units: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -104,7 +104,7 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moment:
-    """One moment of one leaf, `(groups, rows, n, tail)`, C-contiguous."""
+    """One moment of one leaf, `(entries, rows, n, tail)`, C-contiguous."""
 
     values: np.ndarray  # float32; or codes, int8 of a first moment, uint8 of a second
     units: np.ndarray | None = None  # uint16 (segments or blocks of them, groups): of the codes
@@ -208,12 +208,12 @@ class Moment:
         return stands_for(code - half) - LEAST_FIRST, stands_for(code + half) + LEAST_FIRST
 
     def _largest(self) -> np.ndarray:
-        """Of each channel `(groups, n)` the largest magnitude, about."""
+        """Of each channel `(entries, n)` the largest magnitude, about."""
         if self.units is None:  # `fmax` leaves out what is no number
             most, least = (f.reduce(self.values, axis=(1, 3)) for f in (np.fmax, np.fmin))
             return np.maximum(most, -least)
-        groups, _, n, tail = self.shape
-        units = self.units.reshape((groups, -1, n) if tail == 1 else (groups, n, -1))
+        entries, _, n, tail = self.shape
+        units = self.units.reshape((entries, -1, n) if tail == 1 else (entries, n, -1))
         largest = widened(units.max(axis=1 if tail == 1 else 2))
         if self.values.dtype == _FIRST:
             return largest * TOP_FIRST
@@ -229,7 +229,7 @@ class Moment:
         codes, flat = self.values.reshape(-1, width), np.ascontiguousarray(x).reshape(-1, width)
         tiles = tiles_of_groups(flat.shape[0], self.layout, _BLOCK)
         for first, last, left, right in tiles:
-            for segments in self.layout.stack_groups(first, last):
+            for segments in self.layout.cut_at_entries(first, last):
                 here = (segments, slice(left, right))
                 some = np.array(flat[here], np.float32)
                 if codes.dtype == _SECOND:

@@ -18,9 +18,9 @@ The first gradient may begin at the element `origin` of the others. A tile has t
 to `last`, and of each the elements `left` to `right`.
 
 Where rows move, `x` is a leaf's array (or `x` and `rest` its split masters) and `some` has the rows
-of its `channels`, `(groups, k)` of `n`; all are flat. A segment is one of these channels, of
-`width` elements (leading), or one row of all of them (trailing, `height` rows in a group). `inward`
-is True, or None for the other way.
+of its `channels`, `(entries, k)` of `n`; all are flat. A segment is one of these channels, of
+`width` elements (leading), or one row of all of them (trailing, `height` rows in a stack entry).
+`inward` is True, or None for the other way. A `group` here is a stack entry.
 """
 
 from collections.abc import Callable

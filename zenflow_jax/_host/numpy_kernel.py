@@ -48,10 +48,10 @@ class Step(NamedTuple):
     m_units: np.ndarray | None  # as in `Moment`; None where moments are float32
     v_units: np.ndarray | None
     gradients: Weighed  # (segments, width)
-    active: np.ndarray  # (groups * n,) bool
-    m_scale: np.ndarray  # (groups * n,) float32, reciprocals of the bias corrections
+    active: np.ndarray  # (entries * n,) bool
+    m_scale: np.ndarray  # (entries * n,) float32, reciprocals of the bias corrections
     v_scale: np.ndarray  # the same; where moments are compact, their roots
-    rows: int  # segments of a group in the trailing layout
+    rows: int  # segments of a stack entry in the trailing layout
     trailing: bool
     scale: np.float32
     scalars: AdamScalars  # of np.float32
@@ -60,17 +60,17 @@ class Step(NamedTuple):
 class MovingArray(NamedTuple):
     """One of a leaf's arrays, and rows of it."""
 
-    x: np.ndarray  # (groups, rows, n, tail) float32, bfloat16 of split masters, or codes
+    x: np.ndarray  # (entries, rows, n, tail) float32, bfloat16 of split masters, or codes
     rest: np.ndarray | None  # int16, like x: of split masters
     units: np.ndarray | None  # of codes
-    rows: np.ndarray  # (groups, rows, k, tail) float32
+    rows: np.ndarray  # (entries, rows, k, tail) float32
 
 
 class Moving(NamedTuple):
     """Some channels of a leaf's arrays that are copied out, or in."""
 
     arrays: list[MovingArray]
-    channels: np.ndarray  # int32 (groups, k)
+    channels: np.ndarray  # int32 (entries, k)
     inward: bool
 
 
@@ -128,9 +128,9 @@ class NumpyKernel:
                 self._update(step, channels, columns, channels, masked=True)
             return
         n = step.p.shape[1]
-        for group in range(first // step.rows, -(-last // step.rows)):
-            segments = slice(max(first, group * step.rows), min(last, (group + 1) * step.rows))
-            channels = slice(group * n + left, group * n + right)
+        for entry in range(first // step.rows, -(-last // step.rows)):
+            segments = slice(max(first, entry * step.rows), min(last, (entry + 1) * step.rows))
+            channels = slice(entry * n + left, entry * n + right)
             active = step.active[channels]
             if active.any():
                 self._update(step, segments, columns, channels, masked=not active.all())
@@ -210,7 +210,7 @@ class NumpyKernel:
 def _move_split(
     x: np.ndarray, rest: np.ndarray, index: np.ndarray, some: np.ndarray, *, inward: bool
 ) -> None:
-    """Moves rows of split masters of one group."""
+    """Moves rows of split masters of one stack entry."""
     if not inward:
         join(x[:, index], rest[:, index], out=some)
         return
@@ -239,10 +239,10 @@ def _move_codes(moment: Moment, channels: np.ndarray, rows: np.ndarray, *, inwar
 
 
 def _by_channel(moment: Moment) -> np.ndarray:
-    """Its units as `(groups, blocks of rows, n, groups of codes)`."""
+    """Its units as `(entries, blocks of rows, n, groups of codes)`."""
     assert moment.units is not None
-    groups, _, n, tail = moment.shape
-    shape = (groups, -1, n, 1) if tail == 1 else (groups, 1, n, -1)
+    entries, _, n, tail = moment.shape
+    shape = (entries, -1, n, 1) if tail == 1 else (entries, 1, n, -1)
     return moment.units.reshape(shape)
 
 

@@ -2,9 +2,9 @@
 
 NumPy arrays go in and come out; there is no thread and no jax array. `_exchange/worker.py` decides
 when these methods run, and `adam.py` does the arithmetic. Arrays have the leaf's full shape, viewed
-as `(groups, rows, n, tail)`. Rows of selected channels are not current: those are on the device.
+as `(entries, rows, n, tail)`. Rows of selected channels are not current: those are on the device.
 
-Letters: `n` channels in a group, `k` of them selected.
+Letters: `entries` of the stack axes, `n` channels in each, `k` of them selected.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ MAILS_KEPT = 5
 
 @dataclasses.dataclass
 class HostLeaf:
-    """One leaf's arrays, all `(groups, rows, n, tail)` unless said otherwise."""
+    """One leaf's arrays, all `(entries, rows, n, tail)` unless said otherwise."""
 
     spec: LeafSpec
     master: Masters
     mu: Moment
     nu: Moment
-    steps: np.ndarray  # int32 (groups, n): Adam steps of each channel
-    channels: np.ndarray  # int32 (groups, k), ascending: selected now
+    steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
+    channels: np.ndarray  # int32 (entries, k), ascending: selected now
     # The open window: the float32 sum of its first mails, if any were added up; then the other
     # mails in order, each with its factor. Mails are views of host memory that is freed with them.
     total: np.ndarray | None = None
@@ -109,7 +109,7 @@ class ClosedWindow:
     leaves: list[int]  # the numbers of the group's leaves
     # By these numbers; none if no step counted. The update of a leaf drops its own.
     gradients: dict[int, WindowGradients]
-    # Bool (groups, n): channels to update. Those that enter before the update are taken out.
+    # Bool (entries, n): channels to update. Those that enter before the update are taken out.
     active: dict[int, np.ndarray]
 
     @property
@@ -132,10 +132,10 @@ class OpenWindow:
 class SelectedRows:
     """A leaf's selected channels as they cross in a hand-over; shapes as on the device."""
 
-    master: np.ndarray  # float32 (groups, rows, k, tail)
+    master: np.ndarray  # float32 (entries, rows, k, tail)
     mu: np.ndarray
     nu: np.ndarray
-    steps: np.ndarray  # int32 (groups, k)
+    steps: np.ndarray  # int32 (entries, k)
 
 
 class HostState:
@@ -400,7 +400,7 @@ class HostState:
             window: The window that just closed.
             i: The leaf's number.
             leaving: The state that the device holds.
-            chosen: The channels that are selected from now on, int32 (groups, k).
+            chosen: The channels that are selected from now on, int32 (entries, k).
 
         Returns:
             The state that the device holds from now on; copies.
@@ -435,15 +435,15 @@ def _new_leaf(
     spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
 ) -> HostLeaf:
     shape = spec.view4(spec.n)
-    groups = shape[0]
+    entries = shape[0]
     mu, nu = new_moments(shape, compact=compact)
     leaf = HostLeaf(
         spec=spec,
         master=Masters.zeros(shape, spec.dtype),
         mu=mu,
         nu=nu,
-        steps=blank((groups, spec.n), np.int32),
-        channels=np.array(channels, np.int32).reshape(groups, spec.k),
+        steps=blank((entries, spec.n), np.int32),
+        channels=np.array(channels, np.int32).reshape(entries, spec.k),
     )
     leaf.take_master(weight)  # a copy: the parameter's memory belongs to the device
     return leaf
@@ -514,7 +514,7 @@ def _keep_staying(
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:
-    """Bool (groups, n): whether a channel is among `channels` (groups, k)."""
+    """Bool (entries, n): whether a channel is among `channels` (entries, k)."""
     members = np.zeros((channels.shape[0], n), bool)
     np.put_along_axis(members, channels, True, axis=-1)
     return members

@@ -89,7 +89,10 @@ class LeafSpec:
         return (*self.shape[: self.axis], self.k, *self.shape[self.axis + 1 :])
 
     def view4(self, channels: int) -> tuple[int, int, int, int]:
-        """The leaf as `(groups, rows, channels, tail)`, for host kernels."""
+        """The shape as `(entries, rows, channels, tail)`, with so many channels, for the host.
+
+        `entries` of the stack axes; rows only if the channel axis is the last, else a tail.
+        """
         assert self.axis is not None
         return (
             math.prod(self.stack),
