@@ -48,8 +48,8 @@ class Plan:
         devices: How many of them.
         by: Who says what the step's temporaries take: "compiler" or "formula".
         device: Bytes of one device at the peak of a step, by what they are for.
-        host: Bytes of the host at most, likewise; all devices together. All but "mail" and
-            "hand-over" are not pinned.
+        host: Bytes of the host at most, likewise; all devices together. jax pins "mail" and
+            "hand-over, pinned".
         checkpoint: Bytes of a checkpoint on disk: parameters, the optimizer's state, the engine's.
         to_host: Bytes that one device sends in a step.
         to_device: Bytes that one device gets in a step, on average.
@@ -61,8 +61,9 @@ class Plan:
         bus: Likewise what crosses between device and host, in the direction with more of it.
         interval: Steps in a window; None without an engine, and where windows adapt.
         overlaps: Whether the host works while the device goes on.
-        of_intervals: Of other windows, `busy`; none if it does not.
-        host_bytes_there: Of the host, what is assumed or was said.
+        of_intervals: `busy` with windows of each length; empty where the host does not work beside
+            the device, and where windows adapt.
+        host_bytes_there: Bytes that the host has, assumed or said.
         host_bandwidth: Bytes a second of the host's memory, assumed, said, or measured.
     """
 
@@ -336,21 +337,21 @@ def plan(
     weights = jax.tree.leaves(params)
     whole = sum(map(_nbytes, weights))
     mine = sum(map(nbytes_here, weights))
-    engine = next((x for x in _states(opt_state)), None)
-    state = sum(map(nbytes_here, on_device(opt_state)))
+    state = next(iter(_states(opt_state)), None)
+    state_bytes = sum(map(nbytes_here, on_device(opt_state)))
     gradients = int(traced.gradient_bytes * mine / max(whole, 1))
     others = int((traced.temporary_bytes - traced.gradient_bytes) / parts)
     if compiled is not None:
         peak, temporary = peak_bytes(compiled)
         gradients = min(gradients, temporary)
-        others = max(peak - mine - state - gradients, 0)
+        others = max(peak - mine - state_bytes - gradients, 0)
         results = 0
     else:
         results = int(traced.result_bytes * mine / max(whole, 1))
         others += _between_devices(weights) if devices > 1 else 0
     classes = {
         "weights": mine,
-        "optimizer state": state,
+        "optimizer state": state_bytes,
         "gradients": gradients + results,
         "activations, temporaries": others,
     }
@@ -367,22 +368,22 @@ def plan(
     intervals: dict[int, float] = {}
     interval, overlaps = None, False
     checkpoint = whole + sum(map(_nbytes, on_device(opt_state)))
-    if engine is not None:
+    if state is not None:
 
         def busy_with(one: ZenFlowState) -> float:
             return busy_share(one, rate, step_s, compact=compact)
 
-        intervals = {s: busy_with(with_interval(engine, s)) for s in INTERVALS}
-        rule = engine.schedule.window
+        intervals = {s: busy_with(with_interval(state, s)) for s in INTERVALS}
+        rule = state.schedule.window
         if isinstance(rule, FitWindow):
-            engine = with_interval(
-                engine, rule.interval or smallest_that_hides(intervals) or INTERVALS[-1]
+            state = with_interval(
+                state, rule.interval or smallest_that_hides(intervals) or INTERVALS[-1]
             )
-        window = engine.schedule.window
-        there = device_memory(engine)
+        window = state.schedule.window
+        there = device_memory(state)
         classes["mail under way"] = there.mail // devices
         classes["uploads"] = there.uploads // devices
-        need = host_memory(engine, host_state=host_state)
+        need = host_memory(state, host_state=host_state)
         host = {
             "masters, moments": need.state,
             "sums": need.sums,
@@ -392,11 +393,11 @@ def plan(
             "a save": need.saving,
         }
         checkpoint += sum(map(_nbytes, jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])))
-        host_s = host_work(engine, compact=compact).mean / rate
-        busy = busy_with(engine)
-        bus = max(_crossing(engine, devices)) / gpu.bus / step_s
-        to_host, to_device = map(int, _crossing(engine, devices))
-        overlaps = engine.schedule.staleness != 0
+        host_s = host_work(state, compact=compact).mean / rate
+        busy = busy_with(state)
+        bus = max(_crossing(state, devices)) / gpu.bus / step_s
+        to_host, to_device = map(int, _crossing(state, devices))
+        overlaps = state.schedule.staleness != 0
         interval = window if isinstance(window, int) else None
         if interval is None or not overlaps:
             intervals = {}
