@@ -32,8 +32,23 @@ def layout_name(number: int) -> str:
     return f"layout_{number}_of_zenflow_jax_{SINCE[number].replace('.', '_')}"
 
 
-def version_numbers() -> tuple[int, int, int]:
-    """Major, minor and patch number of this version."""
+def version_number() -> int:
+    """This version as one number, three digits each for minor and patch.
+
+    It is one, because a step on a mesh writes the sharding of a vector in another way than it came,
+    and jit would compile that step twice.
+    """
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", __version__)
     assert found is not None
-    return int(found[1]), int(found[2]), int(found[3])
+    major, minor, patch = map(int, found.groups())
+    return (major * 1000 + minor) * 1000 + patch
+
+
+def version_of(number: int) -> str:
+    """The version with this number.
+
+    Examples:
+        >>> version_of(1_002_034)
+        '1.2.34'
+    """
+    return f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}"

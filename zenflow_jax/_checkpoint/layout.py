@@ -20,10 +20,8 @@ TO_NEXT: dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]] = {}
 
 
 def written_by() -> dict[str, np.ndarray]:
-    """What a tree says of its layout and version: an int32 (3,) under the layout's name."""
-    return {
-        _version.layout_name(_version.LAYOUT): np.array(_version.version_numbers(), np.int32),
-    }
+    """What a tree says of its layout and version: an int32 () under the layout's name."""
+    return {_version.layout_name(_version.LAYOUT): np.array(_version.version_number(), np.int32)}
 
 
 def layout_of(name: str) -> int | None:
@@ -88,7 +86,7 @@ def _said_by(saved: Mapping[str, Any]) -> tuple[int | None, str | None]:
     for name, version in said.items() if isinstance(said, Mapping) else ():
         number = layout_of(name)
         if number is not None:
-            return number, ".".join(str(x) for x in np.asarray(version).reshape(-1))
+            return number, _version.version_of(int(np.asarray(version)))
     return None, None
 
 

@@ -25,7 +25,7 @@ from zenflow_jax._plan.rules import FitWindow, FoundWindow
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 from zenflow_jax._plan.sending import SendGradients
-from zenflow_jax._version import STATE_LAYOUT, layout_name, version_numbers
+from zenflow_jax._version import STATE_LAYOUT, layout_name, version_number
 
 
 def first_state(
@@ -106,7 +106,7 @@ def _build(
         if offload
         else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
         schedule_state=_first_schedule_state(specs, schedule, offload),
-        layout={layout_name(STATE_LAYOUT): jnp.array(version_numbers(), jnp.int32)},
+        layout={layout_name(STATE_LAYOUT): jnp.array(version_number(), jnp.int32)},
         schedule=schedule,
         offload=offload,
         send_gradients=sending,

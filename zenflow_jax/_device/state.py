@@ -92,7 +92,7 @@ class ZenFlowState(AsTuple):
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or with an
             engine. With a `FitWindow` the `FoundWindow` of its engine.
-        layout: int32 (3,), in a dict under a name that says which layout the state has
+        layout: int32 (), in a dict under a name that says which layout the state has
             (`_version.py`): the version of zenflow_jax that began the run.
         schedule: When windows close and channels are selected. Static.
         offload: Whether the deferred half is with an engine. Static.
