@@ -52,9 +52,9 @@ def compilations():
 @pytest.mark.parametrize(
     ("leaves", "changes"),
     [
-        (SECOND, {}),
+        pytest.param(SECOND, {}, marks=pytest.mark.slow),
         (SECOND, {"rolling": False}),
-        (SCANNED, {"full_warm_up_rounds": 0}),
+        pytest.param(SCANNED, {"full_warm_up_rounds": 0}, marks=pytest.mark.slow),
         (SCANNED, {"full_warm_up_rounds": 0, "send_gradients": "per_window"}),
     ],
     ids=["in turn", "together", "stacks in ranges", "the same, added up on the device"],
@@ -82,6 +82,7 @@ def test_it_is_the_variable_that_has_them_compiled_ahead(monkeypatch):
         assert any("choose" in name for name in names)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_ahead_gives_the_bits_of_what_was_not(monkeypatch):
     found = []
     for on in "1", "0":

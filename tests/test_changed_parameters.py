@@ -198,6 +198,7 @@ def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
     train(**options)
 
 
+@pytest.mark.slow
 def test_numbers_that_an_update_of_zero_may_change_are_not_taken_for_others():
     numbers = np.array([0.0, -0.0, 1e-40, -1e-40], np.float32)
 

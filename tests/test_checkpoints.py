@@ -300,6 +300,7 @@ def saved_run(folder: Path, *steps: int, **options):
     return values
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_state_of_its_step_whatever_is_donated_while_it_is_written(tmp_path):
     with Job(tmp_path, size=LARGE, keep=9) as job:
         values = {}

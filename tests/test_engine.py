@@ -102,6 +102,7 @@ def started(settings=BUSY, leaves=FEW, **more):
 PLAN = Plan(14, bad=(5,), flush_at=(8,))
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(monkeypatch):
     with started() as training:
         expected = training.history(PLAN)

@@ -68,8 +68,13 @@ def waits(monkeypatch):
     ("leaves", "changes", "kernel"),
     [
         (FIRST, {}, "numba"),
-        (SECOND, {"send_gradients": "per_window", "overlap_step": False}, "numpy"),
-        (SCANNED, {"staleness": 2}, "numpy"),
+        pytest.param(
+            SECOND,
+            {"send_gradients": "per_window", "overlap_step": False},
+            "numpy",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(SCANNED, {"staleness": 2}, "numpy", marks=pytest.mark.slow),
     ],
     ids=["in turn", "added up on the device", "stacks in ranges"],
 )

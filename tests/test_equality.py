@@ -240,8 +240,8 @@ def test_engine_and_in_graph_mode_equal_the_reference(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "skipped and flushed everywhere",
-        "after a warm-up, clipped",
+        pytest.param("skipped and flushed everywhere", marks=pytest.mark.slow),
+        pytest.param("after a warm-up, clipped", marks=pytest.mark.slow),
         "all windows at once, two of four steps stale",
     ],
 )

@@ -72,6 +72,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
     assert load_file(tmp_path / "out" / "model.safetensors")["classifier.bias"].shape == (3,)
 
 
+@pytest.mark.slow
 def test_all_of_the_data_can_be_evaluated(tmp_path, capsys):
     given = write_model(tmp_path / "given", "bert")
     config = write_config(tmp_path, model=str(given), **own_classes(tmp_path))

@@ -40,6 +40,7 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence(name):
     assert extend._cache_size() == 2  # the prompt, and one token
 
 
+@pytest.mark.slow
 def test_the_most_likely_tokens_are_those_of_the_model_without_a_cache():
     _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True)
     model = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))
@@ -84,6 +85,7 @@ def test_tokens_that_are_too_unlikely_are_not_drawn(sampling, taken):
     np.testing.assert_allclose(shares, np.array(kept) / sum(kept), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_seed_and_the_temperature():
     _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
 

@@ -150,6 +150,7 @@ def params_of(model):
     return nnx.state(model, nnx.Param)
 
 
+@pytest.mark.slow
 def test_all_of_an_nnx_model_or_its_parameters_alone_are_the_same_run():
     plain = train_nnx(params_of, params_of)
     runs.assert_same_bits(train_nnx(nnx.state, params_of), plain)

@@ -49,6 +49,7 @@ def count_wrong(start, stop):
     return wrong, moved
 
 
+@pytest.mark.slow
 def test_every_float32_comes_back_but_those_halfway_above_an_even_one_and_nans():
     edges = range(0, 2**16 + 1, 2**12)
     with ThreadPoolExecutor(numba.config.NUMBA_NUM_THREADS) as pool:

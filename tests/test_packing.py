@@ -36,6 +36,7 @@ def alone(batch, lengths):
     return {"tokens": tokens, "weights": weights}
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone():
     # With a window of attention, which is shorter than the texts.
     _, graphdef, params = load(FIXTURES / "mistral", scan_layers=True, remat=True)

@@ -30,7 +30,12 @@ def casts(training):
     ("leaves", "changes", "options"),
     [
         (FIRST, {}, {"donate": True}),
-        (SECOND, {"send_gradients": "per_window"}, {"prefetch_bytes": 0}),
+        pytest.param(
+            SECOND,
+            {"send_gradients": "per_window"},
+            {"prefetch_bytes": 0},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["first, donated", "second, added up on the device"],
 )
@@ -140,6 +145,7 @@ def test_in_graph_a_flush_whose_result_is_dropped_is_a_look():
         runs.assert_close([training.values()], [untouched.values()])
 
 
+@pytest.mark.slow
 def test_in_graph_what_came_back_from_the_host_as_numpy_is_flushed_alike():
     with Training(ONE, SETTINGS, offload=False) as training:
         training.go(5)

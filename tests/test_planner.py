@@ -115,7 +115,11 @@ def test_gradients_that_leave_during_the_backward_pass_are_not_there_together():
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "scan"),
-    [("llama3", "zenflow", True), ("qwen2", "adamw", False), ("bert", "offload", True)],
+    [
+        ("llama3", "zenflow", True),
+        pytest.param("qwen2", "adamw", False, marks=pytest.mark.slow),
+        pytest.param("bert", "offload", True, marks=pytest.mark.slow),
+    ],
 )
 def test_arguments_are_those_of_the_compiled_step_and_by_the_compiler_is_what_xla_says(
     model, optimizer, scan
@@ -207,6 +211,7 @@ def planned(bandwidth, **changes):
     return zenflow_jax.plan(*step, bandwidth=bandwidth)
 
 
+@pytest.mark.slow
 def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
     fast, slow = planned(1e15), planned(1e3)
     assert fast.smallest_interval == 1
@@ -384,6 +389,7 @@ def test_a_run_that_the_host_cannot_hold_is_refused_before_data_are_looked_at(mo
     assert "tokenizer.json" in capsys.readouterr().err  # the first that is looked at
 
 
+@pytest.mark.slow
 def test_the_nearest_that_would_fit_fits(monkeypatch, tiny):
     origin = folder_of_config(tiny.model)
     monkeypatch.setattr(fitting, "_on_cpu", lambda: False)

@@ -143,6 +143,7 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, ke
                 assert counted(again) == counted(whole), t
 
 
+@pytest.mark.slow
 def test_a_run_with_compact_moments_goes_on_with_the_same_bits():
     options = {"host_kernel": "numpy", "host_state": "compact"}
     with Training(FIRST, SETTINGS, threads=1, donate=True, **options) as whole:
@@ -317,6 +318,7 @@ def test_leaves_that_took_turns_in_other_groups_are_refused_by_name():
             HostEngine(params, state, engine_state=engine_state)
 
 
+@pytest.mark.slow
 def test_numbers_that_shape_nothing_may_be_others():
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
         training.go(6)
@@ -348,6 +350,7 @@ def test_an_engine_state_of_another_step_or_another_run_is_refused():
             zenflow_jax.HostEngine(params, state, engine_state=engine_state["leaves"])
 
 
+@pytest.mark.slow
 def test_an_engine_state_does_not_change_while_training_goes_on():
     with Training(FIRST, SETTINGS, threads=1, donate=True) as training:
         go(training, PLAN, 11)

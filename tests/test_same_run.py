@@ -27,7 +27,11 @@ def refused(training, tree, words):
         resumed(training, tree)
 
 
-@pytest.mark.parametrize("leaves", [FIRST, SECOND, THIRD], ids=["first", "second", "third"])
+@pytest.mark.parametrize(
+    "leaves",
+    [FIRST, *(pytest.param(x, marks=pytest.mark.slow) for x in (SECOND, THIRD))],
+    ids=["first", "second", "third"],
+)
 def test_parameters_of_another_run_are_refused_leaf_by_leaf(leaves):
     # A float32 leaf is its own master where the device has it: nothing to compare with.
     alone = {x.name for x in leaves if x.axis is None and x.dtype == "float32"}

@@ -332,12 +332,14 @@ def windows():
     return jax.random.randint(jax.random.key(1), (3, 9), 0, 256)
 
 
+@pytest.mark.slow
 def test_a_fresh_model_knows_nothing_about_the_next_byte(windows):
     found = of_tokens(tiny_model(), {"tokens": windows})
     mean = found.losses.sum() / found.targets.sum()
     np.testing.assert_allclose(mean, np.log(256), atol=0.05)  # its logits are near 0, not 0
 
 
+@pytest.mark.slow
 def test_weights_of_all_optimizers_start_from_the_same_draw(windows):
     rounded, master = tiny_model("zenflow"), tiny_model("adamw")
     for low, high in zip(

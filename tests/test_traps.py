@@ -409,6 +409,7 @@ def six_channels(dtype):
     return tx, runs.jitted(tx)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["bfloat16", "float16"]),
     # From 1: where a weight shrinks by more than 2**13 at once, float32 cannot hold its change.

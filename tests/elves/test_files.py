@@ -129,6 +129,7 @@ def test_rows_are_read_without_the_blocks_of_others(packed, tmp_path):
             file.get_slice("w")[:1]
 
 
+@pytest.mark.slow
 def test_ten_thousand_flipped_bytes_are_all_detected(tmp_path):
     path = tmp_path / "x.safetensors"
     x = noise(60, 20)
