@@ -14,8 +14,9 @@ import numpy as np
 from zenflow_jax import _version
 
 #: By the number of an older layout that can still be read, what makes the next layout of its tree.
-#: Large arrays of the tree may be in files: pass them on, or put something of one as that in their
-#: place. The optimizer state is no part of it.
+#: Large arrays of the tree may be in files: pass them on as they are. The optimizer state is not in
+#: it. `abstract_engine_state` is of the layout of now, so the first entry here owes users who
+#: restore `engine.state()` by a template one of the older layout.
 TO_NEXT: dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]] = {}
 
 
