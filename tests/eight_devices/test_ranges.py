@@ -58,6 +58,17 @@ def test_ranges_on_a_mesh_equal_the_reference(placement, kind, more):
         assert places_of(training) == before
 
 
+@pytest.mark.parametrize("more", [{}, {"update_interval": "auto"}, {"select_interval": "auto"}])
+def test_the_second_step_in_graph_on_explicit_axes_compiles_nothing(more):
+    settings = dataclasses.replace(STALE, staleness=None, **more)
+    places = shardings("cut", AxisType.Explicit)
+    with Training(LEAVES, settings, shardings=places, offload=False) as training:
+        training.go(1)
+        compiled = training.program._cache_size()
+        training.go(1)
+        assert training.program._cache_size() == compiled
+
+
 def test_windows_that_change_on_a_mesh_equal_the_reference():
     places = shardings("cut", AxisType.Explicit)
     settings = dataclasses.replace(STALE, update_interval=FitWindow(8, 16), select_interval=16)

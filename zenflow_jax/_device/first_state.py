@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device import in_graph
 from zenflow_jax._device.channels import first_channels, take
@@ -53,7 +54,9 @@ def first_state(
     # `keep_unused`, here and below: parameters that nobody reads say which devices to use.
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
     if not offload:
-        return state
+        small = (state.open_steps, state.schedule_state)
+        open_steps, schedule_state = jax.tree.map(partial(_in_full, specs=specs, like=like), small)
+        return dataclasses.replace(state, open_steps=open_steps, schedule_state=schedule_state)
     rank = mail_rank(specs)
     each = tuple(
         None if spec.resident else _mail_zeros(p, spec.anonymous, sending, rank)
@@ -111,6 +114,15 @@ def _build(
         offload=offload,
         send_gradients=sending,
     )
+
+
+def _in_full(x: jax.Array, specs: tuple[LeafSpec, ...], like: Any) -> jax.Array:
+    """What all devices hold alike, with its sharding written as a step returns it."""
+    explicit = any(spec.placement is not None and spec.placement.explicit for spec in specs)
+    if not explicit or not x.size or not isinstance(like.sharding, NamedSharding):
+        return x
+    # There a type says so for each axis.
+    return jax.device_put(x, NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * x.ndim)))
 
 
 def _first_schedule_state(
