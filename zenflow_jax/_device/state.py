@@ -206,7 +206,11 @@ def with_first_windows(state: ZenFlowState) -> ZenFlowState:
 
 
 def with_windows_of_now(state: ZenFlowState) -> ZenFlowState:
-    """The state with the windows that it has come to; of a `FitWindow` those that were chosen."""
+    """The state with the windows that it has come to, those that a `FitWindow` has chosen, if any.
+
+    Args:
+        state: Of arrays; a `FitWindow`'s choice is read from them.
+    """
     if not isinstance(state.schedule.window, FitWindow):
         return state
     return with_interval(state, int(read(state.schedule_state.interval)) or FIRST_INTERVAL)

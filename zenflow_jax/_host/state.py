@@ -452,7 +452,7 @@ def _new_leaf(
 def _in_ranges(
     old: Sequence[HostLeaf], specs: Sequence[LeafSpec], *, compact: bool
 ) -> list[HostLeaf]:
-    """All ranges of one leaf, cut as `specs` say; `old` ones give up their arrays."""
+    """All ranges of one leaf, cut as `specs` say; the `old` ones give up their arrays."""
     if len(old) == len(specs):
         pairs = zip(old, specs, strict=True)
         return [dataclasses.replace(leaf, spec=spec, spare=[]) for leaf, spec in pairs]
