@@ -49,12 +49,20 @@ def assert_equals_adamw(leaves, options, steps=STEPS):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("leaves", "ratio", "select_interval"),
-    [(FIRST, 0.0, 1000), (SECOND, 0.25, 1)],
-    ids=["nothing selected", "selecting at every step"],
+    ("leaves", "ratio", "select_interval", "max_norm"),
+    [(FIRST, 0.0, 1000, None), (SECOND, 0.25, 1, MAX_NORM)],
+    ids=["nothing selected", "selecting at every step, clipped"],
 )
-def test_windows_of_one_step_without_overlap_equal_optax_adamw(leaves, ratio, select_interval):
+def test_windows_of_one_step_without_overlap_equal_optax_adamw(
+    leaves, ratio, select_interval, max_norm
+):
+    norms = [
+        np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradients.values()))
+        for gradients in (runs.gradients(leaves, t) for t in range(1, STEPS + 1))
+    ]
+    assert max_norm is None or min(norms) < max_norm < max(norms)
     options = Settings(
+        max_grad_norm=max_norm,
         weight_decay=0.1,
         topk_ratio=ratio,
         update_interval=1,
@@ -77,24 +85,6 @@ def test_selecting_every_channel_equals_optax_adamw():
 @pytest.mark.slow
 def test_a_warm_up_as_long_as_the_run_equals_optax_adamw():
     assert_equals_adamw(FIRST, Settings(weight_decay=0.1, **WARM), WARM["full_warm_up_rounds"])
-
-
-@pytest.mark.slow
-def test_max_grad_norm_equals_optax_clipping_in_front():
-    norms = [
-        np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradients.values()))
-        for gradients in (runs.gradients(FIRST, t) for t in range(1, STEPS + 1))
-    ]
-    assert min(norms) < MAX_NORM < max(norms)
-    options = Settings(
-        weight_decay=0.1,
-        topk_ratio=0.6,
-        update_interval=1,
-        select_interval=5,
-        overlap_step=False,
-        max_grad_norm=MAX_NORM,
-    )
-    assert_equals_adamw(FIRST, options)
 
 
 AGREEMENTS = {

@@ -79,10 +79,10 @@ def traced_once(training, *, donate=True):
     assert step._cache_size() <= 2
 
 
-# Both modes lay out their state alike: the other one on a mesh and placement of each kind. It makes
-# its state outside of jit, the runs with an engine make theirs under it.
+# Both modes lay out their state alike: the other one on a mesh and placement of each kind. Where
+# all devices have copies, it is in the runs whose schedule adapts. It makes its state outside of
+# jit, the runs with an engine make theirs under it.
 IN_GRAPH = [
-    ("data", "replicated", AUTO),
     ("two", "channels", EXPLICIT),
     ("three", "others", AUTO),
     ("three", "both", AUTO),
