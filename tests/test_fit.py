@@ -79,13 +79,14 @@ def measured(monkeypatch, busy):
 SLOW = {1: 3.3, 2: 1.7, 4: 0.9, 8: 0.6, 16: 0.4}
 FAST = {1: 0.6, 2: 0.4, 4: 0.3, 8: 0.2, 16: 0.1}
 NEVER = {1: 30.0, 2: 20.0, 4: 9.0, 8: 6.0, 16: 4.0}
+LONGER_IS_WORSE = {1: 3.0, 2: 2.0, 4: 1.1, 8: 0.9, 16: 1.0}
 RIGHT = {1: 1.2, 2: 0.81, 4: 0.8, 8: 0.7, 16: 0.6}
 
 
 @pytest.mark.parametrize(
     ("busy", "chosen"),
-    [(SLOW, 8), (FAST, 1), (NEVER, 16), (RIGHT, 4)],
-    ids=["a slow host", "a fast host", "one too slow for any", "as the run begins"],
+    [(SLOW, 8), (FAST, 1), (NEVER, 16), (LONGER_IS_WORSE, 8), (RIGHT, 4)],
+    ids=["a slow host", "a fast host", "too slow for any", "closest", "as the run begins"],
 )
 def test_a_run_that_measured_is_repeated_bit_for_bit_by_its_number(
     monkeypatch, caplog, busy, chosen

@@ -60,8 +60,8 @@ class FitWindow:
     The run begins with windows of four steps. Before the step that `after` says, the engine
     measures how long steps and host updates take. After that step it chooses the shortest windows,
     of 1, 2, 4, 8 or 16 steps, behind which the host's work hides with a fifth of the time to spare;
-    16 if none do. If those are not of four steps, it brings in all updates there, as `flush` does,
-    and goes on with the new windows. The train step is not compiled again.
+    if none do, those that come closest. If these are not of four steps, it brings in all updates
+    there, as `flush` does, and goes on with the new windows. The train step is not compiled again.
 
     What a machine measures depends on the moment, so two such runs may choose differently. The
     choice is logged, is in `engine.stats` and in checkpoints, and a resumed run keeps it. To

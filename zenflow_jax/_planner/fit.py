@@ -74,6 +74,9 @@ class WindowFit:
 
 
 def smallest_of(busy: dict[int, float], affordable: Callable[[int], bool]) -> int:
-    """The shortest windows that hide, or the longest, of those that there is memory for."""
+    """The shortest windows that hide, else those that come closest; there must be memory for them.
+
+    Longer windows are not always less work: sums of their mail are, where it is too much to keep.
+    """
     there = {interval: share for interval, share in busy.items() if affordable(interval)}
-    return smallest_that_hides(there) or max(there)
+    return smallest_that_hides(there) or min(there, key=there.__getitem__)
