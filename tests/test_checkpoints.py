@@ -538,7 +538,10 @@ def small_disk(tmp_path):
 
 
 # Of the writes that were under way with the one that fails, orbax's event loop does not hear again.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+unheard = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@unheard
 def test_a_full_disk_is_said_the_older_stay_and_the_next_save_tries_again(small_disk):
     values = saved_run(small_disk, 10)
     filler = small_disk / "filler"
@@ -557,6 +560,7 @@ def test_a_full_disk_is_said_the_older_stay_and_the_next_save_tries_again(small_
         assert_same(job.restored(10), values[0])
 
 
+@unheard
 def test_what_orbax_has_not_written_is_no_news_behind_a_failure(small_disk, recwarn):
     async def write_fragment():
         pass
@@ -571,6 +575,7 @@ def test_what_orbax_has_not_written_is_no_news_behind_a_failure(small_disk, recw
     assert [str(warning.message) for warning in recwarn] == []
 
 
+@unheard
 def test_a_failed_save_may_say_more_when_it_is_closed_and_the_run_goes_on(small_disk, monkeypatch):
     def close(self, *, really=ocp.CheckpointManager.close):
         really(self)
