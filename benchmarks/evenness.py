@@ -26,13 +26,18 @@ def shapes() -> list[tuple[int, int]]:
     return [(VOCABULARY, WIDTH), *layer * LAYERS, (WIDTH, VOCABULARY)]
 
 
+def parameters() -> list[jax.Array]:
+    """Drawn, and on the device."""
+    keys = jax.random.split(jax.random.key(0), len(shapes()))
+    params = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes(), strict=True)]
+    return jax.device_put(params, jax.devices()[0])
+
+
 def measure(
     window: int, sending: str, windows: int, *, rolling: bool
 ) -> tuple[list[float], list[float]]:
     """Megabytes to the device and milliseconds of the host's work, for each step of a window."""
-    keys = jax.random.split(jax.random.key(0), len(shapes()))
-    params = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes(), strict=True)]
-    params = jax.device_put(params, jax.devices()[0])
+    params = parameters()
     gradients = jax.tree.map(lambda p: p * 1e-2, params)
     tx = zenflow_jax.zenflow(
         1e-4,

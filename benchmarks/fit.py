@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import optax
 
 import zenflow_jax
-from benchmarks.evenness import FFN, LAYERS, WIDTH, shapes
+from benchmarks.evenness import FFN, LAYERS, WIDTH, parameters, shapes
 from zenflow_jax._plan.rules import INTERVALS
 from zenflow_jax._planner.fit import WindowFit
 
-CHANGE, SETTLED, STEPS = 32, 48, 96
+SETTLED, STEPS = 48, 96
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -36,11 +36,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 def train(tokens: int, window: zenflow_jax.FitWindow) -> dict[str, float]:
     """Milliseconds of a step, and shares of time, once windows have changed."""
-    keys = jax.random.split(jax.random.key(0), len(shapes()))
-    params = [
-        0.02 * jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes(), strict=True)
-    ]
-    params = jax.device_put(params, jax.devices()[0])
+    params = [0.02 * x for x in parameters()]
     x = jax.random.normal(jax.random.key(1), (tokens, WIDTH), jnp.bfloat16)
     tx = zenflow_jax.zenflow(1e-5, topk_ratio=0.05, update_interval=window, select_interval=4096)
     state = tx.init(params)

@@ -154,18 +154,23 @@ class Reference:
         self.skipped = 0
         self.windows = 0
         self.reselections = 0
-        self.turns = 1
-        if settings.rolling and isinstance(settings.update_interval, int):
-            waiting = [leaf for leaf in self._leaves if leaf.axis is not None and leaf.offloaded]
-            self.turns = _take_turns(waiting, settings.update_interval)
+        self._begin_windows()
         self.boundaries: list[list[int]] = [[] for _ in range(self.turns)]
         self.kept_share: list[list[float]] = [[] for _ in range(self.turns)]
         self._selected_at = [0] * self.turns  # how many boundaries there were at the last selection
-        self._arrives_at: list[int | None] = [None] * self.turns  # after which step, if known
         # Of each step since the last boundary, unless it was skipped: per leaf the root mean square
         # of the gradient's deferred channels and of its selected ones.
         self._weights: list[list[tuple[float, float]]] = []
         self._last_lr = np.float32(0)
+
+    def _begin_windows(self) -> None:
+        """Gives leaves their turns, of which each begins a window now."""
+        interval = self._settings.update_interval
+        self.turns = 1
+        if self._settings.rolling and isinstance(interval, int):
+            waiting = [leaf for leaf in self._leaves if leaf.axis is not None and leaf.offloaded]
+            self.turns = _take_turns(waiting, interval)
+        self._arrives_at: list[int | None] = [None] * self.turns  # after which step, if known
         self._open_steps = [0] * self.turns  # of the open windows, skipped ones included
         self._open_steps_taken = [0] * self.turns  # the same without them
 
@@ -216,14 +221,10 @@ class Reference:
             return
         self.flush()
         self._settings = dataclasses.replace(self._settings, update_interval=interval)
-        waiting = [leaf for leaf in self._leaves if leaf.axis is not None and leaf.offloaded]
-        self.turns = _take_turns(waiting, interval) if self._settings.rolling else 1
+        self._begin_windows()
         self.boundaries = [[self.step_count] for _ in range(self.turns)]
         self.kept_share = [[1.0] for _ in range(self.turns)]
         self._selected_at = [1] * self.turns
-        self._arrives_at = [None] * self.turns
-        self._open_steps = [0] * self.turns
-        self._open_steps_taken = [0] * self.turns
 
     def flush(self) -> list[np.ndarray]:
         """Bring everything that is on its way to the parameters.

@@ -105,26 +105,25 @@ def first_counts(schedule: Schedule, leaves: int) -> Counts:
     )
 
 
-def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
+def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
     """The counts as arrays; `schedule` is that of the optimizer's state."""
     groups = _most_groups(schedule)
     lengths = np.zeros(longest(schedule.window) + 1, np.int32)
     for length, count in counts.window_lengths.items():
         lengths[length] = count
-    tree: dict[str, Any] = {name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS}
-    for name in _OF_GROUPS:
-        tree[name] = _of_groups(np.array(getattr(counts, name), np.int32), groups)
+    of_groups = {name: getattr(counts, name) for name in _OF_GROUPS}
     # Beside what is pending, so that the tree has the same structure as before there were any.
     pairs = zip(counts.pending, counts.roundings, strict=True)
-    pending = [x + _ROUNDED * roundings if x == PENDING else x for x, roundings in pairs]
-    tree["pending"] = _of_groups(np.array(pending, np.int32), groups)
-    return tree | {
+    of_groups["pending"] = [x + _ROUNDED * times if x == PENDING else x for x, times in pairs]
+    return {
+        **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
+        **{name: _padded(np.array(x, np.int32), groups) for name, x in of_groups.items()},
         "window_lengths": lengths,
         "scalars": _scalars_to_tree(counts.scalars),
-        "update_scalars": _of_groups(
+        "update_scalars": _padded(
             np.stack([_scalars_to_tree(x) for x in counts.update_scalars]), groups
         ),
-        "shares": _of_groups(np.array(counts.shares, np.float32), groups),
+        "shares": _padded(np.array(counts.shares, np.float32), groups),
         "schedule_state": {
             name: _schedule_number(name, x, groups)
             for name, x in counts.schedule_state._asdict().items()
@@ -135,10 +134,10 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, np.ndarray]:
 
 def _schedule_number(name: str, x: Any, groups: int) -> np.ndarray:
     x = np.array(x, np.int32 if name in ("length", "windows") else np.float32)
-    return _of_groups(x, groups) if name in ("windows", "kept_share") else x
+    return _padded(x, groups) if name in ("windows", "kept_share") else x
 
 
-def _of_groups(x: np.ndarray, groups: int) -> np.ndarray:
+def _padded(x: np.ndarray, groups: int) -> np.ndarray:
     """The entries of all groups, with zeros for those that there might be."""
     return np.concatenate([x, np.zeros((groups - len(x), *x.shape[1:]), x.dtype)])
 
@@ -239,11 +238,6 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         if leaf.offloaded
     ]
     counts = first_counts(state.schedule, len(offloaded))
-    small = {
-        "counts": counts_to_tree(counts, state.schedule),
-        "options": options_of(state),
-        "layout": written_by(),
-    }
     return {
         "leaves": [
             {
@@ -254,7 +248,16 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
             }
             for spec, mail in offloaded
         ],
-        **_shown(small),
+        **_shown(_small(counts, state.schedule, options_of(state))),
+    }
+
+
+def _small(counts: Counts, schedule: Schedule, options: dict[str, Any]) -> dict[str, Any]:
+    """What the tree has beside the leaves, the same in every process."""
+    return {
+        "counts": counts_to_tree(counts, schedule),
+        "options": options,
+        "layout": written_by(),
     }
 
 
@@ -348,7 +351,10 @@ class EngineTree:
             before: For each part, its channels selected during the pending update's window, as
                 `HostLeaf.channels`; None if they still are.
         """
-        return {"leaves": self._of_leaves(leaves, counts.counted, before), **self._small(counts)}
+        return {
+            "leaves": self._of_leaves(leaves, counts.counted, before),
+            **_small(counts, self._schedule, self._options),
+        }
 
     def stream(
         self,
@@ -385,19 +391,12 @@ class EngineTree:
                 )
                 for i in mine
             },
-            small=self._small(counts),
+            small=_small(counts, self._schedule, self._options),
             arrays=self._arrays,
             place=lambda name, part: place_of(name, part, self._specs[part.leaf]),
             processes=processes,
             adam=adam,
         )
-
-    def _small(self, counts: Counts) -> dict[str, Any]:
-        return {
-            "counts": counts_to_tree(counts, self._schedule),
-            "options": self._options,
-            "layout": written_by(),
-        }
 
     def _of_leaves(
         self,
