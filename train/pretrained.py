@@ -11,6 +11,7 @@ are written in `hf_saving.py`.
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Collection, Mapping
@@ -115,9 +116,15 @@ def make_model(pretrained: Pretrained, *, labels: int, **options: Any) -> Decode
         labels: Of the head of an encoder; a decoder has none.
         options: What both kinds of model take.
     """
-    if pretrained.architecture == "decoder":
-        return Decoder(pretrained.config, **options)
-    return BertClassifier(pretrained.config, labels=labels, **options)
+    return _make(pretrained.architecture, pretrained.config, labels=labels, **options)
+
+
+def _make(
+    architecture: str, config: DecoderConfig | EncoderConfig, *, labels: int, **options: Any
+) -> Decoder | BertClassifier:
+    if architecture == "decoder":
+        return Decoder(config, **options)
+    return BertClassifier(config, labels=labels, **options)
 
 
 def load_weights(
@@ -192,7 +199,8 @@ def _draw(name: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.n
 def _check_tensors(pretrained: Pretrained) -> None:
     """Compares the headers with what the model of the config consists of."""
     expected = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(pretrained)):
+    shapes = _shapes(pretrained.architecture, pretrained.config, pretrained.labels or 1)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = leaf_name(path)
         of = source(pretrained.architecture, name, leaf.shape)
         if name.split("/")[0] not in OPTIONAL or _has(pretrained, name.split("/")[0]):
@@ -232,8 +240,13 @@ def _check_shapes(pretrained: Pretrained, tensors: list[Tensor], shape: tuple[in
             )
 
 
-def _shapes(pretrained: Pretrained) -> Any:
-    """The parameters of the model; scanned, because one block is traced faster than many."""
+@functools.lru_cache(maxsize=16)
+def _shapes(architecture: str, config: DecoderConfig | EncoderConfig, labels: int) -> Any:
+    """The parameters of a model; scanned, because one block is traced faster than many.
+
+    Kept for the next folder with the same config: to trace a model takes longer than to read the
+    headers of its files.
+    """
 
     def split():
         options = {
@@ -242,7 +255,7 @@ def _shapes(pretrained: Pretrained) -> Any:
             "scan_layers": True,
             "rngs": nnx.Rngs(0),
         }
-        model = make_model(pretrained, labels=pretrained.labels or 1, **options)
+        model = _make(architecture, config, labels=labels, **options)
         return nnx.as_pure(nnx.split(model)[1])
 
     return jax.eval_shape(split)
