@@ -26,7 +26,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests.checked_types import check_types
+from tests.checked_types import check_types, limit_checks
 from tests.processes import QUICK_TO_COMPILE
 from tests.shared_context import share_context
 
@@ -63,6 +63,7 @@ jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
 share_context()
+limit_checks()
 
 # Most tests make few steps: what an engine compiles ahead they would never call. Those of
 # `test_ahead.py` do.
@@ -92,8 +93,7 @@ def no_picture(monkeypatch):
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Each annotated function of the library is called by some test that is not slow. To look at all
-    # that the slow ones call again and again takes a fifth of their time.
+    # Each annotated function of the library is called by some test that is not slow.
     check_types(item.get_closest_marker("slow") is None)
     # Asked only when a marked test is about to run: asking starts jax's backends.
     if item.get_closest_marker("gpu") and all(d.platform == "cpu" for d in jax.devices()):

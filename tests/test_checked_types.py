@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from tests.checked_types import _checked, check_types, checked
+from tests.checked_types import CHECKED_CALLS, _checked, check_types, checked
 from zenflow_jax._device.adamw import add_gradient
 
 
@@ -35,15 +35,27 @@ def test_functions_that_are_defined_again_share_checks_if_their_annotations_are_
 
         return inner
 
-    define(int, 0)
+    define(int, 0)()
     known = len(_checked)
     number, word, same = define(int, 1), define(str, "one"), define(int, 2)
+    assert (number(3), word(), same()) == (3, "one", 2)
     assert len(_checked) == known + 2  # of `word`, before its call and after it
-    assert (number(), word(), same()) == (1, "one", 2)
-    assert (number(3), word("three"), same(3)) == (3, "three", 3)
     for function, wrong in ((number, "one"), (word, 1), (same, "one")):
         with pytest.raises(jaxtyping.TypeCheckError, match="inner"):
             function(wrong)
+
+
+def test_each_test_checks_the_first_calls_of_a_function():
+    @jaxtyping.jaxtyped(typechecker=checked)
+    def inner(x: int) -> int:
+        return x
+
+    for _ in range(2):
+        check_types(True)  # as before each test
+        for x in range(CHECKED_CALLS):
+            with pytest.raises(jaxtyping.TypeCheckError, match="inner"):
+                inner(str(x))
+        assert inner("unchecked") == "unchecked"
 
 
 def test_a_wrong_result_is_found():
