@@ -170,16 +170,21 @@ def test_what_the_host_needs_follows_from_what_was_measured_and_the_bytes_of_win
     fit = fit_module.WindowFit(FitWindow(), warm_up=3, begun=0)
     assert (fit.last, fit.after) == (35, 32)
     assert [step for step in range(40) if fit.begins_after(step)] == [19]
-    fit.begin(7.0)
+    fit.begin(fit_module.Worked(7.0, 1))
     state = fit_module.with_interval(given, 4)
     # Steps before count for nothing, and an evaluation in between for little.
     steps = [*spans(1, 19, 50.0), *spans(20, 35, 2.0, slow=(21, 30))]
     work = fit_module.host_work(state)
     # The host worked a quarter of the time.
-    busy = fit.busy(given, steps, 7.0 + 16 * 2.0 / 4, compact=False)
+    now = fit_module.Worked(7.0 + 16 * 2.0 / 4, 1)
+    busy = fit.busy(given, steps, now, compact=False)
     assert busy[4] == pytest.approx(work.busiest / work.mean / 4 / work.steps)
     once = fit_module.host_work(fit_module.with_interval(given, 1))
     assert busy[1] == pytest.approx(once.busiest / work.mean / 4)
+    # Of twelve steps' work in the same time it would need the more for each.
+    now = now._replace(skipped=5)
+    fewer = fit.busy(given, steps, now, compact=False)
+    assert fewer == pytest.approx({interval: 16 / 12 * share for interval, share in busy.items()})
 
 
 @pytest.mark.parametrize(
@@ -215,6 +220,18 @@ def test_a_real_run_chooses_by_its_own_clock():
         assert interval in (1, 2, 4, 8, 16)
         training.go(1)
         assert training.engine.stats.update_interval == interval
+
+
+def test_a_run_that_skips_what_it_would_measure_chooses_later(monkeypatch):
+    measured(monkeypatch, SLOW)
+    fits = dataclasses.replace(CALM, update_interval=FitWindow(after=16))
+    with Training(ONE, fits) as training:
+        for t in range(1, 33):
+            assert training.state.schedule_state == (0, 0)
+            training.step(bad=t in range(5, 10) or t in range(20, 24))
+            training.exchange()
+        # Of steps 5 to 16 five were skipped, of the sixteen after them four.
+        assert training.state.schedule_state == (8, 32)
 
 
 def test_a_run_that_has_nothing_on_its_host_chooses_and_ends_like_any_other():

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import time
 import types
@@ -83,12 +82,11 @@ from zenflow_jax._exchange.wrappers import accumulations, check_wrappers
 from zenflow_jax._host.adam import HostAdam, compile_loops
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.rules import FitWindow, FoundWindow, longest
-from zenflow_jax._planner.fit import WindowFit, smallest_of
+from zenflow_jax._planner.fit import WindowFit, Worked
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model")
 
-_logger = logging.getLogger("zenflow_jax")
 _GO_ON = (
     "Training goes on from the last checkpoint that has the engine's state: "
     "`HostEngine(params, opt_state, engine_state=...)`."
@@ -448,12 +446,13 @@ class HostEngine:
         """After a step: begins to measure, or chooses windows and goes on with those."""
         step = self._progress.step
         if fit.begins_after(step):
-            self._settle()
-            fit.begin(self._worker.recorder.seconds()["work_s"])
+            fit.begin(self._worked())
         if step != fit.last:
             return params, opt_state
-        self._fit = None
         interval = fit.interval or self._choose_windows(fit, find_state(opt_state))
+        if interval is None:
+            return params, opt_state
+        self._fit = None
         if interval != self._schedule.window:
             params, opt_state = self._change_windows(interval, params, opt_state)
         state = find_state(opt_state)
@@ -461,9 +460,8 @@ class HostEngine:
         found = FoundWindow(*put_everywhere(numbers, state.schedule_state.interval))
         return params, replace_state(opt_state, dataclasses.replace(state, schedule_state=found))
 
-    def _choose_windows(self, fit: WindowFit, given: ZenFlowState) -> int:
-        """The shortest windows that hide in every process."""
-        self._settle()
+    def _choose_windows(self, fit: WindowFit, given: ZenFlowState) -> int | None:
+        """The shortest windows that hide in every process; None if that is not known yet."""
 
         def affordable(interval: int) -> bool:
             try:
@@ -472,22 +470,26 @@ class HostEngine:
                 return False
             return True
 
-        work_s = self._worker.recorder.seconds()["work_s"]
-        busy = fit.busy(given, self.timeline.spans, work_s, compact=self._host.compact)
-        found = smallest_of(busy, affordable)
-        if len(self._processes) > 1:
-            found = max(x for (x,) in gather([found], self._devices).values())
-        _logger.info(
-            "from step %d on, %d steps in a window: the host needs %.2f of the time that it has "
-            "then, and %s. `update_interval=FitWindow(%d, %d)` repeats the run",
-            fit.last + 1,
-            found,
-            busy[found],
-            ", ".join(f"{busy[x]:.2f} with {x}" for x in busy if x != found),
-            found,
-            fit.after,
+        def agree(found: int) -> int:
+            if len(self._processes) == 1:
+                return found
+            return max(x for (x,) in gather([found], self._devices).values())
+
+        now = self._worked()
+        return fit.choose(
+            given,
+            self.timeline.spans,
+            now,
+            compact=self._host.compact,
+            affordable=affordable,
+            agree=agree,
         )
-        return found
+
+    def _worked(self) -> Worked:
+        """What the host has done; waits for all of it."""
+        self._settle()
+        work_s = self._worker.recorder.seconds()["work_s"]
+        return Worked(work_s, self._worker.stats.skipped_steps)
 
     def _change_windows(self, interval: int, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Brings all updates in, and goes on with windows of so many steps."""

@@ -75,8 +75,8 @@ class FitWindow:
         interval: Steps in a window from then on, one of 1, 2, 4, 8 and 16. None: the engine
             measures and chooses.
         after: After how many steps, counted from the warm-up's end, the windows become those; a
-            multiple of 16. A run that is resumed shortly before, with too few steps left to
-            measure, chooses 16 steps later.
+            multiple of 16. Where the engine has measured fewer than 12 steps, because the run was
+            resumed shortly before or others were skipped, it chooses 16 steps later.
 
     Raises:
         TypeError, ValueError: If a value is of another kind or out of range.
