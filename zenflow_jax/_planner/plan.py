@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from zenflow_jax._plan.rules import INTERVALS, FitWindow
 from zenflow_jax._planner.compiled import peak_bytes
 from zenflow_jax._planner.gpus import GPUS, Gpu
 from zenflow_jax._planner.host_work import BUSY, busy_share, host_work, smallest_that_hides
-from zenflow_jax._planner.traced import of_step
+from zenflow_jax._planner.traced import Traced, of_step
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, as in
 #: `benchmarks/projection.py`; and of its memory's bandwidth.
@@ -327,34 +327,13 @@ def plan(
             f"expected a step that is jitted, got {type(step).__name__}. Pass "
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
-    compact = check_host_state(host_state)
+    check_host_state(host_state)
     gpu = GPUS[device] if isinstance(device, str) else device
     found = step.trace(params, opt_state, *arguments)
     given_away = [x.donated for x in jax.tree.leaves(found.args_info)]
     shapes = {x.shape for x in jax.tree.leaves(params)}
     traced = of_step(found.jaxpr, given_away, shapes)
     devices, parts = _devices(params), _parts(arguments)
-    weights = jax.tree.leaves(params)
-    whole = sum(map(_nbytes, weights))
-    mine = sum(map(nbytes_here, weights))
-    state = next(iter(_states(opt_state)), None)
-    state_bytes = sum(map(nbytes_here, on_device(opt_state)))
-    gradients = int(traced.gradient_bytes * mine / max(whole, 1))
-    others = int((traced.temporary_bytes - traced.gradient_bytes) / parts)
-    if compiled is not None:
-        peak, temporary = peak_bytes(compiled)
-        gradients = min(gradients, temporary)
-        others = max(peak - mine - state_bytes - gradients, 0)
-        results = 0
-    else:
-        results = int(traced.result_bytes * mine / max(whole, 1))
-        others += _between_devices(weights) if devices > 1 else 0
-    classes = {
-        "weights": mine,
-        "optimizer state": state_bytes,
-        "gradients": gradients + results,
-        "activations, temporaries": others,
-    }
     step_s = max(
         1e-9,
         traced.flops / parts / (EFFICIENCY * gpu.flops),
@@ -362,65 +341,123 @@ def plan(
     )
     usual, room = gpu.host_beside(devices)
     rate = bandwidth or usual
-    host: dict[str, int] = {}
-    host_s = busy = bus = 0.0
-    to_host = to_device = 0
-    intervals: dict[int, float] = {}
-    interval, overlaps = None, False
-    checkpoint = whole + sum(map(_nbytes, on_device(opt_state)))
-    if state is not None:
+    states = _states(opt_state)
+    beside = _Beside()
+    if states:
+        beside = _beside(states[0], gpu, devices, rate, step_s, host_state)
+    weights = jax.tree.leaves(params)
+    saved = [*weights, *on_device(opt_state)]
+    if beside.host:
+        saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
+    return Plan(
+        gpu=gpu,
+        devices=devices,
+        by="formula" if compiled is None else "compiler",
+        device={
+            **_of_step(traced, weights, opt_state, devices, parts, compiled),
+            **beside.device,
+        },
+        host=beside.host,
+        checkpoint=sum(map(_nbytes, saved)),
+        to_host=beside.to_host,
+        to_device=beside.to_device,
+        parameters=sum(math.prod(x.shape) for x in weights),
+        flops=traced.flops / parts,
+        step_s=step_s,
+        host_s=beside.host_s,
+        busy=beside.busy,
+        bus=beside.bus,
+        interval=beside.interval,
+        overlaps=beside.overlaps,
+        of_intervals=beside.of_intervals,
+        host_bytes_there=host_memory_bytes or room,
+        host_bandwidth=rate,
+    )
 
-        def busy_with(one: ZenFlowState) -> float:
-            return busy_share(one, rate, step_s, compact=compact)
 
-        intervals = {s: busy_with(with_interval(state, s)) for s in INTERVALS}
-        rule = state.schedule.window
-        if isinstance(rule, FitWindow):
-            state = with_interval(
-                state, rule.interval or smallest_that_hides(intervals) or INTERVALS[-1]
-            )
-        window = state.schedule.window
-        there = device_memory(state)
-        classes["mail under way"] = there.mail // devices
-        classes["uploads"] = there.uploads // devices
-        need = host_memory(state, host_state=host_state)
-        host = {
+def _of_step(
+    traced: Traced, weights: Sequence[Any], opt_state: Any, devices: int, parts: int, compiled: Any
+) -> dict[str, int]:
+    """Bytes of one device at the peak of a step, but for what an engine has there.
+
+    Args:
+        traced: What was found in the step.
+        weights: The parameters.
+        opt_state: The optimizer's state.
+        devices: How many there are.
+        parts: Among how many of them a batch is divided.
+        compiled: As of `plan`.
+    """
+    whole, mine = sum(map(_nbytes, weights)), sum(map(nbytes_here, weights))
+    state_bytes = sum(map(nbytes_here, on_device(opt_state)))
+    gradients = int(traced.gradient_bytes * mine / max(whole, 1))
+    if compiled is not None:
+        peak, temporary = peak_bytes(compiled)
+        gradients = min(gradients, temporary)
+        others = max(peak - mine - state_bytes - gradients, 0)
+    else:
+        others = int((traced.temporary_bytes - traced.gradient_bytes) / parts)
+        others += _between_devices(weights) if devices > 1 else 0
+        gradients += int(traced.result_bytes * mine / max(whole, 1))
+    return {
+        "weights": mine,
+        "optimizer state": state_bytes,
+        "gradients": gradients,
+        "activations, temporaries": others,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Beside:
+    """What an engine adds; as of `Plan`. The defaults are those of a run without one."""
+
+    device: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    host: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    to_host: int = 0
+    to_device: int = 0
+    host_s: float = 0.0
+    busy: float = 0.0
+    bus: float = 0.0
+    interval: int | None = None
+    overlaps: bool = False
+    of_intervals: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+
+def _beside(
+    state: ZenFlowState, gpu: Gpu, devices: int, rate: float, step_s: float, host_state: str
+) -> _Beside:
+    """What an engine with this state takes beside a step of `step_s` seconds."""
+    compact = check_host_state(host_state)
+
+    def busy_with(one: ZenFlowState) -> float:
+        return busy_share(one, rate, step_s, compact=compact)
+
+    intervals = {s: busy_with(with_interval(state, s)) for s in INTERVALS}
+    rule = state.schedule.window
+    if isinstance(rule, FitWindow):
+        interval = rule.interval or smallest_that_hides(intervals) or INTERVALS[-1]
+        state = with_interval(state, interval)
+    window, overlaps = state.schedule.window, state.schedule.staleness != 0
+    there, need = device_memory(state), host_memory(state, host_state=host_state)
+    to_host, to_device = _crossing(state, devices)
+    return _Beside(
+        device={"mail under way": there.mail // devices, "uploads": there.uploads // devices},
+        host={
             "masters, moments": need.state,
             "sums": need.sums,
             "mail": need.mail,
             "hand-over, pinned": need.hand_over,
             "hand-over": need.hand_over,
             "a save": need.saving,
-        }
-        checkpoint += sum(map(_nbytes, jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])))
-        host_s = host_work(state, compact=compact).mean / rate
-        busy = busy_with(state)
-        bus = max(_crossing(state, devices)) / gpu.bus / step_s
-        to_host, to_device = map(int, _crossing(state, devices))
-        overlaps = state.schedule.staleness != 0
-        interval = window if isinstance(window, int) else None
-        if interval is None or not overlaps:
-            intervals = {}
-    return Plan(
-        gpu=gpu,
-        devices=devices,
-        by="formula" if compiled is None else "compiler",
-        device=classes,
-        host=host,
-        checkpoint=checkpoint,
-        to_host=to_host,
-        to_device=to_device,
-        parameters=sum(math.prod(x.shape) for x in weights),
-        flops=traced.flops / parts,
-        step_s=step_s,
-        host_s=host_s,
-        busy=busy,
-        bus=bus,
-        interval=interval,
+        },
+        to_host=int(to_host),
+        to_device=int(to_device),
+        host_s=host_work(state, compact=compact).mean / rate,
+        busy=busy_with(state),
+        bus=max(to_host, to_device) / gpu.bus / step_s,
+        interval=window if isinstance(window, int) else None,
         overlaps=overlaps,
-        of_intervals=intervals,
-        host_bytes_there=host_memory_bytes or room,
-        host_bandwidth=rate,
+        of_intervals=intervals if isinstance(window, int) and overlaps else {},
     )
 
 
