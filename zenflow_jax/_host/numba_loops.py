@@ -30,25 +30,40 @@ import numba
 import numpy as np
 from numba.extending import overload
 
+# C code calls none of these functions, and Python none of those inside of others. Numba would write
+# ways in for both, which was a third of the time to compile. Both are options of `numba.njit` that
+# its manual leaves out; it refuses those that it does not know.
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_INNER = {**_OPTIONS, "no_cpython_wrapper": True}
 
-def _compiled(function: Callable) -> Any:
+
+def _compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
     """Serial machine code that releases the GIL and divides as NumPy does, kept on disk.
 
     Numba keeps it beside this file, else in the user's cache folder. If it can write neither, it
     raises at import; then every process compiles for itself.
     """
-    options = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:
         return numba.njit(**options)(function)
 
 
+def _inner(function: Callable) -> Any:
+    """The same for compiled code to call; a call from Python ends the process."""
+    return _compiled(function, _INNER)
+
+
+def _overload(function: Callable) -> Callable[[Callable], Callable]:
+    """`numba.extending.overload`, for compiled code to call."""
+    return overload(function, jit_options=_INNER)
+
+
 def _widened(x):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_widened)
+@_overload(_widened)
 @no_type_check
 def _(x):
     if x == numba.uint16:  # the bits of a bfloat16 are the upper half of a float32
@@ -60,7 +75,7 @@ def _piece(x, begin, end):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_piece)
+@_overload(_piece)
 @no_type_check
 def _(x, begin, end):
     if x == numba.none:
@@ -72,7 +87,7 @@ def _plus(total, g, f, i):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_plus)
+@_overload(_plus)
 @no_type_check
 def _(total, g, f, i):
     if g == numba.none:
@@ -82,7 +97,7 @@ def _(total, g, f, i):
     return lambda total, g, f, i: total + _widened(g[i]) * f
 
 
-@_compiled
+@_inner
 @no_type_check
 def _sum(total, gs, fs, i):
     """The sum, one after the other; each product and sum rounds, as in a pass for each."""
@@ -95,7 +110,7 @@ def _master(p, rest, i):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_master)
+@_overload(_master)
 @no_type_check
 def _(p, rest, i):
     if rest == numba.none:
@@ -112,7 +127,7 @@ def _keep(x, p, rest, i, on):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_keep)
+@_overload(_keep)
 @no_type_check
 def _(x, p, rest, i, on):
     def whole(x, p, rest, i, on):
@@ -126,14 +141,14 @@ def _(x, p, rest, i, on):
     return whole if rest == numba.none else split
 
 
-@_compiled
+@_inner
 @no_type_check
 def _chosen(on, new, old):
     """`new` if `on`, else `old`: uint16, bit by bit, as LLVM vectorizes no branch around both."""
     return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
 
 
-@_compiled
+@_inner
 @no_type_check
 def rest_of(x, rounded):
     """What a bfloat16, given as its bits, lacks of `x`; both as uint16 (`masters.py`)."""
@@ -154,7 +169,7 @@ def bfloat16_bits(x):
     return np.uint16(np.uint32(nearest if x == x else nan) >> np.uint32(16))
 
 
-@_compiled
+@_inner
 @no_type_check
 def _pieces(gs, origin, begin, end):
     a, b, c, d = gs
@@ -162,7 +177,7 @@ def _pieces(gs, origin, begin, end):
     return first, _piece(b, begin, end), _piece(c, begin, end), _piece(d, begin, end)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _element(p, m, v, g, m_scale, v_scale, scalars):
     scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
@@ -204,7 +219,7 @@ def adamw_leading(p, m, v, gs, fs, origin, rest, active, m_scale, v_scale, scala
         s = end
 
 
-@_compiled
+@_inner
 @no_type_check
 def _advance_channels(p, m, v, gs, fs, rest, m_scale, v_scale, scalars):
     for i in range(p.size):
@@ -240,7 +255,7 @@ def adamw_trailing(
         )
 
 
-@_compiled
+@_inner
 @no_type_check
 def _advance_row(p, m, v, gs, fs, rest, active, m_scale, v_scale, scalars):
     # Writes every lane, with its new or its old value: LLVM vectorizes a branch around the stores
@@ -258,7 +273,7 @@ def _move(x, rest, i, some, j, inward):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_move)
+@_overload(_move)
 @no_type_check
 def _(x, rest, i, some, j, inward):
     # Chosen at compile time: what moves inward is read-only.

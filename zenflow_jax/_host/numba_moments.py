@@ -14,13 +14,14 @@ Letters: as in `numba_loops.py`; `m` and `w` are scratch, `w` the square root of
 from typing import no_type_check
 
 import numpy as np
-from numba.extending import overload
 
 from zenflow_jax._host import moments
 from zenflow_jax._host.numba_loops import (
     _compiled,
+    _inner,
     _keep,
     _master,
+    _overload,
     _piece,
     _pieces,
     _sum,
@@ -28,7 +29,7 @@ from zenflow_jax._host.numba_loops import (
 
 # What Numba keeps on disk of these loops has pieces of other files in it, and Numba looks at this
 # file alone. So this number is of what they are made of; a test says which to write here.
-MADE_OF = 2325959573
+MADE_OF = 1608766022
 GROUP = moments.GROUP
 # Elements of a chunk. The scratch of larger ones leaves the first cache, smaller ones cost calls.
 _CHUNK = 4096
@@ -44,26 +45,26 @@ _INFINITE = np.uint32(moments.INFINITE)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _float(bits):
     return np.uint32(bits).view(np.float32)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _magnitude(x):
     """The bits of |x|: they order numbers as they are ordered, and what is not finite above all."""
     return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
 
 
-@_compiled
+@_inner
 @no_type_check
 def _wide(unit):
     return _float(np.uint32(unit) << np.uint32(15))
 
 
-@_compiled
+@_inner
 @no_type_check
 def _rounded(x):
     """A unit, as it is kept; ties to even."""
@@ -80,7 +81,7 @@ def _decoded(code, unit):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_decoded)
+@_overload(_decoded)
 @no_type_check
 def _(code, unit):
     def first(code, unit):
@@ -99,7 +100,7 @@ def _code(codes, x, inverse):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_code)
+@_overload(_code)
 @no_type_check
 def _(codes, x, inverse):
     """The code of `x`, if it is finite: the lower bits of a sum that has rounded to an integer."""
@@ -119,7 +120,7 @@ def _unit_bits(codes, largest):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_unit_bits)
+@_overload(_unit_bits)
 @no_type_check
 def _(codes, largest):
     def first(codes, largest):
@@ -135,7 +136,7 @@ def _missing(codes):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_missing)
+@_overload(_missing)
 @no_type_check
 def _(codes):
     if _is_first(codes):
@@ -143,19 +144,19 @@ def _(codes):
     return lambda codes: _NO_SECOND
 
 
-@_compiled
+@_inner
 @no_type_check
 def _inverse(unit):
     return _ONE / unit if unit > _ZERO else _ZERO
 
 
-@_compiled
+@_inner
 @no_type_check
 def _finite(bits):
     return bits if bits < _INFINITE else np.uint32(0)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _decode_groups(codes, units, out):
     """Decodes groups, a row each."""
@@ -165,7 +166,7 @@ def _decode_groups(codes, units, out):
             out[b, i] = _decoded(codes[b, i], unit)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _encode_groups(codes, units, x, inverse):
     """Encodes groups, a row each; `inverse` is scratch."""
@@ -191,7 +192,7 @@ def _encode_groups(codes, units, x, inverse):
         _mark(codes, x)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _largest_finite(x, largest):
     for b in range(x.shape[0]):
@@ -201,7 +202,7 @@ def _largest_finite(x, largest):
         largest[b] = _float(found)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _mark(codes, x):
     for b in range(x.shape[0]):
@@ -210,7 +211,7 @@ def _mark(codes, x):
                 codes[b, i] = _missing(codes)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _decode(codes, units, out, width):
     """Decodes channels of `width` elements, or one part of a channel."""
@@ -227,7 +228,7 @@ def _decode(codes, units, out, width):
             _decode_groups(some, units[k + full : k + blocks], there)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _encode(codes, units, x, width, scratch):
     size = codes.size if width % GROUP == 0 else width
@@ -243,7 +244,7 @@ def _encode(codes, units, x, width, scratch):
             _encode_groups(some, units[k + full : k + blocks], there, scratch)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _element(p, m, w, g, m_scale, w_scale, scalars):
     # The root is taken once, for the step and for the code.
@@ -303,7 +304,7 @@ def adamw_leading(
         s = end
 
 
-@_compiled
+@_inner
 @no_type_check
 def _advance_channels(p, m, w, gs, fs, rest, m_scale, w_scale, scalars):
     for i in range(p.size):
@@ -371,7 +372,7 @@ def adamw_trailing(
 # checks no unsigned index; a slice for each row would take as long as the row.
 
 
-@_compiled
+@_inner
 @no_type_check
 def _advance_rows(
     p, cm, um, cv, uv, begin, width, m, w, gs, fs, rest, active, m_scale, w_scale, scalars, lm, lw
@@ -396,7 +397,7 @@ def _advance_rows(
             lw[e] = bw if bw > lw[e] else lw[e]
 
 
-@_compiled
+@_inner
 @no_type_check
 def _encode_rows(codes, begin, width, units, x, largest, active, inverse):
     """Encodes a block of rows. Writes every lane, with its new or its old value."""
@@ -420,7 +421,7 @@ def _encode_rows(codes, begin, width, units, x, largest, active, inverse):
                     codes[np.uintp(begin + r * width + e)] = _missing(codes)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _raise_largest(x, largest):
     """The bits of each lane's largest finite magnitude; whether any is not finite."""
@@ -432,7 +433,7 @@ def _raise_largest(x, largest):
     return _finite_only(x, largest)
 
 
-@_compiled
+@_inner
 @no_type_check
 def _finite_only(x, largest):
     """Looks again where a lane's largest magnitude is not finite; whether any is."""
@@ -451,7 +452,7 @@ def _inside(codes, x):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_inside)
+@_overload(_inside)
 @no_type_check
 def _(codes, x):
     """What is encoded of a moment: of a second one its root."""
@@ -462,7 +463,7 @@ def _outside(codes, x):
     raise NotImplementedError("compiled code only")
 
 
-@overload(_outside)
+@_overload(_outside)
 @no_type_check
 def _(codes, x):
     return (lambda codes, x: x) if _is_first(codes) else (lambda codes, x: x * x)
