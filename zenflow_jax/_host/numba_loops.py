@@ -34,7 +34,7 @@ from numba.extending import overload
 # ways in for both, which was a third of the time to compile. Both are options of `numba.njit` that
 # its manual leaves out; it refuses those that it does not know.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER = {**_OPTIONS, "no_cpython_wrapper": True}
+_INNER: Any = {**_OPTIONS, "no_cpython_wrapper": True}
 
 
 def _compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:

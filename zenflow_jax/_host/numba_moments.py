@@ -29,7 +29,7 @@ from zenflow_jax._host.numba_loops import (
 
 # What Numba keeps on disk of these loops has pieces of other files in it, and Numba looks at this
 # file alone. So this number is of what they are made of; a test says which to write here.
-MADE_OF = 1608766022
+MADE_OF = 1096083111
 GROUP = moments.GROUP
 # Elements of a chunk. The scratch of larger ones leaves the first cache, smaller ones cost calls.
 _CHUNK = 4096
