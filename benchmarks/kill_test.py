@@ -69,13 +69,16 @@ class Result(NamedTuple):
     differences: list[str]  # from the uninterrupted run; none is what is hoped for
 
 
-def kill_test(folder: Path, *, kills: int, seed: int, **words: str) -> Result:
+def kill_test(
+    folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **words: str
+) -> Result:
     """Makes both runs in `folder` and compares them.
 
     Args:
         folder: An empty one.
         kills: How many.
         seed: Of the moments.
+        start_s: What a start takes until its first steps, roughly: kills at the start come within.
         words: Further settings of the runs, such as the optimizer.
 
     Raises:
@@ -90,9 +93,8 @@ def kill_test(folder: Path, *, kills: int, seed: int, **words: str) -> Result:
     for kill in range(1, kills + 1):
         process = start(config, run.name)
         moment = moments.choice(["writing", "writing", "training", "training", "training", "start"])
-        kill_at(moment, process, run / "checkpoints", moments)
-        process.wait()
-        process.stdout.close()
+        kill_at(moment, process, run / "checkpoints", moments, start_s)
+        process.communicate()
         if process.returncode != -signal.SIGKILL:
             raise RuntimeError(f"a start ended by itself, with {process.returncode}")
         half = moment != "start" and bool(half_written(run / "checkpoints"))
@@ -144,11 +146,15 @@ def end(process: subprocess.Popen) -> None:
 
 
 def kill_at(
-    moment: str, process: subprocess.Popen, checkpoints: Path, moments: random.Random
+    moment: str,
+    process: subprocess.Popen,
+    checkpoints: Path,
+    moments: random.Random,
+    start_s: float,
 ) -> None:
     """Waits for the moment and kills the process."""
     if moment == "start":
-        time.sleep(moments.uniform(0.0, 5.0))
+        time.sleep(moments.uniform(0.0, start_s))
         process.kill()
         return
     begun = max(steps_of(checkpoints), default=0)

@@ -53,11 +53,13 @@ def runs(tmp_path_factory):
     The first comes after a save, the second while one is written, the third at the start.
     """
     folder = tmp_path_factory.mktemp("runs")
-    return folder, kill_test.kill_test(folder, kills=3, seed=41)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm.executable(environment(1)))
+        return folder, kill_test.kill_test(folder, kills=3, seed=41, start_s=1.0)
 
 
 def start(config: Path, run: str, *options: str) -> subprocess.Popen:
-    """As `kill_test.start`, which starts what it kills cold."""
+    """As `kill_test.start`."""
     settings = environment(1)
     return subprocess.Popen(
         [*warm.interpreter(settings), "-m", "train.finetune", config, "--run", run, *options],

@@ -76,6 +76,24 @@ def test_a_module_runs_as_the_main_program():
     assert errors.startswith("error: expected the path of a config file")
 
 
+# What it starts in turn, as the stages of `on_gpu.py` do, has imported, too.
+STARTS = """
+import os, subprocess, sys
+import jax
+code = "import sys; print('jax' in sys.modules, sys.argv[1])"
+words = subprocess.run([sys.executable, "-c", code, "an argument"], capture_output=True, text=True)
+print(words.stdout.strip(), jax.config.jax_compilation_cache_dir)
+print("ZENFLOW_JAX_TESTS_PYTHON" in os.environ)
+"""
+
+
+def test_a_file_stands_for_it_where_code_starts_its_own_interpreter(tmp_path):
+    settings = environment(3) | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    command = [warm.executable(settings), "-c", STARTS]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"True an argument {tmp_path}", "False"]
+
+
 WAITS = "import signal, threading\nheard = threading.Event()\n{}\nprint('here', flush=True)\n"
 WAITS += "heard.wait()\nprint('goes on')"
 

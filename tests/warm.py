@@ -4,7 +4,7 @@ Most of what a short process does is to import jax and all that stands on it, 2 
 one process imports, starts no backend, and splits itself for each that is wanted. What comes of
 that is a process like any other: it runs a module or a command as its main program, with arguments,
 environment, folder and streams of its own, hears signals, and ends by way of the interpreter's own
-end. Tests of imports, of killing at the start, and of the interpreter itself start a cold one.
+end. Tests of imports and of the interpreter itself start a cold one.
 
     python -m tests.warm serve SOCKET         # that process; until its stdin ends
     python tests/warm.py SOCKET -m MODULE ... # starts a process there, and stands for it here
@@ -31,13 +31,35 @@ ROOT = os.path.dirname(os.path.dirname(__file__))
 _sockets: dict[tuple[tuple[str, str], ...], str] = {}
 
 
+# Where jax keeps compiled programs: what it has read, a new process is told anew.
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+# In the environment of a process, the file that stands for its interpreter.
+_EXECUTABLE = "ZENFLOW_JAX_TESTS_PYTHON"
+
+
 def interpreter(environment: dict[str, str]) -> list[str]:
     """What stands for `sys.executable` in a command that is started with this environment."""
     # Read when jax is imported; all else when it is used.
-    read = tuple(sorted(x for x in environment.items() if x[0].startswith("JAX_")))
+    read = tuple(
+        sorted(x for x in environment.items() if x[0].startswith("JAX_") and x[0] != _CACHE)
+    )
     if read not in _sockets:
         _sockets[read] = _begin(environment)
     return [sys.executable, "-S", "-E", __file__, _sockets[read]]
+
+
+def executable(environment: dict[str, str]) -> str:
+    """A file that does: for code that starts `sys.executable`, and what that starts in turn."""
+    command = interpreter(environment)
+    path = os.path.join(os.path.dirname(command[-1]), "python")
+    if not os.path.exists(path):
+        import shlex
+
+        with open(path, "x", encoding="utf-8") as file:
+            words = shlex.join(command)
+            file.write(f'#!/bin/sh\n{_EXECUTABLE}={shlex.quote(path)} exec {words} "$@"\n')
+        os.chmod(path, 0o700)
+    return path
 
 
 def _begin(environment: dict[str, str]) -> str:
@@ -138,6 +160,8 @@ def _start(client: socket.socket) -> list[str]:
         os.close(wake)
         os.environ.clear()
         os.environ.update(wanted["environment"])
+        sys.executable = os.environ.pop(_EXECUTABLE, sys.executable)
+        sys.modules["jax"].config.update(_CACHE.lower(), os.environ.get(_CACHE))
         os.chdir(wanted["folder"])
         return wanted["arguments"]
     for number, stream in enumerate(streams):
