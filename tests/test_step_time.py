@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import time
+import types
 from typing import ClassVar
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 from flax import nnx
 
 import zenflow_jax
-from benchmarks import step_time
+from benchmarks import step_time, step_time_peers
 from benchmarks.step_time_model import MODELS, Model, committed, make_model
 from benchmarks.step_time_peers import (
     LEARNING_RATE,
@@ -37,6 +38,14 @@ VOCABULARY, LENGTH = 32, 8
 
 
 pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_memory_is_there():
+    """Runners that are taken down need not look for garbage among all that the tests have made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_time_peers, "gc", types.SimpleNamespace(collect=lambda: None))
+        yield
 
 
 class Bigram(nnx.Module):

@@ -323,7 +323,7 @@ def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_pat
 
 
 def tiny_model(optimizer="zenflow"):
-    sizes = Settings(width=16, layers=2, heads=2, ffn=24, optimizer=optimizer)
+    sizes = Settings(width=16, layers=1, heads=2, ffn=24, optimizer=optimizer)
     return models.builder(sizes)()
 
 
@@ -598,10 +598,10 @@ def test_windows_and_selections_that_adapt_are_in_the_metrics_and_the_summary(tm
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
 def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
-    changed = {"corpus_megabytes": 0.1, "steps": 9, "log_every": 1, "update_interval": 1}
+    changed = {"corpus_megabytes": 0.02, "steps": 9, "log_every": 1, "update_interval": 1}
     root = standard_library.folder()
     split = standard_library.split_files(
-        root, standard_library.source_files(root), seed=0, max_bytes=100_000, validation_share=0.1
+        root, standard_library.source_files(root), seed=0, max_bytes=20_000, validation_share=0.1
     )
     windows = standard_library.windows(root, split.train, TINY["sequence_length"])
     # So large that it takes four batches, the last of them not full, whatever this Python's text.

@@ -124,7 +124,8 @@ def test_the_readmes_example_runs_on_the_wheel_and_what_it_requires(wheel, tmp_p
     assert {"pytest", "tokenizers"} <= absent
     script = tmp_path / "program.py"
     script.write_text(BARE.format(absent=absent) + program() + WHERE, encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": str(there), "JAX_PLATFORMS": "cpu"}
+    # The kernels of a library that has just been installed are compiled first, as fast as can be.
+    env = os.environ | {"PYTHONPATH": str(there), "JAX_PLATFORMS": "cpu", "NUMBA_OPT": "0"}
     run = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, **AS_TEXT)
     done(run)
     origin = Path(run.stdout.splitlines()[-1])

@@ -70,14 +70,13 @@ def make(
         graphdef, params = nnx.split(build())
         return graphdef, nnx.as_pure(params)
 
-    shapes = jax.eval_shape(lambda: split()[1])
+    graphdef, shapes = jax.eval_shape(split)
     if not force:
         check_model(settings, shapes, devices=1 if mesh is None else mesh.size)
     if mesh is None and origin is None:
         graphdef, params = split()
         return Model(graphdef, committed(params), None)
     # Each device draws or reads its own part, so the model need not fit on any of them.
-    graphdef, shapes = jax.eval_shape(split)
     shardings = mesh and weight_shardings(mesh, shapes)
     if origin is None:
         return Model(graphdef, jax.jit(lambda: split()[1], out_shardings=shardings)(), None)

@@ -104,6 +104,15 @@ def planned_step(
     return PlannedStep(step, params, opt_state, batch)
 
 
+def with_batch(planned: PlannedStep, batch_size: int) -> PlannedStep:
+    """The same step of a run without a mesh, for batches of another size.
+
+    Model and state do not depend on it, and for a large model to make both takes seconds.
+    """
+    sizes = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), planned.batch)
+    return planned._replace(batch=sizes)
+
+
 def _is_ours(settings: Settings) -> bool:
     return settings.optimizer != "adamw"
 

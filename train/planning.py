@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 import zenflow_jax
 from train.memory import host_bytes
-from train.planned_step import folder_of_config, planned_step
+from train.planned_step import PlannedStep, folder_of_config, planned_step, with_batch
 from train.settings import Planning, Settings, SettingsError
 from train.sharding import batch_parts, mesh_axes
 from zenflow_jax._planner.compiled import described_mesh, has_compiler
@@ -95,8 +95,18 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
     if host is None and here is zenflow_jax.GPUS[device]:
         host = host_bytes()
 
+    made: dict[tuple[str, bool], PlannedStep] = {}
+
+    def steps(settings: Settings, *, placed: bool) -> PlannedStep:
+        if settings.mesh is not None:  # which batches of another size divide otherwise
+            return planned_step(settings, origin, mesh, placed=placed)
+        which = settings.optimizer, placed
+        if which not in made:
+            made[which] = planned_step(settings, origin, mesh, placed=placed)
+        return with_batch(made[which], settings.batch_size)
+
     def one(settings: Settings, *, compile_it: bool) -> zenflow_jax.Plan:
-        planned = planned_step(settings, origin, mesh, placed=compile_it)
+        planned = steps(settings, placed=compile_it)
         step: Any = planned.step
         arguments = planned[1:]
         compiled = step.lower(*arguments).compile() if compile_it else None
