@@ -69,9 +69,7 @@ class Result(NamedTuple):
     differences: list[str]  # from the uninterrupted run; none is what is hoped for
 
 
-def kill_test(
-    folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **words: str
-) -> Result:
+def kill_test(folder: Path, *, kills: int, seed: int, start_s: float = 5.0, **words: str) -> Result:
     """Makes both runs in `folder` and compares them.
 
     Args:
