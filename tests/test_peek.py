@@ -11,6 +11,7 @@ from flax import nnx
 import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, ONE, SECOND, Settings, Training
+from tests.test_ahead import compilations
 from tests.test_resume import PLAN, SETTINGS, end, go, resumed, saved
 
 HERE = functools.partial(Training, threads=1, host_kernel="numpy")
@@ -153,6 +154,16 @@ def test_in_graph_what_came_back_from_the_host_as_numpy_is_flushed_alike():
         runs.assert_same_bits(
             zenflow_jax.flush(*on_the_host), zenflow_jax.flush(training.params, training.state)
         )
+
+
+def test_in_graph_flushes_outside_of_jit_compile_once():
+    with Training(ONE, SETTINGS, offload=False) as training, compilations() as names:
+        training.go(2)
+        zenflow_jax.flush(training.params, training.state)
+        names.clear()
+        training.go(1)
+        zenflow_jax.flush(training.params, training.state)
+        assert names == []
 
 
 class Model(nnx.Module):

@@ -230,9 +230,15 @@ def _close(
     half = _update(before, active, scalars, open_steps, scaling, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)
     leaf = dataclasses.replace(leaf, deferred=dataclasses.replace(half, pending=waits))
-    leaf = jax.lax.cond(
-        boundary.selects, partial(_reselect, here), lambda leaf, p, change: leaf, leaf, p, change
-    )
+    if boundary.selects is not False:  # as `flush` says it, which so has no branch to compile
+        leaf = jax.lax.cond(
+            boundary.selects,
+            partial(_reselect, here),
+            lambda leaf, p, change: leaf,
+            leaf,
+            p,
+            change,
+        )
     half = leaf.deferred
     assert half is not None
     # Pending channels arrive with their old master, those that do not wait with the new one.
