@@ -605,14 +605,17 @@ def _clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.flo
 
 def compact(mu: Any, nu: Any) -> tuple[np.ndarray, np.ndarray]:
     """A channel's moments after they were kept in 8 bits, with a unit for each 32 neighbours."""
-    both = []
-    for moment, round_group in ((mu, _round_first), (nu, _round_second)):
-        flat = np.array(moment, np.float32).reshape(-1)
-        with np.errstate(all="ignore"):  # of what is not finite
-            for i in range(0, flat.size, 32):
-                flat[i : i + 32] = round_group(flat[i : i + 32])
-        both.append(flat.reshape(np.shape(moment)))
-    return both[0], both[1]
+    return compact_one(mu, first=True), compact_one(nu, first=False)
+
+
+def compact_one(moment: Any, *, first: bool) -> np.ndarray:
+    """One of the two."""
+    round_group = _round_first if first else _round_second
+    flat = np.array(moment, np.float32).reshape(-1)
+    with np.errstate(all="ignore"):  # of what is not finite
+        for i in range(0, flat.size, 32):
+            flat[i : i + 32] = round_group(flat[i : i + 32])
+    return flat.reshape(np.shape(moment))
 
 
 def _round_first(m: np.ndarray) -> np.ndarray:

@@ -64,15 +64,13 @@ def windows_of(lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("leaves", "seed"), [(FIRST, 1), (SECOND, 2), (THIRD, 3)], ids=["first", "second", "third"]
-)
-def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(leaves, seed):
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(seed):
     lengths = [int(x) for x in np.random.default_rng(seed).permutation([2, 3, 4, 5, 6] * 2)]
     script, ends = windows_of(lengths)
     plan = Plan(ends[-1] + 1)
     script = (lambda of: lambda t: Weight(0.1) if t > ends[-1] else of(t))(script)
-    slow, stats = all_three(leaves, AUTO, plan, scripted.gradients(script, RATIO), seed)
+    slow, stats = all_three(FIRST, AUTO, plan, scripted.gradients(script, RATIO), seed)
     assert slow.boundaries == [ends]
     assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
 
@@ -156,7 +154,8 @@ def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, f
     gradients = scripted.gradients(lambda t: Weight(0.02), RATIO)
     options = {"threads": 1, "host_kernel": "numpy"} if offload else {}
     options |= {"offload": offload, "gradients": gradients}
-    with Training(FEW, ours, **options) as mine, Training(FEW, theirs, **options) as yours:
+    leaves = FEW[:2]
+    with Training(leaves, ours, **options) as mine, Training(leaves, theirs, **options) as yours:
         for _ in range(13):
             mine.go(1)
             yours.go(1)

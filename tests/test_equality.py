@@ -84,7 +84,9 @@ def test_selecting_every_channel_equals_optax_adamw():
 
 @pytest.mark.slow
 def test_a_warm_up_as_long_as_the_run_equals_optax_adamw():
-    assert_equals_adamw(FIRST, Settings(weight_decay=0.1, **WARM), WARM["full_warm_up_rounds"])
+    # What is resident knows no warm-up.
+    leaves = tuple(leaf for leaf in runs.FEW if leaf.axis is not None)
+    assert_equals_adamw(leaves, Settings(weight_decay=0.1, **WARM), WARM["full_warm_up_rounds"])
 
 
 AGREEMENTS = {
@@ -93,19 +95,9 @@ AGREEMENTS = {
         dict(topk_ratio=0.5, update_interval=1, select_interval=2),
         Plan(12),
     ),
-    "selecting at every window, one of them all skipped": (
+    "selecting at every window, skipped and flushed everywhere": (
         THIRD,
-        dict(topk_ratio=0.3, update_interval=3, select_interval=3),
-        Plan(20, bad=(4, 5, 6, 8)),
-    ),
-    "after a warm-up, clipped": (
-        FIRST,
-        WARM,
-        Plan(20, bad=(2, 5, 13)),
-    ),
-    "skipped and flushed everywhere": (
-        THIRD,
-        dict(topk_ratio=0.3, select_interval=8),
+        dict(topk_ratio=0.3, select_interval=4),
         # In mid-window, twice, in a window of which everything was skipped, at a boundary.
         Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
     ),
@@ -132,11 +124,6 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
     ),
-    "in turn, selecting when others matter more": (
-        FIRST,
-        dict(topk_ratio=0.3, update_interval=3, select_interval=AutoSelect(0.9, max_windows=3)),
-        Plan(20, bad=(4, 10), flush_at=(7,)),
-    ),
     "in turn, not stale, selecting by epochs, one window all skipped": (
         SECOND,
         dict(
@@ -148,6 +135,8 @@ AGREEMENTS = {
         ),
         Plan(20, bad=(2, 9, 10, 11, 12), flush_at=(14,)),
     ),
+    # Not clipped where sums are bf16: a factor that is off by a bit moves one in some hundreds of
+    # them to its neighbour.
     "added up on the device, scaled betas": (
         SECOND,
         dict(
@@ -157,7 +146,7 @@ AGREEMENTS = {
             send_gradients="per_window",
             window_scaling=0.0,
         ),
-        Plan(20, bad=(2, 7, 8), flush_at=(4, 11)),
+        Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
     ),
     "stacks in ranges, after a warm-up, clipped": (
         SCANNED,
@@ -184,13 +173,6 @@ AGREEMENTS = {
             overlap_step=False,
         ),
         Plan(14, bad=(2, 7), flush_at=(9,)),
-    ),
-    # Not clipped where sums are bf16: a factor that is off by a bit moves one in some hundreds of
-    # them to its neighbour.
-    "added up on the device, in bf16 and in float32": (
-        SECOND,
-        dict(topk_ratio=0.3, update_interval=3, select_interval=6, send_gradients="per_window"),
-        Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
     ),
     "added up on the device, not stale, clipped": (
         tuple(leaf._replace(dtype="float32") for leaf in FIRST),
@@ -230,8 +212,9 @@ def test_engine_and_in_graph_mode_equal_the_reference(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("skipped and flushed everywhere", marks=pytest.mark.slow),
-        pytest.param("after a warm-up, clipped", marks=pytest.mark.slow),
+        pytest.param(
+            "selecting at every window, skipped and flushed everywhere", marks=pytest.mark.slow
+        ),
         "all windows at once, two of four steps stale",
     ],
 )
@@ -242,6 +225,18 @@ def test_an_engine_with_compact_moments_equals_the_reference_that_rounds_them(na
     exact, _ = runs.reference(leaves, options, plan)
     with pytest.raises(AssertionError, match="numbers differ"):
         runs.assert_agree_where_rounded(exact, expected)
+    with Training(leaves, options, host_kernel="numpy", host_state="compact") as training:
+        runs.assert_agree_where_rounded(training.history(plan), expected)
+
+
+def test_an_engine_with_compact_moments_gives_the_same_bits_with_either_kernel():
+    leaves, options, _ = AGREEMENTS["all windows at once, two of four steps stale"]
+    options = Settings(weight_decay=0.1, **options)
+    # Each window has two gradients that count, as in `test_moments.py`: Numba takes seconds for
+    # each number of them. After the second one channels are selected anew.
+    plan = Plan(19, bad=(1, 2, 3, 4, 5, 6, 8, 10, 13, 15, 16, 18, 19))
+    expected, slow = runs.reference(leaves, options, plan, host_state="compact")
+    assert expected.selected[12]["rows"].tolist() != expected.selected[11]["rows"].tolist()
     histories = []
     for kernel in KERNELS:
         with Training(leaves, options, host_kernel=kernel, host_state="compact") as training:

@@ -347,11 +347,16 @@ def test_a_checkpoint_says_the_groups_of_all_windows_that_may_be_chosen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_state", ["float32", "compact"])
-def test_a_run_resumed_around_its_choice_ends_with_the_same_bits(monkeypatch, tmp_path, host_state):
+@pytest.mark.parametrize(
+    ("host_state", "kernel"), [("float32", "numba"), ("compact", "numpy")], ids=str
+)
+def test_a_run_resumed_around_its_choice_ends_with_the_same_bits(
+    monkeypatch, tmp_path, host_state, kernel
+):
     measured(monkeypatch, SLOW)
     fits = Settings(topk_ratio=0.3, update_interval="fit", weight_decay=0.1)
-    plan, options = Plan(43, bad=(8, 35), flush_at=(13, 41)), {"host_state": host_state}
+    plan = Plan(43, bad=(8, 35), flush_at=(13, 41))
+    options = {"host_state": host_state, "host_kernel": kernel}
     kept = (16, 32, 33, 38)  # before, at, and after the choice, with updates under way
     with Training(SCANNED, fits, threads=1, donate=True, **options) as whole:
         checkpoints = []

@@ -36,6 +36,11 @@ WIDE = {  # (entries, rows, n, tail)
 ANOTHER_CODE = 0.002
 
 
+def twice(gradient: np.ndarray) -> list[tuple[np.ndarray, float]]:
+    """The gradient as a sum of two, as all steps here have them: Numba compiles each number."""
+    return [(gradient, 0.5)] * 2
+
+
 def put(kernel: str, moment: Moment, x: np.ndarray) -> None:
     """Writes all channels, as a hand-over does."""
     groups, _, n, _ = moment.shape
@@ -54,7 +59,7 @@ def modelled(x: np.ndarray, *, first: bool) -> np.ndarray:
     channels = x.transpose(0, 2, 1, 3)
     found = np.empty_like(channels)
     for place in np.ndindex(channels.shape[:2]):
-        found[place] = reference.compact(channels[place], channels[place])[0 if first else 1]
+        found[place] = reference.compact_one(channels[place], first=first)
     return np.ascontiguousarray(found.transpose(0, 2, 1, 3))
 
 
@@ -158,7 +163,7 @@ def test_a_step_from_a_gradient_that_is_not_finite_poisons_no_neighbour(kernel, 
     states = [new_state(shape, compact=True) for _ in range(2)]
     for state, gradient in zip(states, (bad, clean), strict=True):
         for _ in range(2):
-            step(HostAdam(kernel, 1), state, gradient, np.ones_like(state.steps, bool))
+            step(HostAdam(kernel, 1), state, twice(gradient), np.ones_like(state.steps, bool))
     far = np.ones(shape, bool)
     far[places] = False
     for ours, theirs in zip(*(state.wide for state in states), strict=True):
@@ -238,7 +243,7 @@ def test_channels_that_take_no_step_keep_codes_and_units(kernel, shape):
 
     before = kept()
     adam = HostAdam(kernel, 2, tile=97)
-    step(adam, state, total, active)
+    step(adam, state, twice(total), active)
     adam.close()
     assert kept() == before
     assert all(np.isfinite(x).all() for x in state.wide)
@@ -313,6 +318,6 @@ def test_a_step_of_a_big_compact_leaf_yields_between_chunks():
     shape = (1, 640, 8192, 1)  # 2.5 chunks
     state, gradient = new_state(shape, compact=True), np.ones(shape, np.float32)
     chunks = HostAdam("numba", 1).adamw(
-        *state, [(gradient, 1.0)], 1.0, np.ones((1, 8192), bool), STEP
+        *state, twice(gradient), 1.0, np.ones((1, 8192), bool), STEP
     )
     assert 1 < sum(1 for _ in chunks) <= 4
