@@ -130,9 +130,9 @@ def test_rows_are_read_without_the_blocks_of_others(packed, tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_thousand_flipped_bytes_are_all_detected(tmp_path):
+def test_a_change_to_any_byte_is_detected(tmp_path):
     path = tmp_path / "x.safetensors"
-    x = noise(60, 20)
+    x = noise(12, 20)
     saved = {
         "w": x,
         "b": noise(300, seed=2, dtype=ml_dtypes.bfloat16),
@@ -143,26 +143,22 @@ def test_ten_thousand_flipped_bytes_are_all_detected(tmp_path):
     elves.save(path, saved)
     elves.save(tmp_path / "lossy.safetensors", {"w": x}, bound=1e-4)
     rng = np.random.default_rng(0)
-    undetected = tried = 0
+    undetected = []
     for whole in (path.read_bytes(), (tmp_path / "lossy.safetensors").read_bytes()):
-        with open(path, "r+b") as file:
-            file.write(whole)
-            file.truncate()
-        for _ in range(5000):
-            at, change = int(rng.integers(len(whole))), int(rng.integers(1, 256))
-            with open(path, "r+b") as file:
+        path.write_bytes(whole)
+        with open(path, "r+b", buffering=0) as file:
+            for at, change in enumerate(rng.integers(1, 256, len(whole)).tolist()):
                 file.seek(at)
                 file.write(bytes([whole[at] ^ change]))
-            try:
-                check_path(path)
-                undetected += 1
-            except elves.ElvesError:
-                pass
-            with open(path, "r+b") as file:
+                try:
+                    check_path(path)
+                    undetected.append(at)
+                except elves.ElvesError:
+                    pass
                 file.seek(at)
                 file.write(whole[at : at + 1])
-            tried += 1
-    assert (tried, undetected) == (10_000, 0)
+        check_path(path)
+    assert undetected == []
 
 
 @pytest.mark.parametrize("share", [0, 5, 0.01, 0.3, 0.99, 0.9999999])
