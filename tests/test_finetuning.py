@@ -27,6 +27,7 @@ SHORT = {
     "learning_rate": 3e-3,
     "dtype": "float32",
     "topk_ratio": 0.25,
+    "update_interval": 2,  # two groups of leaves, and as many programs of each kind
     "max_grad_norm": 1.0,
     "evaluate_every": 10,
     "save_every": 5,
@@ -48,7 +49,8 @@ def language(folder: Path) -> dict:
     texts = [f"the cat is on the mat {i % 7} and the dog is not" for i in range(EXAMPLES)]
     data = folder / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
-    return {"task": "language", "data": str(data), "sequence_length": 40, "micro_batches": 2}
+    settings = {"sequence_length": 40, "micro_batches": 2, "scan_layers": True}
+    return {"task": "language", "data": str(data)} | settings
 
 
 def alpaca(folder: Path) -> dict:
@@ -65,7 +67,8 @@ def glue(folder: Path) -> dict:
     rows = ["this movie is good\t1\n", "this movie is bad\t0\n", "a fine film\t1\n", "so bad\t0\n"]
     for name, times in (("train.tsv", EXAMPLES // 4), ("dev.tsv", 3)):
         (folder / name).write_text("sentence\tlabel\n" + "".join(rows * times), encoding="utf-8")
-    return {"task": "sst2", "data": str(folder), "sequence_length": 12, "keep_best": True}
+    settings = {"sequence_length": 12, "keep_best": True, "scan_layers": True}
+    return {"task": "sst2", "data": str(folder)} | settings
 
 
 def validations(run: Path) -> list[tuple[str, ...]]:
