@@ -9,6 +9,16 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu_stages.notes import Stage
+from benchmarks.on_gpu import StagePlan
+
+
+def failing(
+    *names: str, seconds: float = 20.0, least: float = 0.0, pictures: tuple[str, ...] = ()
+) -> list[StagePlan]:
+    """The stages of these names below."""
+    return [
+        StagePlan(name, "how?", f"{__name__}:{name}", seconds, least, pictures) for name in names
+    ]
 
 
 def _finds(stage: Stage) -> None:

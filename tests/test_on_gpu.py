@@ -2,6 +2,7 @@
 is whole.
 """
 
+import functools
 import json
 import os
 import signal
@@ -19,10 +20,11 @@ from benchmarks import on_gpu
 from benchmarks.gpu_stages import headline, machine, plan, programs, rivals, timelines
 from benchmarks.gpu_stages.notes import Notes, Stage
 from benchmarks.gpu_stages.plan import Machine
-from benchmarks.on_gpu import STAGES, StagePlan
+from benchmarks.on_gpu import STAGES
 from benchmarks.step_time_model import llama, make_model
 from benchmarks.step_time_peers import PEERS
 from tests import warm
+from tests.failing_stages import failing
 from zenflow_jax._exchange import mailbox
 
 ROOT = Path(__file__).parents[1]
@@ -32,13 +34,6 @@ ROOT = Path(__file__).parents[1]
 def cache(tmp_path_factory):
     """Stages share what is compiled, as they do in one command, and count it: nobody else's."""
     return tmp_path_factory.mktemp("compiled")
-
-
-def failing(*names, seconds=20.0, least=0.0, pictures=()):
-    return [
-        StagePlan(name, "how?", f"tests.failing_stages:{name}", seconds, least, pictures)
-        for name in names
-    ]
 
 
 def run(stages, out, *, seconds=100.0):
@@ -249,8 +244,12 @@ def _once(machines):
     return list(found.values())
 
 
+_made = functools.cache(make_model)  # most peers train the same
+
+
 @pytest.mark.parametrize("program", _once([H100, H200]), ids=lambda p: f"{p.peer}-{p.scan}")
-def test_every_step_of_the_stages_lowers_for_cuda(program):
+def test_every_step_of_the_stages_lowers_for_cuda(program, monkeypatch):
+    monkeypatch.setattr(programs, "make_model", _made)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         text = programs.lower_for_cuda(program)
     leaves = "annotate_device_placement" in text
@@ -342,7 +341,7 @@ def test_a_command_that_is_ended_ends_its_stage_and_leaves_the_report(tmp_path):
     script = (
         "from pathlib import Path\n"
         "from benchmarks import on_gpu\n"
-        "from tests.test_on_gpu import failing\n"
+        "from tests.failing_stages import failing\n"
         "with on_gpu._ends_on_signals():\n"
         f"    on_gpu.run(failing('hangs', 'ends_well'), Path({str(tmp_path)!r}), seconds=100,\n"
         "        rehearse=True, command='a test')\n"
