@@ -686,23 +686,20 @@ def test_an_engine_that_is_forgotten_ends_its_threads():
     assert_threads_left(before)
 
 
-def leave_open(steps):
-    """What a user's script may end with: an engine that nobody closed."""
+def leave_open():
+    """What a user's script may end with: engines that nobody closed."""
     leaf = runs.Leaf("w", (2048, 1024), -2, "float32")
     settings = Settings(topk_ratio=0.1, update_interval=1, select_interval=100)
-    training = started(settings, (leaf,), threads=2)
-    training.go(steps)
-    globals()["kept"] = training
-    if steps:
-        (update,) = training.on_their_way
-        assert not update.done()
+    idle, at_work = (started(settings, (leaf,), threads=2) for _ in range(2))
+    globals()["kept"] = idle, at_work
+    at_work.go(3)
+    (update,) = at_work.on_their_way
+    assert not update.done()
 
 
 @pytest.mark.slow
-def test_the_interpreter_ends_with_an_engine_left_open_idle_or_at_work():
-    left = [processes.start_process("test_engine", "leave_open", n) for n in (0, 3)]
-    for process in left:
-        processes.assert_ends_well(process)
+def test_the_interpreter_ends_with_engines_left_open_idle_and_at_work():
+    processes.assert_ends_well(processes.start_process("test_engine", "leave_open"))
 
 
 def describe(tree):

@@ -150,7 +150,7 @@ AGREEMENTS = {
     ),
     "stacks in ranges, after a warm-up, clipped": (
         SCANNED,
-        dict(WARM, update_interval=4, select_interval=4),
+        dict(WARM, select_interval=3),
         Plan(20, bad=(2, 7, 8, 9, 10, 14), flush_at=(12, 17)),
     ),
     "stacks in ranges, two steps stale, selecting when others matter more": (
@@ -252,7 +252,7 @@ def test_neither_donating_nor_when_gradients_leave_changes_a_bit():
     for sending in ("during_step", "after_step"):
         for donate in (False, True):
             more = {"donate": donate, "send_gradients": sending, "optimized": True}
-            with Training(runs.FEW, options, host_kernel="numpy", **more) as training:
+            with Training(runs.FEW[:2], options, host_kernel="numpy", **more) as training:
                 histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
     for history in histories[1:]:
         runs.assert_same_bits(history, histories[0])
