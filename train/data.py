@@ -78,8 +78,8 @@ class Batches:
         mesh: Mesh | None = None,
         buckets: int = 1,
     ):
-        self._examples = grain.MapDataset.source(source).shuffle(seed=seed).repeat()
-        # The numbers of the same examples.
+        self._source = source
+        # The numbers of the examples. Of a few hundred, one takes longer to find than to read.
         self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed).repeat()
         self._last: tuple[int, list[int]] = (-1, [])
         self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
@@ -89,11 +89,12 @@ class Batches:
         """Batches until every example was in one; the last of them may begin the next epoch."""
 
     def __getitem__(self, i: int) -> Batch:
-        first = i * self._size
-        batch = [self._examples[first + row] for row in self._place.rows]
-        if self._padding:
-            batch = self._padding.cut(batch, self._numbers(i))
-        return self._place.batch(batch)
+        rows = self._place.rows
+        if not self._padding:
+            return self._place.batch([self._source[self._number(i, row)] for row in rows])
+        numbers = self._numbers(i)
+        batch = [self._source[numbers[row]] for row in rows]
+        return self._place.batch(self._padding.cut(batch, numbers))
 
     def tokens(self, i: int) -> int | None:
         """How many tokens batch `i` has, all devices together; None if none of it is padding."""
@@ -107,10 +108,11 @@ class Batches:
         # Of all its examples, also of those on other processes: all must come to the same length.
         # Asked three times in a row for a batch.
         if self._last[0] != i:
-            first = i * self._size
-            numbers = [int(self._order[first + row]) for row in range(self._size)]
-            self._last = i, numbers
+            self._last = i, [self._number(i, row) for row in range(self._size)]
         return self._last[1]
+
+    def _number(self, i: int, row: int) -> int:
+        return int(self._order[i * self._size + row])
 
 
 class Sample:
@@ -135,7 +137,7 @@ class Sample:
         batches: int | None = None,
         buckets: int = 1,
     ):
-        self._examples = grain.MapDataset.source(source).shuffle(seed=seed)
+        self._source = source
         self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
         self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
         self._size = batch_size
@@ -143,18 +145,27 @@ class Sample:
         self.examples = len(source)
         if batches is not None:
             self.examples = min(self.examples, batches * batch_size)
+        # The first of them, as far as they were asked for: the same at every turn.
+        self._numbers = np.full(self.examples, -1)
 
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, self.examples, self._size):
             numbers = [first + row for row in self._place.rows]
             real = [number < self.examples for number in numbers]
-            own = [self._examples[n if r else 0] for n, r in zip(numbers, real, strict=True)]
+            wanted = [n if r else 0 for n, r in zip(numbers, real, strict=True)]
+            own = [self._source[self._number(n)] for n in wanted]
             if self._padding:
                 # The first one fills up, here or on another process.
                 last = min(first + self._size, self.examples)
-                own = self._padding.cut(own, [self._order[n] for n in (0, *range(first, last))])
+                own = self._padding.cut(own, [self._number(n) for n in (0, *range(first, last))])
             rows = [{ROWS: np.asarray(r, np.float32)} for r in real]
             yield self._place.batch([e | r for e, r in zip(own, rows, strict=True)])
+
+    def _number(self, n: int) -> int:
+        """That of the example at place `n`."""
+        if self._numbers[n] < 0:
+            self._numbers[n] = self._order[n]
+        return int(self._numbers[n])
 
 
 class _Padding:
