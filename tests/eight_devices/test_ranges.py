@@ -41,8 +41,8 @@ def places_of(training):
     ("placement", "kind", "more"),
     [
         ("replicated", AxisType.Auto, ENGINE),
-        ("cut", AxisType.Explicit, ENGINE),
-        ("cut", AxisType.Auto, {"offload": False}),
+        ("cut", AxisType.Auto, ENGINE),
+        ("cut", AxisType.Explicit, {"offload": False}),
     ],
     ids=["replicated", "cut", "in-graph"],
 )
@@ -58,9 +58,11 @@ def test_ranges_on_a_mesh_equal_the_reference(placement, kind, more):
         assert places_of(training) == before
 
 
-@pytest.mark.parametrize("more", [{}, {"update_interval": "auto"}, {"select_interval": "auto"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"update_interval": "auto", "select_interval": "auto"}], ids=["fixed", "auto"]
+)
 def test_the_second_step_in_graph_on_explicit_axes_compiles_nothing(more):
-    settings = dataclasses.replace(STALE, staleness=None, **more)
+    settings = dataclasses.replace(STALE, **more)
     places = shardings("cut", AxisType.Explicit)
     with Training(LEAVES, settings, shardings=places, offload=False) as training:
         training.go(1)

@@ -357,7 +357,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             p = weights[place]
-            changes = jnp.zeros(p.shape, jnp.float32)
+            changes = jnp.zeros_like(p, jnp.float32)  # and where it is
             for spec in leaf.spec.ranges:
                 part, change = _close_leaf(
                     cut_state(leaf, spec),
