@@ -9,8 +9,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.runs import Leaf, Leaves, Settings
 from zenflow_jax import AutoSelect, AutoWindow
 
-# Sizes that eight devices can divide; between them what FIRST, SECOND and THIRD of `runs` have.
+# Sizes that eight devices can divide. Each leaf that travels is ten programs of the engine, on each
+# placement anew: so most runs have two, which differ in all that leaves differ in.
 LEAVES: Leaves = (
+    Leaf("bias", (16,), None, "float32"),
+    Leaf("rows", (32, 8), -2, "float32", decay=False),
+    Leaf("stacked_columns", (2, 8, 16), -1, "bfloat16"),
+)
+# Between them what FIRST, SECOND and THIRD of `runs` have.
+MORE_LEAVES: Leaves = (
     Leaf("bias", (16,), None, "float32"),
     Leaf("columns", (8, 32), -1, "bfloat16"),
     Leaf("rows", (32, 8), -2, "float32", decay=False),
@@ -42,30 +49,34 @@ MESHES = {
 
 # Of each leaf, which mesh axes divide which of its axes. Axes that a mesh lacks divide nothing.
 PLACEMENTS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "replicated": {"bias": (), "columns": (), "rows": (), "stack": ()},
+    "replicated": {"bias": (), "columns": (), "rows": (), "stack": (), "stacked_columns": ()},
     "channels": {
         "bias": ("fsdp",),
         "columns": (None, "fsdp"),
         "rows": ("fsdp",),
         "stack": (None, "fsdp"),
+        "stacked_columns": (None, None, "fsdp"),
     },
     "others": {
         "bias": (),
         "columns": ("fsdp", None),
         "rows": (None, "fsdp"),
         "stack": (None, None, "fsdp"),
+        "stacked_columns": (None, "fsdp"),
     },
     "both": {
         "bias": ("tensor",),
         "columns": ("tensor", "fsdp"),
         "rows": (("fsdp", "data"), "tensor"),
         "stack": (None, "tensor", "fsdp"),
+        "stacked_columns": (None, "fsdp", "tensor"),
     },
     "stacks": {
         "bias": (),
         "columns": ("data",),
         "rows": ("tensor", None),
         "stack": ("tensor", None, "fsdp"),
+        "stacked_columns": ("tensor", "fsdp"),
     },
 }
 
@@ -78,15 +89,17 @@ def make_mesh(name: str, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     )
 
 
-def shardings(mesh: jax.sharding.Mesh, placement: str) -> dict[str, NamedSharding]:
+def shardings(
+    mesh: jax.sharding.Mesh, placement: str, leaves: Leaves = LEAVES
+) -> dict[str, NamedSharding]:
     def there(entry: Any) -> Any:
         if isinstance(entry, tuple):
             return tuple(name for name in entry if name in mesh.shape) or None
         return entry if entry in mesh.shape else None
 
     return {
-        name: NamedSharding(mesh, PartitionSpec(*map(there, entries)))
-        for name, entries in PLACEMENTS[placement].items()
+        leaf.name: NamedSharding(mesh, PartitionSpec(*map(there, PLACEMENTS[placement][leaf.name])))
+        for leaf in leaves
     }
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 import zenflow_jax
 from tests import meshes, runs
 from tests.elastic import ENGINE, HERE, PLAN, SAVED_AT, follow, resume, save
-from tests.meshes import LEAVES, STALE
+from tests.meshes import LEAVES, MORE_LEAVES, STALE
 from tests.runs import Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -28,7 +28,7 @@ def placed(where):
     [
         (("data", "replicated", AUTO), None),
         (None, ("data", "replicated", AUTO)),
-        (("three", "others", EXPLICIT), ("two", "replicated", AUTO)),
+        (("three", "others", EXPLICIT), ("data", "replicated", AUTO)),
         (("two", "channels", EXPLICIT), ("two", "channels", EXPLICIT)),
     ],
     ids=str,
@@ -56,8 +56,8 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("three", "others", EXPLICIT), ("two", "replicated", AUTO)),
-        (("two", "replicated", AUTO), ("three", "others", EXPLICIT)),
+        (("three", "others", EXPLICIT), ("data", "replicated", AUTO)),
+        (("data", "replicated", AUTO), ("three", "others", EXPLICIT)),
     ],
     ids=str,
 )
@@ -80,10 +80,10 @@ def test_compact_moments_go_on_on_other_devices_rounded_once_more(before, after,
 
 
 def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
-    channels = placed(("fsdp", "channels", AUTO))
     # As many channels, wherever they are: one device, and eight pieces of 32 or 16 channels.
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
-    leaves = LEAVES[1:3]
+    leaves = MORE_LEAVES[1:3]
+    channels = meshes.shardings(meshes.make_mesh("fsdp"), "channels", leaves)
     with Training(leaves, settings, **ENGINE) as training:
         training.go(6)
         values = jax.tree.map(np.asarray, jax.tree.leaves((training.params, training.state)))

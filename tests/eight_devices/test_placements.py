@@ -11,10 +11,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from tests import meshes, runs
-from tests.meshes import ADAPTIVE, LEAVES, STALE
+from tests.meshes import ADAPTIVE, LEAVES, MORE_LEAVES, STALE
 from tests.runs import Plan, Settings, Training
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+# Steps donate wherever it is not that which is tested: so runs share them.
+ENGINE = {"threads": 1, "host_kernel": "numpy", "donate": True}
 
 # A skipped step, an early end.
 PLAN = Plan(14, bad=(6,), flush_at=(11,))
@@ -38,16 +41,21 @@ WHERE = [
 ]
 
 
-def started(where, settings, *, in_context=True, **more):
+def leaves_of(where):
+    """All leaves where they are placed in most ways."""
+    return MORE_LEAVES if where in (("three", "both", AUTO), ("three", "stacks", AUTO)) else LEAVES
+
+
+def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
     name, placement, kind = where
     mesh = meshes.make_mesh(name, kind)
     # With Explicit axes a user has set the mesh, as a rule; with Auto ones, not.
     set_mesh = kind == EXPLICIT and in_context
     context = jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext()
-    shardings = meshes.shardings(mesh, placement)
+    shardings = meshes.shardings(mesh, placement, leaves)
     if more.get("offload", True):
-        more = {"threads": 1, "host_kernel": "numpy", **more}
-    return context, functools.partial(Training, LEAVES, settings, shardings=shardings, **more)
+        more = {**ENGINE, **more}
+    return context, functools.partial(Training, leaves, settings, shardings=shardings, **more)
 
 
 def placements(training):
@@ -95,11 +103,12 @@ IN_GRAPH = [
     ("offload", "where"), [(True, x) for x in WHERE] + [(False, x) for x in IN_GRAPH], ids=str
 )
 def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, offload):
-    context, make = started(where, STALE, offload=offload)
+    leaves = leaves_of(where)
+    context, make = started(where, STALE, leaves=leaves, offload=offload)
     with context, make() as training, traced_once(training):
         before = placements(training)
-        shards = meshes.pieces(LEAVES, training.shardings)
-        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
+        shards = meshes.pieces(leaves, training.shardings)
+        expected, _ = runs.reference(leaves, STALE, PLAN, shards=shards)
         runs.assert_agree(training.history(PLAN), expected)
         assert placements(training) == before
 
@@ -125,11 +134,12 @@ def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
     ids=str,
 )
 def test_adaptive_schedules_decide_as_the_reference_does(where, offload):
-    context, make = started(where, ADAPTIVE, offload=offload, donate=True)
+    leaves = leaves_of(where)
+    context, make = started(where, ADAPTIVE, leaves=leaves, offload=offload)
     with context, make() as training:
         before = placements(training)
-        shards = meshes.pieces(LEAVES, training.shardings)
-        expected, slow = runs.reference(LEAVES, ADAPTIVE, PLAN, shards=shards)
+        shards = meshes.pieces(leaves, training.shardings)
+        expected, slow = runs.reference(leaves, ADAPTIVE, PLAN, shards=shards)
         runs.assert_agree(training.history(PLAN), expected)
         assert len(set(np.diff(slow.boundaries[0]))) > 1
         assert placements(training) == before
@@ -203,11 +213,11 @@ def test_shardings_that_jit_is_told_are_kept(where):
 def states_of(placement, mesh="three", **options):
     """The state of each leaf, and its mail."""
     mesh = meshes.make_mesh(mesh)
-    shardings = meshes.shardings(mesh, placement)
-    params = runs.place(runs.initial_values(LEAVES), shardings)
-    state = runs.transformation(LEAVES, STALE, **options).init(params)
+    shardings = meshes.shardings(mesh, placement, MORE_LEAVES)
+    params = runs.place(runs.initial_values(MORE_LEAVES), shardings)
+    state = runs.transformation(MORE_LEAVES, STALE, **options).init(params)
     both = zip(state.leaves, state.mail, strict=True)
-    return {leaf.name: both for leaf, both in zip(LEAVES, both, strict=True)}
+    return {leaf.name: both for leaf, both in zip(MORE_LEAVES, both, strict=True)}
 
 
 def test_what_belongs_to_a_leaf_follows_its_parameter():
@@ -230,11 +240,11 @@ def test_each_shard_selects_its_share_of_the_channels():
 @pytest.mark.parametrize("placement", ["replicated", "both"])
 def test_leaves_take_turns_with_the_same_ones_on_a_mesh_as_on_one_device(placement):
     # 1024 bytes, 512 and 512: each has a turn of its own, the first of two that are as large first.
-    alone = runs.transformation(LEAVES, STALE).init(runs.initial(LEAVES))
+    alone = runs.transformation(MORE_LEAVES, STALE).init(runs.initial(MORE_LEAVES))
     assert [leaf.spec.group for leaf in alone.leaves] == [0, 1, 0, 2]
     states = states_of(placement)
     assert {name: state.spec.group for name, (state, _) in states.items()} == {
-        leaf.name: state.spec.group for leaf, state in zip(LEAVES, alone.leaves, strict=True)
+        leaf.name: state.spec.group for leaf, state in zip(MORE_LEAVES, alone.leaves, strict=True)
     }
 
 
@@ -319,7 +329,7 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train(kind):
     loaded = runs.initial_values(LEAVES, 1)
 
     def training():
-        return Training(LEAVES, STALE, shardings=shardings, threads=1, host_kernel="numpy")
+        return Training(LEAVES, STALE, shardings=shardings, **ENGINE)
 
     with jax.set_mesh(mesh), training() as late, training() as early:
         for run in (late, early):
@@ -338,8 +348,8 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train(kind):
     ("where", "leaf"),
     [
         (("three", "both", AUTO), "rows"),
-        (("three", "both", EXPLICIT), "columns"),
-        (("data", "replicated", AUTO), "stack"),
+        (("three", "both", EXPLICIT), "stacked_columns"),
+        (("data", "replicated", AUTO), "stacked_columns"),
     ],
     ids=str,
 )
@@ -347,7 +357,7 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf):
     name, placement, kind = where
     mesh = meshes.make_mesh(name, kind)
     shardings = meshes.shardings(mesh, placement)
-    with jax.set_mesh(mesh), Training(LEAVES, STALE, shardings=shardings, threads=1) as run:
+    with jax.set_mesh(mesh), Training(LEAVES, STALE, shardings=shardings, **ENGINE) as run:
         run.go(7)
         other = runs.initial_values(LEAVES, 1)[leaf]
         run.params = run.params | runs.place({leaf: other}, shardings)
@@ -414,7 +424,7 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
 @pytest.mark.parametrize(("kind", "moved"), [(AUTO, "state"), (EXPLICIT, "parameters")], ids=str)
 def test_one_device_is_a_mesh_of_one(kind, moved):
     mesh = meshes.make_mesh("one", kind)
-    with Training(LEAVES, STALE, threads=1, host_kernel="numpy") as expected:
+    with Training(LEAVES, STALE, **ENGINE) as expected:
         shardings = dict.fromkeys(expected.params, NamedSharding(mesh, PartitionSpec()))
         ours, theirs = (runs.place(runs.initial_values(LEAVES), x) for x in (shardings, None))
         params, state = (theirs, ours) if moved == "state" else (ours, theirs)
