@@ -104,7 +104,7 @@ def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, kernel,
     ("leaves", "changes", "kernel"),
     [
         (FIRST, {}, "numpy"),
-        (SECOND, {"rolling": False}, "numba"),
+        (SECOND, {"rolling": False}, "numpy"),
         (FIRST, {"update_interval": AutoWindow(5, 0.4)}, "numpy"),
     ],
     ids=["in turn", "together", "adaptive"],

@@ -87,8 +87,8 @@ def counted(training):
     ("leaves", "changes", "kernel"),
     [
         (FIRST, {}, "numpy"),
-        (SECOND, {"rolling": False}, "numba"),
-        (SECOND, {"staleness": 2, "window_scaling": 0.0}, "numba"),
+        (SECOND, {"rolling": False}, "numpy"),
+        (SECOND, {"staleness": 2, "window_scaling": 0.0}, "numpy"),
         (THIRD, {"overlap_step": False}, "numba"),
         (
             FIRST,
