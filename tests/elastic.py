@@ -14,7 +14,7 @@ from tests.meshes import LEAVES, STALE
 from tests.runs import Plan, Training
 
 PLAN = Plan(17, bad=(12,))
-SAVED_AT = 11  # with an update on its way, and two steps in the open window
+SAVED_AT = 9  # with an update of one leaf on its way, and a step in the other's open window
 
 # NumPy, as wherever the kernel is not what is tested: in a fresh checkout each process would
 # compile Numba's, which takes longer than everything else here. Both give the same bits.

@@ -19,8 +19,8 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # Steps donate wherever it is not that which is tested: so runs share them.
 ENGINE = {"threads": 1, "host_kernel": "numpy", "donate": True}
 
-# A skipped step, an early end.
-PLAN = Plan(14, bad=(6,), flush_at=(11,))
+# A skipped step; an early end, of one leaf with its update on its way.
+PLAN = Plan(14, bad=(6,), flush_at=(9,))
 SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
 EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, overlap_step=False, weight_decay=0.1
