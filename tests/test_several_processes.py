@@ -113,7 +113,7 @@ def share(me: int, port: int, count: int) -> None:
     shardings = on_all({"data": jax.device_count()}, "replicated")
     done = []
     for partition in (True, False):
-        options = {"shardings": shardings, "partition": partition, **elastic.ENGINE}
+        options = {"shardings": shardings, "partition": partition, "donate": True, **elastic.ENGINE}
         with Training(LEAVES, STALE, **options) as training:
             training.go(9)
             training.settle()
@@ -226,7 +226,7 @@ def fail(me: int, port: int, count: int) -> None:
     if me == count - 1:
         _engine.HostState = Broken
     shardings = on_all({"data": jax.device_count()}, "replicated")
-    with Training(LEAVES, STALE, shardings=shardings, **elastic.ENGINE) as training:
+    with elastic.HERE(shardings=shardings) as training:
         training.go(1000)
 
 

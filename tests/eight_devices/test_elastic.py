@@ -36,6 +36,7 @@ def placed(where):
 def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
     with HERE(shardings=placed(before)) as training:
         follow(training, SAVED_AT)
+        assert training.on_their_way
         save(training, tmp_path / "checkpoint")
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
     with HERE(shardings=placed(after)) as training:
@@ -65,6 +66,7 @@ def test_compact_moments_go_on_on_other_devices_rounded_once_more(before, after,
     compact = functools.partial(HERE, host_state="compact")
     with compact(shardings=placed(before)) as training:
         follow(training, SAVED_AT)
+        assert training.on_their_way
         save(training, tmp_path / "checkpoint")
         saved = jax.tree.map(np.asarray, training.engine.state()["leaves"])
     with compact(shardings=placed(after)) as training:
