@@ -322,11 +322,21 @@ def test_parameters_that_are_not_where_their_state_takes_them_to_be_are_refused(
         zenflow_jax.HostEngine(alone, tx.init(spread))
 
 
+def other_on_the_last_device(values, shardings):
+    """The same parameters but for what the last device has: the others must hear of it."""
+    changed, others = {}, runs.initial_values(LEAVES, 1)
+    for name, value in values.items():
+        index = shardings[name].devices_indices_map(value.shape)[jax.devices()[-1]]
+        changed[name] = np.array(value)
+        changed[name][index] = others[name][index]
+    return changed
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_weights_loaded_after_the_engine_was_made_are_those_that_train(kind):
     mesh = meshes.make_mesh("three", kind)
     shardings = meshes.shardings(mesh, "both")
-    loaded = runs.initial_values(LEAVES, 1)
+    loaded = other_on_the_last_device(runs.initial_values(LEAVES), shardings)
 
     def training():
         return Training(LEAVES, STALE, shardings=shardings, **ENGINE)
@@ -359,7 +369,7 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf):
     shardings = meshes.shardings(mesh, placement)
     with jax.set_mesh(mesh), Training(LEAVES, STALE, shardings=shardings, **ENGINE) as run:
         run.go(7)
-        other = runs.initial_values(LEAVES, 1)[leaf]
+        other = other_on_the_last_device(run.params, shardings)[leaf]
         run.params = run.params | runs.place({leaf: other}, shardings)
         with pytest.raises(RuntimeError, match=rf"got other values of \['{leaf}'\] after step"):
             run.go(6)
