@@ -217,7 +217,7 @@ def check_refusal(training: Training, me: int, count: int) -> None:
 def fail(me: int, port: int, count: int) -> None:
     """One of the processes: the worker of the last one fails, the others wait for it."""
     join(me, port, count)
-    _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=5.0)
+    _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=2.0)
 
     class Broken(HostState):
         def add(self, *args):

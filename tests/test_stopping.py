@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from benchmarks import kill_test
 from tests import warm
 from tests.processes import environment
-from train import finetune
+from train import finetune, models
 from train.memory import check_batch, check_model, is_lack_of_memory, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest
@@ -124,6 +125,10 @@ def test_a_model_that_has_no_room_is_refused_before_it_is_made(optimizer, expect
     with pytest.raises(SettingsError, match=f"2,000,000,000,000 parameters .*{expected}"):
         check_model(Settings(optimizer=optimizer), weights, devices=1)
     check_model(Settings(), {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32)}, devices=1)
+    # 42 TB, of which not one array is made.
+    settings = Settings(optimizer=optimizer, width=2**20, heads=2**10, ffn=2**20, layers=1)
+    with pytest.raises(SettingsError, match="expected one that has room"):
+        models.make(settings, types.SimpleNamespace(labels=()), None, None)
 
 
 @pytest.mark.parametrize(
