@@ -245,7 +245,7 @@ def test_a_run_that_has_nothing_on_its_host_chooses_and_ends_like_any_other():
 
 def test_what_is_being_saved_when_windows_change_is_of_its_step(tmp_path):
     settings = dataclasses.replace(CALM, update_interval=FitWindow(8, after=16))
-    with Training(SCANNED, settings, threads=1) as training:
+    with Training(SCANNED, settings, threads=1, host_kernel="numpy") as training:
         training.go(11)
         expected = copied(training.engine.state())
         stream = training.engine._stream(10**6)

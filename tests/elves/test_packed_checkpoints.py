@@ -251,7 +251,7 @@ def test_the_process_that_packs_ends_with_the_run(run):
 def test_a_run_of_the_script_packs_and_goes_on_from_what_is_packed(tmp_path, capsys):
     config = kill_test.write_config(tmp_path, steps=10)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    options = [str(config), "--keep", "9", "--save-every", "5"]
+    options = [str(config), "--keep", "9", "--save-every", "5", "--host-kernel", "numpy"]
     assert finetune.main([*options, "--run", whole.name]) == 0
     cut_short(whole, cut, after=5)
     pack_in_place(cut / "checkpoints" / "5")
