@@ -48,8 +48,13 @@ class WindowFit:
         self._first = max(self.last - _MEASURED, begun + _SETTLING)
         while self.last <= begun or (self.measures and self.last - self._first < _LEAST):
             self.last += INTERVALS[-1]
-        self.after = self.last - warm_up
+        self._warm_up = warm_up
         self._before = Worked(0.0, 0)
+
+    @property
+    def after(self) -> int:
+        """Steps between the warm-up's end and the choice."""
+        return self.last - self._warm_up
 
     @property
     def measures(self) -> bool:
@@ -90,7 +95,6 @@ class WindowFit:
         if self._steps(now) < _LEAST:
             self._first = self.last
             self.last += INTERVALS[-1]
-            self.after += INTERVALS[-1]
             self.begin(now)
             return None
         busy = self.busy(given, spans, now, compact=compact)
