@@ -37,6 +37,7 @@ class Settings:
     rolling: bool = True
     staleness: int | None = None
     window_scaling: float | str | None = "auto"  # exponent of the rate; "auto" is 0.5 or None
+    provisional_share: float | None = None
     max_grad_norm: float | None = None
     send_gradients: str = "during_step"
     transfer_dtype: Any = None
@@ -285,6 +286,7 @@ class Reference:
             _adamw(channel, clipped, self._last_lr, self._settings)
             leaf.publish(channel)
             return
+        self._move_provisionally(leaf, channel, g)
         # It is clipped where it is added up, and rounded before: to what travels.
         mail = g.astype(leaf.mail_dtype).astype(np.float32)
         total = channel.window_sum + factor * mail
@@ -292,6 +294,17 @@ class Reference:
             # The sum is what travels.
             total = total.astype(leaf.mail_dtype).astype(np.float32)
         channel.window_sum = total
+
+    def _move_provisionally(self, leaf: _Leaf, channel: _Channel, g: Any) -> None:
+        s = self._settings
+        waits_for_nothing = s.update_interval == 1 and self._staleness == 0
+        if not s.provisional_share or waits_for_nothing:
+            return
+        if self.step_count <= max(s.full_warm_up_rounds, 1):
+            return
+        length = np.float32(s.provisional_share) * self._last_lr
+        new = leaf.param[channel.where].astype(np.float32) - length * np.sign(g)
+        leaf.param[channel.where] = new.astype(leaf.param.dtype)
 
     def _exchange(self, t: int) -> bool:
         """What follows step `t`; whether any window closes there."""

@@ -145,6 +145,7 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
         "rolling": settings.rolling,
         "staleness": settings.staleness,
         "window_scaling": None if settings.window_scaling == "none" else settings.window_scaling,
+        "provisional_share": settings.provisional_share or None,
     }
 
 

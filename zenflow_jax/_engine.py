@@ -308,13 +308,13 @@ class HostEngine:
         # Of moments since each group's last update was made with them.
         self._roundings = [int(self._host.compact)] * self._schedule.groups
         self._updates = Updates(self._worker, self._host, offloaded, self._ahead)
-        self._emitted = Emitted(self._specs, self._ahead)
+        self._emitted = Emitted(self._specs, self._schedule, self._ahead)
 
     def _compile_ahead(self, given: ZenFlowState, weights: Sequence[jax.Array]) -> None:
         """Begins to compile what these windows need; arguments as for `_set_windows`."""
         weakref.finalize(self, self._ahead.close)
         mine, measures = self._offloaded.pick(weights), self._schedule.needs_kept_share
-        self._updates.prepare(mine, given.leaves, measures=measures)
+        self._updates.prepare(mine, given, measures=measures)
         self._emitted.prepare(weights, given.leaves, given.step_scalars)
         window, specs = longest(self._schedule.window), [x.spec for x in self._offloaded.parts]
         loops = partial(compile_loops, self._host_kernel, specs, window, compact=self._host.compact)
@@ -417,7 +417,7 @@ class HostEngine:
             leaves = state.leaves
             for group in closing:
                 state = self._mailbox.send_sums(state, group)
-            weights = self._updates.collect(taken.offloaded, arriving, state.step)
+            weights = self._updates.collect(taken.offloaded, arriving, state)
             measured = {}
             for group in closing:
                 if boundaries[group].selects:
@@ -428,7 +428,7 @@ class HostEngine:
                         measured[group] = self._updates.measure(group, leaves)
                 self._count_window(group)
             at_once = [group for group in closing if boundaries[group].synchronous]
-            weights = self._updates.collect(weights, at_once, state.step)
+            weights = self._updates.collect(weights, at_once, state)
             if closing or arriving:
                 taken = taken.with_offloaded(weights)
                 params = taken.tree
@@ -540,14 +540,15 @@ class HostEngine:
 
     def _bring_in(self, state: ZenFlowState, taken: CallerTree) -> tuple[ZenFlowState, CallerTree]:
         """Closes the open windows and brings every update in; waits for all of it."""
+        self._emitted.forget()
         groups = self._all_groups
-        weights = self._updates.collect(taken.offloaded, groups, state.step)
+        weights = self._updates.collect(taken.offloaded, groups, state)
         for group in groups:
             if self._open_steps[group]:
                 state = self._mailbox.send_sums(state, group)
                 self._updates.close_window(group)
                 self._count_window(group)
-        weights = self._updates.collect(weights, groups, state.step)
+        weights = self._updates.collect(weights, groups, state)
         self._mailbox.drain()
         self._note_changes(None)
         self._doubts.check(self._progress.step)
@@ -580,7 +581,7 @@ class HostEngine:
             TypeError: If they are no jax arrays.
         """
         state, taken = self._between_steps(params, opt_state, "peek")
-        weights = self._updates.peek(taken.offloaded, state.step)
+        weights = self._updates.peek(taken.offloaded, state)
         given = {id(x) for x in taken.leaves}
 
         def of_its_own(x: Any) -> Any:

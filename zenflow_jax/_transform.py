@@ -23,7 +23,13 @@ from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.shards import as_its_parameter
 from zenflow_jax._device.statistics import window_statistics
-from zenflow_jax._device.step import add_mail, finite_and_clip_factor, split_gradient, step_selected
+from zenflow_jax._device.step import (
+    add_mail,
+    finite_and_clip_factor,
+    next_reach,
+    split_gradient,
+    step_selected,
+)
 from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._plan.arguments import (
     check_arguments,
@@ -71,6 +77,7 @@ def zenflow(
     rolling: bool = True,
     staleness: int | None = None,
     window_scaling: float | str | None = "auto",
+    provisional_share: float | None = None,
     max_grad_norm: jax.typing.ArrayLike | None = None,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
     resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
@@ -213,6 +220,7 @@ def zenflow(
         rolling,
         staleness,
         window_scaling,
+        provisional_share,
         offload,
     )
     sending = check_send_gradients(send_gradients)
@@ -268,14 +276,19 @@ def zenflow(
         rank = mail_rank([leaf.spec for leaf in state.leaves])
 
         # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
+        share = state.schedule.provisional_share
         seen = [
-            split_gradient(g, leaf, state.send_gradients, rank)
+            split_gradient(g, leaf, state.send_gradients, rank, signs=share is not None)
             for g, leaf in zip(gradients, state.leaves, strict=True)
         ]
         finite, factor = finite_and_clip_factor([s.squares for s in seen], max_grad_norm)
+        reach, length = state.reach, None
+        if share is not None:
+            length = state.schedule.provisional_step(step, scalars.learning_rate, finite, jnp)
+            reach = None if reach is None else next_reach(reach, length, state.schedule)
 
         stepped = [
-            step_selected(p, s, leaf, scalars, factor, finite)
+            step_selected(p, s, leaf, scalars, factor, finite, length)
             for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
         ]
         changes = [change for change, _ in stepped]
@@ -289,6 +302,7 @@ def zenflow(
             skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
             leaves=leaves,
+            reach=reach,
         )
         if offload:
             # Without `exchange` in between, the last step's mail is lost: deferred channels would

@@ -19,6 +19,7 @@ from zenflow_jax._checkpoint.tree import (
 )
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._device.step import furthest
 from zenflow_jax._exchange.messages import PENDING
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, piece_of
 from zenflow_jax._host.state import HostState
@@ -93,7 +94,15 @@ def resume(
         ]
         roundings = list(zip(counts.roundings, now, strict=True))
         refusal = what_differs(
-            weights, state.leaves, samples, host.leaves, parts, before, updates, roundings
+            weights,
+            state.leaves,
+            samples,
+            host.leaves,
+            parts,
+            before,
+            updates,
+            roundings,
+            0.0 if state.reach is None else furthest(float(read(state.reach))),
         )
     return Resumed(dataclasses.replace(counts, roundings=now), before, refusal)
 

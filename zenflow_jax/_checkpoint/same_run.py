@@ -78,6 +78,7 @@ def what_differs(
     before: Sequence[np.ndarray],
     updates: Sequence[WindowStep | None],
     roundings: Sequence[tuple[int, int]],
+    reach: float,
 ) -> str | None:
     """Why this process's parameters are not those of the states; None if they are.
 
@@ -96,6 +97,7 @@ def what_differs(
         updates: The step of each group's pending update; None if none is pending.
         roundings: How often each group's moments were rounded to 8 bits since that update, until
             they were saved, and until now. A mesh may have had other groups of codes.
+        reach: How far provisional steps may have moved a deferred channel's parameter.
     """
     offloaded = [state for state in states if state.offloaded]
     on_host, on_device = [{state.spec.name: _Found() for state in states} for _ in range(2)]
@@ -116,6 +118,7 @@ def what_differs(
         for which, scalars in ((~now & ~ahead, None), (later, update)):
             bounds = _masters(leaf, tuple(i[which] for i in taken.at), scalars, until_now)
             low, high = (_cast(x, leaf.spec) for x in bounds)
+            low, high = low - reach, high + reach
             on_host[name].add(taken.values[which], low, high)
         if state.master is not None and now.any():
             rows = part.cut(read(part.of(state.master))).reshape(leaf.spec.view4(leaf.spec.k))

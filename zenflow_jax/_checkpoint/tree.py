@@ -203,6 +203,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "staleness": np.array(-1 if schedule.staleness is None else schedule.staleness, np.int32),
         # -1 for None.
         "window_scaling": np.array(-1 if scaling is None else scaling, np.float32),
+        "provisional_share": np.array(schedule.provisional_share or 0, np.float32),
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges.

@@ -27,6 +27,7 @@ from zenflow_jax._device.samples import differ, sample_row, split_samples
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.statistics import kept_share
+from zenflow_jax._device.step import furthest
 from zenflow_jax._plan.leaf import LeafSpec
 
 Arrays = Sequence[Array]
@@ -62,6 +63,7 @@ def _merge(
     before: Array,
     now: Array,
     samples: Array,
+    reach: Array | None,
     *,
     specs: Specs,
 ) -> Merged:
@@ -74,15 +76,16 @@ def _merge(
         before: Channels that were selected during the window, as `channel_rows` gives them.
         now: Channels that are selected since the window closed.
         samples: Samples of the parameters, from their last merge.
+        reach: As the state has it.
         specs: The leaves, or ranges of leaves.
     """
 
     def one(
-        here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array
+        here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array, *reach: Any
     ) -> tuple[Array, Array, Array]:
         selected = _selected(here, before, now)
         new = jnp.where(selected, weight, here.gather(upload))
-        return new, sample_row(new), _changed(here, weight, selected, sample)
+        return new, sample_row(new), _changed(here, weight, selected, sample, *reach)
 
     two = {True: iter(used_up), False: iter(others)}
     new, seen, changed = [], [], []
@@ -92,9 +95,9 @@ def _merge(
         made = on_each_device(
             one,
             spec,
-            [lay.block, lay.part, *[lay.each_device] * 3],
+            [lay.block, lay.part, *[lay.each_device] * 3, None if reach is None else REPLICATED],
             (lay.block, lay.each_device, REPLICATED),
-        )(cut(weight, spec), next(two[_becomes_weight(spec)]), *mine)
+        )(cut(weight, spec), next(two[_becomes_weight(spec)]), *mine, reach)
         new.append(put(weight, made[0], spec))
         seen.append(made[1])
         changed.append(made[2])
@@ -154,32 +157,46 @@ def _selected(here: Here, before: Array, now: Array) -> Array:
     return broadcast_channels(then | since, block)
 
 
-def _changed(here: Here, weight: Array, selected: Array, sample: Array) -> Array:
-    """How many samples differ of channels that no step has moved since their last merge."""
+def _changed(
+    here: Here, weight: Array, selected: Array, sample: Array, reach: Array | None
+) -> Array:
+    """How many samples of deferred channels are not where a step may have left them.
+
+    Without provisional steps they are as they were last merged.
+    """
     moved = sample_row(jnp.broadcast_to(selected, weight.shape)).astype(bool)
-    changed = jnp.sum(differ(sample_row(weight), sample, weight.dtype) & ~moved, dtype=jnp.int32)
-    return here.sum_everywhere(changed)
+    now = sample_row(weight)
+    changed = differ(now, sample, weight.dtype) & ~moved
+    if reach is not None:
+        changed &= ~(jnp.abs(now - sample) <= furthest(reach))
+    return here.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
 
 
 @partial(jax.jit, static_argnames="specs")
 def compare(
-    weights: Arrays, before: Array, now: Array, samples: Array, *, specs: Specs
+    weights: Arrays,
+    before: Array,
+    now: Array,
+    samples: Array,
+    reach: Array | None,
+    *,
+    specs: Specs,
 ) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
     def one(
-        here: Here, weight: Array, before: Array, now: Array, sample: Array
+        here: Here, weight: Array, before: Array, now: Array, sample: Array, *reach: Any
     ) -> tuple[Array, Array]:
         selected = _selected(here, before, now)
-        return sample_row(weight), _changed(here, weight, selected, sample)
+        return sample_row(weight), _changed(here, weight, selected, sample, *reach)
 
     made = [
         on_each_device(
             one,
             spec,
-            [lay.block, *[lay.each_device] * 3],
+            [lay.block, *[lay.each_device] * 3, None if reach is None else REPLICATED],
             (lay.each_device, REPLICATED),
-        )(cut(weight, spec), *mine)
+        )(cut(weight, spec), *mine, reach)
         for spec, lay, weight, *mine in zip(
             specs,
             map(Layout, specs),

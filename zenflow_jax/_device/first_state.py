@@ -109,6 +109,9 @@ def _build(
         if offload
         else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
         schedule_state=_first_schedule_state(specs, schedule, offload),
+        reach=jnp.zeros((), jnp.float32)
+        if offload and schedule.provisional_share is not None
+        else None,
         layout={layout_name(STATE_LAYOUT): jnp.array(version_number(), jnp.int32)},
         schedule=schedule,
         offload=offload,

@@ -71,7 +71,7 @@ def advance(
     `ScheduleState`.
     """
     offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
-    leaves = list(state.leaves)
+    leaves = _follow(state, weights)
     for i in offloaded:
         layout, mine = Layout(leaves[i].spec), leaf_layout(leaves[i].spec, deferred=True)
         collect = on_each_device(
@@ -129,6 +129,32 @@ def advance(
         ),
     )
     return new, changes
+
+
+def _follow(state: ZenFlowState, weights: list[jax.Array]) -> list[LeafState]:
+    """The leaves' states; in the first step their masters are the parameters, which may be loaded.
+
+    That step moves no deferred channel.
+    """
+    offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
+
+    def own(here: Here, p: jax.Array) -> jax.Array:
+        return here.own(p).astype(jnp.float32)
+
+    def follow(masters: list[jax.Array]) -> list[jax.Array]:
+        specs = [state.leaves[i].spec for i in offloaded]
+        return [
+            on_each_device(own, spec, [Layout(spec).block], Layout(spec).part)(weights[i])
+            for i, spec in zip(offloaded, specs, strict=True)
+        ]
+
+    leaves = list(state.leaves)
+    masters = [leaves[i].deferred.master for i in offloaded]
+    masters = jax.lax.cond(state.step == 1, follow, lambda masters: masters, masters)
+    for i, master in zip(offloaded, masters, strict=True):
+        half = dataclasses.replace(leaves[i].deferred, master=master)
+        leaves[i] = dataclasses.replace(leaves[i], deferred=half)
+    return leaves
 
 
 def _next_schedule_state(
@@ -222,10 +248,6 @@ def _close(
 ) -> tuple[LeafState, jax.Array]:
     spec, before = here.part, leaf.deferred
     assert before is not None
-    # As on selected channels: before its first step a master follows its parameter.
-    fresh = broadcast_channels(before.steps == 0, spec)
-    master = jnp.where(fresh, here.own(p).astype(jnp.float32), before.master)
-    before = dataclasses.replace(before, master=master)
     active = ~contains(here.to_local(leaf.channels), spec.n) & (open_steps > 0)
     half = _update(before, active, scalars, open_steps, scaling, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)

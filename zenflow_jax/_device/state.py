@@ -92,6 +92,8 @@ class ZenFlowState(AsTuple):
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or with an
             engine. With a `FitWindow` the `FoundWindow` of its engine.
+        reach: float32 (). A measure of how far provisional steps have moved weights lately, as
+            `next_reach` makes it; None without such steps, or with `offload=False`.
         layout: int32 (), in a dict under a name that says which layout the state has
             (`_version.py`): the version of zenflow_jax that began the run.
         schedule: When windows close and channels are selected. Static.
@@ -115,6 +117,7 @@ class ZenFlowState(AsTuple):
     open_steps: Any
     scalars: Any
     schedule_state: Any
+    reach: Any
     layout: Any
     schedule: Schedule = dataclasses.field(metadata={"static": True})
     offload: bool = dataclasses.field(metadata={"static": True})

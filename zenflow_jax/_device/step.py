@@ -24,6 +24,7 @@ from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
 
@@ -32,48 +33,58 @@ class GradientParts(NamedTuple):
 
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # float32, selected channels
+    signs: Any  # int8, of the gradient; None without provisional steps
     mail: Any  # None if nothing is offloaded
 
 
 def split_gradient(
-    g: jax.Array, leaf: LeafState, sending: SendGradients, rank: int
+    g: jax.Array, leaf: LeafState, sending: SendGradients, rank: int, *, signs: bool
 ) -> GradientParts:
     """Does everything that reads a whole gradient; `rank` is that of mail in host memory.
 
-    It reads the gradient in the dtype in which it arrives, and rounds the mail alone, to its dtype.
+    `signs` asks for the gradient's signs. It reads the gradient in the dtype in which it arrives, and rounds the mail alone, to its dtype.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     offloaded = leaf.offloaded
     crosses = offloaded and sending.in_step
     if not crosses:
         rank = len(spec.shape)
+    signs = signs and not spec.resident
     see = on_each_device(
-        partial(_split, rank=rank if offloaded else None),
+        partial(_split, rank=rank if offloaded else None, signs=signs),
         spec,
         [layout.part, layout.channels],
-        GradientParts(layout.channels, layout.part, layout.mail(rank) if offloaded else None),
+        GradientParts(
+            layout.channels,
+            layout.part,
+            layout.part if signs else None,
+            layout.mail(rank) if offloaded else None,
+        ),
     )
     seen = see(g, leaf.channels)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
 
 
 def _split(
-    here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None
+    here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None, signs: bool
 ) -> GradientParts:
     spec = here.part
     squares = sum_squares(g, spec)
     if channels is None:
-        return GradientParts(here.sum(squares), g.astype(jnp.float32), None)
+        return GradientParts(here.sum(squares), g.astype(jnp.float32), None, None)
     selected = take(g, here.to_local(channels), spec).astype(jnp.float32)
+    # A byte for each weight is what stays of the gradient until it is known whether the step counts.
+    sign = jnp.sign(g).astype(jnp.int8) if signs else None
     if rank is None:
-        return GradientParts(here.sum(squares), selected, None)
+        return GradientParts(here.sum(squares), selected, sign, None)
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
     # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
     # XLA:GPU leaves some models' copies, and all their gradients, for after the last matmul
     # (benchmarks/LOG.md, gpu_program). A gradient that stays on the device has the barrier, too:
     # the program, and so its bits, are the same up to the copies.
-    g, squares, selected = jax.lax.optimization_barrier((g, squares, selected))
-    return GradientParts(here.sum(squares), selected, here.to_mail(g.astype(spec.mail_dtype), rank))
+    g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
+    mail = here.to_mail(g.astype(spec.mail_dtype), rank)
+    return GradientParts(here.sum(squares), selected, sign, mail)
 
 
 def finite_and_clip_factor(
@@ -89,6 +100,21 @@ def finite_and_clip_factor(
     return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
 
 
+def next_reach(reach: jax.Array, length: jax.Array, schedule: Schedule) -> jax.Array:
+    """The sum of the provisional steps' lengths, of which older ones fade.
+
+    Those of the last two windows count by more than a third, so three times the sum is no less than
+    how far a weight can have moved since its last update.
+    """
+    return reach * (1 - 1 / (2 * schedule.longest_window)) + length
+
+
+def furthest(reach: Any) -> Any:
+    """No weight is further from its last update than this, given the state's `reach`."""
+    # A step that is rounded is at most twice as long as it should be, or nothing.
+    return 6 * reach
+
+
 def step_selected(
     p: jax.Array,
     seen: GradientParts,
@@ -96,18 +122,41 @@ def step_selected(
     scalars: AdamScalars,
     factor: jax.Array,
     finite: jax.Array,
+    length: jax.Array | None,
 ) -> tuple[jax.Array, LeafState]:
-    """The float32 change of the whole leaf, and its state, after AdamW on what is selected."""
+    """The float32 change of the whole leaf, and its state, after AdamW on what is selected.
+
+    `length` is that of the provisional step on what is deferred; None for no such step.
+    """
     layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
+    moves = seen.signs is not None
     step = on_each_device(
         _step,
         leaf.spec,
-        [layout.block, layout.channels, layout.part, mine, REPLICATED, REPLICATED, REPLICATED],
+        [
+            layout.block,
+            layout.channels,
+            layout.part,
+            layout.part if moves else None,
+            mine,
+            *[REPLICATED] * 3,
+            REPLICATED if moves else None,
+        ],
         (layout.block, mine),
     )
     # The step does not touch `deferred`; outside it needs no partition spec.
     bare = dataclasses.replace(leaf, deferred=None)
-    change, new = step(p, seen.squares, seen.gradient, bare, scalars, factor, finite)
+    change, new = step(
+        p,
+        seen.squares,
+        seen.gradient,
+        seen.signs,
+        bare,
+        scalars,
+        factor,
+        finite,
+        length if moves else None,
+    )
     return change, dataclasses.replace(new, deferred=leaf.deferred)
 
 
@@ -130,10 +179,12 @@ def _step(
     p: jax.Array,
     squares: jax.Array,
     gradient: jax.Array,
+    signs: jax.Array | None,
     leaf: LeafState,
     scalars: AdamScalars,
     factor: jax.Array,
     finite: jax.Array,
+    length: jax.Array | None,
 ) -> tuple[jax.Array, LeafState]:
     spec = here.part
     index = None if leaf.channels is None else here.to_local(leaf.channels)
@@ -174,13 +225,30 @@ def _step(
         change = here.gather(jnp.where(finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
-    change = _spread_out(here, change, index)
+    others = None
+    if signs is not None and length is not None:
+        others = provisional_change(p, length * here.gather(signs).astype(jnp.float32))
+    change = _spread_out(here, change, index, others)
     scores = leaf.scores + squares * jnp.square(factor)
     return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores))
 
 
-def _spread_out(here: Here, change: jax.Array, index: jax.Array) -> jax.Array:
-    """The change of a block's selected channels as a change of the whole block."""
+def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
+    """What `p`, of any dtype, changes by when a float32 step is subtracted and the result rounded."""
+    if p.dtype == jnp.float32:
+        return -step
+    kind, old = jnp.finfo(p.dtype), p.astype(jnp.float32)
+    # Not a pair of casts, which a compiler may leave out: the change is then not the difference of
+    # two numbers that `p` can be.
+    new = jax.lax.reduce_precision(old - step, kind.nexp, kind.nmant)
+    return new - old
+
+
+def _spread_out(
+    here: Here, change: jax.Array, index: jax.Array, others: jax.Array | None
+) -> jax.Array:
+    """The change of a block: of its selected channels `change`, of all others `others`, or none."""
     place = positions(index, here.block.n)
     change = gather_to_channels(change, place, here.block)
-    return jnp.where(broadcast_channels(place >= 0, here.block), change, jnp.zeros_like(change))
+    others = jnp.zeros_like(change) if others is None else others
+    return jnp.where(broadcast_channels(place >= 0, here.block), change, others)

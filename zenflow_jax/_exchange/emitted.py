@@ -1,28 +1,33 @@
 """Checks whether the updates that zenflow emits reach the parameters as they are.
 
-A transformation behind `zenflow` in a chain sees no change of a deferred channel, so it acts on the
-few selected ones alone. The state says what a step made of those: a low-precision leaf has a
-master, and a float32 leaf has moments from which its change follows. Now and then some numbers of
-some leaves are compared, other leaves each time.
+A transformation behind `zenflow` in a chain acts on selected channels, and on provisional steps,
+which the next update of a deferred channel undoes. The state says what a step made of selected
+channels: a low-precision leaf has a master, and a float32 leaf has moments from which its change
+follows. A deferred weight has moved by a provisional step, up or down, or has stayed. Now and then
+some numbers of some leaves are compared, other leaves each time.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
-from zenflow_jax._device.channels import broadcast_channels, take
+from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.rows import of_each_device
 from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._device.step import provisional_change
 from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._exchange.ahead import Ahead, abstract
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.schedule import Schedule
 
 #: Leaves that are compared together, and the least steps from one comparison to the next. Each leaf
 #: costs the dispatch of two small programs.
@@ -41,12 +46,16 @@ class Emitted:
 
     Args:
         specs: All leaves of the state.
+        schedule: The state's.
         ahead: Compiles the programs.
     """
 
-    def __init__(self, specs: Sequence[LeafSpec], ahead: Ahead):
-        self._ahead = ahead
-        moving = [i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k)]
+    def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, ahead: Ahead):
+        self._ahead, self._schedule = ahead, schedule
+        all_move = schedule.provisional_share is not None
+        moving = [
+            i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k or all_move)
+        ]
         gap = -(-len(moving) // LEAVES_PER_LOOK)
         looks = [moving[start::gap] for start in range(gap)]
         #: Of each look some leaves from all over the tree, always as many: what they have is
@@ -54,7 +63,7 @@ class Emitted:
         self._looks = [(look + moving)[: len(looks[0])] for look in looks]
         self._turn = 0
         self._since = APART
-        self._before: list[Array] | None = None
+        self._before: list[_Rows] | None = None
 
     def prepare(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
@@ -68,10 +77,14 @@ class Emitted:
                 continue
             known.add(leaf.spec)
             weight = abstract(weights[i])
-            made = jax.eval_shape(_rows, weight, leaf)
-            rows = of_each_device(made, weight.sharding, leaf.spec)
-            self._ahead.prepare(("rows", leaf.spec), _rows, weight, leaf)
-            self._ahead.prepare(("compare", leaf.spec), _compare, weight, rows, leaf, sent)
+            static = {"schedule": self._schedule}
+            rows = jax.tree.map(
+                partial(of_each_device, beside=weight.sharding, spec=leaf.spec),
+                jax.eval_shape(partial(_rows, **static), weight, leaf),
+            )
+            self._ahead.prepare(("rows", leaf.spec), _rows, weight, leaf, **static)
+            key = "compare", leaf.spec
+            self._ahead.prepare(key, _compare, weight, rows, leaf, sent, **static)
 
     def compare(
         self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
@@ -91,8 +104,13 @@ class Emitted:
         for i, rows in zip(look, before, strict=True):
             leaf = _alone(leaves[i])
             key = ("compare", leaf.spec)
-            counts.append(self._ahead.call(key, _compare, weights[i], rows, leaf, sent))
+            arrays = weights[i], rows, leaf, sent
+            counts.append(self._ahead.call(key, _compare, *arrays, schedule=self._schedule))
         return look, jnp.stack(counts)
+
+    def forget(self) -> None:
+        """Drops what was noted, where something else than a step has moved parameters."""
+        self._before = None
 
     def note_parameters(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
         """Before a step, now and then: notes the values of some leaves."""
@@ -101,7 +119,9 @@ class Emitted:
             look = self._looks[self._turn]
             alone = [_alone(leaves[i]) for i in look]
             self._before = [
-                self._ahead.call(("rows", leaf.spec), _rows, weights[i], leaf)
+                self._ahead.call(
+                    ("rows", leaf.spec), _rows, weights[i], leaf, schedule=self._schedule
+                )
                 for i, leaf in zip(look, alone, strict=True)
             ]
 
@@ -112,41 +132,91 @@ def _alone(leaf: LeafState) -> LeafState:
     return dataclasses.replace(leaf, deferred=None, scores=None, spec=spec)
 
 
-@jax.jit
-def _rows(weight: Array, leaf: LeafState) -> Array:
+class _Rows(NamedTuple):
+    """Some values of a parameter, on each device."""
+
+    selected: Array | None  # of selected channels, or of a resident leaf; of a scalar, a vector
+    others: Array | None  # of all channels; None without provisional steps
+
+
+@partial(jax.jit, static_argnames="schedule")
+def _rows(weight: Array, leaf: LeafState, *, schedule: Schedule) -> _Rows:
     layout = Layout(leaf.spec)
     takes = [layout.block, None if leaf.channels is None else layout.channels]
-    rows = on_each_device(_rows_here, leaf.spec, takes, layout.each_device)
-    return rows(weight, leaf.channels)
+    see = partial(_rows_here, schedule=schedule)
+    return on_each_device(see, leaf.spec, takes, layout.each_device)(weight, leaf.channels)
 
 
-def _rows_here(here: Here, weight: Array, channels: Array | None) -> Array:
-    """Some selected values of a parameter; of a scalar, a vector of one."""
+def _rows_here(here: Here, weight: Array, channels: Array | None, *, schedule: Schedule) -> _Rows:
+    selected: Array | None = weight
     if channels is not None:
         index = here.to_local(channels)[..., :_CHANNELS]
-        weight = here.own(take(weight, index, here.block))
-    return jnp.atleast_1d(sample_of(weight))
+        selected = here.own(take(weight, index, here.block)) if here.part.k else None
+    moves = channels is not None and schedule.provisional_share is not None
+    return _Rows(
+        None if selected is None else jnp.atleast_1d(sample_of(selected)),
+        sample_of(weight) if moves else None,
+    )
 
 
-@jax.jit
-def _compare(weight: Array, rows: Array, leaf: LeafState, sent: StepScalars) -> Array:
+@partial(jax.jit, static_argnames="schedule")
+def _compare(
+    weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, schedule: Schedule
+) -> Array:
     # Scalars that left in the step are in host memory.
     here = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
     step = here.unpack()
     layout = Layout(leaf.spec)
     mine = dataclasses.replace(leaf_layout(leaf.spec, deferred=False), scores=None)
     count = on_each_device(
-        _count,
+        partial(_count, schedule=schedule),
         leaf.spec,
-        [layout.block, layout.each_device, mine, REPLICATED, REPLICATED],
+        [layout.block, layout.each_device, mine, *[REPLICATED] * 3],
         REPLICATED,
     )
-    return count(weight, rows, leaf, jnp.stack(step.adam), step.finite)
+    return count(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
 
 
 def _count(
-    here: Here, weight: Array, rows: Array, leaf: LeafState, scalars: Array, finite: Array
+    here: Here,
+    weight: Array,
+    rows: _Rows,
+    leaf: LeafState,
+    scalars: Array,
+    step: Array,
+    finite: Array,
+    *,
+    schedule: Schedule,
 ) -> Array:
+    of_step, now = AdamScalars(*scalars), _rows_here(here, weight, leaf.channels, schedule=schedule)
+    wrong = jnp.zeros((), jnp.int32)
+    if rows.selected is not None:
+        assert now.selected is not None
+        wrong += _count_selected(here, rows.selected, now.selected, leaf, of_step)
+    if rows.others is not None:
+        assert now.others is not None
+        rate = of_step.learning_rate
+        length = schedule.provisional_step(step, rate, jnp.ones((), bool), jnp)
+        deferred = ~contains(here.to_local(leaf.channels), here.block.n)
+        deferred = jnp.broadcast_to(broadcast_channels(deferred, here.block), weight.shape)
+        stray = _strays(rows.others, now.others, length) & sample_of(deferred)
+        wrong += jnp.sum(stray, dtype=jnp.int32)
+    return here.sum_everywhere(jnp.where(finite > 0, wrong, 0))
+
+
+def _strays(before: Array, now: Array, length: Array) -> Array:
+    """Bool: where a value is not what a provisional step, up or down, or none has made of it."""
+    old, new = before.astype(jnp.float32), now.astype(jnp.float32)
+    slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
+    moved = [old + provisional_change(before, step) for step in (length, -length)]
+    near = [jnp.abs(new - x) <= slack for x in (old, *moved)]
+    return ~(near[0] | near[1] | near[2]) & ~jnp.isnan(new)
+
+
+def _count_selected(
+    here: Here, before: Array, now: Array, leaf: LeafState, of_step: AdamScalars
+) -> Array:
+    """How many values of selected channels, or of a resident leaf, are not what the step made."""
     spec = here.part
 
     def some(x: Array) -> Array:
@@ -155,8 +225,7 @@ def _count(
             x = jax.lax.slice_in_dim(x, 0, min(_CHANNELS, spec.k), axis=spec.axis)
         return jnp.atleast_1d(sample_of(x)).astype(jnp.float32)
 
-    old = rows.astype(jnp.float32)
-    new = _rows_here(here, weight, leaf.channels).astype(jnp.float32)
+    old, new = before.astype(jnp.float32), now.astype(jnp.float32)
     if leaf.master is not None:
         # Either neighbour is right: a compiler for devices may round once less.
         kind = jnp.finfo(spec.dtype)
@@ -166,10 +235,8 @@ def _count(
         steps = jnp.maximum(leaf.steps, 1)
         steps = steps if spec.resident else broadcast_channels(steps, spec)
         steps = some(jnp.broadcast_to(steps, leaf.mu.shape)).astype(jnp.int32)
-        of_step = AdamScalars(*scalars)
         change = change_of(old, some(leaf.mu), some(leaf.nu), steps, of_step, decay=spec.decay)
         decay = jnp.abs(of_step.learning_rate * of_step.weight_decay * old)
         expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
     slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
-    wrong = (jnp.abs(new - expected) > slack) & (finite > 0)
-    return here.sum_everywhere(jnp.sum(wrong, dtype=jnp.int32))
+    return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)

@@ -92,13 +92,13 @@ class Updates:
         self._pending: dict[int, _Pending] = {}
 
     def prepare(
-        self, weights: Sequence[jax.Array], leaves: Sequence[LeafState], *, measures: bool
+        self, weights: Sequence[jax.Array], state: ZenFlowState, *, measures: bool
     ) -> None:
         """Begins to compile what the run's boundaries need, in the order in which they come.
 
         Args:
             weights: The parameter of each offloaded leaf.
-            leaves: The states of all leaves.
+            state: The state, before the first step.
             measures: Whether the run asks for the share of the score that is kept.
         """
         # The last group's first window is the shortest.
@@ -106,7 +106,7 @@ class Updates:
             if not group.leaves:
                 continue
             mine = [abstract(x) for x in group.pick(weights)]
-            states = [jax.tree.map(abstract, x) for x in self._states(group, leaves)]
+            states = [jax.tree.map(abstract, x) for x in self._states(group, state.leaves)]
             self._prepare_selection(number, mine, states)
             rows = abstract_channel_rows(mine, group.specs)
             uploads = [
@@ -116,7 +116,8 @@ class Updates:
             two = uploads_in_two(uploads, group.specs)
             seen = abstract_samples(mine, group.specs)
             key = ("merge", number)
-            self._ahead.prepare(key, merge, mine, *two, rows, rows, seen, specs=group.specs)
+            reach = jax.tree.map(abstract, state.reach)
+            self._ahead.prepare(key, merge, mine, *two, rows, rows, seen, reach, specs=group.specs)
             if measures:
                 scores, channels = [s.scores for s in states], [s.channels for s in states]
                 key = ("measure", number)
@@ -197,20 +198,20 @@ class Updates:
         return found
 
     def collect(
-        self, weights: Sequence[jax.Array], groups: Sequence[int], after: Any
+        self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
     ) -> list[jax.Array]:
         """The parameters with the pending updates of some groups, if there are any.
 
         Args:
             weights: The parameter of each offloaded leaf.
             groups: The groups.
-            after: Arrays to wait for: only then the memory is free that uploads take.
+            state: Of the last step. Only when that is done the memory is free that uploads take.
         """
         weights = list(weights)
         for number in groups:
             if number not in self._pending:
                 continue
-            uploads = self._worker.wait(self._pending[number].made, after)
+            uploads = self._worker.wait(self._pending[number].made, state.step)
             before = self._pending.pop(number).before
             group = self._offloaded.groups[number]
             if not group.leaves:
@@ -219,10 +220,11 @@ class Updates:
                 # All steps of its window were skipped. The next merge could not tell what has
                 # changed until now, as `before` is gone, which knew the channels that left.
                 rows, mine = self._both_rows(number, before), group.pick(weights)
-                seen, changed = compare(mine, *rows, self._samples[number], specs=group.specs)
+                old = self._samples[number]
+                seen, changed = compare(mine, *rows, old, state.reach, specs=group.specs)
             else:
-                uploads = self._fetch_rest(group, uploads, after)
-                new, seen, changed = self._merge(number, weights, uploads, before)
+                uploads = self._fetch_rest(group, uploads, state.step)
+                new, seen, changed = self._merge(number, weights, uploads, before, state)
                 if group.on_one_device and not group.cut:
                     self._used_up.append(uploads)
                 for i, weight in zip(group.leaves, new, strict=True):
@@ -245,16 +247,16 @@ class Updates:
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
 
-    def peek(self, weights: Sequence[jax.Array], after: Any) -> list[jax.Array]:
+    def peek(self, weights: Sequence[jax.Array], state: ZenFlowState) -> list[jax.Array]:
         """As `collect` of all, but updates stay pending. What they change is in new arrays."""
         weights = list(weights)
         for number, pending in self._pending.items():
-            uploads = self._worker.wait(pending.made, after)
+            uploads = self._worker.wait(pending.made, state.step)
             if not uploads:
                 continue
             group = self._offloaded.groups[number]
-            uploads = self._fetch_rest(group, uploads, after)
-            merged = self._merge(number, weights, uploads, pending.before, keep=True)
+            uploads = self._fetch_rest(group, uploads, state.step)
+            merged = self._merge(number, weights, uploads, pending.before, state, keep=True)
             for i, weight in zip(group.leaves, merged.weights, strict=True):
                 weights[i] = weight
         return weights
@@ -276,6 +278,7 @@ class Updates:
         weights: Sequence[jax.Array],
         uploads: Sequence[Sequence[jax.Array]],
         before: jax.Array | None,
+        state: ZenFlowState,
         *,
         keep: bool = False,
     ) -> Merged:
@@ -292,7 +295,8 @@ class Updates:
                 )
             ]
         rows = self._both_rows(number, before)
-        arrays = (mine, *uploads_in_two(new, group.specs), *rows, self._samples[number])
+        two = uploads_in_two(new, group.specs)
+        arrays = (mine, *two, *rows, self._samples[number], state.reach)
         if keep:  # rare, and compiled where it is called
             merged = merge_and_keep(*arrays, specs=group.specs)
         else:

@@ -36,6 +36,7 @@ STATIC_ARGS = (
     "rolling",
     "staleness",
     "window_scaling",
+    "provisional_share",
     "channel_axis",
     "resident",
     "partition_replicated",
@@ -80,6 +81,7 @@ def check_schedule(
     rolling: bool,
     staleness: int | None,
     window_scaling: float | str | None,
+    provisional_share: float | None,
     offload: bool,
 ) -> Schedule:
     """The schedule that these arguments describe; an error names the argument that is wrong."""
@@ -104,13 +106,17 @@ def check_schedule(
         _check_fit(staleness, bool(overlap_step), bool(offload))
     # An adaptive window is the same for all leaves, as all of them decide when it closes.
     in_turn = bool(rolling) and not isinstance(window, AutoWindow)
+    late = _check_staleness(staleness, window, bool(overlap_step), in_turn)
+    share = _check_provisional_share(provisional_share)
     return Schedule(
         window=window,
         select=select,
         full_warm_up_rounds=int(full_warm_up_rounds),
         groups=window if in_turn and isinstance(window, int) else 1,
-        staleness=_check_staleness(staleness, window, bool(overlap_step), in_turn),
+        staleness=late,
         window_scaling=_check_window_scaling(window_scaling, in_turn),
+        # Where no window outlasts its step, no weight waits for an update.
+        provisional_share=None if window == 1 and late == 0 else share,
     )
 
 
@@ -176,6 +182,19 @@ def _check_window_scaling(value: Any, in_turn: bool) -> float | None:
             "for the square root, 0 to scale the betas alone, None for the paper's way."
         )
     return float(value)
+
+
+def _check_provisional_share(value: Any) -> float | None:
+    """The share; None for no provisional steps."""
+    if value is None:
+        return None
+    _static("provisional_share", value, Real, "a float or None")
+    if not 0 <= float(value) <= 1:
+        raise ValueError(
+            f"`provisional_share` must lie in [0, 1] or be None, got {value}. It is the length of a "
+            "provisional step, as a share of the learning rate."
+        )
+    return float(value) or None
 
 
 def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow | FitWindow:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow, longest
 
 
 class Boundary(NamedTuple):
@@ -101,6 +101,8 @@ class Schedule:
         staleness: Steps from the end of a window to the step after which its update reaches the
             parameters. None: to the next boundary, wherever an adaptive window has it.
         window_scaling: How a window's update is scaled to the steps in it, as `window_step` says.
+        provisional_share: The length of a provisional step, as a share of the learning rate; None
+            for none.
     """
 
     window: int | AutoWindow | FitWindow
@@ -109,6 +111,28 @@ class Schedule:
     groups: int
     staleness: int | None
     window_scaling: float | None
+    provisional_share: float | None = None
+
+    def provisional_step(self, step: Any, learning_rate: Any, counts: Any, xp: Any) -> Any:
+        """How far step `step` moves each deferred weight; float32, 0 where it moves none.
+
+        The first step of a run moves none: until it is made, weights may be loaded, and masters
+        follow them.
+
+        Args:
+            step: Counted from 1.
+            learning_rate: That of the step.
+            counts: Whether the step counts.
+            xp: `numpy` or `jax.numpy`, whichever the numbers are of.
+        """
+        length = xp.float32(self.provisional_share) * xp.asarray(learning_rate, xp.float32)
+        moves = counts & (step > max(self.full_warm_up_rounds, 1))
+        return xp.where(moves, length, xp.float32(0))
+
+    @property
+    def longest_window(self) -> int:
+        """The most steps that a window may have."""
+        return longest(self.window)
 
     @property
     def needs_statistics(self) -> bool:
