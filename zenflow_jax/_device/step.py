@@ -33,7 +33,9 @@ class GradientParts(NamedTuple):
 
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # float32, selected channels
-    signs: Any  # int8, of the gradient; None without provisional steps
+    # What tells the signs of the whole gradient: itself where it stays on the device, else uint8 with
+    # four in each. None without provisional steps.
+    signs: Any
     mail: Any  # None if nothing is offloaded
 
 
@@ -51,7 +53,7 @@ def split_gradient(
         rank = len(spec.shape)
     signs = signs and not spec.resident
     see = on_each_device(
-        partial(_split, rank=rank if offloaded else None, signs=signs),
+        partial(_split, rank=rank if offloaded else None, signs=signs, packs=crosses),
         spec,
         [layout.part, layout.channels],
         GradientParts(
@@ -66,17 +68,23 @@ def split_gradient(
 
 
 def _split(
-    here: Here, g: jax.Array, channels: jax.Array | None, *, rank: int | None, signs: bool
+    here: Here,
+    g: jax.Array,
+    channels: jax.Array | None,
+    *,
+    rank: int | None,
+    signs: bool,
+    packs: bool,
 ) -> GradientParts:
     spec = here.part
     squares = sum_squares(g, spec)
     if channels is None:
         return GradientParts(here.sum(squares), g.astype(jnp.float32), None, None)
     selected = take(g, here.to_local(channels), spec).astype(jnp.float32)
-    # A byte for each weight is what stays of the gradient until it is known whether the step counts.
-    sign = jnp.sign(g).astype(jnp.int8) if signs else None
     if rank is None:
-        return GradientParts(here.sum(squares), selected, sign, None)
+        return GradientParts(here.sum(squares), selected, g if signs else None, None)
+    # All that stays of the gradient until it is known whether the step counts.
+    sign = _pack_signs(g) if signs and packs else None
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
     # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
     # XLA:GPU leaves some models' copies, and all their gradients, for after the last matmul
@@ -84,7 +92,33 @@ def _split(
     # the program, and so its bits, are the same up to the copies.
     g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
     mail = here.to_mail(g.astype(spec.mail_dtype), rank)
+    sign = g if signs and not packs else sign
     return GradientParts(here.sum(squares), selected, sign, mail)
+
+
+def _pack_signs(g: jax.Array) -> jax.Array:
+    """The signs of `g` in two bits each: of four equal pieces of its longest axis, one on another."""
+    axis, quarter = _quarters(g.shape)
+    codes = (g > 0).astype(jnp.uint8) | (g < 0).astype(jnp.uint8) << 1
+    beyond = [(0, 4 * quarter - n if i == axis else 0) for i, n in enumerate(g.shape)]
+    pieces = jnp.split(jnp.pad(codes, beyond), 4, axis)
+    return pieces[0] | pieces[1] << 2 | pieces[2] << 4 | pieces[3] << 6
+
+
+def _unpack_signs(packed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The signs of a gradient of `shape`, int8, from it or from what `_pack_signs` made of it."""
+    if packed.dtype != jnp.uint8:
+        return jnp.sign(packed).astype(jnp.int8)
+    axis, _ = _quarters(shape)
+    codes = jnp.concatenate([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis)
+    codes = jax.lax.slice_in_dim(codes, 0, shape[axis], axis=axis)
+    return (codes & 1).astype(jnp.int8) - (codes >> 1).astype(jnp.int8)
+
+
+def _quarters(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The longest axis, and the length of a fourth of it, rounded up."""
+    longest = max(shape)
+    return shape.index(longest), -(-longest // 4)
 
 
 def finite_and_clip_factor(
@@ -227,7 +261,8 @@ def _step(
         return change, leaf
     others = None
     if signs is not None and length is not None:
-        others = provisional_change(p, length * here.gather(signs).astype(jnp.float32))
+        sign = here.gather(_unpack_signs(signs, spec.shape))
+        others = provisional_change(p, length * sign.astype(jnp.float32))
     change = _spread_out(here, change, index, others)
     scores = leaf.scores + squares * jnp.square(factor)
     return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores))
