@@ -17,6 +17,7 @@ REFUSED = "nothing but zenflow changes, got other values of"
 
 
 TOGETHER = dataclasses.replace(SETTINGS, rolling=False)
+MOVING = dataclasses.replace(SETTINGS, provisional_share=0.5)
 
 
 def training(settings=SETTINGS, **more):
@@ -51,6 +52,10 @@ def turn(params):
         (SETTINGS, load, r"\['rows'\]", 7),
         (SETTINGS, one_layer, r"\['stack'\]", 6),
         (SETTINGS, turn, r"\['columns'\]", 6),
+        (MOVING, clip, r"\['columns'\], \['stack'\]", 6),
+        (MOVING, load, r"\['rows'\]", 7),
+        (MOVING, one_layer, r"\['stack'\]", 6),
+        (MOVING, turn, r"\['columns'\]", 6),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
@@ -167,20 +172,35 @@ def train(behind, params=PARAMS, **options):
 FROZEN = {"bias": False, "low": False, "wide": True}
 
 
+NONE_SELECTED = {"topk_ratio": 0.0, "provisional_share": 0.5}
+
+
 @pytest.mark.parametrize(
-    "behind",
+    ("behind", "options"),
     [
-        optax.scale(0.5),
-        optax.masked(optax.set_to_zero(), FROZEN),
-        optax.add_decayed_weights(1e-2),
-        optax.keep_params_nonnegative(),
-        optax.contrib.reduce_on_plateau(factor=0.5, patience=1),
+        (optax.scale(0.5), {}),
+        (optax.masked(optax.set_to_zero(), FROZEN), {}),
+        (optax.add_decayed_weights(1e-2), {}),
+        (optax.keep_params_nonnegative(), {}),
+        (optax.contrib.reduce_on_plateau(factor=0.5, patience=1), {}),
+        (optax.scale(0.5), NONE_SELECTED),
+        (optax.add_decayed_weights(1e-2), NONE_SELECTED),
     ],
-    ids=["half", "frozen", "decay", "nonnegative", "plateau"],
+    ids=[
+        "half",
+        "frozen",
+        "decay",
+        "nonnegative",
+        "plateau",
+        "half of provisional steps",
+        "decay beside provisional steps",
+    ],
 )
-def test_what_acts_behind_zenflow_is_refused(behind):
+def test_what_acts_behind_zenflow_is_refused(behind, options):
+    # A resident leaf would give it away.
+    params = {name: p for name, p in PARAMS.items() if p.ndim > 1} if options else PARAMS
     with pytest.raises(RuntimeError, match=f"{REFUSED}.*Let zenflow be the last of its chain"):
-        train([behind])
+        train([behind], params, **options)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +209,16 @@ def test_what_acts_behind_zenflow_is_refused(behind):
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
         {"behind": [], "full_warm_up_rounds": 3, "overlap_step": False},
         {"behind": [], "b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
-        {"behind": [], "send_gradients": "per_window", "topk_ratio": 0.0},
+        {
+            "behind": [],
+            "send_gradients": "per_window",
+            "topk_ratio": 0.0,
+            "provisional_share": 0.5,
+        },
+        {"behind": [], "provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
         {"behind": [], "topk_ratio": 1.0},
     ],
-    ids=["identity", "warm-up", "no momentum", "none selected", "all selected"],
+    ids=["identity", "warm-up", "no momentum", "none selected", "provisional", "all selected"],
 )
 def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
     train(**options)
@@ -205,12 +231,15 @@ def test_numbers_that_an_update_of_zero_may_change_are_not_taken_for_others():
     def filled(p):
         return jnp.asarray(np.resize(numbers, p.shape), p.dtype)
 
-    train([], params=jax.tree.map(filled, PARAMS), topk_ratio=0.0, weight_decay=0.0)
+    params = jax.tree.map(filled, PARAMS)
+    train([], params=params, topk_ratio=0.0, weight_decay=0.0)
+    train([], params=params, topk_ratio=0.0, weight_decay=0.0, provisional_share=0.5)
     train([], params=jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS))
 
 
-def test_bad_steps_and_flushes_are_not_taken_for_changes():
-    with training() as run:
+@pytest.mark.parametrize("settings", [SETTINGS, MOVING], ids=["", "provisional"])
+def test_bad_steps_and_flushes_are_not_taken_for_changes(settings):
+    with training(settings) as run:
         for t in range(1, 20):
             run.step(bad=t % 3 == 0 or t in (7, 8))
             run.exchange()

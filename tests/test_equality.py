@@ -70,6 +70,7 @@ def test_windows_of_one_step_without_overlap_equal_optax_adamw(
         update_interval=1,
         select_interval=select_interval,
         overlap_step=False,
+        provisional_share=0.5,
     )
     assert_equals_adamw(leaves, options)
 
@@ -81,31 +82,40 @@ def test_selections_move_in_the_runs_that_are_compared_with_optax():
 
 
 def test_selecting_every_channel_equals_optax_adamw():
-    assert_equals_adamw(FIRST, Settings(weight_decay=0.1, topk_ratio=1.0, update_interval=4))
+    options = Settings(weight_decay=0.1, topk_ratio=1.0, update_interval=4, provisional_share=0.5)
+    assert_equals_adamw(FIRST, options)
 
 
 @pytest.mark.slow
 def test_a_warm_up_as_long_as_the_run_equals_optax_adamw():
     # What is resident knows no warm-up.
     leaves = tuple(leaf for leaf in runs.FEW if leaf.axis is not None)
-    assert_equals_adamw(leaves, Settings(weight_decay=0.1, **WARM), WARM["full_warm_up_rounds"])
+    options = Settings(weight_decay=0.1, provisional_share=0.5, **WARM)
+    assert_equals_adamw(leaves, options, WARM["full_warm_up_rounds"])
 
 
 AGREEMENTS = {
     "one step stale": (
         SECOND,
-        dict(topk_ratio=0.5, update_interval=1, select_interval=2),
+        dict(topk_ratio=0.5, update_interval=1, select_interval=2, provisional_share=1),
         Plan(12),
     ),
     "selecting at every window, skipped and flushed everywhere": (
         THIRD,
-        dict(topk_ratio=0.3, select_interval=4),
+        dict(topk_ratio=0.3, select_interval=4, provisional_share=0.5),
         # In mid-window, twice, in a window of which everything was skipped, at a boundary.
         Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
     ),
     "all windows at once, two of four steps stale": (
         FIRST,
-        dict(WARM, update_interval=4, select_interval=8, rolling=False, staleness=2),
+        dict(
+            WARM,
+            update_interval=4,
+            select_interval=8,
+            rolling=False,
+            staleness=2,
+            provisional_share=0.25,
+        ),
         # A window of which everything was skipped; ends in mid-window, twice, at a boundary.
         Plan(23, bad=(2, 6, 7, 8, 9, 13), flush_at=(11, 12, 16, 20)),
     ),
@@ -122,6 +132,7 @@ AGREEMENTS = {
             select_interval=4,
             staleness=2,
             window_scaling=0.5,
+            provisional_share=0.5,
             transfer_dtype="bfloat16",
         ),
         Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
@@ -147,12 +158,13 @@ AGREEMENTS = {
             select_interval=8,
             send_gradients="per_window",
             window_scaling=0.0,
+            provisional_share=0.5,
         ),
         Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
     ),
     "stacks in ranges, after a warm-up, clipped": (
         SCANNED,
-        dict(WARM, select_interval=3),
+        dict(WARM, select_interval=3, provisional_share=0.5),
         Plan(20, bad=(2, 7, 8, 9, 10, 14), flush_at=(12, 17)),
     ),
     "stacks in ranges, two steps stale, selecting when others matter more": (
@@ -162,6 +174,7 @@ AGREEMENTS = {
             update_interval=3,
             select_interval=AutoSelect(0.9, max_windows=3),
             staleness=2,
+            provisional_share=0.5,
         ),
         Plan(20, bad=(4, 10), flush_at=(7,)),
     ),
@@ -188,6 +201,7 @@ AGREEMENTS = {
             update_interval=2,
             send_gradients="per_window",
             transfer_dtype="bfloat16",
+            provisional_share=0.5,
         ),
         Plan(9),
     ),
@@ -249,7 +263,7 @@ def test_an_engine_with_compact_moments_gives_the_same_bits_with_either_kernel()
 
 @pytest.mark.slow
 def test_neither_donating_nor_when_gradients_leave_changes_a_bit():
-    options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
+    options = Settings(topk_ratio=0.3, update_interval=2, select_interval=4, provisional_share=0.5)
     histories = []
     for sending in ("during_step", "after_step"):
         for donate in (False, True):
@@ -265,7 +279,11 @@ def test_a_sum_on_the_device_of_one_step_is_its_gradient():
     histories = []
     for sending in ("during_step", "per_window"):
         options = Settings(
-            topk_ratio=0.3, update_interval=1, select_interval=3, send_gradients=sending
+            topk_ratio=0.3,
+            update_interval=1,
+            select_interval=3,
+            provisional_share=0.5,
+            send_gradients=sending,
         )
         with Training(runs.FEW, options, optimized=True, host_kernel="numpy") as training:
             histories.append(training.history(Plan(7, bad=(3,), flush_at=(5,))))
@@ -287,6 +305,7 @@ def small_runs(draw):
         rolling=draw(st.booleans()),
         staleness=draw(st.none() | st.integers(0, interval)),
         window_scaling=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0])),
+        provisional_share=draw(st.sampled_from([None, 0.5, 1.0])),
     )
     steps = st.lists(st.integers(1, 10), max_size=3).map(tuple)
     return (leaf,), options, Plan(10, bad=draw(steps)), draw(st.integers(0, 9))

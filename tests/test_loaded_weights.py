@@ -19,7 +19,9 @@ from tests.runs import FIRST, Settings, Training
 STEPS = 7
 #: Windows in turn; channels that change hands; in FIRST are resident, low-precision and float32
 #: leaves.
-SETTINGS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1)
+SETTINGS = Settings(
+    topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1, provisional_share=0.5
+)
 OTHER = runs.initial_values(FIRST, 1)
 
 

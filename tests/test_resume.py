@@ -28,6 +28,7 @@ SETTINGS = Settings(
     full_warm_up_rounds=2,
     weight_decay=0.1,
     max_grad_norm=5.0,
+    provisional_share=0.5,
 )
 PLAN = Plan(19, bad=(8,), flush_at=(13,))
 

@@ -81,7 +81,13 @@ def _merge(
     """
 
     def one(
-        here: Here, weight: Array, upload: Array, before: Array, now: Array, sample: Array, *reach: Any
+        here: Here,
+        weight: Array,
+        upload: Array,
+        before: Array,
+        now: Array,
+        sample: Array,
+        *reach: Any,
     ) -> tuple[Array, Array, Array]:
         selected = _selected(here, before, now)
         new = jnp.where(selected, weight, here.gather(upload))

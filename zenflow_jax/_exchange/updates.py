@@ -91,9 +91,7 @@ class Updates:
         #: Updates on their way, by group, in the order in which their windows closed.
         self._pending: dict[int, _Pending] = {}
 
-    def prepare(
-        self, weights: Sequence[jax.Array], state: ZenFlowState, *, measures: bool
-    ) -> None:
+    def prepare(self, weights: Sequence[jax.Array], state: ZenFlowState, *, measures: bool) -> None:
         """Begins to compile what the run's boundaries need, in the order in which they come.
 
         Args:
