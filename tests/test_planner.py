@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
+import types
 from pathlib import Path
 
 import jax
@@ -226,22 +228,51 @@ def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
     assert "The bus needs" in fast.advice
     assert slow.smallest_interval is None
     assert slow.hidden < 0.01
-    assert "update_interval=1 would hide too" in fast.advice
-    assert "too much with any up to 16" in slow.advice
+    assert "with update_interval=4. The bus" in fast.advice
+    assert "more than 80% with any up to 16" in slow.advice
     assert planned(1e15, optimizer="offload").hidden == 0
     assert "waits" in planned(1e6, optimizer="offload").advice
 
 
 @pytest.mark.parametrize(
-    ("smallest", "expected"),
+    ("busy", "smallest", "expected"),
     [
-        (2, "update_interval=2 would hide too, and learns faster"),
-        (4, "no smaller one would"),
-        (8, "update_interval=8 would hide"),
+        (0.34, 2, "needs 34% of the available time with update_interval=4."),
+        (0.34, 4, "needs 34% of the available time with update_interval=4."),
+        (0.84, 8, "needs 84% .* update_interval=4: update_interval=8 needs at most 80%."),
+        (1.2, 8, "needs 120% .*=4, so steps wait for it: update_interval=8 needs at most 80%."),
+        (2.0, None, "needs 200% .*=4, and more than 80% with any up to 16. Use a larger batch"),
     ],
 )
-def test_the_sentence_names_the_window_to_take(smallest, expected):
-    assert expected in said_of_windows(4, 0.41, smallest)
+def test_the_sentence_names_longer_windows_only_where_the_host_is_too_busy(
+    busy, smallest, expected
+):
+    assert re.search(expected, said_of_windows(4, busy, smallest))
+
+
+def test_a_plan_names_all_that_it_lacks_and_nothing_else():
+    small = dataclasses.replace(GPUS["h100"], memory=1000)
+    found = zenflow_jax.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)
+    assert re.fullmatch(
+        r"Does not fit: the device lacks [^()]*\([^()]*\) and the host lacks [^()]*\([^()]*\)\.",
+        found.advice,
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "steps", "says"), [("gpu", 100, True), ("gpu", 99, False), ("cpu", 100, False)]
+)
+def test_a_run_is_advised_of_windows_only_after_a_hundred_steps_beside_a_device(
+    platform, steps, says, monkeypatch
+):
+    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    state = jax.eval_shape(zenflow_jax.zenflow(1e-3).init, params)
+    stats = zenflow_jax.EngineStats(steps=steps, work_s=1.0)
+    device = types.SimpleNamespace(platform=platform)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(zenflow_jax, "hiding", lambda *_, **__: "advice")
+    found = finetune._hiding(state, stats, 10.0, of_train.Settings())
+    assert found == ("advice" if says else None)
 
 
 def test_a_finished_run_says_how_busy_its_host_was():

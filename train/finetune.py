@@ -82,6 +82,9 @@ FAILURES = (
     NotFiniteError,
 )
 
+# Steps that a start must have made for its timings to be worth advice.
+LEAST_STEPS = 100
+
 # Errors of the file system that say all that there is to say.
 NO_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -469,8 +472,12 @@ def train(
 def _hiding(
     opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, settings: Settings
 ) -> zenflow_jax.Hiding | None:
-    """How busy the host was; of the steps that were timed, so of all but the first."""
-    if stats.steps < 2:
+    """How busy the host was; of the steps that were timed, so of all but the first.
+
+    None where that says nothing of a longer run, or of one on a GPU: after few steps, and on a CPU,
+    whose cores the host's work shares with the step.
+    """
+    if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
         return None
     of_all = seconds * stats.steps / (stats.steps - 1)
     return zenflow_jax.hiding(opt_state, stats, of_all, host_state=settings.host_state)

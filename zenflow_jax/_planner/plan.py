@@ -130,22 +130,25 @@ class Plan:
 
     @property
     def advice(self) -> str:
-        """What to do, in a sentence or two."""
-        return " ".join([self._of_memory(), *self._of_time()])
+        """What to do, in a sentence or two; of a run that does not fit, all that it lacks."""
+        return " ".join([self._of_memory(), *(self._of_time() if self.fits else ())])
 
     def _of_memory(self) -> str:
         spare = self.device_bytes_there - self.device_bytes
-        if spare < 0:
-            return (
-                f"Does not fit: the device lacks {gb(-spare)} (needs {gb(self.device_bytes)}, has "
-                f"{gb(self.device_bytes_there)} for jax)."
+        lacks = []
+        if not self.fits_device:
+            lacks.append(
+                f"the device lacks {gb(-spare)} (needs {gb(self.device_bytes)}, has "
+                f"{gb(self.device_bytes_there)} for jax)"
             )
         if not self.fits_host:
-            lacks = self.host_bytes + HOST_RESERVE - self.host_bytes_there
-            return (
-                f"Does not fit: the host lacks {gb(lacks)} (needs {gb(self.host_bytes)} and "
-                f"{gb(HOST_RESERVE)} for all else, has {gb(self.host_bytes_there)})."
+            short = self.host_bytes + HOST_RESERVE - self.host_bytes_there
+            lacks.append(
+                f"the host lacks {gb(short)} (needs {gb(self.host_bytes)} and {gb(HOST_RESERVE)} "
+                f"for all else, has {gb(self.host_bytes_there)})"
             )
+        if lacks:
+            return f"Does not fit: {' and '.join(lacks)}."
         text = f"Fits with {gb(spare)} of the device to spare"
         if self.device_bytes > UNASKED * self.gpu.memory:
             text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE} is set"
@@ -160,7 +163,7 @@ class Plan:
         said = [said_of_windows(self.interval, self.busy, self.smallest_interval)]
         if self.bus > BUSY:
             said.append(
-                f"The bus needs {self.bus:.2f} of a step, with any update_interval: a larger batch "
+                f"The bus needs {self.bus:.0%} of a step, with any update_interval: a larger batch "
                 "gives it more time, send_gradients=per_window less to do."
             )
         return said
@@ -171,24 +174,23 @@ PINNED = ("mail", "hand-over, pinned")
 
 
 def said_of_windows(interval: int, busy: float, smallest: int | None) -> str:
-    """How busy the host is with these windows, and which others would do.
+    """How busy the host is with these windows, and which longer ones would do if it is too busy.
 
     Args:
         interval: Steps in a window.
         busy: The share of its time that the host needs, in the step with the most work.
         smallest: Steps of the shortest windows that hide with a fifth to spare; None if none do.
     """
-    text = f"The host needs {busy:.2f} of the time that it has with update_interval={interval}"
+    text = f"The host needs {busy:.0%} of the available time with update_interval={interval}"
     if smallest is None:
         return (
-            f"{text}, and too much with any up to {INTERVALS[-1]}: a larger batch gives it more "
-            "time, more threads or faster memory make it faster."
+            f"{text}, and more than {BUSY:.0%} with any up to {INTERVALS[-1]}. Use a larger batch, "
+            "more threads or faster memory."
         )
-    if smallest < interval:
-        return f"{text}: update_interval={smallest} would hide too, and learns faster."
-    if smallest > interval:
-        return f"{text}, so steps wait for it: update_interval={smallest} would hide."
-    return f"{text}: no smaller one would hide with a fifth to spare."
+    if smallest <= interval:
+        return f"{text}."
+    waits = ", so steps wait for it" if busy > 1 else ""
+    return f"{text}{waits}: update_interval={smallest} needs at most {BUSY:.0%}."
 
 
 @dataclasses.dataclass(frozen=True)
