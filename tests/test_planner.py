@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import shutil
 import types
 from pathlib import Path
@@ -16,6 +17,7 @@ import zenflow_jax
 from tests.runs import FEW, Settings, Training
 from train import finetune, fitting, planning
 from train import settings as of_train
+from train.command_line import read_command_line
 from train.planned_step import folder_of_config, planned_step, with_batch
 from zenflow_jax._device.state import with_interval
 from zenflow_jax._exchange.device_memory import device_memory
@@ -23,7 +25,7 @@ from zenflow_jax._exchange.host_memory import host_memory
 from zenflow_jax._planner.compiled import peak_bytes
 from zenflow_jax._planner.gpus import GPUS, gpu_of_kind
 from zenflow_jax._planner.host_work import host_work
-from zenflow_jax._planner.plan import said_of_windows
+from zenflow_jax._planner.plan import HOST_RESERVE, said_of_windows
 from zenflow_jax._planner.traced import of_step
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -358,6 +360,31 @@ def test_no_batch_fits_where_the_weights_do_not():
     assert planning.largest_batch(4, 2, big, lambda b: big, None) is None
 
 
+def test_ways_that_fit_are_few_the_largest_batch_first_and_none_is_more_than_another():
+    asked = []
+
+    def memory_of(settings):
+        asked.append(settings)
+        device = settings.batch_size * (1 if settings.remat else 2)
+        device += 100 if settings.scan_layers else 0
+        host = {"compact": 50, "float32": 100}[settings.host_state]
+        if settings.update_interval == 8:
+            return None  # as if zenflow refused it
+        host -= 45 if settings.update_interval == 2 else 0
+        return planning.Memory(device, host, device <= 24 and host <= 60)
+
+    settings = settings_of("llama3", batch_size=36, scan_layers=True)
+    found = planning.ways_that_fit(settings, 4, memory_of)
+    out = {"scan_layers": False}
+    assert [(way.batch_size, way.changes) for way in found] == [
+        (16, {"host_state": "compact"} | out | {"remat": True}),
+        (16, out | {"update_interval": 2, "remat": True}),
+        (8, {"host_state": "compact"} | out),
+    ]
+    assert all(x.batch_size % 4 == 0 for x in asked)
+    assert planning.ways_that_fit(settings, 4, lambda _: planning.Memory(1, 1, False)) == []
+
+
 # --- the command ----------------------------------------------------------------------------
 
 
@@ -394,6 +421,56 @@ def test_the_command_plans_from_config_json_alone(tmp_path, capsys, monkeypatch)
     out = capsys.readouterr().out
     assert found["advice"] in out.replace("\n", " ")
     assert "A100" in out
+
+
+@pytest.fixture
+def too_small(monkeypatch):
+    """Arguments of a run that would fit with a batch of 8, compact and not scanned."""
+    run = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
+    run += ["--data", "a b", "--sequence-length", "64", "--remat", "--scan-layers"]
+    settings = read_command_line([*run, "--no-scan-layers"], program="p").settings
+    settings = dataclasses.replace(settings, batch_size=8, host_state="compact")
+    other = planned_step(settings, folder_of_config(settings.model), None)
+    plan = zenflow_jax.plan(*other, host_state="compact")
+    gpu = dataclasses.replace(GPUS["rtx4090"], memory=int(plan.device_bytes / 0.95) + 1)
+    monkeypatch.setitem(GPUS, "rtx4090", gpu)
+    host = (plan.host_bytes + HOST_RESERVE + 1) / 1e9  # and what rounding may take
+    return [*run, "--batch-size=32"], ["--host-memory", repr(host)]
+
+
+def test_a_plan_that_does_not_fit_says_which_commands_do(too_small, tmp_path, capsys):
+    run, host = too_small
+    planning_it = ["--plan", "--device", "rtx4090", "--plan-by", "formula", *host]
+    file = tmp_path / "plan.json"
+    assert finetune.main([*run, *planning_it, "--plan-json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert "the device lacks" in found["advice"]
+    assert "the host lacks" in found["advice"]
+    commands = [way["command"] for way in found["what_fits"]]
+    assert 1 <= len(commands) <= 3
+    out = capsys.readouterr().out
+    for command in commands:
+        assert f"  {command}  # device " in out
+        program, arguments = shlex.split(command)[:3], shlex.split(command)[3:]
+        assert program == ["python", "-m", "train.finetune"]
+        assert not {x for x in arguments if x.startswith(("--plan", "--device", "--host-mem"))}
+        assert finetune.main([*arguments, *planning_it, "--plan-json", str(file)]) == 0
+        again = json.loads(file.read_text())
+        assert again["plans"]["zenflow"]["fits"]
+        assert again["what_fits"] == []
+    settings = read_command_line(shlex.split(commands[0])[3:], program="p").settings
+    assert (settings.data, settings.sequence_length, settings.remat) == ("a b", 64, True)
+    assert settings.batch_size == 8
+    assert (settings.host_state, settings.scan_layers) == ("compact", False)
+
+
+def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(too_small, tmp_path, capsys):
+    run, host = too_small
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 32}))
+    plan = ["--deepspeed", str(config), "--plan", "--device", "rtx4090", "--plan-by", "formula"]
+    assert finetune.main([*run, *plan, *host]) == 0
+    assert "Nor does it with a smaller batch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

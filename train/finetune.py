@@ -483,8 +483,10 @@ def _hiding(
     return zenflow_jax.hiding(opt_state, stats, of_all, host_state=settings.host_state)
 
 
-def show_plan(settings: Settings, planning: Planning, console: Console) -> None:
-    """Says what a run would take, and trains nothing."""
+def show_plan(
+    settings: Settings, planning: Planning, arguments: Sequence[str], console: Console
+) -> None:
+    """Says what the run of these arguments would take, and trains nothing."""
     from train import plan_report  # with all that it imports, which no training needs
     from train.planning import plan_run
 
@@ -495,9 +497,9 @@ def show_plan(settings: Settings, planning: Planning, console: Console) -> None:
     parts = math.prod(axes.get(name, 1) for name in BATCH_AXES)
     settings, _ = with_deepspeed(settings, parts)
     found = plan_run(settings, planning)
-    plan_report.show(found, console)
+    plan_report.show(found, arguments, console)
     if planning.plan_json:
-        plan_report.write_json(found, Path(planning.plan_json))
+        plan_report.write_json(found, arguments, Path(planning.plan_json))
     if planning.plan_picture:
         plan_report.write_picture(found, Path(planning.plan_picture))
 
@@ -513,14 +515,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     0; 2 after a mistake or a failure that the message explains; 128 and the signal's number if one
     has stopped the run.
     """
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        command = read_command_line(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+        command = read_command_line(arguments, program=PROGRAM)
     except FAILURES as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     try:
         if command.planning.plan:
-            show_plan(command.settings, command.planning, Console())
+            show_plan(command.settings, command.planning, arguments, Console())
             return 0
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
-from train.planning import RunPlan
-from zenflow_jax._planner.plan import EFFICIENCY, HOST_RESERVE, PINNED
+from train.planning import RunPlan, Way
+from train.sayings import PROGRAM
+from train.settings import Planning
+from zenflow_jax._planner.plan import EFFICIENCY, HOST_RESERVE, PINNED, gb
 
 CLASSES = ("weights", "optimizer state", "gradients", "activations, temporaries")
 OF_ENGINE = ("mail under way", "uploads")
 OF_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over", "a save")
 
 
-def show(found: RunPlan, console: Console) -> None:
-    """Prints the plan."""
+def show(found: RunPlan, arguments: Sequence[str], console: Console) -> None:
+    """Prints the plan; `arguments` are those of the command."""
     chosen, settings = found.chosen, found.settings
     devices = "" if chosen.devices == 1 else f" on {chosen.devices} devices"
     table = Table(
@@ -58,11 +62,11 @@ def show(found: RunPlan, console: Console) -> None:
     _text(table, "smallest update_interval to hide", smallest, end=True)
     _text(table, "fits", ["yes" if x.fits else "no" for x in plans.values()], style="bold")
     console.print(table)
-    for line in said(found):
+    for line in said(found, arguments):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def said(found: RunPlan) -> list[str]:
+def said(found: RunPlan, arguments: Sequence[str]) -> list[str]:
     """The plan in sentences."""
     chosen, settings = found.chosen, found.settings
     how = "measured here" if found.measured else "assumed"
@@ -71,16 +75,48 @@ def said(found: RunPlan) -> list[str]:
         f"{chosen.gpu.bus / 1e9:.0f} GB/s of bus each way, {chosen.host_bandwidth / 1e9:.0f} GB/s "
         f"of host memory ({how})."
     )
-    batch = (
-        "Not even the smallest batch fits."
-        if found.largest_batch is None
-        else f"The largest batch that fits the device: {found.largest_batch}."
-    )
-    return [f"{settings.optimizer}: {chosen.advice}", batch, efficiency]
+    lines = [f"{settings.optimizer}: {chosen.advice}"]
+    if found.largest_batch is not None:
+        lines.append(f"The largest batch that fits the device: {found.largest_batch}.")
+    elif found.ways:
+        lines.append("With these settings no batch fits the device.")
+    if found.ways:
+        lines.append("What fits:")
+        for way in found.ways:
+            needs = f"device {gb(way.memory.device)}, host {gb(way.memory.host)}"
+            lines.append(f"  {command_line(found, way, arguments)}  # {needs}")
+    elif not chosen.fits:
+        lines.append(
+            "Nor does it with a smaller batch, --host-state compact, another --update-interval, "
+            "--remat or --no-scan-layers: take a smaller model, or more devices (--mesh)."
+        )
+    return [*lines, efficiency]
 
 
-def as_dict(found: RunPlan) -> dict[str, Any]:
-    """The plan for programs: bytes, seconds, shares."""
+def command_line(found: RunPlan, way: Way, arguments: Sequence[str]) -> str:
+    """The command that trains in this way, made of the one that asked for the plan."""
+    changes = dict(way.changes)
+    if way.batch_size != found.settings.batch_size:
+        changes = {"batch_size": way.batch_size} | changes
+    dropped = {field.name for field in dataclasses.fields(Planning)} | changes.keys()
+    words, keep = PROGRAM.split(), True
+    for word in arguments:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            keep = name.removeprefix("no_") not in dropped
+        if keep:
+            words.append(word)
+    for name, value in changes.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
+def as_dict(found: RunPlan, arguments: Sequence[str]) -> dict[str, Any]:
+    """The plan for programs: bytes, seconds, shares; `arguments` are those of the command."""
     chosen = found.chosen
     return {
         "device": chosen.gpu.name,
@@ -94,12 +130,20 @@ def as_dict(found: RunPlan) -> dict[str, Any]:
         "host_bandwidth": chosen.host_bandwidth,
         "host_bandwidth_measured": found.measured,
         "advice": chosen.advice,
+        "what_fits": [
+            {
+                "command": command_line(found, way, arguments),
+                "device_bytes": way.memory.device,
+                "host_bytes": way.memory.host,
+            }
+            for way in found.ways
+        ],
         "plans": {name: _of_one(x) for name, x in found.of_optimizers.items()},
     }
 
 
-def write_json(found: RunPlan, path: Path) -> None:
-    path.write_text(json.dumps(as_dict(found), indent=2) + "\n", encoding="utf-8")
+def write_json(found: RunPlan, arguments: Sequence[str], path: Path) -> None:
+    path.write_text(json.dumps(as_dict(found, arguments), indent=2) + "\n", encoding="utf-8")
 
 
 def write_picture(found: RunPlan, path: Path) -> None:

@@ -10,8 +10,9 @@ is refused for. What is shown is in `plan_report.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 import zenflow_jax
 from train.memory import host_bytes
+from train.optimizers import with_deepspeed
 from train.planned_step import PlannedStep, folder_of_config, planned_step, with_batch
 from train.settings import Planning, Settings, SettingsError
 from train.sharding import batch_parts, mesh_axes
@@ -30,6 +32,24 @@ OPTIMIZERS = ("adamw", "offload", "zenflow")
 COMPILATIONS = 6
 #: Traces for the same by formula, and sequences that are more than anybody takes.
 _POINTS, _MOST = 5, 2**20
+#: How many ways to make a run fit are named.
+WAYS = 3
+
+
+class Memory(NamedTuple):
+    """What a run with some settings takes, in bytes, and whether there is so much."""
+
+    device: float
+    host: float
+    fits: bool
+
+
+class Way(NamedTuple):
+    """Settings with which a run fits."""
+
+    changes: Mapping[str, Any]  # by name, beside that of the batch
+    batch_size: int
+    memory: Memory
 
 
 class RunPlan(NamedTuple):
@@ -39,6 +59,7 @@ class RunPlan(NamedTuple):
     of_optimizers: Mapping[str, zenflow_jax.Plan]
     largest_batch: int | None  # of the settings' optimizer; None if not even the least fits
     measured: bool  # whether the host's bandwidth was
+    ways: tuple[Way, ...]  # that fit, the best first; () where the settings themselves do
 
     @property
     def chosen(self) -> zenflow_jax.Plan:
@@ -95,12 +116,16 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
     if host is None and here is zenflow_jax.GPUS[device]:
         host = host_bytes()
 
-    made: dict[tuple[str, bool], PlannedStep] = {}
+    made: dict[tuple[Settings, bool], PlannedStep] = {}
 
     def steps(settings: Settings, *, placed: bool) -> PlannedStep:
         if settings.mesh is not None:  # which batches of another size divide otherwise
             return planned_step(settings, origin, mesh, placed=placed)
-        which = settings.optimizer, placed
+        # Neither the batch nor what the host keeps changes model and state.
+        alike = dataclasses.replace(
+            settings, batch_size=settings.micro_batches, host_state="float32"
+        )
+        which = alike, placed
         if which not in made:
             made[which] = planned_step(settings, origin, mesh, placed=placed)
         return with_batch(made[which], settings.batch_size)
@@ -127,7 +152,8 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
         name: one(dataclasses.replace(settings, optimizer=name), compile_it=by_compiler)
         for name in OPTIMIZERS
     }
-    unit = settings.micro_batches * batch_parts(mesh if settings.mesh else None)
+    parts = batch_parts(mesh if settings.mesh else None)
+    unit = settings.micro_batches * parts
     largest = largest_batch(
         settings.batch_size,
         unit,
@@ -135,7 +161,75 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
         lambda batch: chosen(batch, compile_it=False),
         (lambda batch: chosen(batch, compile_it=True)) if by_compiler else None,
     )
-    return RunPlan(settings, found, largest, measured)
+    ways: list[Way] = []
+    if not (plan := found[settings.optimizer]).fits:
+        # The formula, made to agree with the compiler at these settings.
+        off = 1.0
+        if by_compiler:
+            off = plan.device_bytes / one(settings, compile_it=False).device_bytes
+
+        def memory_of(other: Settings) -> Memory | None:
+            try:
+                if with_deepspeed(other, parts)[0] != other:
+                    return None  # its config goes over what is changed here
+                found = one(other, compile_it=False)
+            except SettingsError:
+                return None
+            fits = off * found.device_bytes <= found.device_bytes_there and found.fits_host
+            return Memory(off * found.device_bytes, found.host_bytes, fits)
+
+        ways = ways_that_fit(settings, unit, memory_of)
+    return RunPlan(settings, found, largest, measured, tuple(ways))
+
+
+def ways_that_fit(
+    settings: Settings, unit: int, memory_of: Callable[[Settings], Memory | None]
+) -> list[Way]:
+    """At most `WAYS` ways to make a run fit: larger batches first, then fewer changes.
+
+    None of them has all the changes of another one and a batch that is no larger.
+
+    Args:
+        settings: Of a run that does not fit.
+        unit: What a batch is a multiple of.
+        memory_of: What a run takes; None if its settings cannot be followed.
+    """
+
+    def fitting(changes: dict[str, Any], batch: int) -> Way | None:
+        other = dataclasses.replace(settings, batch_size=batch, **changes)
+        memory = memory_of(other)
+        return Way(changes, batch, memory) if memory and memory.fits else None
+
+    # What does not fit with the smallest batch fits with none.
+    combined = [changes for changes in _changes(settings) if fitting(changes, unit)]
+    found: list[Way] = []
+    batch = settings.batch_size
+    while batch >= unit and len(found) < WAYS:
+        for changes in combined:
+            is_more = any(way.changes.items() <= changes.items() for way in found)
+            if not is_more and (way := fitting(changes, batch)):
+                found.append(way)
+        batch = batch // 2 // unit * unit
+    return found[:WAYS]
+
+
+def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What may be changed beside the batch, and together: few changes first."""
+    choices: list[tuple[str, Any]] = []
+    if settings.optimizer != "adamw" and settings.host_state != "compact":
+        choices.append(("host_state", "compact"))
+    if settings.scan_layers:
+        choices.append(("scan_layers", False))
+    interval = settings.update_interval
+    if settings.optimizer == "zenflow" and isinstance(interval, int):
+        choices += [("update_interval", 2 * interval)]
+        choices += [("update_interval", interval // 2)] * (interval > 1)
+    if not settings.remat:
+        choices.append(("remat", True))
+    for count in range(len(choices) + 1):
+        for chosen in itertools.combinations(choices, count):
+            if len(dict(chosen)) == count:  # no setting twice
+                yield dict(chosen)
 
 
 def largest_batch(
