@@ -273,6 +273,8 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped
     assert task.notes == (
         f"{path}: left out 1 of 3 conversations, in which no answer begins within 40 tokens",
     )
+    assert "3 examples: median " in task.overview[0]
+    assert "; 1 were cut to 41, 1 dropped" in task.overview[0]
     sources = (task.train, task.validation["validation"])
     answers = {learned(tokenizer, s[i])[0] for s in sources for i in range(len(s))}
     assert f"b{TURN_END}" in answers
@@ -281,6 +283,21 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped
     assert 10 < len(cut) < 50
     with pytest.raises(DataError, match="in all of 3 it begins later. Use a longer"):
         make(path, tokenizer, of, length=5)
+
+
+def test_an_example_is_shown_with_all_its_answers_marked(tmp_path, folder, tokenizer):
+    of = template(folder, tokenizer)
+    path = write(tmp_path / "a.jsonl", *[talk("a\n", "b", "c", "d" * 500)] * 2)
+    task = make(path, tokenizer, of, length=600)
+    long = f"{'d' * 120} ... {'d' * (120 - len(TURN_END))}{TURN_END}"
+    whole = of.conversation(talk("a\n", "⟦b", "c", f"⟦{'d' * 500}")).text
+    expected = whole.replace(f"⟦b{TURN_END}", f"⟦b{TURN_END}⟧")
+    expected = expected.replace(f"⟦{'d' * 500}{TURN_END}", f"⟦{long}⟧")
+    assert task.overview[1] == f"an example, what is learned in ⟦⟧: {expected!r}"
+    many = write(tmp_path / "b.jsonl", *[talk(*"abcdefghijkl")] * 2)
+    (_, shown) = make(many, tokenizer, of).overview
+    assert shown.count("⟦") - 1 == 4  # of six
+    assert shown.endswith(" ...'")
 
 
 def test_fields_that_are_null_are_none(tmp_path, folder, tokenizer):
@@ -355,7 +372,9 @@ def test_a_single_conversation_and_none_are_too_few(tmp_path, folder, tokenizer)
 def of_chats(tmp_path):
     """A model whose folder has no template, and settings of a run on conversations."""
     folder = write_model(tmp_path / "given", "llama2")
-    data = write(tmp_path / "a.jsonl", *[talk("Who?", "The cat."), talk("Where?", "Here.")] * 8)
+    data = write(
+        tmp_path / "a.jsonl", *[talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")] * 8
+    )
     return {
         "task": "chat",
         "model": str(folder),
@@ -394,6 +413,10 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, t
     path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         assert finetune.main([str(path), "--run", "a"]) == 0
+    # Before the first step, and in rich's brackets.
+    shown = capsys.readouterr().out.partition("compiling")[0]
+    assert "examples: median" in shown
+    assert "[/b]" in shown
     run, text, out = tmp_path / "runs" / "a", mine.read_text(), str(tmp_path / "out")
     mine.unlink()
     assert (run / "model" / "chat_template.jinja").read_text() == text

@@ -128,7 +128,9 @@ def train(
     begin = time.perf_counter()
 
     def say(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
+        # Examples may have characters that the terminal has not, and brackets that are no markup.
+        line = line.encode(console.encoding, "backslashreplace").decode(console.encoding)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     settings.check_paths()
     mesh = make_mesh(settings.mesh)
@@ -198,8 +200,8 @@ def train(
 
     for line in said_of_deepspeed(asked, settings, untranslated):
         say(line)
-    for note in task.notes:
-        say(note)
+    for line in (*task.notes, *task.overview):
+        say(line)
     if of_warm_up is not None:
         say(of_warm_up)
     rows: list[tuple[Row, ScheduleRow]] = []
@@ -527,7 +529,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())
-        say = partial(console.print, highlight=False, soft_wrap=True)
+        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         start = command.start
         if start.export is not None:
             if processes.is_first():

@@ -63,7 +63,7 @@ def show(found: RunPlan, arguments: Sequence[str], console: Console) -> None:
     _text(table, "fits", ["yes" if x.fits else "no" for x in plans.values()], style="bold")
     console.print(table)
     for line in said(found, arguments):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def said(found: RunPlan, arguments: Sequence[str]) -> list[str]:

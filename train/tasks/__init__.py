@@ -6,10 +6,11 @@
     chat.py              answers in conversations
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
     classification.py    a class for a text or a pair of texts of one's own
+    overview.py          what is said of the examples before the first step
 
-The last five tokenize everything once, at the start, and keep it in flat arrays (`encoding.py`).
-An example is cut out of them when it is asked for. Shuffling, batching and placing are
-`train/data.py`. The same files and the same seed give the same examples.
+All tasks but the first tokenize everything once, at the start, and keep it in flat arrays
+(`encoding.py`). An example is cut out of them when it is asked for. Shuffling, batching and placing
+are `train/data.py`. The same files and the same seed give the same examples.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Task(NamedTuple):
     best: str
     checksum: int  # CRC-32 of all tokens and labels, so that a resumed run notices other data
     notes: tuple[str, ...] = ()  # sentences about what was left out of the files, to be shown
+    overview: tuple[str, ...] = ()  # lines about the examples that train, to be shown
 
     @property
     def target(self) -> str:

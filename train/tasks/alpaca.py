@@ -29,6 +29,7 @@ from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import Encoded, encode
 from train.tasks.files import check_share, find_files, records, split_examples, text_field
+from train.tasks.overview import said_of_example, said_of_lengths
 from train.tokenizer import Tokenizer, end_token
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
@@ -67,6 +68,7 @@ def make(
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     train = _read(files.train, tokenizer, sequence_length, notes)
+    lengths = train.said_of_lengths()
     if files.validation:
         validation = _read(files.validation, tokenizer, sequence_length, notes)
     else:
@@ -83,6 +85,7 @@ def make(
         best="loss",
         checksum=validation.checksum(train.checksum(0)),
         notes=tuple(notes),
+        overview=(lengths, *said_of_example(train, tokenizer)),
     )
 
 
@@ -152,6 +155,12 @@ class Answers:
         other = copy.copy(self)
         other._rows = self._rows[chosen]
         return other
+
+    def said_of_lengths(self) -> str:
+        """How long the examples are, with those that are not among the rows."""
+        prompts, answers = self._encoded.whole.reshape(-1, 2).T
+        whole = len(self._begin) + prompts + answers + 1
+        return said_of_lengths(whole, self._rows, self._length + 1)
 
     def checksum(self, start: int) -> int:
         """CRC-32 of the examples' tokens, lengths and order, going on from `start`."""

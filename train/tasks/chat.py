@@ -27,6 +27,7 @@ from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, CHUNK_TEXTS, smallest_dtype
 from train.tasks.files import check_share, find_files, records, shorten, split_examples, text_field
+from train.tasks.overview import said_of_example, said_of_lengths
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".jsonl", ".json", *tables.SUFFIXES)
@@ -69,6 +70,7 @@ def make(
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     train = _read(files.train, tokenizer, template, sequence_length, notes)
+    lengths = train.said_of_lengths()
     if files.validation:
         validation = _read(files.validation, tokenizer, template, sequence_length, notes)
     else:
@@ -85,6 +87,7 @@ def make(
         best="loss",
         checksum=validation.checksum(train.checksum(0)),
         notes=tuple(notes),
+        overview=(lengths, *said_of_example(train, tokenizer)),
     )
 
 
@@ -138,6 +141,10 @@ class Conversations:
         other = copy.copy(self)
         other._rows = self._rows[chosen]
         return other
+
+    def said_of_lengths(self) -> str:
+        """How long the conversations are, with those that are not among the rows."""
+        return said_of_lengths(np.diff(self._encoded.starts), self._rows, self._length + 1)
 
     def checksum(self, start: int) -> int:
         """CRC-32 of the examples' tokens, answers, lengths and order, going on from `start`."""

@@ -20,7 +20,6 @@ What is longer than the sequence length is cut on the right, of a pair the longe
 from __future__ import annotations
 
 import contextlib
-import copy
 import csv
 import difflib
 import json
@@ -46,6 +45,7 @@ from train.tasks.files import (
     text_field,
 )
 from train.tasks.glue import Sentences
+from train.tasks.overview import said_of_example
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
@@ -119,15 +119,12 @@ def make(
             file and the line, or labels that are no classes.
     """
     check_share(validation_share)
-    # A copy, so that the truncation stays in here.
-    tokens = copy.deepcopy(tokenizer.tokens)
-    special = tokens.num_special_tokens_to_add(columns.second is not None)
+    special = tokenizer.tokens.num_special_tokens_to_add(columns.second is not None)
     if sequence_length <= special:
         raise DataError(
             f"expected a `sequence_length` above {special}, the special tokens of an example, got "
             f"{sequence_length}. Take 64 or more."
         )
-    tokens.enable_truncation(sequence_length, strategy="longest_first")
 
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
@@ -139,7 +136,13 @@ def make(
     sources = []
     for side in rows:
         numbers = _numbers(side, classes, known, columns.label)
-        encoded = encode(tokens, side.texts, vocabulary=tokenizer.vocabulary, special=True)
+        encoded = encode(
+            tokenizer.tokens,
+            side.texts,
+            vocabulary=tokenizer.vocabulary,
+            special=True,
+            longest=sequence_length,
+        )
         pad = tokenizer.pad
         sources.append(Sentences(encoded, numbers, sequence_length=sequence_length, pad=pad))
     if len(sources) == 1:
@@ -158,6 +161,7 @@ def make(
         best=BEST,
         checksum=validation.checksum(train.checksum(checksum)),
         notes=tuple(notes),
+        overview=(train.said_of_lengths(), *said_of_example(train, tokenizer, labels=classes)),
     )
 
 

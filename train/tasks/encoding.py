@@ -6,6 +6,7 @@ and of each chunk only the ids are kept, in the smallest dtype that holds them.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -27,6 +28,7 @@ class Encoded(NamedTuple):
     tokens: np.ndarray  # (total,), unsigned
     types: np.ndarray  # (total,) uint8: 0, and 1 for the second sentence of a pair
     starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
+    whole: np.ndarray  # (n,) int64: how many tokens each had before it was cut
 
     def span(self, i: int) -> slice:
         """Where in the flat arrays text `i` is.
@@ -40,26 +42,44 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    tokens: tokenizers.Tokenizer, texts: Iterable[Text], *, vocabulary: int, special: bool
+    tokens: tokenizers.Tokenizer,
+    texts: Iterable[Text],
+    *,
+    vocabulary: int,
+    special: bool,
+    longest: int | None = None,
 ) -> Encoded:
     """The texts as tokens, in their order.
 
     Args:
-        tokens: Its truncation is applied.
+        tokens: Cuts nothing itself.
         texts: Read once and not kept; all of them one text or all a pair.
         vocabulary: Ids are smaller than this.
         special: Whether the tokenizer puts its special tokens around a text.
+        longest: Tokens that a text may have. What is longer is cut on the right, of a pair the
+            longer text first.
     """
+    cutting = None
+    if longest is not None:
+        cutting = copy.deepcopy(tokens)
+        cutting.enable_truncation(longest, strategy="longest_first")
     dtype = smallest_dtype(vocabulary)
     ids, types, lengths = [np.empty(0, dtype)], [np.empty(0, np.uint8)], [np.zeros(1, np.int64)]
+    whole = [np.empty(0, np.int64)]
     for chunk in _chunks(texts):
         encodings = tokens.encode_batch_fast(chunk, add_special_tokens=special)
+        whole.append(np.array([len(e) for e in encodings], np.int64))
+        if cutting is not None:
+            long = np.flatnonzero(whole[-1] > longest)
+            cut = cutting.encode_batch_fast([chunk[i] for i in long], add_special_tokens=special)
+            for i, encoding in zip(long, cut, strict=True):
+                encodings[i] = encoding
         lengths.append(np.array([len(e) for e in encodings], np.int64))
         total = int(lengths[-1].sum())
         ids.append(_flat((e.ids for e in encodings), dtype, total))
         types.append(_flat((e.type_ids for e in encodings), np.uint8, total))
     starts = np.cumsum(np.concatenate(lengths))
-    return Encoded(np.concatenate(ids), np.concatenate(types), starts)
+    return Encoded(np.concatenate(ids), np.concatenate(types), starts, np.concatenate(whole))
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:

@@ -40,6 +40,7 @@ from train.data import DataError
 from train.tasks import Task
 from train.tasks.encoding import Encoded, Text, encode
 from train.tasks.files import lines, shorten
+from train.tasks.overview import said_of_example, said_of_lengths
 from train.tokenizer import Tokenizer
 
 # Of QQP's 363,870 lines some 20 are broken. A file with many more is not that file.
@@ -178,15 +179,12 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
     if name not in FORMATS:
         raise DataError(f"expected a GLUE task, one of {', '.join(FORMATS)}, got {name!r}.")
     fmt = FORMATS[name]
-    # A copy, so that the truncation stays in here.
-    tokens = copy.deepcopy(tokenizer.tokens)
-    special = tokens.num_special_tokens_to_add(len(fmt.sentences) == 2)
+    special = tokenizer.tokens.num_special_tokens_to_add(len(fmt.sentences) == 2)
     if sequence_length <= special:
         raise DataError(
             f"expected a `sequence_length` above {special}, the special tokens of an example, got "
             f"{sequence_length}. For {name} take 64 or more."
         )
-    tokens.enable_truncation(sequence_length, strategy="longest_first")
 
     folder, layout = _find(name, fmt, data)
     sources: dict[str, Sentences] = {}
@@ -195,7 +193,13 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
         labels: list[int] = []
         reader = _Reader(fmt, skips_broken=fmt.skips_broken and part == "train")
         texts = reader.read([folder / file for file in files], labels)
-        encoded = encode(tokens, texts, vocabulary=tokenizer.vocabulary, special=True)
+        encoded = encode(
+            tokenizer.tokens,
+            texts,
+            vocabulary=tokenizer.vocabulary,
+            special=True,
+            longest=sequence_length,
+        )
         sources[part] = Sentences(
             encoded, np.array(labels, np.int32), sequence_length=sequence_length, pad=tokenizer.pad
         )
@@ -204,16 +208,18 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
     for source in sources.values():
         checksum = source.checksum(checksum)
     train = sources.pop("train")
+    names = tuple(fmt.labels.values())
     return Task(
         name=name,
         kind="encoder",
         train=train,
         validation=sources,
-        labels=tuple(fmt.labels.values()),
+        labels=names,
         score=fmt.score,
         best=fmt.best,
         checksum=checksum,
         notes=tuple(notes),
+        overview=(train.said_of_lengths(), *said_of_example(train, tokenizer, labels=names)),
     )
 
 
@@ -251,10 +257,15 @@ class Sentences:
         other._rows, other.lengths = chosen, self.lengths[chosen]
         return other
 
+    def said_of_lengths(self) -> str:
+        """How long the texts are, all that there are."""
+        whole = self._encoded.whole
+        return said_of_lengths(whole, np.arange(len(whole)), self._length)
+
     def checksum(self, start: int) -> int:
         """CRC-32 of tokens, types, lengths, labels and choice, going on from `start`."""
         choice = () if self._rows is None else (self._rows,)
-        for held in (*self._encoded, self._labels, *choice):
+        for held in (*self._encoded[:3], self._labels, *choice):
             start = zlib.crc32(held, start)
         return start
 

@@ -33,6 +33,7 @@ from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
 from train.tasks.files import check_share, find_files, lines, records, split, text_field
+from train.tasks.overview import said_of_example
 from train.tokenizer import Tokenizer, end_token
 
 # Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
@@ -92,16 +93,18 @@ def make(
         train, validation = _as_one(train.tokens), _as_one(validation.tokens)
     else:
         checksum = zlib.crc32(validation.lengths, zlib.crc32(train.lengths, checksum))
+    windows = Windows(train, sequence_length)
     return Task(
         name="language",
         kind="decoder",
-        train=Windows(train, sequence_length),
+        train=windows,
         validation={"validation": Windows(validation, sequence_length)},
         labels=(),
         score=None,
         best="loss",
         checksum=checksum,
         notes=tuple(notes),
+        overview=said_of_example(windows, tokenizer),
     )
 
 
@@ -129,7 +132,7 @@ class Windows:
         self._length = length
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._length
+        return max(len(self._tokens) - 1, 0) // self._length
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         if not 0 <= i < len(self):
