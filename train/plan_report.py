@@ -17,7 +17,7 @@ import zenflow_jax
 from train.planning import RunPlan, Way
 from train.sayings import PROGRAM
 from train.settings import Planning
-from zenflow_jax._planner.plan import EFFICIENCY, HOST_RESERVE, PINNED, gb
+from zenflow_jax._planner.plan import EFFICIENCY, HOST_RESERVE, PINNED, UNASKED, USABLE, gb
 
 CLASSES = ("weights", "optimizer state", "gradients", "activations, temporaries")
 OF_ENGINE = ("mail under way", "uploads")
@@ -100,6 +100,8 @@ def command_line(found: RunPlan, way: Way, arguments: Sequence[str]) -> str:
         changes = {"batch_size": way.batch_size} | changes
     dropped = {field.name for field in dataclasses.fields(Planning)} | changes.keys()
     words, keep = PROGRAM.split(), True
+    if way.memory.device > UNASKED * found.chosen.gpu.memory:
+        words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}")
     for word in arguments:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")
