@@ -33,9 +33,7 @@ class GradientParts(NamedTuple):
 
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # float32, selected channels
-    # What tells the signs of the whole gradient: itself where it stays on the device, else uint8 with
-    # four in each. None without provisional steps.
-    signs: Any
+    signs: Any  # of the whole gradient, as `_pack_signs` packs them, or itself; None if not needed
     mail: Any  # None if nothing is offloaded
 
 
@@ -44,7 +42,8 @@ def split_gradient(
 ) -> GradientParts:
     """Does everything that reads a whole gradient; `rank` is that of mail in host memory.
 
-    `signs` asks for the gradient's signs. It reads the gradient in the dtype in which it arrives, and rounds the mail alone, to its dtype.
+    It reads the gradient in the dtype in which it arrives, and rounds the mail alone, to its dtype.
+    `signs` asks for what tells the gradient's signs, for a provisional step.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     offloaded = leaf.offloaded
@@ -97,7 +96,7 @@ def _split(
 
 
 def _pack_signs(g: jax.Array) -> jax.Array:
-    """The signs of `g` in two bits each: of four equal pieces of its longest axis, one on another."""
+    """The signs of `g`, uint8, in two bits each: its longest axis in four pieces, superposed."""
     axis, quarter = _quarters(g.shape)
     codes = (g > 0).astype(jnp.uint8) | (g < 0).astype(jnp.uint8) << 1
     beyond = [(0, 4 * quarter - n if i == axis else 0) for i, n in enumerate(g.shape)]
@@ -269,7 +268,7 @@ def _step(
 
 
 def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
-    """What `p`, of any dtype, changes by when a float32 step is subtracted and the result rounded."""
+    """The float32 change of `p` where `step` is subtracted and the result rounded to its dtype."""
     if p.dtype == jnp.float32:
         return -step
     kind, old = jnp.finfo(p.dtype), p.astype(jnp.float32)

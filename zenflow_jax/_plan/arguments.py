@@ -191,8 +191,8 @@ def _check_provisional_share(value: Any) -> float | None:
     _static("provisional_share", value, Real, "a float or None")
     if not 0 <= float(value) <= 1:
         raise ValueError(
-            f"`provisional_share` must lie in [0, 1] or be None, got {value}. It is the length of a "
-            "provisional step, as a share of the learning rate."
+            f"`provisional_share` must lie in [0, 1] or be None, got {value}. It is the length of "
+            "a provisional step as a share of the learning rate."
         )
     return float(value) or None
 
