@@ -205,6 +205,36 @@ def test_flush_every_leaves_nothing_out_where_it_is_due():
     assert_same(by_attach, params)
 
 
+@pytest.mark.parametrize("resumes", [True, False], ids=["after a resume", "an engine in mid-run"])
+def test_flush_every_counts_the_steps_of_the_run(resumes):
+    tx = make()
+    (params, state), plain = start(tx), pair_step(tx)
+    with HostEngine(params, state, **PLAIN) as engine:
+        for t in range(8):
+            params, state, _ = plain(params, state, t)
+            params, state = engine.exchange(params, state)
+            if t in (2, 5):
+                params, state = engine.flush(params, state)
+        by_hand, _ = engine.flush(params, state)
+    params, state = start(tx)
+    engine = HostEngine(params, state, **PLAIN)
+    step = attach(plain, engine, flush_every=3)
+    for t in range(4):
+        params, state, _ = step(params, state, t)
+    options = {"engine_state": engine.state(), **PLAIN}
+    with attach(
+        plain,
+        None if resumes else engine,
+        flush_every=3,
+        engine_options=options if resumes else None,
+    ) as step:
+        for t in range(4, 8):
+            params, state, _ = step(params, state, t)
+        params, _ = step.flush(params, state)
+    engine.close()
+    assert_same(params, by_hand)
+
+
 def test_behind_multi_steps_it_exchanges_where_an_update_was_made():
     tx = optax.MultiSteps(make(), 2)
     (params, state), plain = start(tx), pair_step(tx)

@@ -44,8 +44,9 @@ def attach(
         step: The train step. What is called must get parameters and state by position, first.
         engine: The run's engine. None: one is made at the first call, of what that call gets, which
             must be a fresh state; or one with `engine_options["engine_state"]`.
-        flush_every: After so many updates flush: windows end early, and the parameters lack
-            nothing, as before an evaluation. None: only where you call `flush`.
+        flush_every: Flush after every so many steps of the run, counted from its start, also where
+            it goes on from a checkpoint: windows end early, and the parameters lack nothing, as
+            before an evaluation. None: only where you call `flush`.
         fields: The names of the parameters and of the optimizer state in a state. By default
             `("params", "opt_state")`.
         engine_options: Arguments of the `HostEngine` that is made at the first call.
@@ -83,7 +84,7 @@ class AttachedStep:
     Args:
         step: As of `attach`, as are all of them.
         engine: The run's engine, or None.
-        flush_every: Updates between two flushes, or None.
+        flush_every: Steps between two flushes, or None.
         fields: Names in a train state, or None.
         engine_options: Arguments of the engine, if it is to be made here.
     """
@@ -103,7 +104,6 @@ class AttachedStep:
         self._step, self._engine, self._flush_every = step, engine, flush_every
         self._engine_options = dict(engine_options or {})
         self._carrier: _Carrier | None = None
-        self._updates = 0
         self._accumulated: int | None = None
         self._closed = False
         functools.update_wrapper(self, step, updated=())  # its attributes are not ours
@@ -135,8 +135,8 @@ class AttachedStep:
         if not self._made_update(before[1]):
             return out
         after = self.engine.exchange(*before)
-        self._updates += 1
-        if self._flush_every and self._updates % self._flush_every == 0:
+        # The engine's steps: it may have been saved, or in use, before this object was made.
+        if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
             after = self.engine.flush(*after)
         return carrier.with_results(args, out, *after)
 
@@ -416,8 +416,8 @@ def _check_period(flush_every: Any) -> None:
     whole = isinstance(flush_every, Integral) and not isinstance(flush_every, bool)
     if flush_every is not None and (not whole or flush_every < 1):
         raise ValueError(
-            f"`flush_every` must be a whole number from 1 or None, got {flush_every!r}. Pass after "
-            "how many updates the parameters shall lack nothing, or None."
+            f"`flush_every` must be a whole number from 1 or None, got {flush_every!r}. Pass the "
+            "steps between two flushes, or None."
         )
 
 
