@@ -1,6 +1,8 @@
 """`attach`: the same bits as a loop that exchanges by itself, whatever the step's shape."""
 
+import copy
 import dataclasses
+import pickle
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -233,6 +235,16 @@ def test_flush_every_counts_the_steps_of_the_run(resumes):
         params, _ = step.flush(params, state)
     engine.close()
     assert_same(params, by_hand)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_neither_an_engine_nor_an_attached_step_is_copied_or_pickled(duplicate):
+    params, state = start(make())
+    plain = pair_step(make())
+    with HostEngine(params, state, **PLAIN) as engine:
+        for running in (engine, attach(plain, engine)):
+            with pytest.raises(TypeError, match=r"copied or pickled.*`engine\.state\(\)`"):
+                duplicate(running)
 
 
 def test_behind_multi_steps_it_exchanges_where_an_update_was_made():

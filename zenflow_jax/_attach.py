@@ -164,6 +164,8 @@ class AttachedStep:
         if self._engine is not None:
             self._engine.close()
 
+    __reduce_ex__ = HostEngine.__reduce_ex__
+
     def __enter__(self) -> "AttachedStep":
         return self
 

@@ -747,6 +747,14 @@ class HostEngine:
         self._updates.forget()
         atexit.unregister(self._at_exit)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses `copy.copy`, `copy.deepcopy` and `pickle`, which all ask here."""
+        raise TypeError(
+            "an engine, or a step that is attached to one, cannot be copied or pickled: a run has "
+            "one engine. Save `engine.state()`, and go on from it with another one: "
+            "`HostEngine(params, opt_state, engine_state=...)`."
+        )
+
     def __enter__(self) -> "HostEngine":
         return self
 
