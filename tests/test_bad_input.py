@@ -1175,7 +1175,7 @@ BEFORE = [
         "flush with another state of the same run",
         lambda e, p, s: e.flush(p, STATE_FOR_RUNS),
         RuntimeError,
-        ["the state that the last `exchange` returned", "Call `exchange` first"],
+        ["the state that the last `exchange` returned", "Call `flush` with the one it returned"],
     ),
 ]
 
@@ -1185,7 +1185,7 @@ AFTER = [
         "flush instead of exchange",
         lambda e, p, s: e.flush(p, s),
         RuntimeError,
-        ["the mail of a step has not been taken", "Call `exchange` first, then `flush`"],
+        ["one whose step's mail has not been taken", "Call `exchange` first, then `flush`"],
     ),
     (
         "exchange with params of another shape",

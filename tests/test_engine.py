@@ -598,6 +598,10 @@ def test_a_fresh_engine_refuses_a_state_that_has_stepped():
             HostEngine(training.params, training.state)
 
 
+def through_numpy(x):
+    return jax.device_put(np.asarray(x), x.sharding)
+
+
 def test_flush_refuses_a_step_that_was_not_exchanged():
     with started(CALM) as training:
         training.go(1)
@@ -605,6 +609,40 @@ def test_flush_refuses_a_step_that_was_not_exchanged():
         with pytest.raises(RuntimeError, match="Call `exchange` first, then `flush`"):
             training.flush()
         training.exchange()
+        training.flush()
+
+
+@pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])
+@pytest.mark.parametrize("duplicate", [jnp.copy, through_numpy])
+def test_flush_and_peek_take_a_copy_of_the_state(duplicate, send_gradients):
+    with (
+        started(CALM, send_gradients=send_gradients) as training,
+        started(CALM, send_gradients=send_gradients) as untouched,
+    ):
+        for each in (training, untouched):
+            each.go(6)
+        before = training.state
+        training.state = jax.tree.map(duplicate, before)
+        peeked = [each.engine.peek(each.params, each.state) for each in (training, untouched)]
+        runs.assert_same_bits(*peeked)
+        for each in (training, untouched):
+            each.flush()
+        copied = jax.tree.map(duplicate, before)
+        with pytest.raises(RuntimeError, match="that the last `flush` returned, got those that it"):
+            training.engine.peek(training.params, copied)
+        for each in (training, untouched):
+            each.go(3)
+            each.flush()
+        runs.assert_same_bits(training.values(), untouched.values())
+
+
+def test_flush_says_which_state_it_wants_in_place_of_an_earlier_one():
+    with started(CALM) as training:
+        training.go(2)
+        earlier = jax.tree.map(jnp.copy, training.state)
+        training.go(1)
+        with pytest.raises(RuntimeError, match="one of another step or run. Call `flush` with the"):
+            training.engine.flush(training.params, earlier)
         training.flush()
 
 

@@ -46,6 +46,7 @@ from zenflow_jax._device.state import (
     with_interval,
     with_windows_of_now,
 )
+from zenflow_jax._device.step_scalars import USED
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange.ahead import Ahead
@@ -78,7 +79,7 @@ from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._exchange.wrappers import accumulations, check_wrappers
+from zenflow_jax._exchange.wrappers import check_wrappers
 from zenflow_jax._host.adam import HostAdam, compile_loops
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.rules import FitWindow, FoundWindow, longest
@@ -517,8 +518,8 @@ class HostEngine:
 
         Args:
             params: The parameters that the last `exchange` returned.
-            opt_state: The state that it returned. Behind `optax.MultiSteps` both may also be what
-                micro-batches without an update have made of these.
+            opt_state: The state that it returned, or a copy. Behind `optax.MultiSteps` both may
+                also be what micro-batches without an update have made of these.
 
         Returns:
             Parameters and state, of the same structure, shapes and placement.
@@ -896,16 +897,22 @@ class HostEngine:
         """Both arguments of a call, if they are what the last `exchange` or `flush` returned."""
         state = self._check(opt_state)
         self._check_flushed(state)
-        # Between two micro-batches of `optax.MultiSteps` there is no mail to be taken.
-        passed_on = bool(accumulations(opt_state)) and self._mailbox.passed_on(state)
-        if not passed_on and not self._mailbox.holds(state):
+        copied = not self._mailbox.holds(state)
+        # Between two micro-batches of `optax.MultiSteps` there is no mail to be taken, either.
+        if copied and not self._mailbox.passed_on(state):
+            stepped = int(read(state.token)) == USED
             raise RuntimeError(
-                "expected the state that the last `exchange` returned, got another one: the mail "
-                f"of a step has not been taken. Call `exchange` first, then `{name}`."
+                "expected the state that the last `exchange` returned, got "
+                + (
+                    "one whose step's mail has not been taken. Call `exchange` first, then "
+                    f"`{name}`."
+                    if stepped
+                    else f"one of another step or run. Call `{name}` with the one it returned."
+                )
             )
         taken = self._take(params)
         self._expected.check_params(taken.weights, self._all_groups)
-        if passed_on:
+        if copied:
             state = self._in_place(state, taken.weights, self._all_groups)
         return state, taken
 

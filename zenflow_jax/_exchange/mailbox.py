@@ -173,26 +173,24 @@ class Mailbox:
         return state.token is self._given
 
     def passed_on(self, state: ZenFlowState) -> bool:
-        """Whether this is what a step without an update made of the state last given.
+        """Whether this is a copy of the state last given, as a step without an update makes one.
 
-        Waits for that step. An update uses the token up.
+        Waits for it. An update uses the token up.
         """
         return int(read(state.token)) == self._token
 
     def replaced(self, state: ZenFlowState) -> bool:
         """Whether this is the state that the last flush was called with, or a step made from it.
 
-        Waits for the step, if there is one and if a flush came before it.
+        Or a copy of it. Waits for the step, if there is one and if a flush came before it.
         """
-        if self._replaced is None:
+        if self._replaced is None or self.holds(state):
             return False
         given, token = self._replaced
         if state.token is given:
             return True
-        if self.holds(state):
-            return False
         sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
-        return int(sent.unpack().token) == token
+        return token in (int(read(state.token)), int(sent.unpack().token))
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""
