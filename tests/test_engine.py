@@ -204,9 +204,14 @@ def test_sums_of_float16_gradients_do_not_overflow():
         ("float16", None, "during_step"),
         ("float16", None, "per_window"),
         ("bfloat16", np.float32, "during_step"),
+        # Rounded, as the reference does.
+        ("bfloat16", None, "during_step"),
+        ("bfloat16", None, "per_window"),
     ],
 )
-def test_gradients_wider_than_their_leaves_reach_the_host_unrounded(dtype, transfer_dtype, sending):
+def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mails_dtype(
+    dtype, transfer_dtype, sending
+):
     # As after loss scaling: of float16 gradients of this size nothing would be left.
     leaves = (runs.Leaf("bias", (5,), None, dtype), runs.Leaf("rows", (12, 5), -2, dtype))
 

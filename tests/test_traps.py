@@ -334,6 +334,16 @@ def is_program(x):
     return hasattr(x, "eqns")
 
 
+@pytest.mark.parametrize("options", [{"offload": False}, {"send_gradients": "per_window"}], ids=str)
+def test_a_gradient_is_rounded_for_its_sum_by_what_no_compiler_leaves_out(options):
+    # A GPU's leaves out a cast to bfloat16 and back. A CPU's does not, so its result shows nothing.
+    params = runs.initial(ONE)
+    tx = zenflow_jax.zenflow(1e-2, **options)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    program = jax.jit(tx.update).lower(wide, tx.init(params), params).as_text()
+    assert "reduce_precision" in program
+
+
 def test_an_engine_behind_multi_steps_exchanges_after_each_update():
     (leaf,) = leaves = (ONE[0]._replace(dtype="float32"),)
     tx = optax.MultiSteps(runs.transformation(leaves, OPTIONS), 2)

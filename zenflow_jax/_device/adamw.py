@@ -5,6 +5,7 @@ selected ones at every step, or, in-graph, the deferred ones once per window. `_
 twin on NumPy arrays.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,7 +22,11 @@ def add_gradient(
 
     The addition is float32; the result is rounded to the sum's dtype.
     """
-    new = total.astype(jnp.float32) + g.astype(jnp.float32) * factor
+    wide = g.astype(jnp.float32)
+    if g.dtype == jnp.bfloat16:
+        # XLA:GPU leaves out a cast to bfloat16 and back, and with it the rounding (jax 0.10.2).
+        wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
+    new = total.astype(jnp.float32) + wide * factor
     return jnp.where(finite, new.astype(total.dtype), total)
 
 
