@@ -126,6 +126,14 @@ def place(values: dict[str, np.ndarray], shardings: Any) -> dict[str, jax.Array]
     }
 
 
+def put_by_name(saved: Any, fresh: Any) -> Any:
+    """A tree of NumPy arrays where a fresh one's are, as docs/checkpoints.md says."""
+    by_name = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(saved)}
+    return jax.tree_util.tree_map_with_path(
+        lambda k, like: jax.device_put(by_name[jax.tree_util.keystr(k)], like.sharding), fresh
+    )
+
+
 def fetch(x: jax.Array) -> np.ndarray:
     """All of an array, wherever its parts are; a copy."""
     if x.is_fully_addressable:

@@ -54,6 +54,27 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
             np.testing.assert_array_equal(cast, np.asarray(training.params[name]))
 
 
+@pytest.mark.parametrize("before", [None, ("three", "others", EXPLICIT)], ids=str)
+def test_a_checkpoint_of_numpy_arrays_goes_on_on_other_devices_by_its_names(before):
+    with HERE(shardings=placed(before)) as training:
+        follow(training, SAVED_AT)
+        tree = (training.params, training.state, training.engine.state())
+        values, state, engine_state = jax.device_get(tree)
+    shardings = placed(("data", "replicated", AUTO))
+    with HERE(shardings=shardings) as training:
+        training.engine.close()
+        training.params = runs.place(values, shardings)
+        training.state = runs.put_by_name(state, training.state)
+        training.engine = zenflow_jax.HostEngine(
+            training.params, training.state, engine_state=engine_state, **ENGINE
+        )
+        training.t = SAVED_AT
+        follow(training, PLAN.steps)
+        expected, _ = runs.reference(LEAVES, STALE, PLAN)
+        runs.assert_close([training.values()], expected.params[-1:])
+        training.flush()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -88,13 +109,9 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
     channels = meshes.shardings(meshes.make_mesh("fsdp"), "channels", leaves)
     with Training(leaves, settings, **ENGINE) as training:
         training.go(6)
-        values = jax.tree.map(np.asarray, jax.tree.leaves((training.params, training.state)))
+        saved = jax.tree.map(np.asarray, (training.params, training.state))
         engine_state = jax.tree.map(np.asarray, training.engine.state())
     with Training(leaves, settings, shardings=channels, **ENGINE) as training:
-        likes, treedef = jax.tree.flatten((training.params, training.state))
-        params, state = jax.tree.unflatten(
-            treedef,
-            [jax.device_put(x, like.sharding) for x, like in zip(values, likes, strict=True)],
-        )
+        params, state = runs.put_by_name(saved, (training.params, training.state))
         with pytest.raises(ValueError, match="no more devices divide its channel axis"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)

@@ -65,9 +65,9 @@ def check_not_numpy(tree: Any) -> None:
     if any(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(tree)):
         raise TypeError(
             "expected a state of jax arrays, got NumPy's ndarray, as from `jax.device_get` and "
-            "some checkpoints: it does not say on which device and in which memory it was. Put it "
-            "where `tx.init` does: `opt_state = jax.tree.map(lambda x, like: jax.device_put(x, "
-            "like.sharding), opt_state, tx.init(params))`; or go on from the arrays that it is a "
+            "some checkpoints: it does not say on which device and in which memory it was. Put "
+            "each array where that of its name is in `tx.init(params)`, by `jax.device_put(x, "
+            "like.sharding)`, as docs/checkpoints.md does; or go on from the arrays that it is a "
             "copy of."
         )
 
