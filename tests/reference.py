@@ -633,7 +633,7 @@ def compact_one(moment: Any, *, first: bool) -> np.ndarray:
 
 def _round_first(m: np.ndarray) -> np.ndarray:
     # Codes c from -127 to 127 stand for c (|c| + 60) units.
-    unit = _nine_bits(_largest(m) * (np.float32(1) / np.float32(127 * 187)))
+    unit = _of_bits(9, _largest(m) * (np.float32(1) / np.float32(127 * 187)))
     if _largest(m) < np.float32(2.0**-100):
         return np.where(np.isfinite(m), np.float32(0), np.float32(np.nan))
     c = np.rint(np.sqrt(abs(m) * (np.float32(1) / unit) + np.float32(900)) - np.float32(30))
@@ -646,7 +646,7 @@ def _round_second(v: np.ndarray) -> np.ndarray:
     largest = _largest(root)
     if largest == 0:
         return np.where(np.isfinite(root), np.float32(0), np.float32(np.nan))
-    unit = _nine_bits(max(largest * (np.float32(1) / np.float32(254)), np.float32(2.0**-74)))
+    unit = _of_bits(16, max(largest * (np.float32(1) / np.float32(254)), np.float32(2.0**-74)))
     c = np.maximum(np.rint(root * (np.float32(1) / unit)), (root > 0).astype(np.float32))
     return np.where(np.isfinite(root), (c * unit) ** 2, np.float32(np.nan))
 
@@ -655,7 +655,7 @@ def _largest(x: np.ndarray) -> np.float32:
     return np.max(abs(x), where=np.isfinite(x), initial=np.float32(0))
 
 
-def _nine_bits(x: Any) -> np.float32:
-    """The nearest number of nine significant bits."""
+def _of_bits(bits: int, x: Any) -> np.float32:
+    """The nearest number of so many significant bits."""
     fraction, exponent = np.frexp(x)
-    return np.float32(np.ldexp(np.rint(fraction * 512), int(exponent) - 9))
+    return np.float32(np.ldexp(np.rint(fraction * 2**bits), int(exponent) - bits))

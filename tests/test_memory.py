@@ -89,7 +89,7 @@ def test_a_bfloat16_leaf_takes_twelve_bytes_or_six_and_an_eighth():
     params = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)]
     state = zenflow_jax.find_state(zenflow_jax.zenflow(1e-3, topk_ratio=0.0).init(params))
     counts = 4 * 512
-    for host_state, nbytes in (("float32", 12), ("compact", 6.125)):
+    for host_state, nbytes in (("float32", 12), ("compact", 6.1875)):
         assert host_memory(state, host_state=host_state).state == nbytes * 512**2 + counts
 
 

@@ -226,7 +226,8 @@ def test_a_run_goes_on_from_the_checkpoint_of_each_version(of_version, expected,
         params=whole.params[run.saved - 1 :], selected=whole.selected[run.saved :]
     )
     if run.host_state == "compact":
-        runs.assert_agree_where_rounded(history, since)
+        # 0.2.0 rounded the units of second moments to fewer bits.
+        runs.assert_agree_where_rounded(history, since, another_code=1.0)
     else:
         runs.assert_agree(history, since)
     # There was something of each kind to read.

@@ -183,7 +183,7 @@ class Settings:
     host_kernel: Literal["numba", "numpy"] = "numba"
     """What computes the host update."""
     host_state: Literal["float32", "compact"] = "float32"
-    """How the host keeps Adam's moments. compact: in 8 bits, 2.125 bytes per parameter in place of
+    """How the host keeps Adam's moments. compact: in 8 bits, 2.1875 bytes per parameter in place of
     8, rounded at each host update."""
     threads: int | None = None
     """Threads of the host update. Left out: the library chooses."""

@@ -119,8 +119,8 @@ class HostEngine:
     thread may call it.
 
     Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments; with
-    compact moments 6.125). What is uploaded of a bfloat16 leaf is half of its masters, of a float16
-    leaf 2 bytes more. A master of a bfloat16 leaf that lies exactly halfway between two parameters
+    compact moments 6.1875). What is uploaded of a bfloat16 leaf is half of its masters, of a
+    float16 leaf 2 bytes more. A master of a bfloat16 leaf that lies exactly halfway between two parameters
     may move by its last bit; what it is rounded to stays. Mail stays in pinned memory until its
     window's update: at most about 3.5 mails with windows of four steps that leaves close in turn,
     eight where all close at once, two where the device adds up. Where more would pile up, the
@@ -137,8 +137,8 @@ class HostEngine:
         opt_state: What `tx.init(params)` returned, with one `ZenFlowState` anywhere in it.
         host_kernel: "numba", or the portable "numpy".
         host_state: How the host keeps both moments of deferred channels. "float32": 8 bytes per
-            parameter. "compact": 2.125, in codes of 8 bits with a unit for each 32 neighbours in a
-            channel; so a bfloat16 leaf takes 6.125 in all. Selected channels stay float32 on the
+            parameter. "compact": 2.1875, in codes of 8 bits with a unit for each 32 neighbours in a
+            channel; so a bfloat16 leaf takes 6.1875 in all. Selected channels stay float32 on the
             device. It changes the run a little: each host update rounds moments, most of them by
             less than 1 per cent. It takes more of the host's time where cores wait little for
             memory. The same bits for any kernel and number of threads. A run may go on with the

@@ -1,8 +1,8 @@
 """The two moments of a leaf on the host: float32, or "compact" in codes of 8 bits.
 
-A group of 32 neighbours in a channel has codes and one unit in which they count. So each moment
-takes 1.06 bytes in place of 4. Groups never span channels: a channel that takes no step keeps every
-bit, and one that is handed over changes nothing of its neighbours.
+A group of 32 neighbours in a channel has codes and one unit in which they count. So the two moments
+take 1.0625 and 1.125 bytes in place of 4 each. Groups never span channels: a channel that takes no
+step keeps every bit, and one that is handed over changes nothing of its neighbours.
 
 First moment: codes `c` from -127 to 127 stand for `c (|c| + 60)` units. The steps between them grow
 from near zero to the largest by 4, as those of a softsign curve do (FlashOptim,
@@ -12,15 +12,17 @@ second moment is above zero: one that vanished under a first moment would make a
 of each, -128 and 255, stands for what is not finite; it comes back as NaN, and its neighbours as
 they are.
 
-The unit is the group's largest number over that of the largest code, rounded to 9 bits. Kept are
-bits 15 to 30 of the float32: it has no sign, and ends in zeros. So it has float32's range, and is
-never rounded to zero, as second moments in float16 would be. Codes have up to 15 and 8 bits, so
-codes times unit are exact in float32; and with 9 bits the largest number always gets the largest
-code, with 8 not. Hence what has been read and is written again, in the same groups, gives the same
-codes and units: checkpoints have float32 moments and lose nothing. At the lower end, a group of
-first moments below 2**-100 becomes zero, as their squares are in float32; units of second moments
-are at least 2**-74, so that a code's square never is. Where the largest of a group is zero, so is
-the unit.
+The unit is the group's largest number over that of the largest code, rounded to 9 bits of a first
+moment and 16 of a second. Kept are bits 15 to 30 of the first one's float32: it has no sign, and
+ends in zeros. So it has float32's range, and is never rounded to zero, as second moments in float16
+would be. The second one's is a float32. With 9 bits it would stand still: where `b2` is 0.999 an
+update lets the root shrink by 1 in 2000, which would be rounded away each time. Codes have
+up to 15 and 8 bits, so codes times unit are exact in float32; and with 9 bits the largest number
+always gets the largest code, with 8 not. Hence what has been read and is written again, in the same
+groups, gives the same codes and units: checkpoints have float32 moments and lose nothing. At the
+lower end, a group of first moments below 2**-100 becomes zero, as their squares are in float32;
+units of second moments are at least 2**-74, so that a code's square never is. Where the largest of
+a group is zero, so is the unit.
 
 Letters: `m` the first moment; `w` the square root of the second, which the kernels work with.
 """
@@ -54,7 +56,7 @@ ROUNDER = np.float32(1.5 * 2**23)
 INFINITE = 0x7F800000
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
-_UNIT = np.dtype(np.uint16)
+_UNITS = (np.dtype(np.uint16), np.dtype(np.float32))
 _FIRST, _SECOND = np.dtype(np.int8), np.dtype(np.uint8)
 # Elements that are worked on at once: the scratch stays in the cache.
 _BLOCK = 128 * 1024
@@ -107,7 +109,7 @@ class Moment:
     """One moment of one leaf, `(entries, rows, n, tail)`, C-contiguous."""
 
     values: np.ndarray  # float32; or codes, int8 of a first moment, uint8 of a second
-    units: np.ndarray | None = None  # uint16 (segments or blocks of them, groups): of the codes
+    units: np.ndarray | None = None  # (segments or blocks of them, groups): of the codes
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...]) -> "Moment":
@@ -117,7 +119,7 @@ class Moment:
     @classmethod
     def compact(cls, shape: tuple[int, ...], dtype: Any) -> "Moment":
         """Zeros in codes: int8 for a first moment, uint8 for a second."""
-        return cls(blank(shape, dtype), blank(_units_shape(shape), _UNIT))
+        return cls(blank(shape, dtype), blank(_units_shape(shape), _UNITS[dtype == _SECOND]))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -268,7 +270,8 @@ def bytes_of_moments(shape: tuple[int, ...], *, compact: bool) -> int:
     if not compact:
         return 2 * np.dtype(np.float32).itemsize * size
     units = int(np.prod(_units_shape(shape), dtype=np.int64))
-    return (_FIRST.itemsize + _SECOND.itemsize) * size + 2 * _UNIT.itemsize * units
+    each = sum(unit.itemsize for unit in _UNITS)
+    return (_FIRST.itemsize + _SECOND.itemsize) * size + each * units
 
 
 def decode(codes: np.ndarray, units: np.ndarray, out: np.ndarray) -> None:
@@ -306,7 +309,7 @@ def encode(
         x: float32 (a, b): `m` or `w`. Garbage afterwards.
         axis: Along which groups lie; they begin at its beginning.
         codes: int8 for `m`, uint8 for `w`; written.
-        units: uint16; written.
+        units: uint16 for `m`, float32 for `w`; written.
         where: Bool, broadcast to `codes` and `units`: elsewhere both stay as they are.
     """
     bits = x.view(np.int32) & _MAGNITUDE
@@ -340,20 +343,28 @@ def encode(
 
 
 def units_for(largest: np.ndarray, *, first: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Units of groups with these largest magnitudes, uint16; and their reciprocals, float32."""
+    """Units of groups with these largest magnitudes, as kept; and their reciprocals, float32."""
     if first:
         wide = np.where(largest < LEAST_FIRST, np.float32(0), largest * PER_FIRST)
+        units = (_rounded(wide, 15) >> 15).astype(np.uint16)
     else:
         wide = np.where(largest > 0, np.maximum(largest * PER_SECOND, LEAST_UNIT), np.float32(0))
-    bits = wide.view(np.uint32)
-    # To nearest, ties to even.
-    units = ((bits + np.uint32(0x3FFF) + (bits >> 15 & 1)) >> 15).astype(_UNIT)
+        units = _rounded(wide, 8).view(np.float32)
     wide = widened(units)
     return units, np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide > 0)
 
 
+def _rounded(x: np.ndarray, zeros: int) -> np.ndarray:
+    """The bits of float32 numbers, rounded so that they end in zeros: to nearest, ties to even."""
+    bits = x.view(np.uint32)
+    half = np.uint32((1 << zeros - 1) - 1)
+    return (bits + half + (bits >> zeros & 1)) >> zeros << zeros
+
+
 def widened(units: np.ndarray) -> np.ndarray:
     """Units in float32."""
+    if units.dtype == np.float32:
+        return units
     return (units.astype(np.uint32) << 15).view(np.float32)
 
 

@@ -13,6 +13,7 @@ Letters: as in `numba_loops.py`; `m` and `w` are scratch, `w` the square root of
 
 from typing import no_type_check
 
+import numba
 import numpy as np
 
 from zenflow_jax._host import moments
@@ -58,19 +59,26 @@ def _magnitude(x):
     return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
 
 
-@_inner
-@no_type_check
 def _wide(unit):
-    return _float(np.uint32(unit) << np.uint32(15))
+    raise NotImplementedError("compiled code only")
+
+
+@_overload(_wide)
+@no_type_check
+def _(unit):
+    if unit == numba.float32:
+        return lambda unit: unit
+    return lambda unit: _float(np.uint32(unit) << np.uint32(15))
 
 
 @_inner
 @no_type_check
-def _rounded(x):
-    """A unit, as it is kept; ties to even."""
+def _rounded(x, zeros):
+    """The bits of `x`, rounded so that so many can be left out, and without them; ties to even."""
     bits = np.float32(x).view(np.uint32)
-    odd = np.uint32(np.uint32(bits >> np.uint32(15)) & np.uint32(1))
-    return np.uint16(np.uint32(bits + np.uint32(np.uint32(0x3FFF) + odd)) >> np.uint32(15))
+    odd = np.uint32(np.uint32(bits >> zeros) & np.uint32(1))
+    half = np.uint32(np.uint32(np.uint32(1) << np.uint32(zeros - np.uint32(1))) - np.uint32(1))
+    return np.uint32(np.uint32(bits + np.uint32(half + odd)) >> zeros)
 
 
 def _is_first(codes):
@@ -116,18 +124,20 @@ def _(codes, x, inverse):
     return first if _is_first(codes) else second
 
 
-def _unit_bits(codes, largest):
+def _unit(codes, largest):
     raise NotImplementedError("compiled code only")
 
 
-@_overload(_unit_bits)
+@_overload(_unit)
 @no_type_check
 def _(codes, largest):
     def first(codes, largest):
-        return _rounded(_ZERO if largest < _LEAST_FIRST else largest * _PER_FIRST)
+        x = _ZERO if largest < _LEAST_FIRST else largest * _PER_FIRST
+        return np.uint16(_rounded(x, np.uint32(15)))
 
     def second(codes, largest):
-        return _rounded(max(largest * _PER_SECOND, _LEAST_UNIT) if largest > _ZERO else _ZERO)
+        x = max(largest * _PER_SECOND, _LEAST_UNIT) if largest > _ZERO else _ZERO
+        return _float(_rounded(x, np.uint32(8)) << np.uint32(8))
 
     return first if _is_first(codes) else second
 
@@ -182,7 +192,7 @@ def _encode_groups(codes, units, x, inverse):
     if missing:
         _largest_finite(x, inverse)
     for b in range(x.shape[0]):
-        units[b] = _unit_bits(codes, inverse[b])
+        units[b] = _unit(codes, inverse[b])
         inverse[b] = _inverse(_wide(units[b]))
     for b in range(x.shape[0]):
         by = inverse[b]
@@ -405,7 +415,7 @@ def _encode_rows(codes, begin, width, units, x, largest, active, inverse):
     x = x.reshape(x.size // lanes, lanes)
     missing = _finite_only(x, largest)
     for e in range(lanes):
-        unit = _unit_bits(codes, _float(largest[e]))
+        unit = _unit(codes, _float(largest[e]))
         inverse[e] = _inverse(_wide(unit))
         units[e] = unit if active[e] else units[e]
     for r in range(x.shape[0]):
@@ -543,7 +553,7 @@ def put_trailing(codes, units, some, channels, n, height, tile):
                 x[r, e] = _inside(codes, given[e])
         _raise_largest(x, largest)
         for e in range(lanes):
-            unit = _unit_bits(codes, _float(largest[e]))
+            unit = _unit(codes, _float(largest[e]))
             mine[index[e]] = unit
             inverse[e] = _inverse(_wide(unit))
         for r in range(rows):
