@@ -120,14 +120,14 @@ class HostEngine:
 
     Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments; with
     compact moments 6.1875). What is uploaded of a bfloat16 leaf is half of its masters, of a
-    float16 leaf 2 bytes more. A master of a bfloat16 leaf that lies exactly halfway between two parameters
-    may move by its last bit; what it is rounded to stays. Mail stays in pinned memory until its
-    window's update: at most about 3.5 mails with windows of four steps that leaves close in turn,
-    eight where all close at once, two where the device adds up. Where more would pile up, the
-    engine adds them up, into sums of 4 to 8 bytes per parameter. A hand-over takes 12 pinned bytes
-    for each selected parameter of a group. Device memory: an update that is ready waits there until
-    it is due, in the leaf's dtype; of one group, or of all leaves. On a GPU jax caps its pool of
-    pinned memory at 64 GiB; a run that needs more is refused by an error that says how to set
+    float16 leaf 2 bytes more. A master of a bfloat16 leaf that lies exactly halfway between two
+    parameters may move by its last bit; what it is rounded to stays. Mail stays in pinned memory
+    until its window's update: at most about 3.5 mails with windows of four steps that leaves close
+    in turn, eight where all close at once, two where the device adds up. Where more would pile up,
+    the engine adds them up, into sums of 4 to 8 bytes per parameter. A hand-over takes 12 pinned
+    bytes for each selected parameter of a group. Device memory: an update that is ready waits there
+    until it is due, in the leaf's dtype; of one group, or of all leaves. On a GPU jax caps its pool
+    of pinned memory at 64 GiB; a run that needs more is refused by an error that says how to set
     `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
 
     Args:

@@ -16,13 +16,13 @@ The unit is the group's largest number over that of the largest code, rounded to
 moment and 16 of a second. Kept are bits 15 to 30 of the first one's float32: it has no sign, and
 ends in zeros. So it has float32's range, and is never rounded to zero, as second moments in float16
 would be. The second one's is a float32. With 9 bits it would stand still: where `b2` is 0.999 an
-update lets the root shrink by 1 in 2000, which would be rounded away each time. Codes have
-up to 15 and 8 bits, so codes times unit are exact in float32; and with 9 bits the largest number
-always gets the largest code, with 8 not. Hence what has been read and is written again, in the same
-groups, gives the same codes and units: checkpoints have float32 moments and lose nothing. At the
-lower end, a group of first moments below 2**-100 becomes zero, as their squares are in float32;
-units of second moments are at least 2**-74, so that a code's square never is. Where the largest of
-a group is zero, so is the unit.
+update lets the root shrink by 1 in 2000, which would be rounded away each time. Codes have up to 15
+and 8 bits, so codes times unit are exact in float32; and with 9 bits the largest number always gets
+the largest code, with 8 not. Hence what has been read and is written again, in the same groups,
+gives the same codes and units: checkpoints have float32 moments and lose nothing. At the lower end,
+a group of first moments below 2**-100 becomes zero, as their squares are in float32; units of
+second moments are at least 2**-74, so that a code's square never is. Where the largest of a group
+is zero, so is the unit.
 
 Letters: `m` the first moment; `w` the square root of the second, which the kernels work with.
 """
