@@ -579,7 +579,19 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name, dtype, scan_laye
     assert again.config == pretrained.config
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["dtype"] == jnp.dtype(dtype).name
-    assert not list(tmp_path.glob("*.part"))
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+def test_folders_of_the_user_beside_a_saved_one_stay(tmp_path):
+    pretrained, _, params = load(FIXTURES / "llama2")
+    for name in ("saved.part", "saved.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("precious")
+    for _ in range(2):  # the second one replaces the first
+        save_folder(tmp_path / "saved", pretrained, params)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["saved", "saved.old", "saved.part"]
+    assert (tmp_path / "saved.part" / "mine").read_text() == "precious"
+    assert (tmp_path / "saved.old" / "mine").read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen2", "qwen3", "mistral", "bert"])

@@ -36,7 +36,7 @@ import zenflow_jax
 from train import processes
 from train.checkpoint_arrays import described, split
 from train.checksums import CHECKSUMS, checksums
-from train.packed_checkpoints import forget_unpacked, recover
+from train.elves.whole import remove_leftovers
 from train.packer import Packer
 from train.run_description import MAY_CHANGE
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
@@ -73,14 +73,15 @@ class Checkpoints(SavedCheckpoints):
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
-        if processes.is_first():
-            recover(self._folder)
+        if processes.is_first() and self._folder.is_dir():
+            remove_leftovers(self._folder)
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = partial(_pass_over_late_writes, self._unraisable)
         return self
 
     def __exit__(self, *exception) -> None:
         self.wait()
+        self._unpacked.close()
         if self._packer is not None:
             if exception[0] is None and processes.is_first():
                 self._packer.finish(self._older())
@@ -97,7 +98,7 @@ class Checkpoints(SavedCheckpoints):
         is one that it lacks.
         """
         if processes.is_first():
-            forget_unpacked(self._folder)  # the engine has read it
+            self._unpacked.close()  # the engine has read it
             for step in self._damaged:
                 old = self._folder / str(step)
                 new = old.with_name(f"{DAMAGED}{step}")

@@ -28,6 +28,7 @@ import tyro
 from train.compress_report import table, write_picture
 from train.elves.errors import ElvesError
 from train.elves.folders import Result, check_path, pack_path, restore_path, results
+from train.elves.whole import finished
 from train.elves.writing import Options
 from train.packed_checkpoints import (
     is_checkpoint,
@@ -105,6 +106,9 @@ def run(command: Command) -> None:
             found = _pack_checkpoint(command, options)
         else:
             found = pack_path(command.source, command.target, options, base=command.base)
+        if not found:
+            print(f"{command.source} is packed already: nothing to do")
+            return
         _say_packed(command, found, time.perf_counter() - begin)
 
 
@@ -116,6 +120,8 @@ def _pack_checkpoint(command: Command, options: Options) -> list[Result]:
             "goes on from its bits alone. Leave it out; the weights are a model (--export)."
         )
     if command.target is None:
+        if is_packed_checkpoint(command.source):
+            return []
         return pack_in_place(command.source, threads=options.threads)
     return pack_to(command.source, command.target, threads=options.threads)
 
@@ -200,8 +206,15 @@ def _bytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
+def _left(command: Command) -> str:
+    """What is there after a command that has not come to its end."""
+    if command.replace and not is_checkpoint(command.source):
+        return f"Each file of {command.source} is whole, packed or not; the same command goes on."
+    return f"{command.source} is as it was."
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0; 2 after what the message explains."""
+    """The command. Returns its exit code: 0; 2 after what the message explains; 130 by Ctrl-C."""
     command = tyro.cli(Command, prog=PROGRAM, args=argv)
     try:
         run(command)
@@ -209,11 +222,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:
+        place = finished(Path(error.filename or command.target or command.source))
         sys.stderr.write(
-            f"error: expected to read {command.source} and to write what is made of it, got: "
-            f"{error}. Make room or see to the permissions; the original is as it was.\n"
+            f"error: {place}: {error.strerror}. Make room or see to the permissions. "
+            f"{_left(command)}\n"
         )
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped by SIGINT. {_left(command)}\n")
+        return 130
     return 0
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from train import models
+from train.elves.whole import unfinished
 from train.hf_saving import save_folder
 from train.pretrained import read_folder
 from train.report import read_summary
@@ -93,13 +94,14 @@ def _build(settings, origin, labels):
 
 def _copy(model: Path, target: Path) -> None:
     try:
-        if model.is_dir():
-            shutil.copytree(model, target, dirs_exist_ok=True)
-        else:
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(model, target / model.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished(target, folder=True) as part:
+            if model.is_dir():
+                shutil.copytree(model, part, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(model, part / model.name)
+            part.rename(target)
     except OSError as error:
-        shutil.rmtree(target, ignore_errors=True)  # it was empty
         raise CheckpointError(
             f"expected to copy {model} to {target}, got: {error}. Make room there, see to its "
             "permissions, or name another folder."

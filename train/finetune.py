@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import errno
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -525,7 +526,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if command.planning.plan:
-            show_plan(command.settings, command.planning, arguments, Console())
+            try:
+                show_plan(command.settings, command.planning, arguments, Console())
+            except KeyboardInterrupt:
+                sys.stderr.write("stopped by SIGINT\n")
+                return 128 + signal.SIGINT
             return 0
         processes.join(command.launch)
         console = Console(quiet=not processes.is_first())

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from train import processes
+from train.elves.whole import exchange, unfinished
 from train.hf_config import CONFIG, ModelError
 from train.hf_tensors import (
     HEADS,
@@ -96,28 +97,29 @@ def save_folder(
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
     dtypes = [np.dtype(x.dtype if dtype is None else dtype) for _, x in leaves]
     tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
-    part = path.with_name(path.name + ".part")
     try:
         if processes.is_first():
             _check_replaceable(path, pretrained.folder)
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            entries = [
-                Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
-                for of, dtype in zip(sources, dtypes, strict=True)
-                for name in of.names
-            ]
-            _write_tensors(part, entries, tensors, max_shard_bytes)
-            content = _config(pretrained, dict(leaves), entries, labels)
-            _write(part / CONFIG, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-            for name in COPIED:
-                if (pretrained.folder / name).is_file():
-                    shutil.copyfile(pretrained.folder / name, part / name)
-            for name, text in (texts or {}).items():
-                _write(part / name, text)
-            _replace(part, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished(path, folder=True) as part:
+                entries = [
+                    Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
+                    for of, dtype in zip(sources, dtypes, strict=True)
+                    for name in of.names
+                ]
+                _write_tensors(part, entries, tensors, max_shard_bytes)
+                content = _config(pretrained, dict(leaves), entries, labels)
+                _write(part / CONFIG, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+                for name in COPIED:
+                    if (pretrained.folder / name).is_file():
+                        shutil.copyfile(pretrained.folder / name, part / name)
+                for name, text in (texts or {}).items():
+                    _write(part / name, text)
+                if path.exists():
+                    exchange(part, path)
+                else:
+                    part.rename(path)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise ModelError(
             f"expected to write the model to {path}, got: {error}. Make room there, see to its "
             "permissions, or name another folder."
@@ -214,15 +216,6 @@ def _check_replaceable(path: Path, origin: Path) -> None:
             f"expected a new folder or one with nothing but a model to write to, got {path}, which "
             f"holds {', '.join(sorted(others)[:3])}. Name a new folder."
         )
-
-
-def _replace(part: Path, path: Path) -> None:
-    old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    part.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, text: str) -> None:

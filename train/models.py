@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from train import pretrained, processes
 from train.checkpoint_arrays import name_of
 from train.decoder import Decoder, DecoderConfig
+from train.elves.whole import unfinished
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
 from train.memory import check_model
@@ -216,13 +217,12 @@ def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) 
     entries = [Entry(name_of(name), np.dtype(np.float32), x.shape) for name, x in leaves]
     values = iter([x for _, x in leaves]) if values is None else values
     tensors = (np.ascontiguousarray(processes.whole(x), np.float32) for x in values)
-    part = path.with_name(path.name + ".part")
     try:
         if processes.is_first():
-            write_file(part, entries, tensors)
-            part.replace(path)
+            with unfinished(path) as part:
+                write_file(part, entries, tensors)
+                part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise CheckpointError(
             f"expected to write the model to {path}, got: {error}. Make room there or see to its "
             "permissions, and start the run again: it goes on from its last checkpoint."

@@ -30,7 +30,7 @@ def main() -> int:
 
 def _end_with_the_run() -> None:
     # Not by `sys.stdin`, whose lock Python wants at its end. The start that goes on with the run
-    # puts in order what is left (`recover`).
+    # puts in order what is left (`remove_leftovers`).
     while os.read(0, 1):
         pass
     os._exit(3)

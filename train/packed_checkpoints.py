@@ -3,9 +3,6 @@
     checkpoints/300/state, engine, run   files as they were, or packed (`elves/folders.py`)
     checkpoints/300/checksums.json       size and CRC-32 of these
     checkpoints/300/unpacked.json        size and CRC-32 of what they were
-    checkpoints/packing-300              one that is being made
-    checkpoints/replaced-300             the one that it takes the place of, for a moment
-    checkpoints/unpacked-300             what it was, while it is read
 
 What orbax has written is no file of tensors, but without compression each array lies in one of its
 files as it is. It is looked for by its bytes, so nothing depends on how these files are built; what
@@ -20,7 +17,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,12 +29,11 @@ from train.checksums import CHECKSUMS, checksums, damage
 from train.elves.errors import ElvesError
 from train.elves.files import PlainFile
 from train.elves.folders import Array, Known, Result, pack_path, restore_path
-from train.elves.writing import Options, sync_folder
+from train.elves.whole import exchange, sync_folder, unfinished
+from train.elves.writing import Options
 
 #: In a packed checkpoint, the listing of the one that it was made from.
 UNPACKED = "unpacked.json"
-# In front of the number of a step: orbax and this script take only bare numbers for checkpoints.
-_PACKING, _REPLACED, _UNPACKED = "packing-", "replaced-", "unpacked-"
 
 # Of a smaller array a line in the header costs what packing it would gain.
 _LEAST = 4096
@@ -92,41 +87,16 @@ def pack_to(folder: Path, target: Path, *, threads: int = 1) -> list[Result]:
 def pack_in_place(folder: Path, *, threads: int = 1) -> list[Result]:
     """Packs a checkpoint; under its name there is the one or the other, but for a moment.
 
-    A kill in this moment leaves the old one under another name: `recover` puts it back.
+    A kill in this moment leaves the old one under another name: `remove_leftovers` puts it back.
 
     Raises:
         ElvesError, OSError: As `pack_to`. The checkpoint is as it was then.
     """
-    part = folder.with_name(_PACKING + folder.name)
-    old = folder.with_name(_REPLACED + folder.name)
-    shutil.rmtree(part, ignore_errors=True)
-    found = pack_to(folder, part, threads=threads)
-    folder.rename(old)
-    part.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old)
+    with unfinished(folder, folder=True) as part:
+        found = pack_to(folder, part / folder.name, threads=threads)
+        exchange(part / folder.name, folder)
+        sync_folder(folder.parent)
     return found
-
-
-def recover(checkpoints: Path) -> None:
-    """Puts in order what a kill has left in the folder of the checkpoints of a run.
-
-    No other process may be at work there.
-    """
-    for old in checkpoints.glob(_REPLACED + "*"):
-        folder = checkpoints / old.name.removeprefix(_REPLACED)
-        if folder.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(folder)
-    for left in checkpoints.glob(_PACKING + "*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def forget_unpacked(checkpoints: Path) -> None:
-    """Removes what packed checkpoints were restored to, to be read."""
-    for left in checkpoints.glob(_UNPACKED + "*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def restore_to(folder: Path, target: Path, *, items: Sequence[str] = (), threads: int = 1) -> int:
@@ -159,11 +129,6 @@ def restore_to(folder: Path, target: Path, *, items: Sequence[str] = (), threads
         return not items or len(name.parts) == 1 or name.parts[0] in items
 
     return restore_path(folder, target, threads=threads, only=wanted, finish=unseal)
-
-
-def unpacked_place(folder: Path) -> Path:
-    """Where a packed checkpoint of a run is restored to, to be read."""
-    return folder.with_name(_UNPACKED + folder.name)
 
 
 def known_of(folder: Path) -> Known:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from train.packed_checkpoints import is_packed_checkpoint, recover
+from train.elves.whole import remove_leftovers
+from train.packed_checkpoints import is_packed_checkpoint
 
 
 class Packer:
@@ -67,7 +68,7 @@ class Packer:
             self._process.kill()
             self._process.communicate()
             self._process = self.step = None
-            recover(self._folder)
+            remove_leftovers(self._folder)
 
     def _end(self) -> None:
         """Says so if the last process has failed."""

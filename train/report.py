@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
+from train.elves.whole import replace_text
 from train.meter import Row
 from train.schedule import ScheduleRow
 from train.settings import TRACE
@@ -67,9 +68,7 @@ class Summary:
 
 def write_summary(folder: Path, summary: Summary) -> None:
     """Writes `summary.json`, which is last of a run's files and so says that all are there."""
-    part = folder / "summary.json.part"
-    part.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-    part.replace(folder / "summary.json")
+    replace_text(folder / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> Summary | None:

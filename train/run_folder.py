@@ -9,6 +9,7 @@ from pathlib import Path
 
 from train import models, processes
 from train.command_line import to_toml
+from train.elves.whole import replace_text
 from train.run_description import DEEPSPEED
 from train.run_lock import LOCK
 from train.settings import Settings, SettingsError
@@ -81,19 +82,12 @@ def write_settings(folder: Path, settings: Settings) -> None:
     """
     if settings.deepspeed is not None:
         copy = folder / DEEPSPEED
-        replace(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
+        replace_text(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
         settings = dataclasses.replace(settings, deepspeed=str(copy))
     for name, text in models.texts_of(settings).items():
-        replace(folder / name, text)
+        replace_text(folder / name, text)
         settings = dataclasses.replace(settings, chat_template=str(folder / name))
-    replace(folder / "settings.toml", to_toml(settings))
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file that is the old one or the new one, whenever the process is killed."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    replace_text(folder / "settings.toml", to_toml(settings))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import contextlib
 import csv
 import datetime
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import RecordWriter
 
+from train.elves.whole import unfinished
 from train.meter import Row
 from train.run_folder import naming
 from train.schedule import ScheduleRow
@@ -224,10 +224,10 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
 def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
     """A CSV file with these lines in it, open for the next ones."""
     # Whole before it has its name: a run that is killed in between still has the old one.
-    part = path.with_name(path.name + ".part")
-    with naming(part), open(part, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(lines)
-    os.replace(part, path)
+    with naming(path), unfinished(path) as part:
+        with open(part, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(lines)
+        part.replace(path)
     return open(path, "a", newline="", encoding="utf-8")
 
 

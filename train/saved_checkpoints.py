@@ -5,10 +5,10 @@ Nothing here writes. How they are written, and what is in one, is in `checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from train.checkpoint_arrays import (
 )
 from train.checksums import damage
 from train.elves import ElvesError
-from train.packed_checkpoints import is_packed_checkpoint, restore_to, unpacked_place
+from train.elves.whole import unfinished
+from train.packed_checkpoints import is_packed_checkpoint, restore_to
 from train.run_description import check_same_run
 from train.settings import SettingsError
 
@@ -75,6 +76,7 @@ class SavedCheckpoints:
         self._say = say
         self._damaged: list[int] = []  # steps, newer than the newest whole one
         self._figures: dict[int, float] = {}  # of the validation after a step
+        self._unpacked = contextlib.ExitStack()  # what packed ones were, while they are read
         # orbax logs a failure, with a traceback for each of its threads, and raises it too.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -197,8 +199,8 @@ class SavedCheckpoints:
         check_arrays(self._folder / str(step), there, described(saved))
         folder = self._as_it_was(step, items=("state",))
         arrays = self._read_state(folder, saved, partial_restore=True)
-        if folder.name != str(step) and processes.from_first("read") and processes.is_first():
-            shutil.rmtree(folder, ignore_errors=True)
+        processes.from_first("read")
+        self._unpacked.close()
         return join({"params": like}, arrays, others)["params"]
 
     def _as_it_was(self, step: int, items: Sequence[str] = ()) -> Path:
@@ -208,18 +210,21 @@ class SavedCheckpoints:
             CheckpointError: If that cannot be done.
         """
         folder = self._folder / str(step)
-        problem = ""
-        target = unpacked_place(folder)
-        if processes.is_first() and is_packed_checkpoint(folder):
+        if not is_packed_checkpoint(folder):
+            return folder
+        problem, place = "", ""
+        if processes.is_first():
             self._say(f"unpacking checkpoint {step}")
             try:
-                shutil.rmtree(target, ignore_errors=True)
-                restore_to(folder, target, items=items, threads=len(os.sched_getaffinity(0)))
+                place = str(self._unpacked.enter_context(unfinished(folder, folder=True)) / "whole")
+                threads = len(os.sched_getaffinity(0))
+                restore_to(folder, Path(place), items=items, threads=threads)
             except (ElvesError, OSError) as error:
+                self._unpacked.close()
                 problem = f"expected to unpack checkpoint {step}, got: {error}"
         if problem := processes.from_first(problem):
             raise CheckpointError(problem)
-        return target if is_packed_checkpoint(folder) else folder
+        return Path(processes.from_first(place))
 
     def _read_run(self, step: int) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:

@@ -1,5 +1,7 @@
 """`python -m train.compress`, and models that are read from what it makes."""
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.hf_models import FIXTURES, assert_same_bits, load
 from train import compress, elves
+from train.elves import whole, writing
 from train.elves.files import PackedFile
 from train.pretrained import ModelError, read_folder
 
@@ -143,3 +146,45 @@ def test_a_folder_keeps_what_would_not_be_smaller(tmp_path, capsys):
     name = "model.safetensors"
     assert (model / name).read_bytes() == (FIXTURES / "llama2" / name).read_bytes()
     assert "ratio 1.0" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_packed_already_is_success(model, tmp_path, capsys):
+    assert compress.main([str(model), "--replace"]) == 0
+    before = (model / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert compress.main([str(model), "--replace"]) == 0
+    assert capsys.readouterr().out == f"{model} is packed already: nothing to do\n"
+    assert (model / "model.safetensors").read_bytes() == before
+    assert compress.main([str(model), str(tmp_path / "out")]) == 2
+
+
+def test_an_error_of_the_file_system_names_the_place(model, tmp_path, capsys):
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole.os, "open", _refuse)
+        target = folder / "x.safetensors"
+        assert compress.main([str(model / "model.safetensors"), str(target)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {target}: Permission denied. Make room or see to the permissions. "
+        f"{model / 'model.safetensors'} is as it was.\n"
+    )
+
+
+def _refuse(path, *_):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+@pytest.mark.parametrize("options", [["out"], ["--replace"]], ids=" ".join)
+def test_an_interrupt_is_one_line(model, capsys, monkeypatch, options):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setattr(writing, "_write", interrupted)
+    assert compress.main(["model", *options]) == 130
+    error = capsys.readouterr().err
+    assert error.startswith("stopped by SIGINT. ")
+    assert error.count("\n") == 1
+    assert [p.name for p in model.parent.iterdir()] == ["model"]
+    assert {p.name for p in model.iterdir()} == {"config.json", "model.safetensors"}

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -18,12 +19,12 @@ from tests.runs import Leaf, Training
 from train import compress, finetune, packed_checkpoints, packer
 from train.checkpoints import Checkpoints
 from train.checksums import damage
-from train.elves import ElvesError
+from train.elves import ElvesError, whole
+from train.elves.whole import remove_leftovers
 from train.packed_checkpoints import (
     is_packed_checkpoint,
     pack_in_place,
     pack_to,
-    recover,
     restore_to,
 )
 from train.run_description import description
@@ -135,7 +136,7 @@ def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(run, monkeypatch, rena
     before, done, rename = content(run / "7"), [], Path.rename
 
     def dies(path, target):
-        if path.parent == run and path.suffix != ".part":
+        if run in (path.parent, target.parent):
             if len(done) == renames:
                 raise KeyboardInterrupt
             done.append(path)
@@ -143,11 +144,11 @@ def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(run, monkeypatch, rena
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", dies)
-        if renames == 2:  # killed while it removes the old one
-            patch.setattr(packed_checkpoints.shutil, "rmtree", _die_at(run / "replaced-7"))
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(whole, "_put_back", lambda part: None)
+        patch.setattr(whole, "_remove", lambda path: None)
+        with pytest.raises(KeyboardInterrupt) if renames < 2 else nullcontext():
             pack_in_place(run / "7")
-    recover(run)
+    remove_leftovers(run)
     assert {p.name for p in run.iterdir()} == {"7"}
     assert damage(run / "7") is None
     assert is_packed_checkpoint(run / "7") == (renames == 2)
@@ -155,15 +156,17 @@ def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(run, monkeypatch, rena
         assert content(run / "7") == before
 
 
-def _die_at(folder):
-    rmtree = shutil.rmtree
-
-    def one(path, **options):
-        if path == folder:
-            raise KeyboardInterrupt
-        rmtree(path, **options)
-
-    return one
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_folders_of_the_user_beside_checkpoints_stay(run):
+    for name in ("packing-7", "replaced-7", "replaced-notes", "unpacked-7", "unpacked-notes"):
+        shutil.copytree(run / "7", run / name)
+    names = {p.name for p in run.iterdir()}
+    pack_in_place(run / "7")
+    training, checkpoints = training_and_checkpoints(run.parent, [])
+    with training, checkpoints:
+        checkpoints.restore(7, training.params, training.state)
+        checkpoints.set_aside()
+    assert {p.name for p in run.iterdir()} == names
 
 
 def test_the_command_packs_a_checkpoint_and_refuses_a_bound(run, tmp_path, capsys):
@@ -241,7 +244,7 @@ def test_the_process_that_packs_ends_with_the_run(run):
     # Its standard input is at its end already.
     found = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, check=False)
     assert found.returncode in (0, 3)  # it may have been done first
-    recover(run)
+    remove_leftovers(run)
     assert {p.name for p in run.iterdir()} == {"7"}
     assert damage(run / "7") is None
 

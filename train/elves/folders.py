@@ -23,7 +23,8 @@ from train.elves.checksum import crc32
 from train.elves.errors import ElvesError
 from train.elves.files import Info, PackedFile, PlainFile, TensorFile, open_tensors
 from train.elves.header import BYTES, SAFETENSORS, Header, is_packed, read_header
-from train.elves.writing import Duplicates, Near, Options, Piece, check_bound, pack, sync_folder
+from train.elves.whole import is_unfinished, sync_folder, unfinished
+from train.elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
 
 SAFE = ".safetensors"
 #: Behind the name of a packed file that was no safetensors.
@@ -96,11 +97,14 @@ def pack_path(
         target: What is made: new, and there only when it is whole; files of a folder that would
             not be smaller are copied. None to replace each file of
             tensors by the packed one, one after the other; a kill leaves some of each, which is
-            read all the same.
+            read all the same, and the next call packs the others.
         options: How.
         base: A folder, or a file, of a model that `source` has been made from.
         known: What else is known.
         finish: Is called with a new folder that has everything, before it gets its name.
+
+    Returns:
+        What became of each file; [] if all were to be replaced and are packed already.
 
     Raises:
         ElvesError: If there is nothing to pack, the target is there, or the bound is no sensible
@@ -128,8 +132,11 @@ def pack_path(
             else:
                 continue
             stack.callback(files[name].close)
+        packed = [name for name in names if is_packed(_at(source, name))]
+        if not files and packed and target is None:
+            return []
         if not files:
-            raise _nothing(source, names)
+            raise _nothing(source, names, packed)
         bases = _Bases(base, stack) if base is not None else None
         pieces = {name: _pieces(name, files, known, bases) for name in files}
         _check_bounds(source, pieces, options)
@@ -203,8 +210,7 @@ def restore_file(path: Path, target: Path, *, base: Path | None = None, threads:
         ElvesError: If it is damaged, or its base is missing or another one.
         OSError: If it cannot be written.
     """
-    part = target.with_name(target.name + ".part")
-    try:
+    with unfinished(target) as part:
         with PackedFile(path, base=base, threads=threads) as packed, open(part, "wb") as file:
             head = packed.header.unpacked_head()
             whole = zlib.crc32(head)
@@ -222,9 +228,6 @@ def restore_file(path: Path, target: Path, *, base: Path | None = None, threads:
             os.fsync(file.fileno())
         part.replace(target)
         sync_folder(target.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> tuple[int, int]:
@@ -425,10 +428,11 @@ def _pack_each(
 
 
 def _files(source: Path) -> list[Path]:
-    """The files, as paths in the folder; of a single file its name."""
+    """The files that are whole, as paths in the folder; of a single file its name."""
     if not source.is_dir():
         return [Path(source.name)]
-    return sorted(p.relative_to(source) for p in source.rglob("*") if p.is_file())
+    names = (p.relative_to(source) for p in source.rglob("*") if p.is_file())
+    return sorted(name for name in names if not is_unfinished(name))  # of a start that was killed
 
 
 def _at(source: Path, name: Path) -> Path:
@@ -456,8 +460,7 @@ def _expect_new(source: Path, target: Path) -> None:
         )
 
 
-def _nothing(source: Path, names: Sequence[Path]) -> ElvesError:
-    packed = [name for name in names if is_packed(_at(source, name))]
+def _nothing(source: Path, names: Sequence[Path], packed: Sequence[Path]) -> ElvesError:
     got = f"{packed[0]}, which is packed already" if packed else "none"
     pickles = [n.name for n in names if n.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if pickles:
@@ -486,10 +489,7 @@ def _copy(path: Path, target: Path) -> None:
 @contextmanager
 def _made_whole(target: Path, finish: Callable[[Path], None] | None) -> Iterator[Path]:
     """A folder under another name, which gets its own when the block ends without an error."""
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
+    with unfinished(target, folder=True) as part:
         yield part
         if finish is not None:
             finish(part)
@@ -499,6 +499,3 @@ def _made_whole(target: Path, finish: Callable[[Path], None] | None) -> Iterator
             target.rmdir()  # it was empty
         part.rename(target)
         sync_folder(target.absolute().parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

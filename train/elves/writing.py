@@ -28,6 +28,7 @@ from train.elves.dtypes import FLOATS, NAMES, WIDTHS
 from train.elves.errors import ElvesError
 from train.elves.files import TensorFile, checksum_of
 from train.elves.header import DUPLICATE, SAFETENSORS, Header, Of, Tensor, encoded, longest
+from train.elves.whole import sync_folder, unfinished
 
 # Of a smaller tensor a copy costs no more than to say what it is a copy of.
 _LEAST_DUPLICATE = 256
@@ -234,8 +235,7 @@ def pack(
     assert len(header.tensors) == len(pieces)
     tensors = _with_duplicates(header, duplicates.longest(pieces, path))
     length = longest(replace(header, tensors=tensors))
-    part = path.with_name(path.name + ".part")
-    try:
+    with unfinished(path) as part:
         with open(part, "wb") as file:
             file.seek(length)
             tensors = {}
@@ -248,7 +248,6 @@ def pack(
             header = replace(header, tensors=tensors, crc32=whole)
             file.truncate()
             if only_smaller and file.tell() >= header.bytes:
-                part.unlink()
                 return None
             file.seek(0)
             file.write(encoded(header, length))
@@ -256,9 +255,6 @@ def pack(
             os.fsync(file.fileno())
         part.replace(path)
         sync_folder(path.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
     return header
 
 
@@ -307,15 +303,6 @@ def _head(pieces: Sequence[Piece], metadata: Mapping[str, str] | None) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _plan(piece: Piece, options: Options) -> Tensor:

@@ -1,0 +1,92 @@
+"""What is written beside its place, under a name of no user's, and what a kill leaves of it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from train.elves.whole import exchange, is_unfinished, remove_leftovers, replace_text, unfinished
+
+
+def of_user(folder):
+    """Files and a folder that look like somebody's temporary ones; gives what is in them."""
+    for name in ("x.part", "x.tmp", "x.old", ".x.part", ".x.0123.part"):
+        (folder / name).write_text("precious")
+    (folder / "x.part.d").mkdir()
+    return names(folder)
+
+
+def names(folder):
+    return {p.name for p in folder.iterdir()}
+
+
+def test_what_is_not_whole_is_removed_and_nothing_else(tmp_path):
+    before = of_user(tmp_path)
+    for folder in (False, True):
+        with pytest.raises(ZeroDivisionError), unfinished(tmp_path / "x", folder=folder) as part:
+            _ = 1 / (part.is_dir() - folder)
+    assert names(tmp_path) == before
+    replace_text(tmp_path / "x", "new")
+    assert names(tmp_path) == before | {"x"}
+    assert (tmp_path / "x").read_text() == "new"
+    assert all((tmp_path / name).read_text() == "precious" for name in before - {"x.part.d"})
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from train.elves.whole import unfinished
+place = Path(sys.argv[1])
+with unfinished(place, folder=True) as part:
+    (part / "half").write_text("x")
+    if len(sys.argv) > 2:
+        place.rename(part / part.name)
+    print(part.name, flush=True)
+    sys.stdin.read()
+    os._exit(1)
+"""
+
+
+def start(*arguments):
+    """A process that writes to a place until its input ends, which kills it; gives it."""
+    command = [sys.executable, "-c", KILLED, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes)
+    assert is_unfinished(tmp := arguments[0].with_name(process.stdout.readline().strip())), tmp
+    return process
+
+
+def test_what_a_kill_has_left_is_removed_but_not_while_it_is_written(tmp_path):
+    before = of_user(tmp_path)
+    process = start(tmp_path / "x")
+    (half,) = names(tmp_path) - before
+    remove_leftovers(tmp_path)
+    replace_text(tmp_path / "x", "new")
+    assert names(tmp_path) == before | {"x", half}
+    process.communicate()
+    replace_text(tmp_path / "y", "new")
+    assert half in names(tmp_path)  # of another place
+    replace_text(tmp_path / "x", "newer")
+    assert names(tmp_path) == before | {"x", "y"}
+
+
+def test_a_kill_between_two_folders_leaves_the_old_one(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "file").write_text("old")
+    start(tmp_path / "x", "moved").communicate()
+    assert not (tmp_path / "x").exists()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == {"x"}
+    assert (tmp_path / "x" / "file").read_text() == "old"
+
+
+def test_an_exchange_that_fails_leaves_the_old_folder(tmp_path):
+    for name in ("x", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "gone", tmp_path / "x")
+    assert (tmp_path / "x" / "file").read_text() == "x"
+    exchange(tmp_path / "new", tmp_path / "x")
+    assert names(tmp_path) == {"x"}
+    assert (tmp_path / "x" / "file").read_text() == "new"
