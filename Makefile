@@ -26,6 +26,11 @@ installed := $(VENV)/.installed-$(subst $(comma),-,$(extras))
 tools := $(VENV)/.installed-dev
 sphinx := $(VENV)/.installed-docs
 
+# Only what was made here is removed: VENV may name a folder of the user's.
+ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenflow_jax" \
+  || test -e "$$folder/.made" || test -e "$$folder/.installed" \
+  || { echo "$$folder was not made by this Makefile; remove it, or add VENV=.venv-other" >&2; false; }; }
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs must not meet in one environment
@@ -65,6 +70,7 @@ test-fast: $(installed) $(tools)
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
 
 test-tunix:
+	@folder=$(VENV)-tunix; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax
 	@PYTHON=$(PYTHON) .ci/tunix $(VENV)-tunix
 
 # Strict: a link that leads nowhere, a public name without its entry, or an example that fails ends it.
@@ -89,13 +95,15 @@ lint: $(installed) $(tools)
 	  || { cat $(VENV)/pyright.log; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(VENV)-tunix build
+	@for folder in $(VENV) $(VENV)-tunix; do $(ours) && rm -rf "$$folder" || exit 1; done
+	rm -rf build
 
 $(made): | same-python
 	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is not to be found; choose a Python with PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"zenflow_jax needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}; choose another with PYTHON=python3.12")'
+	@folder=$(VENV); $(ours) && mkdir -p $(VENV) && touch $(VENV)/.zenflow_jax
 	@echo "making the environment in $(VENV) (a minute or more)"
-	@$(PYTHON) -m venv --clear $(VENV)
+	@find $(VENV) -mindepth 1 ! -name .zenflow_jax -delete && $(PYTHON) -m venv $(VENV)
 	@# 25.1 is the first pip that installs dependency groups; Python 3.11 and 3.12 come with older ones.
 	@$(pip) install "pip>=25.1"
 	@touch $@

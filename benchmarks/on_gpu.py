@@ -324,6 +324,8 @@ def main() -> None:
         return
     if args.out is None:
         parser.error("expected --out DIR, got none; name the folder that the report goes to")
+    if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "report.json").exists():
+        parser.error(f"expected --out with a new folder or one of a report, got {args.out}")
     absent = machine.missing(machine.NEEDED)
     if absent:
         packages = " ".join(machine.NEEDED[name] for name in absent)

@@ -444,3 +444,12 @@ def test_notes_are_whole_however_often_they_are_written(tmp_path):
     again = Notes(tmp_path / "a.notes.json")
     assert again.sections == {"One": "changed", "Two": "2"}
     assert again.data == {"x": 1}
+
+
+def test_a_report_goes_to_no_folder_with_other_files(tmp_path, monkeypatch, capsys):
+    (tmp_path / "log.txt").write_text("precious")
+    monkeypatch.setattr(sys, "argv", ["on_gpu", "--rehearse", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        on_gpu.main()
+    assert "expected --out with a new folder or one of a report" in capsys.readouterr().err
+    assert (tmp_path / "log.txt").read_text() == "precious"

@@ -719,6 +719,17 @@ def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):
     np.testing.assert_allclose(*losses, rtol=0, atol=SAME_TRAINING_ATOL)
 
 
+def test_a_folder_with_files_that_are_no_runs_is_not_written_to(tmp_path, capsys):
+    for number, name in enumerate(("settings.toml", "loss.png", "model.safetensors")):
+        folder = tmp_path / "runs" / str(number)
+        folder.mkdir(parents=True)
+        (folder / name).write_text("precious")
+        assert finetune.main([*tiny_command(tmp_path), "--run", folder.name]) == 2
+        expected = f"`run`: expected a new folder or one of a run, got {folder}, .* a {name}"
+        assert re.search(expected, capsys.readouterr().err)
+        assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
+
+
 def test_every_run_gets_a_folder_of_its_own_with_the_next_number(tmp_path):
     runs = tmp_path / "runs"
     (runs / "010-adamw").mkdir(parents=True)

@@ -150,3 +150,15 @@ def closure(requirements):
 
 def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("target", ["clean", "quickstart", "test-tunix"])
+def test_make_removes_no_folder_that_it_did_not_make(tmp_path, target):
+    for name in ("mine", "mine-tunix"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("precious")
+    command = ["make", "-C", str(ROOT), target, f"VENV={tmp_path / 'mine'}"]
+    found = subprocess.run(command, **AS_TEXT)
+    assert found.returncode == 2
+    assert "was not made by this Makefile; remove it" in found.stderr
+    assert len(list(tmp_path.rglob("thesis.txt"))) == 2

@@ -14,6 +14,19 @@ from train.run_description import DEEPSPEED
 from train.run_lock import LOCK
 from train.settings import Settings, SettingsError
 
+# What a run writes over.
+WRITTEN = {
+    DEEPSPEED,
+    "loss.png",
+    "metrics.csv",
+    models.CHAT_TEMPLATE,
+    models.FOLDER,
+    models.WEIGHTS,
+    "settings.toml",
+    "summary.json",
+    "validation.csv",
+}
+
 
 def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
     """The folder of the run below `output_dir`, the same for every process.
@@ -21,8 +34,9 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
     A new one with the next number, or the one named by `run`, which may hold an earlier start.
 
     Raises:
-        SettingsError: If it cannot be made, if it holds a run and `fresh` is asked for, or if it
-            holds one that has ended and whose checkpoints are gone.
+        SettingsError: If it cannot be made, if it holds a run and `fresh` is asked for, if it holds
+            one that has ended and whose checkpoints are gone, or files of no run that this one
+            would write over.
     """
     if not processes.is_first():
         return Path(processes.from_first(""))
@@ -33,12 +47,20 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
         else:
             folder = parent / settings.run
             folder.mkdir(parents=True, exist_ok=True)
-            names = {p.name for p in folder.iterdir()} - {LOCK}
+            names = {p.name for p in folder.iterdir()}
     except OSError as error:
         raise SettingsError(
             f"`output_dir`: expected a folder that can be made and written, got "
             f"{settings.output_dir} ({error.strerror}). Name another one with --output-dir."
         ) from error
+    # Every start of a run has made the first; one that was copied may lack it.
+    is_run = bool(names & {LOCK, "checkpoints"})
+    names.discard(LOCK)
+    if not is_run and names & WRITTEN:
+        raise SettingsError(
+            f"`run`: expected a new folder or one of a run, got {folder}, which is neither and has "
+            f"a {min(names & WRITTEN)}. Name another --run."
+        )
     if fresh and names:
         raise SettingsError(
             f"`--fresh`: expected {folder} to be new or empty, got a folder with "
