@@ -487,9 +487,17 @@ def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(too_small, tm
     ids=["alone", "ending", "negative"],
 )
 def test_mistakes_in_a_plans_arguments_are_named(arguments, expected, capsys):
-    with pytest.raises(SystemExit):
-        finetune.main([str(QUICKSTART), *arguments])
-    assert expected in " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert finetune.main([str(QUICKSTART), *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_an_interrupted_plan_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "show_plan", interrupted)
+    assert finetune.main([str(QUICKSTART), "--plan"]) == 130
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 
 def test_a_model_that_is_not_named_is_not_taken_for_the_scripts_own(capsys):

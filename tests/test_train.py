@@ -1,8 +1,10 @@
 """The quickstart job: settings, text, model, and the command itself at a tiny size."""
 
 import csv
+import dataclasses
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from safetensors.numpy import load_file
 
 from benchmarks import kill_test
 from train import finetune, models
+from train.arguments import THEIRS
 from train.command_line import load_settings, read_command_line, to_toml
 from train.data import Batches
 from train.meter import Meter
@@ -191,6 +194,46 @@ def test_a_wrong_interval_on_the_command_line_ends_it_with_code_2_and_the_choice
         read_command_line([str(path), "--select-interval", "often"], program="train")
     assert ended.value.code == 2
     assert re.search(r"--select-interval.*\{auto,epoch\}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--steps", "-5"], "`steps`: expected a finite number of at least 0, got -5. Change"),
+        (["--learning-rate", "nan"], "`learning_rate`: expected"),
+        (["--run", "../../evil"], "`run`: expected the name of a folder in output_dir"),
+        (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
+        (["--steps", "ten"], "--steps: no type matching"),
+        (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'"),
+        (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
+        (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
+        (["--per_device_train_batch_size=4"], "Did you mean --batch-size?"),
+        (["--qqq"], "unknown option --qqq. All are in"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_a_mistake_in_the_arguments_is_one_line_and_code_2(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(finetune.main([str(QUICKSTART), *arguments]))
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_names_of_other_trainers_are_hinted_at_and_lead_to_options(tmp_path):
+    known = [field.name.replace("_", "-") for field in dataclasses.fields(Settings)]
+    assert set(THEIRS.values()) <= set(known)
+    assert not set(THEIRS) & set(known)
+    with pytest.raises(SettingsError, match="got `max_steps`. Did you mean `steps`"):
+        load_settings(config_file(tmp_path, "max_steps = 5"))
+
+
+def test_a_config_that_begins_with_a_byte_order_mark_is_read(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_text("steps = 7", encoding="utf-8-sig")
+    assert load_settings(path).steps == 7
 
 
 @pytest.mark.parametrize(

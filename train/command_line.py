@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import tyro
-
+from train.arguments import meant, read_arguments
 from train.settings import Command, Launch, Planning, Settings, SettingsError, Start
 
 
@@ -65,9 +64,8 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
         program: How the command is called, for the help text.
 
     Raises:
-        SettingsError: As `load_settings`, and if no file is named.
-        SystemExit: By tyro, with code 2 after a mistake in the other arguments (reported on
-            stderr) and with code 0 after `--help`.
+        SettingsError: As `load_settings`, if no file is named, or a value is impossible.
+        SystemExit: As `read_arguments`.
     """
     wants_help = any(argument in ("-h", "--help") for argument in argv)
     if argv and not argv[0].startswith("-"):
@@ -81,7 +79,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
             f"{program} configs/quickstart.toml --steps 100"
         )
     default = Command(settings=defaults, launch=Launch(), start=Start(), planning=Planning())
-    return tyro.cli(Command, prog=f"{program} {config}", default=default, args=overrides)
+    return read_arguments(Command, overrides, program=f"{program} {config}", default=default)
 
 
 def to_toml(settings: Settings) -> str:
@@ -98,7 +96,7 @@ def to_toml(settings: Settings) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         got = "a folder" if path.is_dir() else "no such file"
         neighbours = [file.name for file in path.parent.glob("*.toml")]
@@ -116,7 +114,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _unknown_key(path: Path, key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    options = [name.replace("_", "-") for name in known]
+    near = [name.replace("-", "_") for name in meant(key, options)]
     if near:
         remedy = f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
     else:

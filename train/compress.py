@@ -25,6 +25,7 @@ from pathlib import Path
 
 import tyro
 
+from train.arguments import read_arguments
 from train.compress_report import table, write_picture
 from train.elves.errors import ElvesError
 from train.elves.folders import Result, check_path, pack_path, restore_path, results
@@ -215,7 +216,7 @@ def _left(command: Command) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0; 2 after what the message explains; 130 by Ctrl-C."""
-    command = tyro.cli(Command, prog=PROGRAM, args=argv)
+    command = read_arguments(Command, argv, program=PROGRAM)
     try:
         run(command)
     except ElvesError as error:

@@ -27,6 +27,7 @@ import tyro
 from flax import nnx
 
 from train import models, pretrained
+from train.arguments import read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.command_line import load_settings
 from train.continuation import LogitsError, Sampling, continued
@@ -314,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
 
     arguments = sys.argv[1:] if argv is None else list(argv)
-    options = tyro.cli(Options, prog=PROGRAM, args=arguments)
+    options = read_arguments(Options, arguments, program=PROGRAM)
     try:
         generate(options, write, say)
     except FAILURES as error:

@@ -15,7 +15,7 @@ from typing import Literal
 import tyro
 
 
-class SettingsError(ValueError):
+class SettingsError(Exception):
     """A mistake in the settings; the message is meant to be shown as it is, without traceback."""
 
 
