@@ -196,6 +196,21 @@ def test_a_folder_of_another_run_is_refused_with_a_remedy(runs, capsys, options,
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
+    folder, _ = runs
+    command = [str(folder / "job.toml"), "--run", "whole", "--export"]
+    last, *_, newest = sorted(kill_test.steps_of(folder / "whole" / "checkpoints"), reverse=True)
+    for step, also in (
+        (last, f"; {folder / 'whole' / 'model.safetensors'} has them"),
+        (newest, ""),
+    ):
+        assert finetune.main([*command, str(step), str(tmp_path / str(step))]) == 0
+        said = capsys.readouterr().out
+        assert said.endswith(f"without the updates that were on their way{also}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 def test_parameters_that_are_not_those_of_their_checkpoint_are_refused(runs, capsys, monkeypatch):
     folder, _ = runs
     before = changed_at(folder / "whole")

@@ -78,9 +78,9 @@ def test_all_of_the_data_can_be_evaluated(tmp_path, capsys):
     config = write_config(tmp_path, model=str(given), **own_classes(tmp_path))
     arguments = [str(config), "--steps", "0", "--batch-size", "40"]
     assert finetune.main(arguments) == 0
-    assert "on 2 of validation" in capsys.readouterr().out
+    assert "on 2 examples of validation" in capsys.readouterr().out
     assert finetune.main([*arguments, "--validation-share", "1"]) == 0
-    assert "on 24 of validation" in capsys.readouterr().out
+    assert "on 24 examples of validation" in capsys.readouterr().out
     with pytest.raises(SettingsError, match="expected a share between 0 and 1"):
         Settings(validation_share=1.0)
 

@@ -536,8 +536,13 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, shard, index, "as model.safetensors.index.json says")
     (folder / index).write_text('{"weight_map": {"a": 1}}')
     assert_refused(folder, folder / index, "`weight_map`")
+    for outside in (str(FIXTURES / "llama2" / "model.safetensors"), "../x.safetensors"):
+        (folder / index).write_text(json.dumps({"weight_map": {"a": outside}}))
+        assert_refused(folder, folder / index, outside, "names of files in that folder")
     (folder / index).write_text("{")
     assert_refused(folder, folder / index, "JSON")
+    (folder / index).write_text('{"weight_map": {"a": "b", "a": "c"}}')
+    assert_refused(folder, folder / index, "JSON", "the key 'a' is in one object twice")
     (folder / index).unlink()
     assert_refused(folder, folder, "model.safetensors", "model-00001-of-00002.safetensors")
 

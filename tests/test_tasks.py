@@ -428,6 +428,12 @@ def test_a_long_document_in_pieces_is_the_same_text(tmp_path, decoder, monkeypat
         ("a.txt", " \n\n", r"a\.txt: expected text, found an empty file or none but blank"),
         ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: expected UTF-8, got 0xe9"),
         ("a.txt", "a", r"part for train of .*, got 2 tokens.*`validation_share` \(now 0.3\)"),
+        ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: expected text, got NUL at character 3"),
+        (
+            "a.jsonl",
+            '{"text": "a", "text": "b"}\n',
+            r"line 1: expected JSON \(the key 'text' is in",
+        ),
         ("a.jsonl", "", r"a\.jsonl: expected text, found an empty file"),
         ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"a\.jsonl, line 2, column 2: expected JSON"),
         ("a.jsonl", '\n{"content": "a"}\n', r"a\.jsonl, line 2: expected a field 'text', found 'c"),

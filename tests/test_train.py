@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -22,7 +23,7 @@ from train import finetune, models
 from train.arguments import THEIRS
 from train.command_line import load_settings, read_command_line, to_toml
 from train.data import Batches
-from train.meter import Meter
+from train.meter import Meter, Row
 from train.optimizers import (
     decayed,
     learning_rate,
@@ -32,7 +33,8 @@ from train.optimizers import (
 )
 from train.report import write_timeline
 from train.run_folder import new_run_folder
-from train.schedule import ScheduleRecord, selection_rule, window_rule
+from train.run_log import RunLog
+from train.schedule import ScheduleRecord, ScheduleRow, selection_rule, window_rule
 from train.settings import Settings, SettingsError, Start
 from train.skipping import NotFiniteError, SkippedSteps
 from train.step import of_tokens
@@ -471,6 +473,46 @@ def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
     rows = [row for row in [*rows, *meter.drain()] if row]
     assert [(row.step, row.skipped) for row in rows] == [(2, 1), (4, 1), (6, 2), (7, 0)]
     np.testing.assert_equal([row.loss for row in rows], [1, 3, np.nan, 7])
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (5, 1), (1, 5), (10, 3)])
+def test_a_run_goes_on_with_rows_of_other_intervals(before, after):
+    rows, meter, record = [], None, None
+    for start, end, every in ((0, 9, before), (9, 20, after)):
+        meter = Meter(
+            log_every=every,
+            waited_s=lambda: 0.0,
+            steps_done=start,
+            state=meter and meter.state(),
+        )
+        record = ScheduleRecord(
+            log_every=every, steps=20, stats=EngineStats, state=record and record.state()
+        )
+        meter.start()
+        for step in range(start + 1, end + 1):
+            given = [metered(meter, step)]
+            record.step(step)
+            if step == end:
+                given += meter.catch_up() if end < 20 else meter.drain()
+            for row in filter(None, given):
+                assert record.take(row.step).reselections == 0
+                rows.append(row)
+    steps = list(range(before, 10, before))
+    steps += [n for n in range(max([0, *steps]) + 1, 21) if n % after == 0 or n == 20]
+    assert [row.step for row in rows] == steps
+    means = [np.mean(range(a + 1, b + 1)) for a, b in zip([0, *steps], steps, strict=False)]
+    np.testing.assert_allclose([row.loss for row in rows], means)
+
+
+def test_a_row_of_the_first_step_alone_shows_no_rate(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    with RunLog(tmp_path, steps=2, console=console, progress=False) as log:
+        for step, rate in ((1, 0.0), (2, 5.0)):
+            log.add(Row(step, 3.0, rate, 0.0, 0), ScheduleRow())
+    first, second = console.file.getvalue().splitlines()
+    assert first.startswith("step 1/2  loss 3.000")
+    assert "tokens/s" not in first
+    assert "5 tokens/s" in second
 
 
 # --- steps that are skipped -----------------------------------------------------------------

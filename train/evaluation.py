@@ -75,7 +75,7 @@ def evaluate(
             "are those of chance."
         )
     figures = make_validate(model.graphdef, PER_EXAMPLE[task.kind], task, samples)(model.params)
-    counts = ", ".join(f"{sample.examples} of {name}" for name, sample in samples.items())
+    counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())
     say(f"{settings.model or 'a model that is not trained'} on {counts}:")
     for name, value in figures.items():
         per = f" nats per {task.target}" if name.rpartition("/")[2] == "loss" else ""

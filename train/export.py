@@ -66,8 +66,9 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     # The run's end, with all windows closed, which its checkpoint has open.
     summary = read_summary(folder)
     end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
-    rival = math.nan
+    rival, has_end = math.nan, False
     if summary is not None and summary.best_step in (None, summary.steps) and end.exists():
+        has_end = True
         rival = summary.validation_after.get(best, math.nan)
     step = checkpoints.find(which, rival=rival)
     if step is None:
@@ -85,7 +86,12 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
             settings = dataclasses.replace(settings, chat_template=str(template))
         options = {"labels": labels, "texts": models.texts_of(settings)}
         save_folder(target, origin, weights, dtype=models.dtype_of(origin), **options)
-    say(f"{target} has the weights of checkpoint {step} in {folder}")
+    said = f"{target} has the weights of checkpoint {step} in {folder}"
+    if settings.optimizer != "adamw":
+        said += ", without the updates that were on their way"
+        if has_end and step == summary.steps:
+            said += f"; {end} has them"
+    say(said)
 
 
 def _build(settings, origin, labels):

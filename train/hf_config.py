@@ -7,12 +7,12 @@ weights, versions) are passed over.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from train import strict_json
 from train.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.encoder import EncoderConfig
 
@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: If the file is missing, or holds anything else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = strict_json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
             f"expected the file {path} of a Hugging Face model, got: {error.strerror}. Name the "

@@ -256,6 +256,11 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
         )
     tensors = []
     for file in sorted(set(files.values())):
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ModelError(
+                f"`weight_map` in {index}: expected names of files in that folder, got {file!r}. "
+                "Copy the files into the folder, and correct the index."
+            )
         if not (folder / file).exists():
             raise ModelError(
                 f"expected the file {folder / file}, which {index.name} names, got none. Copy it "

@@ -100,7 +100,8 @@ class Meter:
             tokens: In its batch, without padding.
         """
         self._unread.append(Taken(loss, skipped, tokens))
-        return self._next_row() if len(self._unread) == 2 * self._log_every else None
+        enough = self._to_next_row() + self._log_every
+        return self._next_row() if len(self._unread) >= enough else None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -112,8 +113,11 @@ class Meter:
             self._paused_s += time.perf_counter() - begin
 
     def catch_up(self) -> list[Row]:
-        """The row of the last whole interval, if it was not given yet. Blocks until it is done."""
-        return [self._next_row()] if len(self._unread) >= self._log_every else []
+        """The rows of whole intervals that were not given yet. Blocks until these are done."""
+        rows = []
+        while len(self._unread) >= self._to_next_row():
+            rows.append(self._next_row())
+        return rows
 
     def drain(self) -> list[Row]:
         """The rows of the steps that are left. Blocks until they are done."""
@@ -135,8 +139,12 @@ class Meter:
         """The rates from `start` until now."""
         return self._totals(self._started, self._mark())
 
+    def _to_next_row(self) -> int:
+        # Fewer than `log_every` where the last start had another one.
+        return self._log_every - self._steps_read % self._log_every
+
     def _next_row(self) -> Row:
-        count = min(self._log_every, len(self._unread))
+        count = min(self._to_next_row(), len(self._unread))
         taken = jax.device_get([self._unread.popleft() for _ in range(count)])  # blocks
         self._steps_read += count
         self._tokens_read += sum(one.tokens for one in taken)

@@ -122,6 +122,7 @@ def write_picture(
         axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=place == len(panels) - 1)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels()
     _draw_table(figure.add_subplot(grid[:, 1]), summary)
     figure.savefig(folder / "loss.png", dpi=120)

@@ -126,10 +126,9 @@ class RunLog:
         _write(self._csv_file, [row + schedule])
         for group, figures in (("train", row), ("schedule", schedule)):
             self._board.add(group, figures._asdict(), row.step)
-        figures = (
-            f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tokens/s  "
-            f"waited for host {row.wait_share:.1%}"
-        )
+        figures = f"loss {row.loss:.3f}"
+        if row.tokens_per_s:  # of the first step, which compiles, there is none
+            figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
         if row.skipped:
             figures += f"  {row.skipped} skipped"
         self._bar.update(self._task, completed=row.step, figures=figures)

@@ -121,7 +121,11 @@ class ScheduleRecord:
 
     def take(self, step: int) -> ScheduleRow:
         """The row of the interval that ended with step `step`; can be had once."""
-        return self._rows.pop(step) if self._stats else ScheduleRow()
+        if not self._stats:
+            return ScheduleRow()
+        # Of steps of another start, with other intervals, the last one is what is known.
+        last = self._last._replace(reselections=self._last.reselections or 0)
+        return self._rows.pop(step, last)
 
 
 def mean_window_length(stats: zenflow_jax.EngineStats) -> float:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from train import strict_json
 from train.data import DataError
 from train.tasks import tables
 
@@ -107,7 +108,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     A carriage return in front of the newline is taken out.
 
     Raises:
-        DataError: If a line is not UTF-8.
+        DataError: If a line is not UTF-8, or has a NUL, which is mostly UTF-16 or a damage.
     """
     # As bytes: in text, Python would also end lines at carriage returns inside sentences, and
     # could not say in which line the encoding is wrong.
@@ -120,6 +121,11 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                     f"{path}, line {number}: expected UTF-8, got {line[error.start]:#x} at byte "
                     f"{error.start + 1} of the line ({error.reason}). Save the file as UTF-8."
                 ) from error
+            if "\0" in text:
+                raise DataError(
+                    f"{path}, line {number}: expected text, got NUL at character "
+                    f"{text.index(chr(0)) + 1} of the line. Save the file as UTF-8 text."
+                )
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
@@ -255,7 +261,7 @@ def shorten(text: str) -> str:
 
 def _parse(where: str, text: str, *, line: bool = False) -> Any:
     try:
-        return json.loads(text)
+        return strict_json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             place = f"{where}, column {error.colno}" if line else f"{where}, line {error.lineno}"
