@@ -199,11 +199,9 @@ def test_a_folder_of_another_run_is_refused_with_a_remedy(runs, capsys, options,
 def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
     folder, _ = runs
     command = [str(folder / "job.toml"), "--run", "whole", "--export"]
-    last, *_, newest = sorted(kill_test.steps_of(folder / "whole" / "checkpoints"), reverse=True)
-    for step, also in (
-        (last, f"; {folder / 'whole' / 'model.safetensors'} has them"),
-        (newest, ""),
-    ):
+    oldest, *_, last = sorted(kill_test.steps_of(folder / "whole" / "checkpoints"))
+    model = folder / "whole" / "model.safetensors"
+    for step, also in ((last, f"; {model} has them"), (oldest, "")):
         assert finetune.main([*command, str(step), str(tmp_path / str(step))]) == 0
         said = capsys.readouterr().out
         assert said.endswith(f"without the updates that were on their way{also}\n")

@@ -32,7 +32,7 @@ from train.optimizers import (
     weight_dtype,
 )
 from train.report import write_timeline
-from train.run_folder import new_run_folder
+from train.run_folder import WRITTEN, new_run_folder
 from train.run_log import RunLog
 from train.schedule import ScheduleRecord, ScheduleRow, selection_rule, window_rule
 from train.settings import Settings, SettingsError, Start
@@ -813,6 +813,23 @@ def test_a_folder_with_files_that_are_no_runs_is_not_written_to(tmp_path, capsys
         expected = f"`run`: expected a new folder or one of a run, got {folder}, .* a {name}"
         assert re.search(expected, capsys.readouterr().err)
         assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
+def test_files_of_the_user_beside_those_of_a_run_stay(tmp_path):
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    precious = [run / f"{name}.part" for name in WRITTEN] + [tmp_path / "2.part", run / "model.old"]
+    precious += [tmp_path / "best.part"]
+    for path in precious:
+        path.write_text("precious")
+    command = [*tiny_command(tmp_path, optimizer="adamw", steps=2), "--run", "a"]
+    assert finetune.main(command) == 0
+    for which in ("2", "best"):
+        assert finetune.main([*command, "--export", which, str(tmp_path / which)]) == 0
+    assert {path.read_text() for path in precious} == {"precious"}
+    assert not [path for path in tmp_path.rglob(".*")]
 
 
 def test_every_run_gets_a_folder_of_its_own_with_the_next_number(tmp_path):
