@@ -70,6 +70,7 @@ def read_arguments(
         else:
             sys.stderr.write(said.getvalue())
         raise
+    sys.stderr.write(said.getvalue())  # warnings
     if unknown:
         name = next((x for x in unknown if x.startswith("-")), unknown[0])
         near = " or ".join(f"--{x}" for x in meant(name, _names(kind)))

@@ -53,7 +53,7 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
             f"`output_dir`: expected a folder that can be made and written, got "
             f"{settings.output_dir} ({error.strerror}). Name another one with --output-dir."
         ) from error
-    # Every start of a run has made the first; one that was copied may lack it.
+    # Every start has made a lock, which a copy of a run may lack.
     is_run = bool(names & {LOCK, "checkpoints"})
     names.discard(LOCK)
     if not is_run and names & WRITTEN:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from train.elves import whole
 from train.elves.whole import exchange, is_unfinished, remove_leftovers, replace_text, unfinished
 
 
@@ -86,6 +87,13 @@ def test_an_exchange_that_fails_leaves_the_old_folder(tmp_path):
         (tmp_path / name / "file").write_text(name)
     with pytest.raises(FileNotFoundError):
         exchange(tmp_path / "gone", tmp_path / "x")
+    assert (tmp_path / "x" / "file").read_text() == "x"
+    with pytest.MonkeyPatch.context() as patch:  # nor can it be put back
+        patch.setattr(whole, "_put_back", lambda part: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            exchange(tmp_path / "gone", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    remove_leftovers(tmp_path)
     assert (tmp_path / "x" / "file").read_text() == "x"
     exchange(tmp_path / "new", tmp_path / "x")
     assert names(tmp_path) == {"x"}

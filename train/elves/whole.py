@@ -40,8 +40,11 @@ def unfinished(path: Path, *, folder: bool = False) -> Iterator[Path]:
             fcntl.flock(file, fcntl.LOCK_EX)
         yield part
     finally:
-        _remove(part)
-        os.close(file)
+        try:
+            _put_back(part)
+            _remove(part)
+        finally:
+            os.close(file)
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
@@ -73,11 +76,8 @@ def exchange(new: Path, path: Path) -> None:
         OSError: If that fails. The old one is in its place then.
     """
     with unfinished(path, folder=True) as part:
-        try:
-            path.rename(_old(part))
-            new.rename(path)
-        finally:
-            _put_back(part)
+        path.rename(_old(part))
+        new.rename(path)
 
 
 def is_unfinished(path: Path) -> bool:
@@ -112,6 +112,7 @@ def _old(part: Path) -> Path:
 
 
 def _put_back(part: Path) -> None:
+    """Ends an exchange that was not finished. If it fails, nothing may be removed."""
     place = part.with_name(_NAME.fullmatch(part.name)[1])
     if _old(part).exists() and not place.exists():
         _old(part).rename(place)
