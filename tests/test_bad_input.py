@@ -385,6 +385,24 @@ IF_INJECTED = "static_args=zenflow_jax.STATIC_ARGS"
             TypeError,
             ["`window_scaling`", 'a float, "auto" or None', "got 'sqrt'"],
         ),
+        (
+            "provisional_share above 1",
+            lambda: make(provisional_share=2),
+            ValueError,
+            ["`provisional_share`", "in [0, 1] or be None, got 2"],
+        ),
+        (
+            "provisional_share NaN",
+            lambda: make(provisional_share=float("nan")),
+            ValueError,
+            ["`provisional_share`", "in [0, 1] or be None, got nan"],
+        ),
+        (
+            "provisional_share in words",
+            lambda: make(provisional_share="half"),
+            TypeError,
+            ["`provisional_share`", "a float or None", "got 'half'"],
+        ),
         ("offload None", lambda: make(offload=None), TypeError, ["`offload`", "a bool", "None"]),
         (
             "channel_axis None",
@@ -457,6 +475,8 @@ def test_zenflow_refuses(call, exception, words):
         {"window_scaling": 0},
         {"window_scaling": None},
         {"window_scaling": np.float32(1.0)},
+        {"provisional_share": 0},
+        {"provisional_share": np.float32(1.0)},
         {"max_grad_norm": None},
         {"max_grad_norm": 1},
         {"learning_rate": 0},
@@ -488,6 +508,7 @@ INJECTED = {
     "rolling": jnp.array(True),
     "staleness": 1,
     "window_scaling": 0.5,
+    "provisional_share": 0.5,
     "channel_axis": -1,
 }
 

@@ -87,7 +87,7 @@ def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_de
     left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
     left_out |= {"send_gradients", "transfer_dtype", "prefetch_bytes", "max_skipped"}
     left_out |= {"b1", "b2", "eps", "length_buckets"}
-    left_out |= {"overlap_step", "staleness", "window_scaling"}
+    left_out |= {"overlap_step", "staleness", "window_scaling", "provisional_share"}
     left_out |= {
         "model",
         "data",
@@ -246,7 +246,7 @@ def test_a_config_that_begins_with_a_byte_order_mark_is_read(tmp_path):
         {"select_interval": "auto", "auto_select_keep": 1.0, "auto_select_max_windows": 2},
         {"select_interval": "epoch", "full_warm_up_share": 0.05},
         {"window_scaling": "none", "staleness": 2, "rolling": False},
-        {"window_scaling": 0.5},
+        {"window_scaling": 0.5, "provisional_share": 0.25},
     ],
     ids=lambda changed: ", ".join(changed),
 )

@@ -895,6 +895,7 @@ def test_the_own_arguments_are_keyword_only_and_have_the_documented_defaults():
         "rolling": True,
         "staleness": None,
         "window_scaling": "auto",
+        "provisional_share": None,
         "max_grad_norm": None,
         "channel_axis": -2,
         "resident": None,

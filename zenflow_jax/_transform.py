@@ -143,6 +143,12 @@ def zenflow(
             betas alone. None, the paper's way, scales nothing: as if the batch were c times larger
             and nobody had told Adam. "auto": 0.5 if leaves take turns, else None. With
             `update_interval=1` it changes nothing.
+        provisional_share: At each step the device moves every deferred weight by this share of the
+            learning rate, against the sign of its gradient, so that the gradients of a window are
+            not all taken at one point. It keeps nothing of that: the next update of the weight
+            replaces it. The first step of a run and those of the warm-up move nothing. None, the
+            paper's way: deferred weights stand still between their updates. It costs 0.25 bytes per
+            offloaded parameter on the device during the step.
         max_grad_norm: Clips as `optax.clip_by_global_norm` in front does, at no cost in overlap.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
@@ -178,13 +184,13 @@ def zenflow(
     Returns:
         A transformation whose `update` needs `params`. It returns a float32 update. With that
         `optax.apply_updates` sets selected channels to the float32 master, cast to the leaf's
-        dtype, and leaves deferred channels as they are.
+        dtype, and moves deferred channels by a provisional step, or not at all.
 
         Let zenflow be the last of its chain, and let nothing else change the parameters. What
         stands behind it (`optax.scale`, `optax.ema`, `optax.contrib.reduce_on_plateau`, a mask that
-        sets updates of frozen leaves to zero) acts on selected channels alone. What else changes
-        parameters (`optax.lookahead`; clipping, loading or resetting weights in mid-run) is undone
-        on deferred channels by their next update. Instead put in front what acts on gradients; set
+        sets updates of frozen leaves to zero) misses what the host makes of deferred channels. What
+        else changes parameters (`optax.lookahead`; clipping, loading or resetting weights in
+        mid-run) is undone on deferred channels by their next update. Instead put in front what acts on gradients; set
         the rate by a schedule or `optax.inject_hyperparams`; freeze by `optax.partition`; keep
         averages of the weights outside; for new weights in mid-run flush, then make a new state and
         engine. An engine compares samples of the parameters at each boundary and refuses such runs;

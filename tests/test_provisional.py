@@ -1,0 +1,67 @@
+"""Provisional steps: what a deferred weight does between its updates.
+
+`test_equality.py` holds whole runs to the reference; here is what a single step does.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenflow_jax
+from zenflow_jax._device.step import _pack_signs, _unpack_signs
+
+RATE, SHARE = 2.0**-6, 0.5
+OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "offload": False, "provisional_share": SHARE}
+
+
+def trained(params, gradients, **options):
+    """The parameters after each step."""
+    tx = zenflow_jax.zenflow(RATE, **{**OPTIONS, **options})
+    state, seen = tx.init(params), []
+
+    @jax.jit
+    def step(params, state, gradient):
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in gradients:
+            params, state = step(params, state, gradient)
+            seen.append(np.asarray(params, np.float32))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_deferred_weight_moves_against_its_sign_by_the_share_of_the_rate(dtype):
+    params = jnp.linspace(-2, 2, 24, dtype=dtype).reshape(8, 3)
+    gradient = jnp.asarray(np.resize([3, -1e-30, 0, 1e-30, -5], (8, 3)), dtype)
+    none, first, second = trained(params, [gradient * 0, *[gradient] * 2])
+    start = np.asarray(params, np.float32)
+    np.testing.assert_array_equal(none[2:], start[2:])
+    # The first two channels are selected.
+    old = start[2:]
+    for now in (first[2:], second[2:]):
+        step = np.float32(SHARE * RATE) * np.sign(np.asarray(gradient, np.float32)[2:])
+        old = np.asarray(jnp.asarray(old - step, dtype), np.float32)
+        np.testing.assert_array_equal(now, old)
+
+
+def test_the_first_step_a_warm_up_and_a_skipped_step_move_no_deferred_weight():
+    params, ones = jnp.ones((8, 3)), jnp.ones((8, 3))
+    bad = ones.at[0, 0].set(jnp.nan)
+    start, still = trained(params, [ones, bad])
+    np.testing.assert_array_equal(start[2:], 1)
+    np.testing.assert_array_equal(still, start)
+    warm = [
+        trained(params, [ones] * 3, full_warm_up_rounds=3, provisional_share=x) for x in (1.0, 0.0)
+    ]
+    np.testing.assert_array_equal(*warm)
+
+
+@pytest.mark.parametrize("shape", [(4,), (5,), (1, 1), (3, 8), (2, 7, 5)], ids=str)
+def test_signs_come_out_of_two_bits_as_they_went_in(shape):
+    g = np.random.default_rng(0).integers(-1, 2, shape).astype(np.float32) * 1e-3
+    signs = _unpack_signs(_pack_signs(jnp.asarray(g)), shape)
+    np.testing.assert_array_equal(signs, np.sign(g))
