@@ -190,11 +190,12 @@ def zenflow(
         stands behind it (`optax.scale`, `optax.ema`, `optax.contrib.reduce_on_plateau`, a mask that
         sets updates of frozen leaves to zero) misses what the host makes of deferred channels. What
         else changes parameters (`optax.lookahead`; clipping, loading or resetting weights in
-        mid-run) is undone on deferred channels by their next update. Instead put in front what acts on gradients; set
-        the rate by a schedule or `optax.inject_hyperparams`; freeze by `optax.partition`; keep
-        averages of the weights outside; for new weights in mid-run flush, then make a new state and
-        engine. An engine compares samples of the parameters at each boundary and refuses such runs;
-        with `offload=False` nothing does. Before the first step you may load weights at any time.
+        mid-run) is undone on deferred channels by their next update. Instead put in front what acts
+        on gradients; set the rate by a schedule or `optax.inject_hyperparams`; freeze by
+        `optax.partition`; keep averages of the weights outside; for new weights in mid-run flush,
+        then make a new state and engine. An engine compares samples of the parameters at each
+        boundary and refuses such runs; with `offload=False` nothing does. Before the first step you
+        may load weights at any time.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.
