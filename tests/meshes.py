@@ -32,6 +32,7 @@ STALE = Settings(
     full_warm_up_rounds=1,
     weight_decay=0.1,
     max_grad_norm=5.0,
+    provisional_share=0.5,
 )
 # Decided by numbers that all devices must have alike.
 ADAPTIVE = dataclasses.replace(
