@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import kill_test
 from tests import warm
-from tests.processes import environment
+from tests.processes import environment, reserved_port
 from train import finetune, models
 from train.memory import check_batch, check_model, is_lack_of_memory, lack_of_memory
 from train.settings import Settings, SettingsError
@@ -53,15 +53,18 @@ def test_a_signal_ends_at_once_what_has_nothing_to_save(number, phase, expected)
     assert text == f"stopped by {number.name}: {expected}\n"
 
 
-def test_a_signal_is_answered_at_once_and_the_next_one_aborts():
+@pytest.mark.parametrize(
+    ("number", "counts_as"), [(signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)]
+)
+def test_a_signal_is_answered_at_once_and_the_next_one_aborts(number, counts_as):
     with stuck("step") as process:
-        process.send_signal(signal.SIGINT)
-        said = "SIGINT: stopping after this step, saving; again to abort\n"
+        process.send_signal(number)
+        said = f"{number.name}: stopping after this step, saving; again to abort\n"
         assert process.stdout.readline() == said
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         text, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert text == "aborted by SIGINT; the last whole checkpoint is as it was\n"
+    assert process.returncode == 128 + counts_as
+    assert text == f"aborted by {number.name}; the last whole checkpoint is as it was\n"
 
 
 def stuck(phase):
@@ -92,6 +95,43 @@ def test_a_signal_interrupts_what_is_between_two_steps_and_handlers_come_back():
             stop.check()
         assert stop.end("all is saved") == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+# As the first of two processes, of which jax's service looks for signals once a second.
+ONE_OF_TWO = """
+import itertools, os, signal, sys, threading
+import jax
+from train.stopping import StopRequest
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
+jax.process_count = lambda: 2
+heard = threading.Event()
+with StopRequest(lambda line: (print(line, flush=True), heard.set())) as stop:
+    stop.begin()
+    assert stop.after(1) is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    heard.wait()
+    print(next(number for step in itertools.count(2) if (number := stop.after(step))))
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+"""
+
+
+def test_in_several_processes_sigterm_is_answered_at_once_and_reaches_the_others():
+    settings = environment(1)
+    with reserved_port() as port:
+        done = subprocess.run(
+            [*warm.interpreter(settings), "-c", ONE_OF_TWO, str(port)],
+            env=settings,
+            capture_output=True,
+            text=True,
+            cwd=kill_test.ROOT,
+            timeout=60,
+            check=False,
+        )
+    said = "SIGTERM: stopping after this step, saving; again to abort"
+    assert done.stdout == f"{said}\n{signal.SIGTERM}\n"
+    assert done.stderr.endswith("aborted by SIGTERM; the last whole checkpoint is as it was\n")
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 # --- memory ---------------------------------------------------------------------------------

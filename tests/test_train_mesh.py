@@ -371,13 +371,15 @@ def test_a_signal_to_one_of_two_processes_saves_the_run_and_both_go_on(tmp_path)
     first, second = both()
     try:
         assert any(line.startswith("step") for line in first.stdout)
-        second.send_signal(signal.SIGTERM)
+        first.send_signal(signal.SIGUSR1)
         shown = [process.communicate(timeout=200)[0] for process in (first, second)]
     finally:
         first.kill()
         second.kill()
     codes = [process.returncode for process in (first, second)]
     assert codes == [128 + signal.SIGTERM] * 2, shown
+    asked = "SIGUSR1: stopping after this step, saving; again to abort"
+    assert [text.count(asked) for text in shown] == [1, 0]
     (said,) = re.findall(r"stopped by SIGTERM after step (\d+), which is saved", "".join(shown))
 
     ended = output(*both("--steps", str(int(said) + 1)))

@@ -187,7 +187,7 @@ def stand_for(path: str, arguments: list[str]) -> None:
     """Has a process started, and ends as it does."""
     wanted = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     text = json.dumps(wanted).encode("ascii")
-    heard = {signal.SIGINT, signal.SIGTERM}
+    heard = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)

@@ -213,7 +213,7 @@ class Settings:
     # Checkpoints.
     save_every: int = 100
     """Steps between two checkpoints, written beside the training.
-    0: only at the end, and when SIGTERM or SIGINT (Ctrl-C) asks the run to stop."""
+    0: only at the end, and when SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) asks the run to stop."""
     keep: int = 2
     """How many of the newest checkpoints are kept."""
     compress_kept: bool = False

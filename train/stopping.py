@@ -8,10 +8,13 @@ While there is nothing to save, before the first step and after the last one, a 
 process at once, and so does a second one at any time: what is half written then has no name yet,
 so the last whole checkpoint stays. In a run of several processes one of them may be asked, or all,
 each during another step; jax then finds a step at which all of them can stop.
+
+SIGUSR1 counts as SIGTERM: many batch scripts of clusters send it ahead of a time limit.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -35,13 +38,13 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Takes down SIGTERM and SIGINT. Use with `with`, on the main thread.
+    """Takes down SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread.
 
     Args:
         say: Shows a line to the user; from a thread.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
@@ -56,17 +59,17 @@ class StopRequest:
         os.set_blocking(end, False)
         self._end = end
         self._wakeup_before = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-        # SIGTERM in several processes belongs to jax's own service, which tells the others; it does
-        # not know SIGINT.
-        self._signals = self.SIGNALS if self._alone else (signal.SIGINT,)
-        for number in self._signals:
+        # In several processes that of SIGTERM is jax's, whose service tells the others.
+        self._of_sigterm = _swapped_handler(signal.SIGTERM)
+        for number in self.SIGNALS:
             self._before[number] = signal.signal(number, _do_nothing)
         threading.Thread(target=self._listen, name="stop-request", daemon=True).start()
         return self
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: it was not set from Python
+                signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._end)  # which ends the thread
 
@@ -82,11 +85,12 @@ class StopRequest:
             why: To be shown with the signal that ends the process.
 
         Returns:
-            The number of the signal that has asked the run to stop before, if one has.
+            The number of the signal that has asked the run to stop before, if one has. Not in
+            several processes, of which one alone may have heard it.
         """
         with self._lock:
             self._nothing_to_save = why
-            return self._number
+            return self._number if self._alone else None
 
     def after(self, step: int) -> int | None:
         """The number of the signal for which the run is to stop after `step`, if it is.
@@ -108,22 +112,33 @@ class StopRequest:
 
     def _listen(self) -> None:
         while heard := os.read(self._pipe, 1):
-            if heard[0] in self._signals:
+            if heard[0] in self.SIGNALS:
                 self._take(heard[0])
         os.close(self._pipe)
 
     def _take(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            number = signal.SIGTERM
         with self._lock:
             first, self._number = self._number is None, self._number or number
             why = self._nothing_to_save
-        name = signal.Signals(number).name
         if not first:
             _leave(number, f"aborted by {name}; the last whole checkpoint is as it was")
         if why is not None:
             _leave(number, f"stopped by {name}: {why}")
         self._say(f"{name}: stopping after this step, saving; again to abort")
         if not self._alone:
-            os.kill(os.getpid(), signal.SIGTERM)
+            ours = _swapped_handler(signal.SIGTERM, self._of_sigterm)
+            signal.raise_signal(signal.SIGTERM)  # on this thread, so it is over when this returns
+            _swapped_handler(signal.SIGTERM, ours)
+
+
+def _swapped_handler(number: int, new: ctypes.Array | None = None) -> ctypes.Array:
+    """A signal's handler, which `new` replaces if given; `signal` cannot put back one in C."""
+    old = ctypes.create_string_buffer(256)  # a `struct sigaction`, of 152 bytes in the GNU library
+    ctypes.CDLL(None).sigaction(number, new, old)
+    return old
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
