@@ -217,6 +217,18 @@ def test_a_mistake_in_the_launch_flags_is_named_with_a_remedy(flags, expected):
 SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4"}
 
 
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1"}
+
+
+def set_launcher(monkeypatch, environment):
+    """Leaves of all launchers' variables only these."""
+    for name in (*SLURM_STEP, *MPIRUN, *MPICH, "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("launch", "environment", "arguments", "options"),
     [
@@ -230,21 +242,69 @@ SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_G
             ("a:1", 2, 1),
             {"cluster_detection_method": "deactivate"},
         ),
+        (Launch(coordinator="a:2", processes=2, process=1), MPIRUN, ("a:2", 2, 1), {}),
+        (Launch(), SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}),
+        (Launch(), {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None, None),
     ],
-    ids=["alone", "alone under SLURM", "one per node", "one per GPU", "flags under SLURM"],
+    ids=[
+        "alone",
+        "alone under SLURM",
+        "one per node",
+        "one per GPU",
+        "flags under SLURM",
+        "flags under mpirun",
+        "srun with the variables of MPICH",
+        "alone under mpirun",
+    ],
 )
 def test_the_processes_are_those_of_the_flags_or_else_of_slurm(
     monkeypatch, launch, environment, arguments, options
 ):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **o: calls.append((a, o)))
-    for name in SLURM_STEP:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    set_launcher(monkeypatch, environment)
     processes.join(launch)
     assert [a for a, _ in calls] == ([] if arguments is None else [arguments])
     assert all(o.items() >= options.items() for _, o in calls)
+
+
+@pytest.mark.parametrize(
+    ("environment", "prefix"),
+    [
+        (MPIRUN, "OMPI_COMM_WORLD"),
+        (MPICH, "PMI"),
+        # In an allocation, with the variables of SLURM's daemons, of which each starts many.
+        (SLURM_STEP | MPIRUN | {"SLURM_PROCID": "0"}, "OMPI_COMM_WORLD"),
+        (SLURM_STEP | MPIRUN | {"SLURM_PROCID": "1"}, "OMPI_COMM_WORLD"),
+        (SLURM_STEP | MPICH | {"SLURM_PROCID": "0"}, "PMI"),
+    ],
+    ids=["Open MPI", "MPICH", "Open MPI in SLURM", "with the same numbers", "MPICH in SLURM"],
+)
+def test_mpirun_without_the_flags_is_refused_with_the_line_that_works(
+    monkeypatch, environment, prefix
+):
+    set_launcher(monkeypatch, environment)
+    line = f"mpirun .* --processes ${prefix}_SIZE --process ${prefix}_RANK'".replace("$", r"\$")
+    with pytest.raises(SettingsError, match=line):
+        processes.join(Launch())
+
+
+SAME_NUMBER = """
+import jax
+from train import processes
+from train.settings import Launch
+jax.distributed.initialize = lambda *_, **__: None
+for process in (0, 1, 0):
+    print(process, flush=True)
+    processes.join(Launch(coordinator="the-first-node:29500", processes=2, process=process))
+"""
+
+
+def test_a_second_process_with_the_same_number_is_refused():
+    process = start("-c", SAME_NUMBER, devices=1)
+    text, _ = process.communicate(timeout=60)
+    assert text.startswith("0\n1\n0\nTraceback")
+    assert "expected a number of its own for each process, got 0 for two of those that" in text
 
 
 # --- the command ----------------------------------------------------------------------------

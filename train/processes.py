@@ -9,6 +9,7 @@ alone is to show and to write; process 0 does that.
 from __future__ import annotations
 
 import os
+import socket
 import zlib
 
 import jax
@@ -31,12 +32,17 @@ def join(launch: Launch) -> None:
 
     Who they are says `launch`, or else SLURM, where `srun` has started more than one process. Call
     it before anything asks jax for a device.
+
+    Raises:
+        SettingsError: If `mpirun` has started this process, and `launch` is of no use; or if there
+            is another one with its number on this machine.
     """
     timeouts = {
         "heartbeat_timeout_seconds": SILENCE_TIMEOUT_S,
         "shutdown_timeout_seconds": END_TIMEOUT_S,
     }
     if launch.processes is not None:
+        _claim(launch)
         jax.distributed.initialize(
             launch.coordinator,
             launch.processes,
@@ -44,7 +50,9 @@ def join(launch: Launch) -> None:
             cluster_detection_method="deactivate",  # the flags hold inside of a SLURM job, too
             **timeouts,
         )
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return
+    _refuse_mpirun()
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         jax.distributed.initialize(
             local_device_ids=_slurm_devices(), cluster_detection_method="slurm", **timeouts
         )
@@ -109,6 +117,35 @@ def whole(x: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _claim(launch: Launch) -> None:
+    """Keeps a second process with this number off: jax would wait for minutes, and then abort."""
+    # A name that exists on this machine as long as this process does.
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0zenflow_jax {launch.coordinator} {launch.process}")
+    except OSError as error:
+        raise SettingsError(
+            f"`--process`: expected a number of its own for each process, got {launch.process} for "
+            f"two of those that meet at {launch.coordinator}."
+        ) from error
+    claim.detach()  # not closed with this object
+
+
+def _refuse_mpirun() -> None:
+    """Else each of its processes would train alone, or with the number of SLURM's daemon."""
+    open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
+    size, rank = (f"{'OMPI_COMM_WORLD' if open_mpi else 'PMI'}_{name}" for name in ("SIZE", "RANK"))
+    # `srun --mpi=pmi2` sets those of PMI as well, to what SLURM says.
+    slurms = {size: "SLURM_STEP_NUM_TASKS", rank: "SLURM_PROCID"}
+    is_srun = all(os.environ.get(name) == os.environ.get(its) for name, its in slurms.items())
+    if int(os.environ.get(size, 1)) > 1 and (open_mpi or not is_srun):
+        raise SettingsError(
+            "expected --coordinator, --processes and --process under mpirun, got none. Start: "
+            "mpirun ... sh -c 'exec python -m train.finetune ... --coordinator HOST:PORT "
+            f"--processes ${size} --process ${rank}', with the machine of rank 0 as HOST."
+        )
 
 
 def _slurm_devices() -> list[int] | None:
