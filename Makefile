@@ -34,7 +34,7 @@ ours = { test -z "$$(ls -A "$$folder" 2> /dev/null)" || test -e "$$folder/.zenfl
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two installs must not meet in one environment
-.PHONY: help quickstart test test-fast test-tunix docs test-docs dist lint clean same-python
+.PHONY: help quickstart test test-fast test-tunix test-slurm docs test-docs dist lint clean same-python
 
 help:
 	@echo "make quickstart  fine-tune a small model on this machine (EXTRA=cuda12 on an NVIDIA GPU,"
@@ -45,6 +45,8 @@ help:
 	@echo "                 compiled is kept for the next time. \`make test\` has the say"
 	@echo "make test-tunix  run the tests that need google-tunix, in an environment of their own: two minutes,"
 	@echo "                 and one more for the install, of 1.6 GB"
+	@echo "make test-slurm  run the batch script under a SLURM of two nodes on this machine: four minutes; needs"
+	@echo "                 Debian's packages slurm-wlm and munge"
 	@echo "make docs        build the documentation's site into build/site; two minutes, examples are executed"
 	@echo "make test-docs   open every page of it in a browser; needs Chromium"
 	@echo "make dist        build wheel and source distribution into dist/"
@@ -68,6 +70,9 @@ test-fast: $(installed) $(tools)
 	@mkdir -p $(compiled) && find $(compiled) -type f -mtime +7 -delete
 	@JAX_COMPILATION_CACHE_DIR=$(compiled) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(pytest) -m "not slow" $(TESTARGS)
+
+test-slurm: $(installed) $(tools)
+	@$(pytest) tests/in_slurm.py
 
 test-tunix:
 	@folder=$(VENV)-tunix; $(ours) && mkdir -p $$folder && touch $$folder/.zenflow_jax

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tests import warm
 from tests.processes import environment, reserved_port
 from train import finetune, models
 from train.memory import check_batch, check_model, is_lack_of_memory, lack_of_memory
+from train.sayings import how_to_go_on
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest
 
@@ -132,6 +134,12 @@ def test_in_several_processes_sigterm_is_answered_at_once_and_reaches_the_others
     assert done.stdout == f"{said}\n{signal.SIGTERM}\n"
     assert done.stderr.endswith("aborted by SIGTERM; the last whole checkpoint is as it was\n")
     assert done.returncode == 128 + signal.SIGTERM
+
+
+def test_under_slurm_the_last_line_names_the_run_and_no_command(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    said = "stopped by SIGTERM after step 7, which is saved. Go on with the same sbatch or srun and"
+    assert how_to_go_on(signal.SIGTERM, 7, Path("runs/job-17")) == f"{said} --run job-17"
 
 
 # --- memory ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import signal
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,10 @@ def causes_of_infinity(settings: Settings) -> str:
 
 def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
     """What is shown when a signal has stopped the run."""
+    name = signal.Signals(signal_number).name
+    saved = f"stopped by {name} after step {step}, which is saved."
+    if "SLURM_JOB_ID" in os.environ:
+        return f"{saved} Go on with the same sbatch or srun and --run {folder.name}"
     command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} --run {folder.name}"
     also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
-    name = signal.Signals(signal_number).name
-    return f"stopped by {name} after step {step}, which is saved. Go on with:\n{command}{also}"
+    return f"{saved} Go on with:\n{command}{also}"

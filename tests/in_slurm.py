@@ -1,0 +1,193 @@
+"""The batch script under a real SLURM of two nodes on this machine: `make test-slurm`.
+
+Debian's packages `slurm-wlm` and `munge` bring it. Its daemons belong to the user who runs this;
+their ports are free ones, and all they write is in a folder of the tests' own.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kill_test
+from tests.processes import environment
+from tests.test_train_mesh import config_file
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+SBIN = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
+MISSING = [name for name in DAEMONS if shutil.which(name, path=SBIN) is None]
+
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"needs SLURM; there is no {', '.join(MISSING)} on this machine"
+)
+
+# jax looks for process 0 under the name of the first node, which so is an address. What a requeued
+# job waits for is `cred_expire`, two minutes by default.
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+FirstJobId={first_job}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:8
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 Gres=gpu:8
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment of SLURM's commands, while its daemons run."""
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.touch(0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    with contextlib.ExitStack() as holders:
+        sockets = [holders.enter_context(socket.create_server(("", 0))) for _ in range(3)]
+        ports = [each.getsockname()[1] for each in sockets]
+    conf = SLURM_CONF.format(
+        folder=folder,
+        host=socket.gethostname(),
+        user=getpass.getuser(),
+        ports=ports,
+        first_job=secrets.randbelow(10**6) + 1,  # of which follows the port of process 0
+    )
+    (folder / "slurm.conf").write_text(conf)
+    for gpu in range(8):
+        (folder / f"gpu{gpu}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+    # The script's GPUs are of SLURM alone; jax has one CPU device in each process.
+    known = environment(1) | {
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PATH": SBIN,
+        "PYTHON": sys.executable,
+    }
+    munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file")]
+    commands = [
+        ["munged", "-F", "--force", f"--key-file={key}", f"--seed-file={folder}/seed", *munge],
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", "127.0.0.1"],
+        ["slurmd", "-D", "-N", "127.0.0.2"],
+    ]
+    with (folder / "daemons.log").open("wb") as log, contextlib.ExitStack() as stack:
+        for command in commands:
+            daemon = subprocess.Popen(command, env=known, stdout=log, stderr=log)
+            stack.callback(daemon.wait)
+            stack.callback(daemon.terminate)
+        stack.callback(lambda: wait_for(lambda: not told(known, "squeue", "-h"), 60))
+        stack.callback(lambda: told(known, "scancel", "-u", getpass.getuser()))
+        idle = ("sinfo", "-h", "-o", "%D %t")
+        wait_for(lambda: told(known, *idle, fails=True) == "2 idle", 15)
+        yield known
+
+
+def told(known: dict[str, str], *command: str, fails: bool = False) -> str:
+    """What a command of SLURM's prints."""
+    done = subprocess.run(
+        command, env=known, cwd=kill_test.ROOT, capture_output=True, text=True, check=False
+    )
+    assert fails or done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def wait_for(condition, seconds: float):
+    """What `condition` says as soon as it is true of it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+class Job:
+    """A run by `examples/finetune.sbatch`."""
+
+    def __init__(self, known: dict[str, str], folder: Path, *options: str, steps: int):
+        self._known = known
+        self._folder = folder
+        config = self.write_config(steps)
+        smaller = ("--cpus-per-task=1", f"--output={folder}/%j.txt", "--parsable")
+        script = ("examples/finetune.sbatch", config)
+        self.id = told(known, "sbatch", *smaller, *options, *script)
+        self.run = folder / "runs" / f"job-{self.id}"
+
+    def write_config(self, steps: int) -> str:
+        # A constant rate: by default it would depend on the number of steps.
+        constant = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2}}
+        path = self._folder / "constant.json"
+        path.write_text(json.dumps({"scheduler": constant}))
+        words = {"mesh": "data=2", "progress": False, "update_interval": 4, "overlap_step": True}
+        return config_file(self._folder, steps=steps, log_every=10, deepspeed=str(path), **words)
+
+    def output(self) -> str:
+        path = self._folder / f"{self.id}.txt"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def says(self, expected: str) -> re.Match:
+        try:
+            return wait_for(lambda: re.search(expected, self.output()), 240)
+        except AssertionError:
+            raise AssertionError(f"no {expected!r} in:\n{self.output()}") from None
+
+    def is_in(self, state: str, restarts: int = 0) -> bool:
+        shown = told(self._known, "scontrol", "show", "job", self.id)
+        return f"JobState={state} " in shown and f" Restarts={restarts} " in shown
+
+
+def test_a_job_that_meets_its_time_limit_goes_on_and_ends_with_the_bits_of_one_that_did_not(
+    slurm, tmp_path
+):
+    # SLURM looks every half a minute, so it sends the signal 30 to 60 seconds after the start.
+    job = Job(slurm, tmp_path, "--time=2", "--signal=TERM@60", steps=10**6)
+    job.says("SIGTERM: stopping after this step, saving")
+    step = int(job.says(r"stopped by SIGTERM after step (\d+), which is saved. Go on with the")[1])
+    job.write_config(step + 5)  # it waits for ten seconds at least
+    job.says(f"going on from checkpoint {step} in .*/job-{job.id}\n")
+    wait_for(lambda: job.is_in("COMPLETED", restarts=1), 240)
+
+    straight = Job(slurm, tmp_path, "--time=10", steps=step + 5)
+    wait_for(lambda: straight.is_in("COMPLETED"), 240)
+    assert "stopped" not in straight.output()
+    assert kill_test.differences(straight.run, job.run) == []
+
+
+def test_a_job_that_fails_is_not_requeued(slurm, tmp_path):
+    job = Job(slurm, tmp_path, "--time=10", steps=-1)
+    wait_for(lambda: job.is_in("FAILED"), 60)
+    assert job.output().count("`steps`: expected a finite number") == 2
+
+
+def test_usr1_saves_the_run_too_and_a_job_that_is_cancelled_is_not_requeued(slurm, tmp_path):
+    job = Job(slurm, tmp_path, "--time=10", steps=10**6)
+    job.says(r"step +10/")
+    told(slurm, "scancel", "--signal=USR1", job.id)
+    job.says("stopped by SIGTERM after step")
+    wait_for(lambda: job.is_in("RUNNING", restarts=1), 120)
+    job.says("going on from checkpoint")
+    told(slurm, "scancel", job.id)
+    wait_for(lambda: not told(slurm, "squeue", "-h", "-j", job.id), 60)
+    assert job.is_in("CANCELLED", restarts=1)
