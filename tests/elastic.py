@@ -38,8 +38,12 @@ def save(training: Training, folder: Path) -> None:
         checkpointer.wait_until_finished()
 
 
-def resume(training: Training, folder: Path, **engine: Any) -> None:
-    """A fresh training goes on from there; both ways have the same for its devices."""
+def resume(training: Training, folder: Path, **engine: Any) -> Any:
+    """A fresh training goes on from there; both ways have the same for its devices.
+
+    Returns:
+        What `EngineRestore` gave.
+    """
     training.engine.close()
     template = {
         "params": abstract(training.params),
@@ -60,6 +64,7 @@ def resume(training: Training, folder: Path, **engine: Any) -> None:
         training.params, training.state, engine_state=streamed, **ENGINE, **engine
     )
     training.t = int(training.state.step)
+    return streamed
 
 
 def assert_same_state(placed: Any, streamed: Any) -> None:

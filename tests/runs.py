@@ -167,6 +167,13 @@ def update_nnx(model: nnx.Module, optimizer: nnx.Optimizer, gradients: Any) -> N
         optimizer.update(model, state)
 
 
+def with_a_bit(x: jax.Array, place: tuple[int, ...], bit: int) -> jax.Array:
+    """`x` with another bit at a place, placed alike."""
+    values = np.array(x)
+    values.view(f"uint{8 * values.itemsize}")[place] ^= 1 << bit
+    return jax.device_put(values, x.sharding)
+
+
 def transformation(leaves: Leaves, settings: Settings, **more: Any) -> Any:
     """`zenflow` for these leaves."""
 

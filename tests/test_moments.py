@@ -311,8 +311,6 @@ def test_any_range_of_a_moment_is_read_as_all_of_it_is(shape, monkeypatch):
             begin, end = np.sort(rng.integers(0, whole.size + 1, 2)).tolist()
             out = np.full(end - begin, np.nan, np.float32)
             assert bits(moment.range(begin, end, out)) == bits(whole[begin:end])
-        places = tuple(rng.integers(0, size, 50) for size in shape)
-        np.testing.assert_array_equal(moment.at(places), whole.reshape(shape)[places])
 
 
 def test_loops_that_are_kept_on_disk_are_compiled_again_when_what_they_are_made_of_changes():

@@ -288,6 +288,7 @@ def continued(training, **changes):
         ({"rolling": False, "staleness": 1}, "`rolling` as in the saved run, 1, got 0"),
         ({"window_scaling": 0.0}, "`window_scaling` as in the saved run, 0.5, got 0"),
         ({"window_scaling": None}, "`window_scaling` as in the saved run, 0.5, got "),
+        ({"provisional_share": 0.1}, "`provisional_share` as in the saved run, 0, got 0.1"),
         (
             {"send_gradients": "per_window"},
             "`send_gradients` as in the saved run, another value, got .per_window.",
@@ -299,7 +300,7 @@ def continued(training, **changes):
 def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
     with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
         training.go(6)
-        with pytest.raises(ValueError, match=f"{words}.*Learning rate.*may be others"):
+        with pytest.raises(ValueError, match=f"{words}.*`provisional_share`.*may be others"):
             continued(training, **changes)()
 
 

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._checkpoint.layout import in_layout_of_now
+from zenflow_jax._checkpoint.layout import check_engine_layout
 from zenflow_jax._checkpoint.resume import (
     Resumed,
     check_resumed,
     resume,
 )
-from zenflow_jax._checkpoint.same_run import agree, gather
+from zenflow_jax._checkpoint.same_run import Given, agree, gather
 from zenflow_jax._checkpoint.stream import EngineStream
 from zenflow_jax._checkpoint.tree import (
     Counts,
@@ -38,7 +38,7 @@ from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import Places, as_pure, match_leaves
 from zenflow_jax._device.memory import put_everywhere, read
 from zenflow_jax._device.placing import put_back
-from zenflow_jax._device.samples import checksums, differing
+from zenflow_jax._device.samples import checksums, differing, fingerprints
 from zenflow_jax._device.state import (
     ZenFlowState,
     find_state,
@@ -212,7 +212,7 @@ class HostEngine:
         if engine_state is None:
             check_fresh(state)
         else:
-            engine_state = in_layout_of_now(engine_state)
+            check_engine_layout(engine_state)
             check_resumed(engine_state, state)
         found, _, places = match_leaves(params, state)
         weights = [found[i] for i in places]
@@ -247,8 +247,9 @@ class HostEngine:
         moment = int(read(state.step)), int(read(state.token))
         resumed = None
         if engine_state is not None:
+            now = fingerprints(weights, specs)  # in all processes, whatever they have read
             try:
-                resumed = resume(engine_state, host, offloaded, weights, state)
+                resumed = resume(engine_state, host, offloaded, now, state)
             except (OSError, ValueError) as error:
                 # The other processes may have read what this one cannot, and wait for it.
                 with contextlib.suppress(ValueError):
@@ -256,6 +257,8 @@ class HostEngine:
                 raise
         self._number = agree(None if resumed is None else resumed.refusal, *moment, devices)
         self._devices = devices
+        self._given = Given(devices)
+        self._given.note(weights)
         self._processes = sorted({d.process_index for d in devices})
         self._peers = PeerMonitor(
             f"run {self._number}", self._processes, exit_if_stuck=exit_if_stuck
@@ -306,8 +309,6 @@ class HostEngine:
         self._mailbox = Mailbox(self._worker, state, self._number, self._ahead)
         self._progress = Progress(self._schedule, len(offloaded.places))
         self._open_steps = [0] * self._schedule.groups
-        # Of moments since each group's last update was made with them.
-        self._roundings = [int(self._host.compact)] * self._schedule.groups
         self._updates = Updates(self._worker, self._host, offloaded, self._ahead)
         self._emitted = Emitted(self._specs, self._schedule, self._ahead)
 
@@ -439,6 +440,7 @@ class HostEngine:
                 self._emitted.note_parameters(taken.weights, leaves)
             new = self._mailbox.refill(state, leaves)
             opt_state = replace_state(opt_state, new)
+            self._given.note(taken.weights)
             if self._fit is not None:
                 params, opt_state = self._fit_windows(self._fit, params, opt_state)
         return params, opt_state
@@ -534,6 +536,7 @@ class HostEngine:
         if not self._behind:
             self._mailbox.drain()
             self._doubts.check(self._progress.step)
+            self._given.note(taken.weights)
             return params, opt_state
         with self._all_or_nothing():
             state, taken = self._bring_in(state, taken)
@@ -553,7 +556,9 @@ class HostEngine:
         self._mailbox.drain()
         self._note_changes(None)
         self._doubts.check(self._progress.step)
-        return self._mailbox.renew(state), taken.with_offloaded(weights)
+        taken = taken.with_offloaded(weights)
+        self._given.note(taken.weights)
+        return self._mailbox.renew(state), taken
 
     @_recorded("state")
     def peek(self, params: Any, opt_state: Any) -> Any:
@@ -655,11 +660,12 @@ class HostEngine:
             reselections=self._progress.reselections,
             window_lengths=self._window_lengths,
             scalars=host.scalars,
-            update_scalars=[window.update_scalars for window in host.open],
-            update_counted=[window.update_counted for window in host.open],
             schedule_state=self._progress.schedule_state,
             shares=self._progress.shares,
-            roundings=self._roundings,
+            # Before the first step others may be loaded.
+            fingerprints=self._given.fingerprints(self._specs)
+            if self._progress.step
+            else np.zeros(len(self._specs), np.uint32),
         )
 
     def _follow(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
@@ -813,7 +819,6 @@ class HostEngine:
             counts.step, counts.reselections, counts.schedule_state, counts.shares
         )
         self._open_steps = list(counts.open_steps)
-        self._roundings = list(counts.roundings)
         self._window_lengths.update(counts.window_lengths)
         self._updates.resume(counts.pending, resumed.before, weights)
 
@@ -919,7 +924,6 @@ class HostEngine:
     def _count_window(self, group: int) -> None:
         self._window_lengths[self._open_steps[group]] += 1
         self._open_steps[group] = 0
-        self._roundings[group] = int(self._host.compact)
 
     def _of_nnx(self, call: Any, model: Any, optimizer: Any) -> None:
         pair = nnx_pair()

@@ -12,6 +12,7 @@ from tests import meshes, runs
 from tests.elastic import ENGINE, HERE, PLAN, SAVED_AT, follow, resume, save
 from tests.meshes import LEAVES, MORE_LEAVES, STALE
 from tests.runs import Settings, Training
+from zenflow_jax._device.samples import fingerprints
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -21,6 +22,21 @@ def placed(where):
         return None
     name, placement, kind = where
     return meshes.shardings(meshes.make_mesh(name, kind), placement)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("mesh", ["data", "two", "three"])
+def test_a_parameter_has_the_same_fingerprint_wherever_it_lies(mesh, kind):
+    values = runs.initial_values(MORE_LEAVES)
+    found = []
+    for placement in (None, *meshes.PLACEMENTS):
+        there = placement and meshes.shardings(meshes.make_mesh(mesh, kind), placement, MORE_LEAVES)
+        params = runs.place(values, there)
+        tx = runs.transformation(MORE_LEAVES, STALE, param_shardings=there)
+        specs = [leaf.spec for leaf in jax.eval_shape(tx.init, params).leaves]
+        found.append(np.array(fingerprints([params[x.name] for x in MORE_LEAVES], specs)))
+    assert found[0].all()
+    np.testing.assert_array_equal(found, found[:1] * len(found))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +56,13 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
         save(training, tmp_path / "checkpoint")
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
     with HERE(shardings=placed(after)) as training:
-        resume(training, tmp_path / "checkpoint")
+        engine_state = resume(training, tmp_path / "checkpoint")
+        assert engine_state["counts"]["fingerprints"].all()
+        for name, x in training.params.items():
+            place = tuple(n - 1 for n in x.shape)
+            other = training.params | {name: runs.with_a_bit(x, place, 0)}
+            with pytest.raises(ValueError, match=rf"got other values of \['{name}'\]\. Save"):
+                zenflow_jax.HostEngine(other, training.state, engine_state=engine_state)
         follow(training, PLAN.steps)
         training.settle()
         expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)

@@ -1,4 +1,4 @@
-"""Which layout a saved state has, and how an older one becomes that of now.
+"""Which layout a saved state has; another one than that of now is refused.
 
 An engine's state says it under `layout`: in the name of an array, which contains the version of
 zenflow_jax that wrote it. So does an optimizer state. The files of `EngineSave` say it in their
@@ -6,23 +6,17 @@ metadata too, where it is read before all else. What the numbers are is in `_ver
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from zenflow_jax import _version
 
-#: By the number of an older layout that can still be read, what makes the next layout of its tree.
-#: Large arrays of the tree may be in files: pass them on as they are. The optimizer state is not in
-#: it. `abstract_engine_state` is of the layout of now, so the first entry here owes users who
-#: restore `engine.state()` by a template one of the older layout.
-TO_NEXT: dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]] = {}
-
 
 def written_by() -> dict[str, np.ndarray]:
     """What a tree says of its layout and version: an int32 () under the layout's name."""
-    return {_version.layout_name(_version.LAYOUT): np.array(_version.version_number(), np.int32)}
+    return {_version.LAYOUT_NAME: np.array(_version.version_number(), np.int32)}
 
 
 def layout_of(name: str) -> int | None:
@@ -37,7 +31,7 @@ def layout_of(name: str) -> int | None:
 
 
 def check_layout(number: int | None, version: str | None, what: str) -> None:
-    """Refuses a layout of the engine's half that this version cannot read.
+    """Refuses another layout than that of now.
 
     Args:
         number: Of the layout; None if what was saved does not say.
@@ -45,13 +39,10 @@ def check_layout(number: int | None, version: str | None, what: str) -> None:
         what: What has it.
 
     Raises:
-        ValueError: If it is newer than that of now, older than can be read, or says nothing.
+        ValueError: If it is another one, or says nothing.
     """
-    now = _version.LAYOUT
-    if number is None or version is None:
-        raise ValueError(_refusal(what, now, None, None))
-    if number > now or any(step not in TO_NEXT for step in range(number, now)):
-        raise ValueError(_refusal(what, now, number, version))
+    if number != _version.LAYOUT or version is None:
+        raise ValueError(_refusal(what, number, version))
 
 
 def check_state_layout(found: Mapping[str, Any]) -> None:
@@ -60,25 +51,17 @@ def check_state_layout(found: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If it is of another one, or says nothing.
     """
-    number, version = _said_by(found)
-    if number != _version.STATE_LAYOUT:
-        raise ValueError(_refusal("a ZenFlowState", _version.STATE_LAYOUT, number, version))
+    check_layout(*_said_by(found), "a ZenFlowState")
 
 
-def in_layout_of_now(saved: Any) -> Any:
-    """A saved engine's state in the layout of now; what is no such state is returned as it is.
+def check_engine_layout(saved: Any) -> None:
+    """Refuses the state of an engine that is of another layout.
 
     Raises:
-        ValueError: If it is of a layout that cannot be read.
+        ValueError: If it is of another one, or says nothing.
     """
-    if not isinstance(saved, Mapping) or not {"leaves", "counts"} <= saved.keys():
-        return saved
-    number, version = _said_by(saved)
-    check_layout(number, version, "an `engine_state`")
-    assert number is not None
-    for step in range(number, _version.LAYOUT):
-        saved = TO_NEXT[step](saved)
-    return {**saved, "layout": written_by()}
+    if isinstance(saved, Mapping) and {"leaves", "counts"} <= saved.keys():
+        check_layout(*_said_by(saved), "an `engine_state`")
 
 
 def _said_by(saved: Mapping[str, Any]) -> tuple[int | None, str | None]:
@@ -91,19 +74,19 @@ def _said_by(saved: Mapping[str, Any]) -> tuple[int | None, str | None]:
     return None, None
 
 
-def _refusal(what: str, now: int, number: int | None, version: str | None) -> str:
-    if number is None:
+def _refusal(what: str, number: int | None, version: str | None) -> str:
+    if number is None or version is None:
         came = "one that does not say its layout, of a version before 0.2.0"
         remedy = "Finish its run with that version"
     else:
         came = f"layout {number}, which zenflow_jax {version} wrote"
-        newer = number > now
+        newer = number > _version.LAYOUT
         remedy = (
             f"Go on with zenflow_jax {version}, or a later one"
             if newer
             else f"Finish its run with zenflow_jax {version}"
         )
     return (
-        f"expected {what} of layout {now}, which zenflow_jax {_version.__version__} reads, got "
-        f"{came}. {remedy}; or begin a new run with its parameters, from `tx.init(params)`."
+        f"expected {what} of layout {_version.LAYOUT}, which zenflow_jax {_version.SINCE} reads, "
+        f"got {came}. {remedy}; or begin a new run with its parameters, from `tx.init(params)`."
     )

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zenflow_jax._checkpoint.same_run import sample, what_differs
+from zenflow_jax._checkpoint.same_run import what_differs
 from zenflow_jax._checkpoint.stream import StoredArray
 from zenflow_jax._checkpoint.tree import (
     FITS,
@@ -19,13 +19,10 @@ from zenflow_jax._checkpoint.tree import (
 )
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._device.step import furthest
-from zenflow_jax._exchange.messages import PENDING
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, piece_of
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import INTERVALS
-from zenflow_jax._plan.scalars import window_step
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
@@ -59,16 +56,16 @@ def resume(
     engine_state: Any,
     host: HostState,
     offloaded: OffloadedLeaves,
-    weights: Sequence[jax.Array],
+    found: Sequence[jax.Array],
     state: ZenFlowState,
 ) -> Resumed:
     """Puts a saved state into a new host state, and compares it with parameters and device state.
 
     Args:
         engine_state: A saved state that passes `check_resumed`.
-        host: New: its masters are still the parameters.
+        host: New.
         offloaded: The leaves whose arrays `host` has.
-        weights: The parameters of all leaves.
+        found: The fingerprints of the parameters of all leaves.
         state: The device's state.
 
     Raises:
@@ -77,34 +74,11 @@ def resume(
     counts = counts_from_tree(engine_state["counts"], state.schedule.groups)
     parts, specs = offloaded.parts, offloaded.specs
     before = channels_before(parts, specs, engine_state["leaves"])
-    samples = sample(host.leaves)
     _resume_host(host, parts, specs, engine_state["leaves"], counts)
-    now = [x + host.compact for x in counts.roundings]
-    refusal = other_moment(engine_state, state)
-    # Before the first step the parameters may be others: the engine follows them.
-    if refusal is None and counts.step:
-        scaling = state.schedule.window_scaling
-        updates = [
-            window_step(scalars, counted, scaling, np)
-            if pending == PENDING and scalars is not None
-            else None
-            for pending, scalars, counted in zip(
-                counts.pending, counts.update_scalars, counts.update_counted, strict=True
-            )
-        ]
-        roundings = list(zip(counts.roundings, now, strict=True))
-        refusal = what_differs(
-            weights,
-            state.leaves,
-            samples,
-            host.leaves,
-            parts,
-            before,
-            updates,
-            roundings,
-            0.0 if state.reach is None else furthest(float(read(state.reach))),
-        )
-    return Resumed(dataclasses.replace(counts, roundings=now), before, refusal)
+    refusal = other_moment(engine_state, state) or what_differs(
+        found, counts.fingerprints, [leaf.spec for leaf in state.leaves]
+    )
+    return Resumed(counts, before, refusal)
 
 
 def _resume_host(
@@ -137,7 +111,6 @@ def _resume_host(
     host.resume(
         map(arrays, parts),
         counts.counted,
-        list(zip(counts.update_scalars, counts.update_counted, strict=True)),
         closed=counts.windows,
         scalars=counts.scalars,
     )
@@ -194,10 +167,10 @@ def other_moment(saved: Any, state: ZenFlowState) -> str | None:
 
 _MAY_CHANGE = (
     "A resumed run needs the parameters, `topk_ratio`, `channel_axis`, `resident`, `mask`, "
-    "intervals, warm-up, `rolling`, `staleness` and `window_scaling` of the saved one, and "
-    "`send_gradients` as it was if that is 'per_window'. Learning rate, betas, eps, weight decay "
-    "and `max_grad_norm` may be others, and "
-    "so may devices, processes, `partition_replicated`, `host_kernel`, `host_state` and `threads`. "
+    "intervals, warm-up, `rolling`, `staleness`, `window_scaling` and `provisional_share` of the "
+    "saved one, and `send_gradients` as it was if that is 'per_window'. Learning rate, betas, eps, "
+    "weight decay and `max_grad_norm` may be others, and so may devices, processes, "
+    "`partition_replicated`, `host_kernel`, `host_state` and `threads`. "
     "A mesh may divide the layers of a stack if that of the saved run did, and else not."
 )
 

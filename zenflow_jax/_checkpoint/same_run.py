@@ -3,12 +3,11 @@
 Each engine draws a number, the same in every process of the run. From it come the tokens that the
 engine gives to the optimizer state, and the one in its own state. Where step and token are equal,
 both states are of the same engine and the same moment. The number is in no arithmetic. Parameters
-cannot carry it, so a few hundred values of each leaf are compared with the masters on host and
-device.
+cannot carry it, so the engine's state has a checksum of each.
 """
 
-import dataclasses
 import secrets
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,220 +15,73 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zenflow_jax._device.leaves import some
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import LeafState
-from zenflow_jax._exchange.parts import Part, piece_of
-from zenflow_jax._host.state import HostLeaf
+from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import WindowStep
-
-#: About how many values of each part are compared; they are spread over it.
-COMPARED = 512
-
-# How far a master with its update undone may be from the one before the update, relative to update
-# and master: a few roundings of float32, of which the bias corrections' are largest.
-_OF_UPDATE, _OF_MASTER = 2.0**-10, 2.0**-21
-# A step makes a selected parameter the cast of its master. But a compiler for devices may round
-# once less, and the float32 difference of numbers that are 2**16 apart is not exact.
-_OF_LARGEST = 2.0**-20
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Some values of a part of a parameter, taken before a checkpoint is read into the host."""
+class Given:
+    """The parameters that an engine has given to its caller, or had of it, last.
 
-    values: np.ndarray  # float32
-    at: tuple[np.ndarray, ...]  # their places in the part, as `(entries, rows, n, tail)`
+    References are weak, as the engine would otherwise keep them alive through the next step.
+
+    Args:
+        devices: The parameters' devices.
+    """
+
+    def __init__(self, devices: Collection[Any]):
+        self._devices = devices
+        self._weights: list[weakref.ref[jax.Array]] = []
+
+    def note(self, weights: Sequence[jax.Array]) -> None:
+        """Remembers the parameters of all leaves."""
+        self._weights = [weakref.ref(x) for x in weights]
+
+    def fingerprints(self, specs: Sequence[LeafSpec]) -> np.ndarray:
+        """Their fingerprints, uint32 and never 0; 0 for a parameter that is no more.
+
+        With several processes all must call this: it waits for the others.
+
+        Args:
+            specs: Of all leaves.
+        """
+        weights = [of_leaf() for of_leaf in self._weights]
+        there = [x is not None and not x.is_deleted() for x in weights]
+        if len({device.process_index for device in self._devices}) > 1:
+            # Other processes may have freed more, and all must run the same programs.
+            there = np.all(list(gather(there, self._devices).values()), axis=0)
+        known = {i: x for i, x in enumerate(weights) if there[i] and x is not None}
+        found = np.zeros(len(specs), np.uint32)
+        found[list(known)] = as_saved(fingerprints([*known.values()], [specs[i] for i in known]))
+        return found
 
 
-@dataclasses.dataclass
-class _Found:
-    """How values of one leaf compare."""
-
-    compared: int = 0
-    different: int = 0
-    example: str = ""
-
-    def add(self, values: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-        """Compares values with two bounds between which they should lie."""
-        same = ((low <= values) & (values <= high)) | (np.isnan(values) & np.isnan(low + high))
-        self.compared += values.size
-        self.different += int(np.count_nonzero(~same))
-        for i in np.flatnonzero(~same)[:1]:
-            self.example = self.example or f"{values[i]:.9g} in place of {(low + high)[i] / 2:.9g}"
-
-
-def sample(leaves: Sequence[HostLeaf]) -> list[Sample]:
-    """The values to compare, from host arrays whose masters are still the parameters."""
-    samples = []
-    for leaf in leaves:
-        flat = _spread(leaf.master.size)
-        at = np.unravel_index(flat, leaf.master.shape)
-        samples.append(Sample(leaf.master.at(at), at))
-    return samples
+def as_saved(found: Sequence[jax.Array]) -> np.ndarray:
+    """Fingerprints as they are saved, 1 in place of 0; waits for them."""
+    return np.maximum(np.array(jax.device_get(found), np.uint32), 1)
 
 
 def what_differs(
-    weights: Sequence[jax.Array],
-    states: Sequence[LeafState],
-    samples: Sequence[Sample],
-    leaves: Sequence[HostLeaf],
-    parts: Sequence[Part],
-    before: Sequence[np.ndarray],
-    updates: Sequence[WindowStep | None],
-    roundings: Sequence[tuple[int, int]],
-    reach: float,
+    found: Sequence[jax.Array], saved: np.ndarray, specs: Sequence[LeafSpec]
 ) -> str | None:
-    """Why this process's parameters are not those of the states; None if they are.
-
-    A deferred channel's parameter is the cast of the host's master; with an update pending, of the
-    master before that update, which the moments tell. A selected or resident parameter is the cast
-    of the device's master, if the leaf has one. A float32 leaf has none, and is not compared there.
+    """Why the parameters are not those of a saved engine; None if they are.
 
     Args:
-        weights: The parameters of all leaves.
-        states: Their states.
-        samples: As `sample` gave them.
-        leaves: The host's arrays, which are now those of the checkpoint.
-        parts: The parts that these arrays are of.
-        before: Each part's channels, `(*stack, k)`, that were selected while the pending update's
-            window was open.
-        updates: The step of each group's pending update; None if none is pending.
-        roundings: How often each group's moments were rounded to 8 bits since that update, until
-            they were saved, and until now. A mesh may have had other groups of codes.
-        reach: How far provisional steps may have moved a deferred channel's parameter.
+        found: The fingerprints of the parameters of all leaves.
+        saved: As `Given.fingerprints`; what is 0 is compared with nothing.
+        specs: Of all leaves.
     """
-    offloaded = [state for state in states if state.offloaded]
-    on_host, on_device = [{state.spec.name: _Found() for state in states} for _ in range(2)]
-    for taken, leaf, part, then in zip(samples, leaves, parts, before, strict=True):
-        state = offloaded[part.leaf]
-        update = updates[part.spec.group]
-        saved, until_now = roundings[part.spec.group]
-        group, _, channel, _ = taken.at
-        now = _places(leaf.channels, leaf.spec.n)[group, channel] >= 0
-        then = np.asarray(then).reshape(leaf.channels.shape) - part.first
-        was = _places(then, leaf.spec.n)[group, channel] >= 0
-        ahead = ~now & ~was & (update is not None)
-        name = state.spec.name
-        later = ahead
-        if saved and not _has_whole_channels(part, state.spec):
-            # Another process may have the largest of what were groups of codes.
-            later = np.zeros_like(ahead)
-        for which, scalars in ((~now & ~ahead, None), (later, update)):
-            bounds = _masters(leaf, tuple(i[which] for i in taken.at), scalars, until_now)
-            low, high = (_cast(x, leaf.spec) for x in bounds)
-            low, high = low - reach, high + reach
-            on_host[name].add(taken.values[which], low, high)
-        if state.master is not None and now.any():
-            rows = part.cut(read(part.of(state.master))).reshape(leaf.spec.view4(leaf.spec.k))
-            steps = part.cut(read(part.of(state.steps))).reshape(leaf.channels.shape)
-            group, row, channel, column = (i[now] for i in taken.at)
-            place = _places(leaf.channels, leaf.spec.n)[group, channel]
-            # Before its first step a channel's master follows the parameter.
-            known = steps[group, place] > 0
-            master = rows[group, row, place, column][known]
-            _add_casts(on_device[name], taken.values[now][known], master, leaf.spec)
-    for weight, state in zip(weights, states, strict=True):
-        if state.spec.resident and state.master is not None and read(state.steps) > 0:
-            _compare_resident(on_device[state.spec.name], weight, state)
-    for where, found in (("engine_state", on_host), ("opt_state", on_device)):
-        for name, of_leaf in found.items():
-            if of_leaf.different:
-                return (
-                    "expected `params` to be those of the step at which `opt_state` and "
-                    f"`engine_state` were saved, got others: of {of_leaf.compared} values of "
-                    f"{name} that were compared with the masters in `{where}`, "
-                    f"{of_leaf.different} differ, such as {of_leaf.example}. Save and restore "
-                    "parameters, optimizer state and engine state together, and change none of "
-                    "them in between."
-                )
-    return None
-
-
-def _has_whole_channels(part: Part, spec: LeafSpec) -> bool:
-    """Whether a part of a leaf has all elements of the channels that it has."""
-    inner = [i for i in range(len(spec.stack), len(spec.shape)) if i != spec.axis]
-    return all(part.index[i].stop - part.index[i].start == spec.shape[i] for i in inner)
-
-
-def _masters(
-    leaf: HostLeaf, at: tuple[np.ndarray, ...], update: WindowStep | None, roundings: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Two bounds of the masters at these places, before `update` if there is one."""
-    master = leaf.master.at(at).astype(np.float64)
-    if update is None:
-        return master, master
-    steps = leaf.steps[at[0], at[2]].astype(np.float64)
-    first = leaf.mu.bounds(at, roundings, root=False)
-    root = leaf.nu.bounds(at, roundings, root=True)
-    with np.errstate(all="ignore"):  # numbers that are not finite are compared as such
-        scalars = update.scalars
-        rate = scalars.learning_rate / (1 - update.b1**steps)
-        small, large = (w / np.sqrt(1 - update.b2**steps) + scalars.eps for w in root)
-        # A change is largest where the first moment is, and the second smallest if it is positive.
-        low, high = (rate * m for m in first)
-        changes = (low / np.where(low > 0, large, small), high / np.where(high > 0, small, large))
-        shrunk = 1 - scalars.learning_rate * (scalars.weight_decay if leaf.spec.decay else 0.0)
-        ends = []
-        for change, sign in zip(changes, (-1, 1), strict=True):
-            old = (master + change) / shrunk
-            slack = _OF_UPDATE * abs(change) + _OF_MASTER * (abs(master) + abs(old))
-            ends.append(old + sign * np.sign(shrunk) * slack / abs(shrunk))
-    return np.minimum(*ends), np.maximum(*ends)
-
-
-def _compare_resident(found: _Found, weight: jax.Array, state: LeafState) -> None:
-    seen = set()
-    for shard in state.master.addressable_shards:
-        index = tuple(
-            slice(*s.indices(n)[:2]) for s, n in zip(shard.index, weight.shape, strict=True)
-        )
-        key = tuple((s.start, s.stop) for s in index)
-        if key in seen:
-            continue
-        seen.add(key)
-        values = piece_of(weight, index)
-        assert values is not None, "a device has of a master what it has of the parameter, or less"
-        at = _spread(values.size)
-        master = read(shard.data).reshape(-1)[at]
-        _add_casts(found, values.reshape(-1)[at].astype(np.float32), master, state.spec)
-
-
-def _add_casts(found: _Found, values: np.ndarray, master: np.ndarray, spec: LeafSpec) -> None:
-    """Compares values that a step on the device has made from these masters."""
-    wide = master.astype(np.float64)
-    with np.errstate(all="ignore"):
-        largest = np.max(abs(wide), initial=0.0, where=np.isfinite(wide))
-        slack = _unit(spec) * abs(wide) + _OF_LARGEST * largest
-    found.add(values, _cast(wide - slack, spec), _cast(wide + slack, spec))
-
-
-def _unit(spec: LeafSpec) -> float:
-    return float(jax.numpy.finfo(spec.dtype).eps)
-
-
-def _cast(x: np.ndarray, spec: LeafSpec) -> np.ndarray:
-    """`x` cast to float32 and then to the leaf's dtype, as the host casts; in float32 again."""
-    with np.errstate(all="ignore"):
-        return x.astype(np.float32).astype(spec.dtype).astype(np.float32)
-
-
-def _spread(size: int) -> np.ndarray:
-    """Some places in a flat array, ascending; in a small array all of them.
-
-    Multiples of the golden ratio are spread evenly and fall in step with no axis.
-    """
-    if size <= COMPARED:
-        return np.arange(size)
-    places = np.arange(1, COMPARED + 1) * (0.5 * (5**0.5 - 1)) % 1
-    return np.unique((places * size).astype(np.int64))
-
-
-def _places(channels: np.ndarray, n: int) -> np.ndarray:
-    """Int (entries, n): each channel's place among `channels` (entries, k); -1 if it has none."""
-    places = np.full((channels.shape[0], n), -1)
-    np.put_along_axis(places, channels, np.arange(channels.shape[1])[None], axis=-1)
-    return places
+    same = (saved == 0) | (saved == as_saved(found))
+    others = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
+    if not others:
+        return None
+    return (
+        "expected `params` to be those of the step at which `opt_state` and `engine_state` were "
+        f"saved, got other values of {some(others)}. "
+        "Save and restore parameters, optimizer state and engine state together, and change none "
+        "of them in between."
+    )
 
 
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:

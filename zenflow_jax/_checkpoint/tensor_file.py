@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-_DTYPES = {"F32": np.dtype(np.float32), "I32": np.dtype(np.int32)}
+_DTYPES = {name: np.dtype(x) for name, x in (("F32", "f4"), ("I32", "i4"), ("U32", "u4"))}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # What is in front of the arrays is a multiple of this long.
 _ALIGNMENT = 64
@@ -31,7 +31,7 @@ class TensorWriter:
 
     Args:
         path: Where; there must be no such file.
-        arrays: Dtype (float32 or int32) and shape of each array, by name.
+        arrays: Dtype and shape of each array, by name.
         metadata: Text, by name.
     """
 

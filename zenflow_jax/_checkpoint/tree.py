@@ -24,7 +24,7 @@ from zenflow_jax._device.state import (
     with_first_windows,
     with_interval,
 )
-from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING
+from zenflow_jax._exchange.messages import NONE
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
     Part,
@@ -62,12 +62,8 @@ class Counts:
     open_steps: Sequence[int]  # of the open window, skipped ones included
     counted: Sequence[int]  # the steps among them that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
-    # Of the last step of the last window that closed, None before; and its steps in the sums.
-    update_scalars: Sequence[AdamScalars | None]
-    update_counted: Sequence[int]
     shares: np.ndarray  # float32: `Progress.shares`
-    # How often moments were rounded to 8 bits since the pending update was made with them.
-    roundings: Sequence[int]
+    fingerprints: np.ndarray  # of all leaves: `Given.fingerprints`; 0 before the first step
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # the next step's
@@ -78,11 +74,9 @@ class Counts:
 
 
 _NUMBERS = ("step", "windows", "token", "skipped", "reselections")
-# Of this many, and once more than `PENDING`, are the numbers of rounded ones that are pending: odd.
-_ROUNDED = 2
 #: The kind of rule of a `FitWindow`, in the options.
 FITS = 2
-_OF_GROUPS = ("open_steps", "counted", "pending", "update_counted")
+_OF_GROUPS = ("open_steps", "counted", "pending")
 
 
 def _most_groups(schedule: Schedule) -> int:
@@ -90,18 +84,16 @@ def _most_groups(schedule: Schedule) -> int:
     return INTERVALS[-1] if isinstance(schedule.window, FitWindow) else schedule.groups
 
 
-def first_counts(schedule: Schedule, leaves: int) -> Counts:
-    """Before the first step, for `leaves` offloaded leaves."""
+def first_counts(schedule: Schedule, leaves: int, offloaded: int) -> Counts:
+    """Before the first step, for so many leaves, of which so many are offloaded."""
     none = [0] * schedule.groups
     return Counts(
-        schedule_state=first_schedule_state(schedule, leaves),
+        schedule_state=first_schedule_state(schedule, offloaded),
         open_steps=none,
         counted=none,
         pending=[NONE] * schedule.groups,
-        update_scalars=[None] * schedule.groups,
-        update_counted=none,
         shares=np.full(schedule.groups, np.nan, np.float32),
-        roundings=none,
+        fingerprints=np.zeros(leaves, np.uint32),
     )
 
 
@@ -112,18 +104,13 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
     for length, count in counts.window_lengths.items():
         lengths[length] = count
     of_groups = {name: getattr(counts, name) for name in _OF_GROUPS}
-    # Beside what is pending, so that the tree has the same structure as before there were any.
-    pairs = zip(counts.pending, counts.roundings, strict=True)
-    of_groups["pending"] = [x + _ROUNDED * times if x == PENDING else x for x, times in pairs]
     return {
         **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
         **{name: _padded(np.array(x, np.int32), groups) for name, x in of_groups.items()},
         "window_lengths": lengths,
         "scalars": _scalars_to_tree(counts.scalars),
-        "update_scalars": _padded(
-            np.stack([_scalars_to_tree(x) for x in counts.update_scalars]), groups
-        ),
         "shares": _padded(np.array(counts.shares, np.float32), groups),
+        "fingerprints": counts.fingerprints,
         "schedule_state": {
             name: _schedule_number(name, x, groups)
             for name, x in counts.schedule_state._asdict().items()
@@ -152,17 +139,13 @@ def counts_from_tree(tree: Mapping[str, Any], groups: int) -> Counts:
     nothing = np.zeros(0, np.float32)
     lengths = np.asarray(tree["window_lengths"])
     of_groups = {name: np.asarray(tree[name])[:groups].tolist() for name in _OF_GROUPS}
-    of_groups["roundings"] = [max(x - PENDING, 0) // _ROUNDED for x in of_groups["pending"]]
-    of_groups["pending"] = [PENDING if x > EMPTY else x for x in of_groups["pending"]]
     return Counts(
         **{name: int(tree[name]) for name in _NUMBERS},
         **of_groups,
         window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
         scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
-        update_scalars=[
-            AdamScalars(*map(float, row)) for row in np.asarray(tree["update_scalars"])[:groups]
-        ],
         shares=np.asarray(tree["shares"])[:groups],
+        fingerprints=np.asarray(tree["fingerprints"]),
         schedule_state=ScheduleState(
             length=int(schedule_state["length"]),
             counted=np.float32(schedule_state["counted"]),
@@ -238,7 +221,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         for leaf, mail in zip(state.leaves, state.mail, strict=True)
         if leaf.offloaded
     ]
-    counts = first_counts(state.schedule, len(offloaded))
+    counts = first_counts(state.schedule, len(state.leaves), len(offloaded))
     return {
         "leaves": [
             {

@@ -26,7 +26,7 @@ from zenflow_jax._plan.rules import FitWindow, FoundWindow
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 from zenflow_jax._plan.sending import SendGradients
-from zenflow_jax._version import STATE_LAYOUT, layout_name, version_number
+from zenflow_jax._version import LAYOUT_NAME, version_number
 
 
 def first_state(
@@ -112,7 +112,7 @@ def _build(
         reach=jnp.zeros((), jnp.float32)
         if offload and schedule.provisional_share is not None
         else None,
-        layout={layout_name(STATE_LAYOUT): jnp.array(version_number(), jnp.int32)},
+        layout={LAYOUT_NAME: jnp.array(version_number(), jnp.int32)},
         schedule=schedule,
         offload=offload,
         send_gradients=sending,

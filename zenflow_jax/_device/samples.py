@@ -28,13 +28,23 @@ from zenflow_jax._plan.leaf import LeafSpec
 def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Array]:
     """A uint32 checksum of the deferred channels of each offloaded leaf.
 
-    Every bit takes part. All devices have the same one, and the same values give it in any run.
+    Every bit takes part. All devices have the same one, and it is another one if any of them has
+    other values; so it depends on the mesh.
     """
     # A leaf at a time: leaves that are alike share a program.
     return [
         _checksum(weight, leaf.channels, spec=_bare(leaf.spec))
         for weight, leaf in zip(weights, leaves, strict=True)
     ]
+
+
+def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
+    """A uint32 checksum of each leaf, its selected channels included.
+
+    Every bit takes part. The same values give it on any mesh; where devices that should hold the
+    same do not, each has its own.
+    """
+    return [_checksum(x, None, spec=_bare(spec)) for x, spec in zip(weights, specs, strict=True)]
 
 
 def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
@@ -108,25 +118,30 @@ def differ(x: Array, y: Array, dtype: Any) -> Array:
 
 
 @partial(jax.jit, static_argnames="spec")
-def _checksum(weight: Array, channels: Array, *, spec: LeafSpec) -> Array:
-    layout = Layout(spec)
-    return on_each_device(_sum_bits, spec, [layout.block, layout.channels], REPLICATED)(
-        weight, channels
-    )
+def _checksum(weight: Array, channels: Array | None, *, spec: LeafSpec) -> Array:
+    layout, sum_bits = Layout(spec), partial(_sum_bits, shape=spec.shape)
+    of_channels = None if channels is None else layout.channels
+    return on_each_device(sum_bits, spec, [layout.block, of_channels], REPLICATED)(weight, channels)
 
 
-def _sum_bits(here: Here, weight: Array, channels: Array) -> Array:
-    spec = here.block
+def _sum_bits(
+    here: Here, weight: Array, channels: Array | None, *, shape: tuple[int, ...]
+) -> Array:
     small = jnp.abs(weight) < jnp.finfo(weight.dtype).tiny
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
     bits = jnp.where(small, jnp.uint32(0), bits)
-    # An odd factor loses no bit. Each place has a different one, so that swapped values show.
+    # An odd factor loses no bit. Each place in the leaf has a different one, so that swapped values
+    # show.
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
+        index += jnp.asarray(here.first(axis), jnp.uint32)
         factor = factor + index * np.uint32(stride % 2**32)
-        stride *= weight.shape[axis]
-    deferred = broadcast_channels(~contains(here.to_local(channels), spec.n), spec)
-    total = jnp.sum(jnp.where(deferred, bits * factor, jnp.uint32(0)))
+        stride *= shape[axis]
+    bits *= factor
+    if channels is None:
+        return here.sum_blocks(jnp.sum(bits))
+    deferred = broadcast_channels(~contains(here.to_local(channels), here.block.n), here.block)
+    total = jnp.sum(jnp.where(deferred, bits, jnp.uint32(0)))
     return here.sum_everywhere(total * (2 * here.number_of_device() + 1))

@@ -139,15 +139,24 @@ class Here:
             return jnp.zeros((), jnp.uint32)
         return jax.lax.axis_index(self._place.mesh.axis_names).astype(jnp.uint32)
 
+    def sum_blocks(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices that hold different blocks."""
+        if self._place is None:
+            return x
+        names = [name for names in self._place.block for name in names]
+        return jax.lax.psum(x, tuple(names)) if names else x
+
     def to_mail(self, part: jax.Array, rank: int) -> jax.Array:
         return part.reshape(mail_shape(part.shape, rank))
 
+    def first(self, axis: int) -> Any:
+        """Where this device's block begins in the leaf, along an axis."""
+        names = () if self._place is None else self._place.block[axis]
+        return jax.lax.axis_index(names) * self.block.shape[axis] if names else 0
+
     def _first(self) -> Any:
         """The number in the leaf of this device's first channel."""
-        if self._place is None or self._spec.axis is None:
-            return 0
-        names = self._place.block[self._spec.axis]
-        return jax.lax.axis_index(names) * self.part.n if names else 0
+        return 0 if self._spec.axis is None else self.first(self._spec.axis)
 
     def _shares(self) -> MeshAxes:
         return () if self._place is None else self._place.shares

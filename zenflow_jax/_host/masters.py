@@ -89,15 +89,6 @@ class Masters:
         join(values, self.rest.reshape(-1)[begin:end], out=scratch[: end - begin])
         return scratch[: end - begin]
 
-    def at(self, places: Any) -> np.ndarray:
-        """Some masters, float32 and copied; `places` is an index of arrays."""
-        values = self.values[places]
-        if self.rest is None:
-            return values
-        found = np.empty(values.shape, np.float32)
-        join(values, self.rest[places], out=found)
-        return found
-
     def write(self, x: np.ndarray) -> None:
         """Sets all masters.
 

@@ -163,64 +163,6 @@ class Moment:
             at += size
         return out
 
-    def at(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Some of it, float32 and copied; `places` are the four indices of each."""
-        if self.units is None:
-            return self.values[places]
-        flat = np.ravel_multi_index(places, self.shape)
-        segments, elements = np.divmod(flat, self.layout.width)
-        found = np.empty(flat.shape, np.float32)
-        decode(self.values.reshape(-1)[flat], self.units[self._groups(segments, elements)], found)
-        return found * found if self.values.dtype == _SECOND else found
-
-    def bounds(
-        self, places: tuple[np.ndarray, ...], roundings: int, *, root: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Between what some of it was before it was rounded.
-
-        Args:
-            places: As for `at`.
-            roundings: How often it was rounded, in whatever groups of each channel: by up to half a
-                code each time.
-            root: Whether this is a second moment, of which the square root is asked for.
-
-        Returns:
-            The lower and the upper bounds, float64.
-        """
-        with np.errstate(invalid="ignore"):
-            found = self.at(places).astype(np.float64)
-            found = np.sqrt(found) if root else found
-        if not roundings:
-            return found, found
-        # No group had a larger number than the channel, but for the rounding of that one.
-        largest = self._largest().astype(np.float64)[places[0], places[2]]
-        unit = 1.02 * (np.sqrt(largest) / TOP_SECOND if root else largest / TOP_FIRST)
-        half = roundings / 2
-        if root:
-            # What is above zero has at least code 1.
-            low = np.where(found <= 2 * half * unit, 0.0, found - half * unit)
-            return np.maximum(low, 0.0), found + half * unit
-        with np.errstate(invalid="ignore", divide="ignore"):
-            code = np.sqrt(np.where(unit > 0, abs(found) / unit, 0.0) + BEND_SQUARED) - BEND
-        code = np.copysign(code, found)
-
-        def stands_for(c: np.ndarray) -> np.ndarray:
-            return c * (abs(c) + 2 * float(BEND)) * unit
-
-        return stands_for(code - half) - LEAST_FIRST, stands_for(code + half) + LEAST_FIRST
-
-    def _largest(self) -> np.ndarray:
-        """Of each channel `(entries, n)` the largest magnitude, about."""
-        if self.units is None:  # `fmax` leaves out what is no number
-            most, least = (f.reduce(self.values, axis=(1, 3)) for f in (np.fmax, np.fmin))
-            return np.maximum(most, -least)
-        entries, _, n, tail = self.shape
-        units = self.units.reshape((entries, -1, n) if tail == 1 else (entries, n, -1))
-        largest = widened(units.max(axis=1 if tail == 1 else 2))
-        if self.values.dtype == _FIRST:
-            return largest * TOP_FIRST
-        return np.square(largest * TOP_SECOND)
-
     def write(self, x: np.ndarray) -> None:
         """Sets all of it; `x` is of the same shape, float32."""
         assert x.shape == self.shape

@@ -120,12 +120,10 @@ class ClosedWindow:
 
 @dataclasses.dataclass
 class OpenWindow:
-    """A group's open window, and what is known of the last one that closed."""
+    """A group's open window."""
 
     leaves: list[int]  # the numbers of the group's leaves
     counted: int = 0  # steps in the open window that were not skipped
-    update_scalars: AdamScalars | None = None  # of the last step of the last window
-    update_counted: int = 0  # steps of the last window that were not skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +242,6 @@ class HostState:
         self,
         arrays: Iterable[Mapping[str, np.ndarray]],
         counted: Sequence[int],
-        updates: Sequence[tuple[AdamScalars | None, int]],
         *,
         closed: int,
         scalars: AdamScalars | None,
@@ -255,14 +252,12 @@ class HostState:
             arrays: "master", "mu", "nu" and "steps" of each leaf, and "total" if any step is in it,
                 unless the device adds up.
             counted: Steps summed in each group's open window.
-            updates: Of each group's last window, the scalars and the steps that were summed.
             closed: Windows closed.
             scalars: Scalars of the last step.
         """
         self.windows, self.scalars = closed, scalars
-        for window, steps, update in zip(self.open, counted, updates, strict=True):
+        for window, steps in zip(self.open, counted, strict=True):
             window.counted = steps
-            window.update_scalars, window.update_counted = update
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
             leaf.take_master(of_leaf["master"])
             for name in ("mu", "nu"):
@@ -348,7 +343,6 @@ class HostState:
         for leaf in mine.values():
             leaf.total, leaf.mails = None, []
         window.counted = 0
-        window.update_scalars, window.update_counted = self.scalars, counted
         self._closed.append(closed)
         return closed
 
