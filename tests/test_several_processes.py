@@ -5,6 +5,7 @@ Tests that want processes alike stand side by side: they run in the same ones.
 
 import dataclasses
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -189,6 +190,7 @@ def pass_on(me: int, port: int, count: int, before: str, until: int, after: str)
             elastic.resume(training, Path(before))
             if count > 1:
                 check_refusal(training, me, count)
+                check_gone(training, me, count)
         elastic.follow(training, until)
         if after:
             elastic.save(training, Path(after))
@@ -200,18 +202,30 @@ def pass_on(me: int, port: int, count: int, before: str, until: int, after: str)
 def check_refusal(training: Training, me: int, count: int) -> None:
     """What the last process cannot go on with is refused by all of them."""
     last = me == count - 1
-
-    def other(x: jax.Array) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(
-            x.shape, x.sharding, [s.data + s.data.dtype.type(last) for s in x.addressable_shards]
-        )
-
-    params = {name: other(x) for name, x in training.params.items()}
+    params = plus(training.params, int(last))
     words = r"got other values of \['bias'\], " if last else f"process {count - 1} has refused"
     with pytest.raises(ValueError, match=words):
         zenflow_jax.HostEngine(params, training.state, engine_state=training.engine.state())
     tokens = multihost_utils.process_allgather(np.int32(training.engine._mailbox.token))
     assert np.unique(tokens).size == 1
+
+
+def check_gone(training: Training, me: int, count: int) -> None:
+    """What is gone in the last process has no fingerprint in any of them."""
+    if me == count - 1:
+        training.params = plus(training.params, 0)
+        gc.collect()
+    assert not training.engine.state()["counts"]["fingerprints"].any()
+
+
+def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
+    """Other arrays, of which this process has what it has of `params`, plus a number."""
+    return {
+        name: jax.make_array_from_single_device_arrays(
+            x.shape, x.sharding, [s.data + s.data.dtype.type(number) for s in x.addressable_shards]
+        )
+        for name, x in params.items()
+    }
 
 
 def fail(me: int, port: int, count: int) -> None:
