@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Settings:
     eps: float = 1e-8
     weight_decay: float = 1e-4
     topk_ratio: float = 0.1
-    update_interval: int | AutoWindow | FitWindow = 4
+    update_interval: int | AutoWindow = 4
     select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
     full_warm_up_rounds: int = 0  # steps
     overlap_step: bool = True
@@ -133,12 +133,6 @@ class Reference:
         shards: Sequence[int] | None = None,
         host_state: str = "float32",
     ):
-        # After which step windows change, and how long they are then.
-        self._change: tuple[int, int] | None = None
-        if isinstance(rule := settings.update_interval, FitWindow):
-            assert rule.interval is not None, "here nothing is measured"
-            self._change = settings.full_warm_up_rounds + rule.after, rule.interval
-            settings = dataclasses.replace(settings, update_interval=4)
         self._settings = settings
         self._compact = host_state == "compact"
         self._learning_rate = learning_rate
@@ -155,7 +149,13 @@ class Reference:
         self.skipped = 0
         self.windows = 0
         self.reselections = 0
-        self._begin_windows()
+        self.turns = 1
+        if settings.rolling and isinstance(settings.update_interval, int):
+            waiting = [leaf for leaf in self._leaves if leaf.axis is not None and leaf.offloaded]
+            self.turns = _take_turns(waiting, settings.update_interval)
+        self._arrives_at: list[int | None] = [None] * self.turns  # after which step, if known
+        self._open_steps = [0] * self.turns  # of the open windows, skipped ones included
+        self._open_steps_taken = [0] * self.turns  # the same without them
         self.boundaries: list[list[int]] = [[] for _ in range(self.turns)]
         self.kept_share: list[list[float]] = [[] for _ in range(self.turns)]
         self._selected_at = [0] * self.turns  # how many boundaries there were at the last selection
@@ -163,17 +163,6 @@ class Reference:
         # of the gradient's deferred channels and of its selected ones.
         self._weights: list[list[tuple[float, float]]] = []
         self._last_lr = np.float32(0)
-
-    def _begin_windows(self) -> None:
-        """Gives leaves their turns, of which each begins a window now."""
-        interval = self._settings.update_interval
-        self.turns = 1
-        if self._settings.rolling and isinstance(interval, int):
-            waiting = [leaf for leaf in self._leaves if leaf.axis is not None and leaf.offloaded]
-            self.turns = _take_turns(waiting, interval)
-        self._arrives_at: list[int | None] = [None] * self.turns  # after which step, if known
-        self._open_steps = [0] * self.turns  # of the open windows, skipped ones included
-        self._open_steps_taken = [0] * self.turns  # the same without them
 
     def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
         """Take one training step and do what the exchange after it does.
@@ -212,20 +201,7 @@ class Reference:
             self._weights = []
         elif weights:
             self._weights.append(weights)
-        if self._change is not None and self._change[0] == self.step_count:
-            self._change_windows(self._change[1])
         return self.params
-
-    def _change_windows(self, interval: int) -> None:
-        """Goes on with windows of another length, as if all of them began now."""
-        if interval == self._settings.update_interval:
-            return
-        self.flush()
-        self._settings = dataclasses.replace(self._settings, update_interval=interval)
-        self._begin_windows()
-        self.boundaries = [[self.step_count] for _ in range(self.turns)]
-        self.kept_share = [[1.0] for _ in range(self.turns)]
-        self._selected_at = [1] * self.turns
 
     def flush(self) -> list[np.ndarray]:
         """Bring everything that is on its way to the parameters.

@@ -159,42 +159,6 @@ IF_INJECTED = "static_args=zenflow_jax.STATIC_ARGS"
             ["`update_interval`", '"auto"', "AutoWindow", "got 'often'"],
         ),
         (
-            "windows that fit, without an engine",
-            lambda: make(update_interval="fit", select_interval=None, offload=False),
-            ValueError,
-            ["`offload`", 'update_interval="fit"', "got False", "pass an int"],
-        ),
-        (
-            "windows that fit, and a loop that waits",
-            lambda: make(update_interval="fit", select_interval=None, overlap_step=False),
-            ValueError,
-            ["`overlap_step`", 'update_interval="fit"', "got overlap_step=False", "Leave it out"],
-        ),
-        (
-            "windows that fit, with a staleness",
-            lambda: make(update_interval="fit", select_interval=None, staleness=2),
-            ValueError,
-            ["`staleness`", 'update_interval="fit"', "got staleness=2", "Leave it out"],
-        ),
-        (
-            "select_interval of 40 with windows that fit",
-            lambda: make(update_interval="fit", select_interval=40),
-            ValueError,
-            ["`select_interval`", "multiple of 16", "got 40", "pass 32, or None"],
-        ),
-        (
-            "windows of three steps that fit",
-            lambda: zenflow_jax.FitWindow(3),
-            ValueError,
-            ["`FitWindow.interval`", "1, 2, 4, 8, 16", "got 3", "update_interval=3"],
-        ),
-        (
-            "windows that fit after 20 steps",
-            lambda: zenflow_jax.FitWindow(after=20),
-            ValueError,
-            ["`FitWindow.after`", "multiple of 16", "got 20", "leave it out"],
-        ),
-        (
             "an adaptive update_interval with nothing selected",
             lambda: make(topk_ratio=0.0, update_interval="auto"),
             ValueError,

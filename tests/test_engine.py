@@ -813,7 +813,7 @@ def test_stats_count_steps_windows_and_bytes():
     with started(settings, (leaf,)) as training:
         # Masters, with what is uploaded in them, and moments; step counts; the channel.
         kept = 4 * 2 * 3 * 4 + 4 * 4 + 4
-        assert training.engine.stats == zenflow_jax.EngineStats(update_interval=2, host_bytes=kept)
+        assert training.engine.stats == zenflow_jax.EngineStats(host_bytes=kept)
         for t in range(1, 6):
             training.step(bad=t == 4)
             training.exchange()
@@ -831,7 +831,6 @@ def test_stats_count_steps_windows_and_bytes():
         windows=2,
         window_lengths={2: 2},
         reselections=1,
-        update_interval=2,
         skipped_steps=1,
         bytes_to_host=5 * mail + row + 4,  # and the channel's number
         bytes_to_device=2 * window + row,

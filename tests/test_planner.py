@@ -196,13 +196,13 @@ def test_the_hosts_work_is_that_of_the_log():
 def test_an_updates_time_is_its_staleness_whether_or_not_leaves_take_turns():
     alone = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)]
 
-    def times(leaves, interval=4, **options):
-        tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, update_interval=interval, **options)
+    def times(leaves, **options):
+        tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, **options)
         state = zenflow_jax.find_state(tx.init(alone * leaves))
         return [host_work(with_interval(state, window)).steps for window in (1, 4, 16)]
 
-    assert times(8) == times(1) == times(1, "fit") == [1, 1, 1]
-    assert times(8, rolling=False) == times(8, "fit", rolling=False) == [1, 4, 16]
+    assert times(8) == times(1) == [1, 1, 1]
+    assert times(8, rolling=False) == [1, 4, 16]
     assert times(8, staleness=3) == times(8, rolling=False, staleness=3) == [1, 3, 3]
     assert times(8, rolling=False, overlap_step=False) == [1, 1, 1]
 

@@ -22,8 +22,6 @@ from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
 from zenflow_jax._host.state import HostState
-from zenflow_jax._plan.rules import INTERVALS
-from zenflow_jax._planner.fit import WindowFit
 
 LATE = dataclasses.replace(STALE, send_gradients="after_step")
 SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
@@ -166,20 +164,6 @@ def adapt_beside(late: bool, rng: np.random.Generator) -> None:
         runs.assert_close([training.values()], expected.params[-1:])
 
 
-def fit(me: int, port: int, count: int) -> None:
-    """One of the processes: each measures its own host, and all do as the slowest one needs."""
-    join(me, port, count)
-    settings = dataclasses.replace(STALE, update_interval="fit", select_interval=None)
-    shardings = on_all({"fsdp": jax.device_count()}, "channels")
-    busy = {interval: (1.0 + me) / interval for interval in INTERVALS}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(WindowFit, "busy", lambda *_, **__: busy)
-        with Training(LEAVES, settings, shardings=shardings, **elastic.ENGINE) as training:
-            training.go(36)
-            assert training.engine.stats.update_interval == 4
-            assert int(training.state.schedule_state.interval) == 4
-
-
 def pass_on(me: int, port: int, count: int, before: str, until: int, after: str) -> None:
     """One of the processes: goes on from one checkpoint, if there is one, and writes another."""
     if count > 1:
@@ -310,12 +294,6 @@ def test_each_process_does_its_part_of_the_work(together):
 @pytest.mark.slow
 def test_all_processes_close_the_same_windows_however_slow_one_is(together):
     for code, output in together("adapt", 2, 2):
-        assert code is None, output[-5000:]
-
-
-@pytest.mark.slow
-def test_all_processes_choose_the_windows_that_the_slowest_host_needs(together):
-    for code, output in together("fit", 2, 2):
         assert code is None, output[-5000:]
 
 

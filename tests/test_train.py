@@ -126,14 +126,14 @@ def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_de
         ("steps = 3\nwidth 4", "expected TOML .*line 2"),
         (
             'update_interval = "often"',
-            '`update_interval`: expected a whole number, "auto" or "fit", got .of',
+            '`update_interval`: expected a whole number or "auto", got .of',
         ),
-        ('update_interval = "Auto"', 'a whole number, "auto" or "fit", got .*mean "auto"'),
+        ('update_interval = "Auto"', 'a whole number or "auto", got .*mean "auto"'),
         (
             'update_interval = "4"',
-            'a whole number, "auto" or "fit", got .*a string.*Remove the quotes',
+            'a whole number or "auto", got .*a string.*Remove the quotes',
         ),
-        ("update_interval = true", 'a whole number, "auto" or "fit", got True'),
+        ("update_interval = true", 'a whole number or "auto", got True'),
         ('select_interval = "epochs"', 'a whole number, "auto" or "epoch", got .*mean "epoch"'),
         ("select_interval = 64.0", 'a whole number, "auto" or "epoch", got 64.0.*Write 64'),
         ("auto_window_max_interval = 0", "`auto_window_max_interval`: .* above 0, got 0"),

@@ -64,7 +64,7 @@ from train.run_lock import run_lock
 from train.run_log import NoLog, RunLog, read_rows
 from train.saved_checkpoints import CheckpointError
 from train.sayings import PROGRAM, causes_of_infinity, how_to_go_on, said_of_deepspeed
-from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length, said_of_choice
+from train.schedule import ScheduleRecord, ScheduleRow, mean_window_length
 from train.settings import Planning, Settings, SettingsError
 from train.sharding import BATCH_AXES, batch_parts, committed, make_mesh, mesh_axes
 from train.skipping import NotFiniteError, SkippedSteps, check_finite
@@ -463,8 +463,6 @@ def train(
         console.print(summary_table(summary))
         if engine and (found := _hiding(opt_state, stats, totals.seconds, settings)):
             say(found.advice)
-        if engine and settings.update_interval == "fit":
-            say(said_of_choice(opt_state))
         if settings.keep_best:
             say(f"{saved_model} is that of step {best}, which did best in the validation")
         say(f"metrics, loss curve, settings and {saved_model}: {folder}")

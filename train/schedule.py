@@ -14,10 +14,8 @@ import zenflow_jax
 from train.settings import Settings
 
 
-def window_rule(settings: Settings) -> int | zenflow_jax.AutoWindow | zenflow_jax.FitWindow:
+def window_rule(settings: Settings) -> int | zenflow_jax.AutoWindow:
     """What `zenflow` gets as its `update_interval`."""
-    if settings.update_interval == "fit":
-        return zenflow_jax.FitWindow(interval=settings.fit_interval, after=settings.fit_after)
     if settings.update_interval != "auto":
         return settings.update_interval
     return zenflow_jax.AutoWindow(
@@ -36,18 +34,6 @@ def selection_rule(
     if settings.select_interval == "epoch":
         return zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
     return settings.select_interval
-
-
-def said_of_choice(opt_state: Any) -> str:
-    """What a run with update_interval fit has chosen, and how another run repeats it."""
-    interval, after = (int(x) for x in zenflow_jax.find_state(opt_state).schedule_state)
-    if not interval:
-        return "update_interval fit: the run was too short to measure, all windows had 4 steps"
-    repeat = f"fit --fit-interval {interval} --fit-after {after}" if interval != 4 else "4"
-    return (
-        f"update_interval fit: {interval} steps in a window since step {after} after the warm-up; "
-        f"`--update-interval {repeat}` repeats this run bit for bit"
-    )
 
 
 class ScheduleRow(NamedTuple):

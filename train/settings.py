@@ -134,21 +134,15 @@ class Settings:
     topk_ratio: float = 0.1
     """Share of the channels that is updated on the device at every step."""
     # Lines end where sentences do: `--help` breaks them there.
-    update_interval: int | Literal["auto", "fit"] = 4
+    update_interval: int | Literal["auto"] = 4
     """Steps in a window, after which the host updates the deferred channels.
-    auto: as many as pile up what weighs as much as one important step (zenflow_jax.AutoWindow).
-    fit: as few as this machine's host hides behind, measured once (zenflow_jax.FitWindow)."""
+    auto: as many as pile up what weighs as much as one important step (zenflow_jax.AutoWindow)."""
     auto_window_max_interval: int = 8
     """With update_interval auto: steps that a window has at most."""
     auto_window_share: float = 0.99
     """With update_interval auto: share of the leaves in which so much must have piled up."""
-    fit_interval: int | None = None
-    """With update_interval fit: what another run has chosen, to repeat it. Left out: measured."""
-    fit_after: int = 32
-    """With update_interval fit: steps after the warm-up at which the choice is made."""
     select_interval: int | Literal["auto", "epoch"] | None = None
-    """Steps between two selections, a multiple of update_interval if that is a number, of 16 with
-    fit.
+    """Steps between two selections, a multiple of update_interval if that is a number.
     Left out: 16 windows, of the longest if they adapt.
     auto: when the selected channels are no longer those that matter (zenflow_jax.AutoSelect).
     epoch: at the end of each pass over the text; a shorter run selects only at its start."""

@@ -17,7 +17,7 @@ from zenflow_jax._diagnostics.timeline_output import plot_timeline, save_trace
 from zenflow_jax._engine import HostEngine
 from zenflow_jax._master import iter_master_params, master_params
 from zenflow_jax._plan.arguments import STATIC_ARGS
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._transform import zenflow
 from zenflow_jax._version import __version__ as __version__
 
@@ -39,7 +39,6 @@ __all__ = [
     "EngineSave",
     "EngineStats",
     "EpochSelect",
-    "FitWindow",
     "Gpu",
     "Hiding",
     "HostEngine",

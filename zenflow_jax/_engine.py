@@ -28,7 +28,7 @@ from zenflow_jax._checkpoint.resume import (
     check_resumed,
     resume,
 )
-from zenflow_jax._checkpoint.same_run import Given, agree, gather
+from zenflow_jax._checkpoint.same_run import Given, agree
 from zenflow_jax._checkpoint.stream import EngineStream
 from zenflow_jax._checkpoint.tree import (
     Counts,
@@ -36,15 +36,13 @@ from zenflow_jax._checkpoint.tree import (
 )
 from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import Places, as_pure, match_leaves
-from zenflow_jax._device.memory import put_everywhere, read
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.samples import checksums, differing, fingerprints
 from zenflow_jax._device.state import (
     ZenFlowState,
     find_state,
     replace_state,
-    with_interval,
-    with_windows_of_now,
 )
 from zenflow_jax._device.step_scalars import USED
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -62,7 +60,6 @@ from zenflow_jax._exchange.checks import (
     check_not_numpy,
     check_one_run,
     check_pinned,
-    check_same_choice,
 )
 from zenflow_jax._exchange.emitted import Emitted
 from zenflow_jax._exchange.expected import Expected
@@ -82,8 +79,7 @@ from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._exchange.wrappers import check_wrappers
 from zenflow_jax._host.adam import HostAdam, compile_loops
 from zenflow_jax._host.state import HostState
-from zenflow_jax._plan.rules import FitWindow, FoundWindow, longest
-from zenflow_jax._planner.fit import WindowFit, Worked
+from zenflow_jax._plan.rules import longest
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model")
@@ -220,18 +216,12 @@ class HostEngine:
         check_placement(weights, specs)
         check_devices(weights, state)
         # Something may have placed all of it anew since `init`, as trainers do before they compile.
-        given, self._put_back = put_back(state, weights)
+        state, self._put_back = put_back(state, weights)
         self._places = Places(specs)
-        check_same_choice(given)
-        state = with_windows_of_now(given)
-        self._prefetch_bytes = prefetch_bytes
         self._offloaded = offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         parts = offloaded.parts
         mine, states = offloaded.pick(weights), offloaded.pick(state.leaves)
-        self._fit = _choice_to_come(given)
         self._check_pinned(state)
-        if self._fit is not None and self._fit.interval is not None:
-            self._check_pinned(with_interval(given, self._fit.interval))
         adam = HostAdam(host_kernel, threads)
         host = HostState(
             [part.spec for part in parts],
@@ -255,14 +245,11 @@ class HostEngine:
                 with contextlib.suppress(ValueError):
                     agree(str(error), *moment, devices)
                 raise
-        self._number = agree(None if resumed is None else resumed.refusal, *moment, devices)
-        self._devices = devices
+        number = agree(None if resumed is None else resumed.refusal, *moment, devices)
         self._given = Given(devices)
         self._given.note(weights)
         self._processes = sorted({d.process_index for d in devices})
-        self._peers = PeerMonitor(
-            f"run {self._number}", self._processes, exit_if_stuck=exit_if_stuck
-        )
+        self._peers = PeerMonitor(f"run {number}", self._processes, exit_if_stuck=exit_if_stuck)
         # Of what the masters were taken from. What was saved before the first step may be older
         # than the parameters beside it.
         self._made_with = checksums(mine, states) if resumed is None else None
@@ -273,16 +260,25 @@ class HostEngine:
         self._worker = Worker(host, offloaded, self._peers, skipped, in_a_row, max_skipped)
         self._window_lengths: Counter[int] = Counter()
         self._doubts = Doubts()
-        self._set_windows(given, state, weights)
+        self._schedule = state.schedule
+        self._specs = tuple(specs)
+        self._expected = Expected(state, weights)
+        self._tree = EngineTree(state, offloaded)
+        self._ahead = Ahead()
+        self._mailbox = Mailbox(self._worker, state, number, self._ahead)
+        self._progress = Progress(self._schedule, len(offloaded.places))
+        self._open_steps = [0] * self._schedule.groups
+        self._updates = Updates(self._worker, host, offloaded, self._ahead)
+        self._emitted = Emitted(self._specs, self._schedule, self._ahead)
         if resumed is not None:
-            self._updates.note_parameters(mine, given.leaves)
+            self._updates.note_parameters(mine, state.leaves)
             self._resume(resumed, mine)
         self._closed = False
         self._interrupted = False
         self._put_back_in_run = False
         # When nothing else can fail: who has no engine cannot end its thread.
         self._worker.start()
-        self._compile_ahead(given, weights)
+        self._compile_ahead(state, weights)
         # A forgotten engine's thread ends by itself; one that is there at interpreter exit is
         # waited for, before the modules go that it works with.
         weakref.finalize(self, self._worker.ask_to_stop)
@@ -290,34 +286,17 @@ class HostEngine:
         self._at_exit = partial(_stop, weakref.ref(self._worker))
         atexit.register(self._at_exit)
 
-    def _set_windows(
-        self, given: ZenFlowState, state: ZenFlowState, weights: Sequence[jax.Array]
-    ) -> None:
-        """Makes what depends on which windows there are, for a run that begins.
+    def _compile_ahead(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> None:
+        """Begins to compile what boundaries need.
 
         Args:
-            given: The state as the caller has it.
-            state: The same with the windows of now, which `_offloaded` is of.
+            state: The state before the first step.
             weights: The parameter of each of its leaves.
         """
-        offloaded = self._offloaded
-        self._schedule = state.schedule
-        self._specs = tuple(leaf.spec for leaf in state.leaves)
-        self._expected = Expected(given, state, weights)
-        self._tree = EngineTree(given, offloaded)
-        self._ahead = Ahead()
-        self._mailbox = Mailbox(self._worker, state, self._number, self._ahead)
-        self._progress = Progress(self._schedule, len(offloaded.places))
-        self._open_steps = [0] * self._schedule.groups
-        self._updates = Updates(self._worker, self._host, offloaded, self._ahead)
-        self._emitted = Emitted(self._specs, self._schedule, self._ahead)
-
-    def _compile_ahead(self, given: ZenFlowState, weights: Sequence[jax.Array]) -> None:
-        """Begins to compile what these windows need; arguments as for `_set_windows`."""
         weakref.finalize(self, self._ahead.close)
         mine, measures = self._offloaded.pick(weights), self._schedule.needs_kept_share
-        self._updates.prepare(mine, given, measures=measures)
-        self._emitted.prepare(weights, given.leaves, given.step_scalars)
+        self._updates.prepare(mine, state, measures=measures)
+        self._emitted.prepare(weights, state.leaves, state.step_scalars)
         window, specs = longest(self._schedule.window), [x.spec for x in self._offloaded.parts]
         loops = partial(compile_loops, self._host_kernel, specs, window, compact=self._host.compact)
         self._ahead.run(loops)
@@ -336,7 +315,7 @@ class HostEngine:
     @property
     def stats(self) -> EngineStats:
         """What was done so far: counts, seconds and bytes."""
-        worker, window = dataclasses.asdict(self._worker.stats), self._schedule.window
+        worker = dataclasses.asdict(self._worker.stats)
         worker["bytes_to_device"] += self._updates.late_bytes
         return EngineStats(
             steps=self._progress.step,
@@ -345,7 +324,6 @@ class HostEngine:
             reselections=self._progress.reselections,
             kept_share=self._progress.kept_share,
             put_back=self._put_back,
-            update_interval=window if isinstance(window, int) else None,
             wait_s=self._worker.wait_s,
             **self._worker.recorder.seconds(),
             **worker,
@@ -367,8 +345,7 @@ class HostEngine:
         It waits where an update is due that the host has not finished; where the host is more than
         two mails behind; and, briefly, where channels are selected: for the step, and for the
         hand-over of the channels that change sides. Where windows adapt, it also waits for the step
-        before the one just made (after a `flush` for that one). With a `FitWindow` it waits for all
-        host work twice: before it measures, and where the windows change. Do not use the arrays of
+        before the one just made (after a `flush` for that one). Do not use the arrays of
         `opt_state` that hold mail again; you may use the parameters.
 
         Args:
@@ -441,74 +418,7 @@ class HostEngine:
             new = self._mailbox.refill(state, leaves)
             opt_state = replace_state(opt_state, new)
             self._given.note(taken.weights)
-            if self._fit is not None:
-                params, opt_state = self._fit_windows(self._fit, params, opt_state)
         return params, opt_state
-
-    def _fit_windows(self, fit: WindowFit, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """After a step: begins to measure, or chooses windows and goes on with those."""
-        step = self._progress.step
-        if fit.begins_after(step):
-            fit.begin(self._worked())
-        if step != fit.last:
-            return params, opt_state
-        interval = fit.interval or self._choose_windows(fit, find_state(opt_state))
-        if interval is None:
-            return params, opt_state
-        self._fit = None
-        if interval != self._schedule.window:
-            params, opt_state = self._change_windows(interval, params, opt_state)
-        state = find_state(opt_state)
-        numbers = [np.int32(interval), np.int32(fit.after)]
-        found = FoundWindow(*put_everywhere(numbers, state.schedule_state.interval))
-        return params, replace_state(opt_state, dataclasses.replace(state, schedule_state=found))
-
-    def _choose_windows(self, fit: WindowFit, given: ZenFlowState) -> int | None:
-        """The shortest windows that hide in every process; None if that is not known yet."""
-
-        def affordable(interval: int) -> bool:
-            try:
-                self._check_pinned(with_interval(given, interval))
-            except ValueError:
-                return False
-            return True
-
-        def agree(found: int) -> int:
-            if len(self._processes) == 1:
-                return found
-            return max(x for (x,) in gather([found], self._devices).values())
-
-        now = self._worked()
-        return fit.choose(
-            given,
-            self.timeline.spans,
-            now,
-            compact=self._host.compact,
-            affordable=affordable,
-            agree=agree,
-        )
-
-    def _worked(self) -> Worked:
-        """What the host has done; waits for all of it."""
-        self._settle()
-        work_s = self._worker.recorder.seconds()["work_s"]
-        return Worked(work_s, self._worker.stats.skipped_steps)
-
-    def _change_windows(self, interval: int, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Brings all updates in, and goes on with windows of so many steps."""
-        given, taken = self._bring_in(find_state(opt_state), self._take(params))
-        before, late_bytes = self._progress, self._updates.late_bytes
-        state = with_interval(given, interval)
-        self._offloaded = OffloadedLeaves.of(state, self._prefetch_bytes)
-        self._worker.regroup(self._offloaded, state.schedule)
-        self._mailbox.close()
-        self._ahead.close()
-        self._set_windows(given, state, taken.weights)
-        self._progress.step, self._progress.reselections = before.step, before.reselections
-        self._updates.late_bytes = late_bytes
-        self._updates.note_parameters(taken.offloaded, given.leaves)
-        self._compile_ahead(given, taken.weights)
-        return taken.tree, replace_state(opt_state, given)
 
     @_recorded("flush")
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -539,26 +449,21 @@ class HostEngine:
             self._given.note(taken.weights)
             return params, opt_state
         with self._all_or_nothing():
-            state, taken = self._bring_in(state, taken)
-            return taken.tree, replace_state(opt_state, state)
-
-    def _bring_in(self, state: ZenFlowState, taken: CallerTree) -> tuple[ZenFlowState, CallerTree]:
-        """Closes the open windows and brings every update in; waits for all of it."""
-        self._emitted.forget()
-        groups = self._all_groups
-        weights = self._updates.collect(taken.offloaded, groups, state)
-        for group in groups:
-            if self._open_steps[group]:
-                state = self._mailbox.send_sums(state, group)
-                self._updates.close_window(group)
-                self._count_window(group)
-        weights = self._updates.collect(weights, groups, state)
-        self._mailbox.drain()
-        self._note_changes(None)
-        self._doubts.check(self._progress.step)
-        taken = taken.with_offloaded(weights)
-        self._given.note(taken.weights)
-        return self._mailbox.renew(state), taken
+            self._emitted.forget()
+            groups = self._all_groups
+            weights = self._updates.collect(taken.offloaded, groups, state)
+            for group in groups:
+                if self._open_steps[group]:
+                    state = self._mailbox.send_sums(state, group)
+                    self._updates.close_window(group)
+                    self._count_window(group)
+            weights = self._updates.collect(weights, groups, state)
+            self._mailbox.drain()
+            self._note_changes(None)
+            self._doubts.check(self._progress.step)
+            taken = taken.with_offloaded(weights)
+            self._given.note(taken.weights)
+            return taken.tree, replace_state(opt_state, self._mailbox.renew(state))
 
     @_recorded("state")
     def peek(self, params: Any, opt_state: Any) -> Any:
@@ -935,14 +840,6 @@ def nnx_pair() -> Any:
     from zenflow_jax._exchange import nnx_pair
 
     return nnx_pair
-
-
-def _choice_to_come(given: ZenFlowState) -> WindowFit | None:
-    """The choice of windows that a run still has to make, of the state as the caller has it."""
-    schedule = given.schedule
-    if not isinstance(schedule.window, FitWindow) or read(given.schedule_state.interval):
-        return None
-    return WindowFit(schedule.window, schedule.full_warm_up_rounds, int(read(given.step)))
 
 
 # Under jit an argument that comes back as it is would be the same array.

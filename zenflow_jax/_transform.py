@@ -41,7 +41,7 @@ from zenflow_jax._plan.arguments import (
 )
 from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.resolve import resolve_specs, warn_if_all_resident
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._plan.scalars import AdamScalars
 
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
@@ -70,7 +70,7 @@ def zenflow(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[Any], Any] | None = None,
     topk_ratio: float = 0.1,
-    update_interval: int | str | AutoWindow | FitWindow = 4,
+    update_interval: int | str | AutoWindow = 4,
     select_interval: int | str | AutoSelect | EpochSelect | None = None,
     full_warm_up_rounds: int = 0,
     overlap_step: bool = True,
@@ -117,13 +117,11 @@ def zenflow(
             parameters that returns one: True where weight decay applies. Everywhere by default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`, which closes a window
-            when enough has piled up in it, "auto" for its defaults; or a `FitWindow`, "fit" for its
-            defaults: the engine measures this machine, and chooses the shortest windows that hide
-            its work.
-        select_interval: Steps between two selections, a multiple of `update_interval` (of 16 with a
-            `FitWindow`); by default 16 windows (of the longest, if they adapt). The first selection
-            is at the first boundary. Or an `AutoSelect`, which selects when other channels matter
-            more, "auto" for its defaults; or an `EpochSelect`.
+            when enough has piled up in it, "auto" for its defaults.
+        select_interval: Steps between two selections, a multiple of `update_interval`; by default
+            16 windows (of the longest, if they adapt). The first selection is at the first
+            boundary. Or an `AutoSelect`, which selects when other channels matter more, "auto" for
+            its defaults; or an `EpochSelect`.
         full_warm_up_rounds: The first steps, at each of which all channels are updated.
         overlap_step: True: the host makes an update beside the steps that follow its window, and
             the result arrives when `staleness` says. False: the loop waits for it, as with

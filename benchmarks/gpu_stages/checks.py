@@ -347,11 +347,6 @@ def windows_of_four_steps_are_the_reference(world: World) -> list[Row]:
     return against_the_reference(world, "S = 4")
 
 
-def windows_that_change_are_the_reference(world: World) -> list[Row]:
-    window = zenflow_jax.FitWindow(2, after=16)
-    return against_the_reference(world, "S = 4, then 2", update_interval=window, select_interval=16)
-
-
 def clipping_is_the_reference(world: World) -> list[Row]:
     return against_the_reference(world, "max_grad_norm", max_grad_norm=30.0)
 
@@ -517,7 +512,6 @@ QUESTIONS: tuple[Callable[[World], list[Row]], ...] = (
     masters_asked_for_in_an_open_window_are_not_overwritten,
     a_step_that_is_not_finite_changes_nothing,
     sums_of_the_device_are_the_reference,
-    windows_that_change_are_the_reference,
     clipping_is_the_reference,
     rounded_mail_is_the_reference,
     _donating((0, 1)),

@@ -11,7 +11,6 @@ import zenflow_jax
 from tests import meshes, runs
 from tests.meshes import STALE
 from tests.runs import Leaf, Plan, Training
-from zenflow_jax import FitWindow
 
 LEAVES: runs.Leaves = (
     Leaf("layers", (6, 16, 8), -2, "bfloat16"),
@@ -69,19 +68,6 @@ def test_the_second_step_in_graph_on_explicit_axes_compiles_nothing(more):
         compiled = training.program._cache_size()
         training.go(1)
         assert training.program._cache_size() == compiled
-
-
-def test_windows_that_change_on_a_mesh_equal_the_reference():
-    places = shardings("cut", AxisType.Explicit)
-    settings = dataclasses.replace(STALE, update_interval=FitWindow(8, 16), select_interval=16)
-    plan = Plan(28, bad=(6, 20), flush_at=(9,))
-    expected, slow = runs.reference(LEAVES, settings, plan, shards=meshes.pieces(LEAVES, places))
-    assert slow.turns == 7
-    with Training(LEAVES, settings, shardings=places, **ENGINE) as training:
-        before = places_of(training)
-        runs.assert_agree(training.history(plan), expected)
-        assert places_of(training) == before
-        assert training.program._cache_size() == 1
 
 
 def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():

@@ -10,19 +10,16 @@ import numpy as np
 from zenflow_jax._checkpoint.same_run import what_differs
 from zenflow_jax._checkpoint.stream import StoredArray
 from zenflow_jax._checkpoint.tree import (
-    FITS,
     Counts,
     abstract_engine_state,
     counts_from_tree,
     place_of,
-    specs_of_options,
 )
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, piece_of
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import INTERVALS
 
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
@@ -71,7 +68,7 @@ def resume(
     Raises:
         ValueError: If channels cannot be on the devices of now.
     """
-    counts = counts_from_tree(engine_state["counts"], state.schedule.groups)
+    counts = counts_from_tree(engine_state["counts"])
     parts, specs = offloaded.parts, offloaded.specs
     before = channels_before(parts, specs, engine_state["leaves"])
     _resume_host(host, parts, specs, engine_state["leaves"], counts)
@@ -134,7 +131,8 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     # Options first: with other options the arrays differ, too.
     options = saved.get("options") if isinstance(saved, Mapping) else None
     if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
-        _check_options(options, expected["options"], specs_of_options(state))
+        specs = [leaf.spec for leaf in state.leaves]
+        _check_options(options, expected["options"], specs)
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
             "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "
@@ -190,11 +188,9 @@ def _check_options(
                 )
             continue
         if len(old) != len(new):
-            # Of a `FitWindow` leaves are there once for each choice.
-            times = len(INTERVALS) if expected["update_interval"][1] == FITS else 1
             raise ValueError(
-                f"expected parameters with {len(old) // times} leaves, as in the saved run, got "
-                f"{len(new) // times}. {_MAY_CHANGE}"
+                f"expected parameters with {len(old)} leaves, as in the saved run, got "
+                f"{len(new)}. {_MAY_CHANGE}"
             )
         # How many ranges a leaf has only a mesh changes, where it divides the layers of a stack.
         words = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
@@ -221,8 +217,6 @@ def _in_words(name: str, option: np.ndarray) -> str:
     if option.shape == ():
         return _OTHERWISE[name] if name in _OTHERWISE and option < 0 else f"{option.item():g}"
     number, rule, share = option.tolist()
-    if name == "update_interval" and rule == FITS:
-        return '"fit"'
     return f"{number:g}" + ("" if rule == 0 else f" (rule {rule:g}, share {share:g})")
 
 

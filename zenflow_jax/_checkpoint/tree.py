@@ -18,12 +18,7 @@ from zenflow_jax._checkpoint.layout import written_by
 from zenflow_jax._checkpoint.stream import EngineStream, SavedPart
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
-from zenflow_jax._device.state import (
-    ZenFlowState,
-    find_state,
-    with_first_windows,
-    with_interval,
-)
+from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.messages import NONE
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
@@ -37,15 +32,7 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.aligned import blank, copied
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import (
-    FIRST_INTERVAL,
-    INTERVALS,
-    AutoSelect,
-    AutoWindow,
-    EpochSelect,
-    FitWindow,
-    longest,
-)
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 from zenflow_jax._plan.sending import SendGradients
@@ -74,14 +61,7 @@ class Counts:
 
 
 _NUMBERS = ("step", "windows", "token", "skipped", "reselections")
-#: The kind of rule of a `FitWindow`, in the options.
-FITS = 2
 _OF_GROUPS = ("open_steps", "counted", "pending")
-
-
-def _most_groups(schedule: Schedule) -> int:
-    """How many groups the tree has room for: those of any windows that may be chosen."""
-    return INTERVALS[-1] if isinstance(schedule.window, FitWindow) else schedule.groups
 
 
 def first_counts(schedule: Schedule, leaves: int, offloaded: int) -> Counts:
@@ -99,60 +79,49 @@ def first_counts(schedule: Schedule, leaves: int, offloaded: int) -> Counts:
 
 def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
     """The counts as arrays; `schedule` is that of the optimizer's state."""
-    groups = _most_groups(schedule)
     lengths = np.zeros(longest(schedule.window) + 1, np.int32)
     for length, count in counts.window_lengths.items():
         lengths[length] = count
     of_groups = {name: getattr(counts, name) for name in _OF_GROUPS}
     return {
         **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
-        **{name: _padded(np.array(x, np.int32), groups) for name, x in of_groups.items()},
+        **{name: np.array(x, np.int32) for name, x in of_groups.items()},
         "window_lengths": lengths,
         "scalars": _scalars_to_tree(counts.scalars),
-        "shares": _padded(np.array(counts.shares, np.float32), groups),
+        "shares": np.array(counts.shares, np.float32),
         "fingerprints": counts.fingerprints,
         "schedule_state": {
-            name: _schedule_number(name, x, groups)
+            name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
             for name, x in counts.schedule_state._asdict().items()
             if np.size(x)  # orbax writes no empty arrays
         },
     }
 
 
-def _schedule_number(name: str, x: Any, groups: int) -> np.ndarray:
-    x = np.array(x, np.int32 if name in ("length", "windows") else np.float32)
-    return _padded(x, groups) if name in ("windows", "kept_share") else x
-
-
-def _padded(x: np.ndarray, groups: int) -> np.ndarray:
-    """The entries of all groups, with zeros for those that there might be."""
-    return np.concatenate([x, np.zeros((groups - len(x), *x.shape[1:]), x.dtype)])
-
-
 def _scalars_to_tree(scalars: AdamScalars | None) -> np.ndarray:
     return np.array(scalars or [0.0] * len(AdamScalars._fields), np.float32)
 
 
-def counts_from_tree(tree: Mapping[str, Any], groups: int) -> Counts:
-    """The counts of a run that has so many groups now."""
+def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
+    """The counts that `counts_to_tree` gave."""
     schedule_state = {name: np.asarray(x) for name, x in tree["schedule_state"].items()}
     nothing = np.zeros(0, np.float32)
     lengths = np.asarray(tree["window_lengths"])
-    of_groups = {name: np.asarray(tree[name])[:groups].tolist() for name in _OF_GROUPS}
+    of_groups = {name: np.asarray(tree[name]).tolist() for name in _OF_GROUPS}
     return Counts(
         **{name: int(tree[name]) for name in _NUMBERS},
         **of_groups,
         window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
         scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
-        shares=np.asarray(tree["shares"])[:groups],
+        shares=np.asarray(tree["shares"]),
         fingerprints=np.asarray(tree["fingerprints"]),
         schedule_state=ScheduleState(
             length=int(schedule_state["length"]),
             counted=np.float32(schedule_state["counted"]),
             deferred=schedule_state.get("deferred", nothing),
             selected=schedule_state.get("selected", nothing),
-            windows=schedule_state["windows"][:groups],
-            kept_share=schedule_state["kept_share"][:groups],
+            windows=schedule_state["windows"],
+            kept_share=schedule_state["kept_share"],
         ),
     )
 
@@ -163,8 +132,6 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
     window, select = schedule.window, schedule.select
     if isinstance(window, AutoWindow):
         windows = (window.max_interval, 1, window.share)
-    elif isinstance(window, FitWindow):
-        windows = (FIRST_INTERVAL, FITS, 0)  # what was chosen is in the optimizer's state
     else:
         windows = (window, 0, 0)
     if isinstance(select, AutoSelect):
@@ -173,7 +140,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         selects = (select.steps, 2, 0)
     else:
         selects = (select, 0, 0)
-    specs = specs_of_options(state)
+    specs = [leaf.spec for leaf in state.leaves]
     rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
     scaling = schedule.window_scaling
     return {
@@ -181,7 +148,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "update_interval": np.array(windows, np.float32),
         "select_interval": np.array(selects, np.float32),
         "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
-        "rolling": np.array(with_first_windows(state).schedule.groups > 1, np.int32),
+        "rolling": np.array(schedule.groups > 1, np.int32),
         # -1 for the next boundary, wherever an adaptive window has it.
         "staleness": np.array(-1 if schedule.staleness is None else schedule.staleness, np.int32),
         # -1 for None.
@@ -190,7 +157,6 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges.
-        # Of a `FitWindow` all leaves with one choice of windows after another.
         "leaves": np.array(rows, np.int32).reshape(-1, 4),
         # For each range of each leaf.
         "groups": np.array([group for s in specs for group in s.groups], np.int32),
@@ -427,14 +393,6 @@ class EngineTree:
             "steps": leaf.steps.reshape(*spec.stack, spec.n),
             "before": (channels + part.first).reshape(*spec.stack, spec.k),
         }
-
-
-def specs_of_options(state: ZenFlowState) -> list[LeafSpec]:
-    """The specs that `options_of` has numbers of, in its order."""
-    states = [state]
-    if isinstance(state.schedule.window, FitWindow):
-        states = [with_interval(state, interval) for interval in INTERVALS]
-    return [leaf.spec for one in states for leaf in one.leaves]
 
 
 def _beside(x: np.ndarray, devices: Sequence[Any]) -> list[jax.Array]:

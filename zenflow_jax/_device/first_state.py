@@ -22,7 +22,6 @@ from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import FitWindow, FoundWindow
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 from zenflow_jax._plan.sending import SendGradients
@@ -130,9 +129,7 @@ def _in_full(x: jax.Array, specs: tuple[LeafSpec, ...], like: Any) -> jax.Array:
 
 def _first_schedule_state(
     specs: tuple[LeafSpec, ...], schedule: Schedule, offload: bool
-) -> ScheduleState | FoundWindow | None:
-    if isinstance(schedule.window, FitWindow):
-        return FoundWindow(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+) -> ScheduleState | None:
     if offload or not schedule.adaptive:
         return None
     leaves = sum(not spec.resident for spec in specs)

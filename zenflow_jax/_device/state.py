@@ -12,12 +12,10 @@ from typing import Any
 import jax
 
 from zenflow_jax._device.as_tuple import AsTuple
-from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.words import count, named, short
 from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import FIRST_INTERVAL, FitWindow
 from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
@@ -91,7 +89,7 @@ class ZenFlowState(AsTuple):
         open_steps: int32 (groups,). Steps summed in each group's open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or with an
-            engine. With a `FitWindow` the `FoundWindow` of its engine.
+            engine.
         reach: float32 (). A measure of how far provisional steps have moved weights lately, as
             `next_reach` makes it; None without such steps, or with `offload=False`.
         layout: int32 (), in a dict under a name that says which layout the state has
@@ -200,23 +198,6 @@ def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
         dataclasses.replace(leaf, spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True)
     )
     return dataclasses.replace(state, leaves=leaves, schedule=schedule)
-
-
-def with_first_windows(state: ZenFlowState) -> ZenFlowState:
-    """The state with the windows that its run begins with; of a `FitWindow` those of four steps."""
-    fits = isinstance(state.schedule.window, FitWindow)
-    return with_interval(state, FIRST_INTERVAL) if fits else state
-
-
-def with_windows_of_now(state: ZenFlowState) -> ZenFlowState:
-    """The state with the windows that it has come to, those that a `FitWindow` has chosen, if any.
-
-    Args:
-        state: Of arrays; a `FitWindow`'s choice is read from them.
-    """
-    if not isinstance(state.schedule.window, FitWindow):
-        return state
-    return with_interval(state, int(read(state.schedule_state.interval)) or FIRST_INTERVAL)
 
 
 def has_state(tree: Any) -> bool:

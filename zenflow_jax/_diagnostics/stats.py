@@ -30,7 +30,6 @@ class EngineStats:
         put_back: Arrays of the state that something else, such as a trainer, had placed anew, and
             that the engine put back: those that it was made with, and once those after a step. The
             next time it refuses.
-        update_interval: Steps in a window now; None where windows adapt.
         skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
         skipped_in_a_row: Steps skipped since the last one that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
@@ -62,7 +61,6 @@ class EngineStats:
     reselections: int = 0
     kept_share: float | None = None
     put_back: int = 0
-    update_interval: int | None = None
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     exchange_s: float = 0.0

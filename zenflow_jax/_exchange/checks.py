@@ -11,7 +11,6 @@ from jax.core import Tracer
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._plan.rules import FitWindow
 
 #: How the host keeps moments.
 HOST_STATES = ("float32", "compact")
@@ -81,20 +80,6 @@ def check_one_run(state: ZenFlowState) -> None:
             "`jax.vmap(tx.init)` makes them. Train them with `zenflow(..., offload=False)`, which "
             "needs no engine, or give each its own state, step and engine; a stacked layer needs "
             "no `vmap`, its leading axes are told from its channels."
-        )
-
-
-def check_same_choice(state: ZenFlowState) -> None:
-    """Refuses to go on with windows of another length than the run has chosen."""
-    rule = state.schedule.window
-    if not isinstance(rule, FitWindow) or rule.interval is None:
-        return
-    found, after = (int(read(x)) for x in state.schedule_state)
-    if found and (found, after) != (rule.interval, rule.after):
-        raise ValueError(
-            f"expected `update_interval` as the run has chosen it, FitWindow({found}, {after}), "
-            f'got FitWindow({rule.interval}, {rule.after}). Pass `update_interval="fit"`, which '
-            "goes on with what was chosen."
         )
 
 

@@ -26,14 +26,12 @@ class Expected:
     """Refuses what is not of one engine's run. For one calling thread.
 
     Args:
-        given: The state before the first step, as the caller has it.
-        state: The same with the windows of now.
+        state: The state before the first step.
         weights: The parameter of each of its leaves, where `check_placement` wants it.
     """
 
-    def __init__(self, given: ZenFlowState, state: ZenFlowState, weights: Sequence[jax.Array]):
-        self._given = [leaf.spec for leaf in given.leaves]
-        self._schedule = given.schedule
+    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
+        self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
         self._groups = range(state.schedule.groups)
         self._beside = [weight.sharding for weight in weights]
@@ -51,8 +49,8 @@ class Expected:
         state = find_state(opt_state)
         which = self._choice(groups or self._groups).leaves
         if (
-            len(state.leaves) != len(self._given)
-            or any(state.leaves[i].spec != self._given[i] for i in which)
+            len(state.leaves) != len(self._specs)
+            or any(state.leaves[i].spec != self._specs[i] for i in which)
             or state.schedule != self._schedule
         ):
             raise ValueError(

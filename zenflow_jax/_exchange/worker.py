@@ -36,7 +36,6 @@ from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Schedule
 
 # About how many bytes one call uploads.
 _BYTES_PER_UPLOAD = 8 * 2**20
@@ -164,26 +163,6 @@ class Worker:
     def hold(self, snapshot: Snapshot) -> None:
         """Writes no leaf of a snapshot from now on that is not saved or copied; as `leaves`."""
         self._snapshots = [*(x for x in self._snapshots if not x.done), snapshot]
-
-    def regroup(self, offloaded: OffloadedLeaves, schedule: Schedule) -> None:
-        """Goes on with other groups of the same leaves; while the thread has nothing to do.
-
-        Args:
-            offloaded: The leaves with their new groups.
-            schedule: With as many groups.
-        """
-        leaves = self.leaves()
-        for i in range(len(leaves)):
-            self._before_write(i)  # somebody may still be saving them
-        with self._condition:
-            while self._updates:  # the last one is made, but not yet taken out of the queue
-                self._condition.wait(_LOOK_S)
-        self._host.regroup(
-            leaves, [part.spec for part in offloaded.parts], offloaded.pieces, schedule
-        )
-        self._offloaded, self._parts = offloaded, offloaded.parts
-        self._snapshots = []
-        self._measure()
 
     def wait(self, future: Future, after: Any) -> Any:
         """The result of `future`, on the caller's thread.

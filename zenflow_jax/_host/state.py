@@ -8,7 +8,6 @@ Letters: `entries` of the stack axes, `n` channels in each, `k` of them selected
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -167,48 +166,18 @@ class HostState:
         self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
         self._adam = adam
         self._scaling = schedule.window_scaling
-        self._open_windows(schedule.groups)
+        self.open = [
+            OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
+            for group in range(schedule.groups)
+        ]
+        # Bytes of a mail of each leaf.
+        self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = False  # mails were too many once: sums are worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
         # Called with the number of a leaf whose arrays are written next: may wait, or copy them.
         self.before_write: Callable[[int], None] = lambda i: None
-
-    def _open_windows(self, groups: int) -> None:
-        """Begins the windows of all groups."""
-        self.open = [
-            OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
-            for group in range(groups)
-        ]
-        # Bytes of a mail of each leaf.
-        self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
-
-    def regroup(
-        self,
-        leaves: Sequence[HostLeaf],
-        specs: Sequence[LeafSpec],
-        pieces: Sequence[Sequence[int]],
-        schedule: Schedule,
-    ) -> None:
-        """Goes on with other groups, into which stacked leaves may be cut in other ranges.
-
-        All updates are made and no window has begun. A leaf that is cut in other ranges takes new
-        memory, one array of one range after the other.
-
-        Args:
-            leaves: The leaves until now; they give up their arrays.
-            specs: Of the leaves or ranges from now on, in the same order.
-            pieces: As for a new one, with as many pieces in the same order.
-            schedule: With the new groups.
-        """
-        assert not any(leaf.mails or leaf.total is not None for leaf in leaves)
-        found: list[HostLeaf] = []
-        for then, now in zip(self._pieces, pieces, strict=True):
-            old, new = [leaves[i] for i in then], [specs[i] for i in now]
-            found += _in_ranges(old, new, compact=self.compact)
-        self.leaves, self._pieces = found, pieces
-        self._open_windows(schedule.groups)
 
     @property
     def nbytes(self) -> int:
@@ -441,51 +410,6 @@ def _new_leaf(
     )
     leaf.take_master(weight)  # a copy: the parameter's memory belongs to the device
     return leaf
-
-
-def _in_ranges(
-    old: Sequence[HostLeaf], specs: Sequence[LeafSpec], *, compact: bool
-) -> list[HostLeaf]:
-    """All ranges of one leaf, cut as `specs` say; the `old` ones give up their arrays."""
-    if len(old) == len(specs):
-        pairs = zip(old, specs, strict=True)
-        return [dataclasses.replace(leaf, spec=spec, spare=[]) for leaf, spec in pairs]
-    ends = np.cumsum([spec.view4(spec.n)[0] for spec in specs])[:-1]
-
-    def cut(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
-        return np.split(np.concatenate(list(arrays)), ends)
-
-    channels = cut(leaf.channels for leaf in old)
-    steps = cut(leaf.steps for leaf in old)
-    new: list[HostLeaf] = []
-    for spec, mine, counts in zip(specs, channels, steps, strict=True):
-        shape = spec.view4(spec.n)
-        mu, nu = new_moments(shape, compact=compact)
-        master = Masters.zeros(shape, spec.dtype)
-        new.append(HostLeaf(spec, master, mu, nu, copied(counts), mine.copy()))
-    for name in ("master", "mu", "nu"):
-        first = 0
-        for leaf in new:
-            size = leaf.master.size
-            getattr(leaf, name).write(_taken(old, name, first, size).reshape(leaf.master.shape))
-            first += size
-    return new
-
-
-def _taken(ranges: Sequence[HostLeaf], name: str, first: int, size: int) -> np.ndarray:
-    """Some float32 elements of a leaf, from number `first` on; frees ranges at their ends."""
-    found = np.empty(size, np.float32)
-    begin = 0
-    for leaf in ranges:
-        end = begin + math.prod(leaf.spec.shape)
-        low, high = max(begin, first), min(end, first + size)
-        if low < high:
-            some = found[low - first : high - first]
-            np.copyto(some, getattr(leaf, name).range(low - begin, high - begin, some))
-            if high == end:
-                setattr(leaf, name, None)
-        begin = end
-    return found
 
 
 def _keep(leaf: HostLeaf, gradient: np.ndarray, factor: float) -> None:

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from zenflow_jax._plan.rules import (
-    INTERVALS,
-    AutoSelect,
-    AutoWindow,
-    EpochSelect,
-    FitWindow,
-    longest,
-)
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
@@ -74,7 +67,7 @@ def check_arguments(arguments: Sequence[Any], options: Mapping[str, Any]) -> Non
 
 def check_schedule(
     topk_ratio: float,
-    update_interval: int | str | AutoWindow | FitWindow,
+    update_interval: int | str | AutoWindow,
     select_interval: int | str | AutoSelect | EpochSelect | None,
     full_warm_up_rounds: int,
     overlap_step: bool,
@@ -102,8 +95,6 @@ def check_schedule(
     _static("overlap_step", overlap_step, _BOOL, "a bool")
     _static("rolling", rolling, _BOOL, "a bool")
     _static("offload", offload, _BOOL, "a bool")
-    if isinstance(window, FitWindow):
-        _check_fit(staleness, bool(overlap_step), bool(offload))
     # An adaptive window is the same for all leaves, as all of them decide when it closes.
     in_turn = bool(rolling) and not isinstance(window, AutoWindow)
     late = _check_staleness(staleness, window, bool(overlap_step), in_turn)
@@ -120,24 +111,8 @@ def check_schedule(
     )
 
 
-def _check_fit(staleness: Any, overlap_step: bool, offload: bool) -> None:
-    """Refuses what leaves an engine nothing to choose by."""
-    if not offload:
-        raise ValueError(
-            '`offload` must be True with update_interval="fit", got False. Windows fit the host '
-            "that an engine measures, and here is neither: pass an int as `update_interval`."
-        )
-    if staleness is not None or not overlap_step:
-        got = "overlap_step=False" if staleness is None else f"staleness={staleness}"
-        raise ValueError(
-            '`staleness` and `overlap_step` must be left out with update_interval="fit", got '
-            f"{got}. Updates arrive as late as the windows that fit allow: 1 step after theirs, or "
-            "a window with rolling=False. Leave it out, or pass an int as `update_interval`."
-        )
-
-
 def _check_staleness(
-    staleness: Any, window: int | AutoWindow | FitWindow, overlap_step: bool, in_turn: bool
+    staleness: Any, window: int | AutoWindow, overlap_step: bool, in_turn: bool
 ) -> int | None:
     """The steps that an update waits; None where that is for the next boundary to say."""
     if staleness is not None:
@@ -197,11 +172,8 @@ def _check_provisional_share(value: Any) -> float | None:
     return float(value) or None
 
 
-def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow | FitWindow:
-    interval = FitWindow() if isinstance(interval, str) and interval == "fit" else interval
+def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
     interval = _rule(interval, AutoWindow)
-    if isinstance(interval, FitWindow):
-        return interval
     if isinstance(interval, AutoWindow):
         if topk_ratio == 0:
             raise ValueError(
@@ -210,8 +182,7 @@ def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow | FitWin
                 "int."
             )
         return interval
-    kinds = 'an int, "auto", an AutoWindow, "fit" or a FitWindow'
-    _static("update_interval", interval, Integral, kinds)
+    _static("update_interval", interval, Integral, 'an int, "auto" or an AutoWindow')
     if interval < 1:
         raise ValueError(
             f"`update_interval` must be at least 1, got {interval}. It counts the steps in "
@@ -224,14 +195,12 @@ def _rule(interval: Any, rule: Callable[[], Any]) -> Any:
     return rule() if isinstance(interval, str) and interval == "auto" else interval
 
 
-def _check_select(
-    interval: Any, window: int | AutoWindow | FitWindow
-) -> int | AutoSelect | EpochSelect:
+def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect | EpochSelect:
     interval = _rule(interval, AutoSelect)
     if isinstance(interval, AutoSelect | EpochSelect):
         return interval
     if interval is None:
-        return 0 if isinstance(window, FitWindow) else 16 * longest(window)
+        return 16 * longest(window)
     kinds = 'an int, "auto", an AutoSelect, an EpochSelect or None'
     _static("select_interval", interval, Integral, kinds)
     if isinstance(window, AutoWindow):
@@ -239,15 +208,6 @@ def _check_select(
             raise ValueError(
                 f"`select_interval` must be at least 1, got {interval}. It counts the steps "
                 "between two selections; None for as many as in 16 of the longest windows."
-            )
-    elif isinstance(window, FitWindow):
-        if interval < 1 or interval % INTERVALS[-1]:
-            raise ValueError(
-                f"`select_interval` must be a positive multiple of {INTERVALS[-1]} with "
-                f'update_interval="fit", got {interval}. Channels change hands where a window '
-                f"closes, and one may have {INTERVALS[-1]} steps: pass "
-                f"{INTERVALS[-1] * max(1, interval // INTERVALS[-1])}, or None for every 16 "
-                "windows."
             )
     elif interval < 1 or interval % window:
         nearest = window * max(1, interval // window)

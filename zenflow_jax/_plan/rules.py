@@ -3,12 +3,7 @@
 import dataclasses
 import math
 from numbers import Integral, Real
-from typing import Any, NamedTuple
-
-#: The windows that are compared where one is to be chosen, in steps.
-INTERVALS = (1, 2, 4, 8, 16)
-#: Those that a run has until one is chosen.
-FIRST_INTERVAL = 4
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,70 +46,6 @@ class AutoWindow:
         """How many of `leaves` offloaded leaves must be ripe."""
         # Rounded first, as 0.07 * 100 is 7.000000000000001.
         return max(1, math.ceil(round(self.share * leaves, 6)))
-
-
-@dataclasses.dataclass(frozen=True)
-class FitWindow:
-    """Windows as short as this machine allows: the engine measures the host, and chooses once.
-
-    The run begins with windows of four steps. Before the step that `after` says, the engine
-    measures how long steps and host updates take. After that step it chooses the shortest windows,
-    of 1, 2, 4, 8 or 16 steps, behind which the host's work hides with a fifth of the time to spare;
-    if none do, those that come closest. If these are not of four steps, it brings in all updates
-    there, as `flush` does, and goes on with the new windows. The train step is not compiled again.
-
-    What a machine measures depends on the moment, so two such runs may choose differently. The
-    choice is logged, is in `engine.stats` and in checkpoints, and a resumed run keeps it. To
-    repeat a run bit for bit, name what it chose: `update_interval=FitWindow(8)`; a run that chose
-    four steps is one with `update_interval=4`.
-
-    Windows of 8 or 16 steps take 4 to 8 bytes more of host memory for each offloaded parameter, for
-    sums of mail, unless the device adds up (`send_gradients="per_window"`).
-
-    Attributes:
-        interval: Steps in a window from then on, one of 1, 2, 4, 8 and 16. None: the engine
-            measures and chooses.
-        after: After how many steps, counted from the warm-up's end, the windows become those; a
-            multiple of 16. Where the engine has measured fewer than 12 steps, because the run was
-            resumed shortly before or others were skipped, it chooses 16 steps later.
-
-    Raises:
-        TypeError, ValueError: If a value is of another kind or out of range.
-
-    Examples:
-        >>> from zenflow_jax import zenflow
-        >>> tx = zenflow(1e-3, update_interval="fit")
-        >>> again = zenflow(1e-3, update_interval=FitWindow(interval=8))
-    """
-
-    interval: int | None = None
-    after: int = 32
-
-    def __post_init__(self):
-        meaning = "It counts the steps after the warm-up, before the windows are chosen."
-        _at_least_one(self, "after", meaning)
-        if self.after % INTERVALS[-1]:
-            raise ValueError(
-                f"`FitWindow.after` must be a multiple of {INTERVALS[-1]}, got {self.after}. "
-                f"{meaning} There windows of any length end: leave it out for 32."
-            )
-        if self.interval is None:
-            return
-        meaning = "It counts the steps in a window; None has the engine choose."
-        _at_least_one(self, "interval", meaning)
-        if self.interval not in INTERVALS:
-            raise ValueError(
-                f"`FitWindow.interval` must be one of {', '.join(map(str, INTERVALS))}, got "
-                f"{self.interval}. {meaning} For windows of any other length from the first step "
-                f"on pass `update_interval={self.interval}`."
-            )
-
-
-class FoundWindow(NamedTuple):
-    """What a run with a `FitWindow` has chosen: int32 scalars, 0 before."""
-
-    interval: Any  # steps in a window
-    after: Any  # steps after the warm-up at which such windows began
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +113,8 @@ class EpochSelect:
         return self.steps_per_epoch * self.epochs
 
 
-def longest(window: int | AutoWindow | FitWindow) -> int:
+def longest(window: int | AutoWindow) -> int:
     """The most steps that a window may have."""
-    if isinstance(window, FitWindow):
-        return INTERVALS[-1]
     return window.max_interval if isinstance(window, AutoWindow) else window
 
 

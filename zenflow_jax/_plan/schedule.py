@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, FitWindow, longest
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
 
 
 class Boundary(NamedTuple):
@@ -91,10 +91,8 @@ class Schedule:
     """When windows close and channels are selected after the warm-up. Static, hashable.
 
     Attributes:
-        window: Steps in a window, or the rule that closes it. Of a `FitWindow` the schedule decides
-            nothing: `with_interval` gives those that do.
-        select: Steps between two selections, or the rule that starts one. 0 with a `FitWindow`: in
-            every 16th window.
+        window: Steps in a window, or the rule that closes it.
+        select: Steps between two selections, or the rule that starts one.
         full_warm_up_rounds: Number of first steps, each of which is a window of its own.
         groups: How many groups of leaves take turns: group j closes its windows j steps ahead of
             group 0. One for all leaves together.
@@ -105,7 +103,7 @@ class Schedule:
             for none.
     """
 
-    window: int | AutoWindow | FitWindow
+    window: int | AutoWindow
     select: int | AutoSelect | EpochSelect
     full_warm_up_rounds: int
     groups: int
@@ -155,15 +153,12 @@ class Schedule:
         return self.staleness not in (None, 0, self.window)
 
     def with_interval(self, interval: int) -> "Schedule":
-        """The schedule of the same run with windows of so many steps.
+        """The schedule of the same run with windows of so many steps, for estimates.
 
-        Of a `FitWindow` that is what the run has then. Of other windows it is for estimates: select
-        intervals are the default ones, and whether leaves take turns is told from the groups.
+        Select intervals are the default ones, and whether leaves take turns is told from the
+        groups.
         """
-        if isinstance(self.window, FitWindow):
-            in_turn, select = self.staleness == 1, self.select or 16 * interval
-        else:
-            in_turn, select = self.groups > 1 or self.window == 1, 16 * interval
+        in_turn, select = self.groups > 1 or self.window == 1, 16 * interval
         groups, staleness = interval if in_turn else 1, self.staleness
         if staleness is None or (staleness == self.window and not in_turn):
             staleness = interval  # an update has the time until the next window ends
@@ -193,7 +188,6 @@ class Schedule:
             )
             arrives = closes
         else:
-            assert isinstance(self.window, int), "an engine chooses windows before it asks for them"
             length = self.window
             closes = warm | ((since + group) % length == 0)
             arrives = closes

@@ -22,6 +22,8 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 
+#: The windows that are compared, in steps.
+INTERVALS = (1, 2, 4, 8, 16)
 #: What host work may take of the time that it has: a fifth is to spare.
 BUSY = 0.8
 _FLOAT32 = 4

@@ -10,21 +10,20 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import (
-    ZenFlowState,
-    find_state,
-    with_first_windows,
-    with_interval,
-    with_windows_of_now,
-)
+from zenflow_jax._device.state import ZenFlowState, find_state, with_interval
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.host_memory import host_memory
-from zenflow_jax._plan.rules import INTERVALS, FitWindow
 from zenflow_jax._planner.compiled import peak_bytes
 from zenflow_jax._planner.gpus import GPUS, Gpu
-from zenflow_jax._planner.host_work import BUSY, busy_share, host_work, smallest_that_hides
+from zenflow_jax._planner.host_work import (
+    BUSY,
+    INTERVALS,
+    busy_share,
+    host_work,
+    smallest_that_hides,
+)
 from zenflow_jax._planner.traced import Traced, of_step
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, as in
@@ -239,34 +238,25 @@ def hiding(
         ValueError: If there is not one `ZenFlowState`, or `host_state` is unknown.
     """
     compact = check_host_state(host_state)
-    begun = find_state(opt_state)
-    state = with_windows_of_now(begun)
+    state = find_state(opt_state)
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
         return None
     # What the device alone would have taken, as it did not compute while the loop waited.
     step_s = max(seconds - stats.wait_s, 1e-9) / stats.steps
     before = int(read(state.step)) - stats.steps
-    # In the warm-up each step updated everything, and then there may have been other windows.
-    warm_up = state.schedule.full_warm_up_rounds
-    ends = [warm_up, warm_up]
-    if isinstance(begun.schedule.window, FitWindow):
-        ends[1] += int(read(begun.schedule_state.after))
-    warm, first = (min(max(end - before, 0), stats.steps) for end in ends)
+    # In the warm-up each step updated everything.
+    warm = min(max(state.schedule.full_warm_up_rounds - before, 0), stats.steps)
     moved = sum(
         steps * host_work(of, compact=compact).mean
-        for of, steps in (
-            (with_interval(begun, 1), warm),
-            (with_first_windows(begun), first - warm),
-            (state, stats.steps - first),
-        )
+        for of, steps in ((with_interval(state, 1), warm), (state, stats.steps - warm))
     )
     rate = moved / max(stats.work_s, 1e-9)
 
     def busy(of: ZenFlowState) -> float:
         return busy_share(of, rate, step_s, compact=compact)
 
-    return Hiding(window, busy(state), {s: busy(with_interval(begun, s)) for s in INTERVALS})
+    return Hiding(window, busy(state), {s: busy(with_interval(state, s)) for s in INTERVALS})
 
 
 def plan(
@@ -435,10 +425,6 @@ def _beside(
         return busy_share(one, rate, step_s, compact=compact)
 
     intervals = {s: busy_with(with_interval(state, s)) for s in INTERVALS}
-    rule = state.schedule.window
-    if isinstance(rule, FitWindow):
-        interval = rule.interval or smallest_that_hides(intervals) or INTERVALS[-1]
-        state = with_interval(state, interval)
     window, overlaps = state.schedule.window, state.schedule.staleness != 0
     there, need = device_memory(state), host_memory(state, host_state=host_state)
     to_host, to_device = _crossing(state, devices)
