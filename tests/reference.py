@@ -37,7 +37,7 @@ class Settings:
     rolling: bool = True
     staleness: int | None = None
     window_scaling: float | str | None = "auto"  # exponent of the rate; "auto" is 0.5 or None
-    provisional_share: float | None = None
+    provisional_share: float | None = 0.5
     max_grad_norm: float | None = None
     send_gradients: str = "during_step"
     transfer_dtype: Any = None

@@ -895,7 +895,7 @@ def test_the_own_arguments_are_keyword_only_and_have_the_documented_defaults():
         "rolling": True,
         "staleness": None,
         "window_scaling": "auto",
-        "provisional_share": None,
+        "provisional_share": 0.5,
         "max_grad_norm": None,
         "channel_axis": -2,
         "resident": None,

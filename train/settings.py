@@ -166,7 +166,7 @@ class Settings:
     window_scaling: float | Literal["auto", "none"] = "auto"
     """Scale a deferred channel's step to the steps in its window: the exponent for the learning
     rate, 0.5 for the rule of the square root. "auto": 0.5 if leaves take turns, else "none"."""
-    provisional_share: float = 0.0
+    provisional_share: float = 0.5
     """Share of the learning rate that deferred weights move by at each step, until their update."""
     send_gradients: Literal["during_step", "after_step", "per_window"] = "during_step"
     """When gradients leave the device: during the backward pass; for scanned layers, while the next

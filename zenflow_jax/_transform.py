@@ -77,7 +77,7 @@ def zenflow(
     rolling: bool = True,
     staleness: int | None = None,
     window_scaling: float | str | None = "auto",
-    provisional_share: float | None = None,
+    provisional_share: float | None = 0.5,
     max_grad_norm: jax.typing.ArrayLike | None = None,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
     resident: Callable[[tuple[Any, ...], Any], bool] | None = None,
