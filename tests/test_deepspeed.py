@@ -5,11 +5,11 @@ else with what DeepSpeed 0.19.8 makes of the same keys, by its documentation and
 """
 
 import copy
+import dataclasses
 import json
 import math
 import re
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,8 @@ import optax
 import pytest
 
 import zenflow_jax
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, from_deepspeed
-from zenflow_jax._deepspeed import keys as tables
-
-DOCS = Path(__file__).parents[1] / "docs" / "deepspeed.md"
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax.deepspeed import from_deepspeed
 
 # As it stands in DeepSpeed's ZenFlow tutorial.
 TUTORIAL = {
@@ -84,14 +82,14 @@ def zenflow_block(**keys):
 
 
 def untranslated(config, **arguments):
-    """The options, and the names that the one warning has; no warning, no names."""
+    """The options, whose `not_translated` is what the one warning lists; no warning, no names."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = from_deepspeed(config, **arguments)
-    assert len(caught) == bool(options.not_translated)
-    for key, reason in options.not_translated.items():
-        assert f"\n  `{key}`: {reason}" in str(caught[0].message)
-    return options, list(options.not_translated)
+    listed = re.findall(r"`([^`]+)`", "".join(str(warning.message) for warning in caught))
+    assert options.not_translated == tuple(listed)
+    assert len(caught) == bool(listed)
+    return options, listed
 
 
 # --- what the config becomes ----------------------------------------------------------------
@@ -111,10 +109,11 @@ def test_the_tutorials_sample_works_as_it_stands():
         "full_warm_up_rounds": 0,
         "overlap_step": True,
         "max_grad_norm": 1.0,
+        "provisional_share": None,
     }
-    assert options.not_translated == {}
+    assert options.not_translated == ()
     assert options.learning_rate is None
-    with pytest.raises(ValueError, match="expected a learning rate .* Pass .*learning_rate="):
+    with pytest.raises(ValueError, match="`learning_rate`: expected one .* got none"):
         _ = options.optimizer
 
 
@@ -132,6 +131,7 @@ def test_a_whole_config_becomes_optimizer_batch_and_precision():
         "full_warm_up_rounds": 0,
         "overlap_step": True,
         "max_grad_norm": 0.5,
+        "provisional_share": None,
     }
     assert (options.batch_size, options.micro_batches) == (8, None)
     assert options.compute_dtype == jnp.bfloat16
@@ -345,7 +345,7 @@ def test_a_schedule_of_ones_own_may_be_passed():
     one_cycle = change("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0}})
     options, names = untranslated(one_cycle, learning_rate=schedule)
     assert options.learning_rate is schedule
-    assert names == ["scheduler.type"]
+    assert names == ["scheduler.type", "scheduler.params"]
 
 
 def test_clipping_is_at_1_unless_it_is_said_or_switched_off():
@@ -459,6 +459,24 @@ def test_no_warm_up_is_one_of_one_step():
     assert rates[0] == rates[1]
 
 
+def test_lengths_may_become_known_later():
+    keys = {"update_interval": 4, "select_strategy": "epoch", "select_interval": 2}
+    config = change("zero_optimization.zenflow", keys, HUGGING_FACE)
+    lengths = {"total_steps": 100, "warmup_steps": 10, "steps_per_epoch": 50}
+    early = from_deepspeed(config, learning_rate=3e-4)
+    assert early.fixed_arguments["update_interval"] == 4
+    late = dataclasses.replace(early, **lengths)
+    at_once = from_deepspeed(config, learning_rate=3e-4, **lengths)
+    assert late == at_once
+    assert late.arguments["select_interval"] == EpochSelect(50, 2)
+    assert [late.learning_rate(n) for n in (3, 50)] == [at_once.learning_rate(n) for n in (3, 50)]
+    for name, needs in (("learning_rate", "warmup_steps"), ("arguments", "steps_per_epoch")):
+        with pytest.raises(ValueError, match=f"{needs}="):
+            getattr(early, name)
+    with pytest.raises(ValueError, match="total_steps="):
+        _ = dataclasses.replace(early, warmup_steps=10).learning_rate
+
+
 def test_a_schedule_runs_inside_of_the_optimizer():
     config = scheduled("WarmupCosineLR", total_num_steps=10, warmup_num_steps=2)
     options = from_deepspeed(config, steps_per_epoch=8)
@@ -516,19 +534,13 @@ def test_under_zenflow_every_micro_batch_is_a_step_as_in_deepspeed():
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, None, []),
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, None, []),
         ({"bf16": {"enabled": False}}, jnp.float32, []),
-        ({"bf16": {}, "fp16": {"loss_scale": 0}}, jnp.float32, []),
-        ({"fp16": {"enabled": False, "loss_scale": 0}}, jnp.float32, []),
+        ({"bf16": {}, "fp16": {"loss_scale": 0}}, jnp.float32, ["fp16.loss_scale"]),
+        ({"bf16": {"enabled": True}, "bfloat16": {}}, jnp.bfloat16, ["bfloat16"]),
         ({"fp16": {"enabled": True}}, jnp.bfloat16, ["fp16.enabled"]),
         (
             {"fp16": {"enabled": True, "loss_scale": 128}},
             jnp.bfloat16,
             ["fp16.enabled", "fp16.loss_scale"],
-        ),
-        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, jnp.bfloat16, []),
-        (
-            {"bf16": {"enabled": True, "check_grad_overflow": False}},
-            jnp.bfloat16,
-            ["bf16.check_grad_overflow"],
         ),
     ],
     ids=str,
@@ -540,49 +552,34 @@ def test_precision_is_bfloat16_float32_or_open(blocks, dtype, names):
     assert found == names
 
 
-# --- what has no counterpart ----------------------------------------------------------------
+# --- what is not followed -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "named"),
+    ("path", "value"),
     [
-        ("steps_per_print", 10, True),
-        ("wall_clock_breakdown", False, False),
-        ("wall_clock_breakdown", True, True),
-        ("flops_profiler", {"enabled": False, "profile_step": 1}, False),
-        ("flops_profiler", {"enabled": True}, True),
-        ("activation_checkpointing", {"partition_activations": True}, True),
-        ("zero_allow_untested_optimizer", True, True),
-        ("zero_optimization.overlap_comm", True, True),
-        ("zero_optimization.reduce_scatter", False, True),  # on unless it is switched off
-        ("zero_optimization.reduce_bucket_size", "auto", True),
-        ("zero_optimization.stage", 3, True),
-        ("zero_optimization.offload_param", {"device": "cpu"}, True),
-        ("zero_optimization.offload_param", {"device": "none"}, False),
-        ("zero_optimization.offload_optimizer.pin_memory", False, True),
-        ("zero_optimization.offload_optimizer.nvme_path", "/disk", True),
-        ("optimizer.params.torch_adam", True, True),
-        ("optimizer.params.torch_adam", False, False),
-        ("optimizer.legacy_fusion", True, True),
-        ("no_such_key", 1, True),
-        ("optimizer.no_such_key", 1, True),
+        ("steps_per_print", 10),
+        ("wall_clock_breakdown", False),
+        ("flops_profiler", {"enabled": True}),
+        ("amp", {"enabled": True}),
+        ("gradient_cliping", 1.0),
+        ("zero_optimization.overlap_comm", True),
+        ("zero_optimization.stage", 3),
+        ("zero_optimization.offload_param", {"device": "cpu"}),
+        ("zero_optimization.offload_optimizer.pin_memory", False),
+        ("zero_optimization.offload_optimizer.ratio", 0.5),
+        ("zero_optimization.zenflow.offload", True),
+        ("bf16.check_grad_overflow", True),
+        ("optimizer.params.torch_adam", True),
+        ("optimizer.legacy_fusion", True),
+        ("scheduler", {"params": {}}),
     ],
     ids=str,
 )
-def test_what_has_no_counterpart_is_named_and_what_is_switched_off_is_not(path, value, named):
+def test_keys_that_are_not_followed_are_listed(path, value):
     options, names = untranslated(change(path, value))
-    assert names == ([path] if named else [])
+    assert names == ["scheduler.params" if path == "scheduler" else path]
     assert options.arguments == from_deepspeed(TRAINING).arguments
-
-
-def test_keys_that_deepspeed_ignores_are_named_with_what_may_be_meant():
-    options, _ = untranslated(change("gradient_cliping", 1.0))
-    assert "gradient_clipping" in options.not_translated["gradient_cliping"]
-
-
-def test_selected_state_on_the_host_is_named():
-    config = change("zero_optimization.overlap_comm", True, zenflow_block(offload=True))
-    assert "zero_optimization.zenflow.offload" in untranslated(config)[1]
 
 
 def test_zero_without_offload_is_named():
@@ -591,104 +588,78 @@ def test_zero_without_offload_is_named():
     assert options.kind == "adamw"
     assert names == ["zero_optimization.stage"]
     assert untranslated(change("zero_optimization", False))[1] == []
+    assert untranslated(change("zero_optimization", True))[1] == ["zero_optimization.stage"]
 
 
 # --- what is wrong --------------------------------------------------------------------------
 
-ZERO = "zero_optimization"
 RULES = "zero_optimization.zenflow"
+OFFLOAD = "zero_optimization.offload_optimizer"
 ADAM = "optimizer.params"
+WRONG = {
+    RULES: [True],
+    f"{RULES}.topk_ratio": [0, 1.0, "0.1", True],
+    f"{RULES}.update_interval": [0, 2.5, "4", True],
+    f"{RULES}.select_strategy": ["steps"],
+    f"{RULES}.select_interval": [8],
+    f"{RULES}.full_warm_up_rounds": [-1],
+    f"{RULES}.overlap_step": ["true", 1],
+    f"{RULES}.auto_ratio": [1.5],
+    f"{RULES}.pt_reserved_cores_perc": [-0.1],
+    f"{RULES}.topk_ration": [0.1],
+    "zero_optimization.stage": [0, 4],
+    "zero_optimization.cpu_offload": [True],
+    OFFLOAD: [REMOVE, {"device": "none"}],
+    f"{OFFLOAD}.device": ["gpu"],
+    "optimizer": [[]],
+    "optimizer.type": ["Lamb", "auto"],
+    f"{ADAM}.lr": ["auto", -1, [1e-3, 1e-4]],
+    f"{ADAM}.betas": [[0.9], [0.9, 1.0]],
+    f"{ADAM}.amsgrad": [True],
+    f"{ADAM}.bias_correction": [False],
+    f"{ADAM}.max_grad_norm": [1.0],
+    f"{ADAM}.weightdecay": [0.1],
+    "gradient_clipping": [-1, math.nan],
+    "gradient_allreduce_op": ["sum"],
+    "train_batch_size": [0],
+    "bf16": ["auto", {"enabled": "yes"}],
+    "fp16": [{"enabled": True}],
+    "scheduler": [
+        {"type": "OneCycle"},
+        {"type": "WarmupDecayLR"},
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+        {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
+        {"type": "WarmupLR", "params": {"total_num_steps": 9}},
+        {"type": "WarmupLR", "params": {"last_batch_iteration": 9}},
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        (f"{RULES}.topk_ratio", 0, ["(0, 1)", "got 0", "share"]),
-        (f"{RULES}.topk_ratio", 1.0, ["(0, 1)", "got 1.0"]),
-        (f"{RULES}.topk_ratio", "0.1", ["a number", 'got "0.1"', "quotes"]),
-        (f"{RULES}.topk_ratio", True, ["a number", "got true"]),
-        (f"{RULES}.update_interval", 0, ["at least 1", "got 0"]),
-        (f"{RULES}.update_interval", 2.5, ["a whole number", "got 2.5"]),
-        (f"{RULES}.update_interval", "4", ["a whole number", "quotes"]),
-        (f"{RULES}.update_interval", True, ["a whole number", "got true"]),
-        (f"{RULES}.select_strategy", "steps", ['"auto" or "step"', "mean `step`"]),
-        (f"{RULES}.select_interval", 8, ['"auto" where select_strategy is "auto"', "got 8"]),
-        (f"{RULES}.full_warm_up_rounds", -1, ["at least 0", "got -1"]),
-        (f"{RULES}.overlap_step", "true", ["true or false", 'got "true"', "quotes"]),
-        (f"{RULES}.overlap_step", 1, ["true or false", "got 1"]),
-        (f"{RULES}.auto_ratio", 1.5, ["[0, 1]", "got 1.5"]),
-        (f"{RULES}.pt_reserved_cores_perc", -0.1, ["[0, 1]", "got -0.1"]),
-        (f"{RULES}.offload", True, ["overlap_comm"]),
-        (f"{RULES}.topk_ration", 0.1, ["only keys that", "mean `topk_ratio`"]),
-        (RULES, True, ["an object", "got true", "braces"]),
-        (f"{ZERO}.stage", 0, ["1, 2 or 3", "got 0"]),
-        (f"{ZERO}.stage", 4, ["0 to 3", "got 4"]),
-        (f"{ZERO}.no_such_key", 1, ["only keys that DeepSpeed documents", "Known are "]),
-        (f"{ZERO}.mics_shard_size", 1, ["only keys that DeepSpeed documents"]),
-        (f"{ZERO}.cpu_offload", True, ["not both"]),
-        (f"{ZERO}.offload_optimizer", REMOVE, ['device is "cpu"', "got nothing"]),
-        (f"{ZERO}.offload_optimizer", {"device": "none"}, ['device is "cpu"']),
-        (f"{ZERO}.offload_optimizer.device", "gpu", ['"none" or "cpu"', 'got "gpu"']),
-        (f"{ZERO}.offload_optimizer.ratio", 0.5, ["stage is 3"]),
-        (f"{ZERO}.offload_optimizer.pin_memry", True, ["only keys", "mean `pin_memory`"]),
-        ("optimizer", [], ["an object", "got []"]),
-        ("optimizer.type", "Lamb", ['"Adam" or "AdamW"', 'got "Lamb"']),
-        (f"{ADAM}.lr", "auto", ['got "auto"', "learning_rate="]),
-        (f"{ADAM}.lr", -1, ["at least 0", "got -1"]),
-        (f"{ADAM}.lr", [1e-3, 1e-4], ["a number", "for all parameters"]),
-        (f"{ADAM}.betas", [0.9], ["two numbers in [0, 1)", "got [0.9]"]),
-        (f"{ADAM}.betas", [0.9, 1.0], ["two numbers in [0, 1)", "got [0.9, 1.0]"]),
-        (f"{ADAM}.amsgrad", True, ["false", "AMSGrad"]),
-        (f"{ADAM}.bias_correction", False, ["true"]),
-        (f"{ADAM}.max_grad_norm", 1.0, ["gradient_clipping"]),
-        (f"{ADAM}.weightdecay", 0.1, ["only keys", "mean `weight_decay`"]),
-        ("gradient_clipping", -1, ["at least 0", "0 for no clipping"]),
-        ("gradient_clipping", math.nan, ["finite number", "got NaN"]),
-        ("gradient_allreduce_op", "sum", ['"mean"', 'got "sum"']),
-        ("train_batch_size", 0, ["at least 1", "got 0"]),
-        ("bf16", {"enabled": "yes"}, ["true or false", 'got "yes"']),
-        ("bf16", {"enable": True}, ["only keys", "mean `enabled`"]),
-        ("fp16", {"enabled": True}, ["one of `bf16` and `fp16`"]),
-        ("amp", {"enabled": True}, ["has removed it"]),
-        ("scheduler", {"type": "OneCycle"}, ["WarmupCosineLR", "learning_rate="]),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, ["at least 1"]),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, ["_steps="]),
-        ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, ['"log" or']),
-        ("scheduler", {"type": "WarmupLR", "params": {"total_num_steps": 9}}, ["only keys"]),
-        ("scheduler", {"type": "WarmupDecayLR"}, ["got nothing", "total_steps="]),
-        ("scheduler", {"type": "WarmupLR", "params": {"last_batch_iteration": 9}}, ["checkpoint"]),
-    ],
-    ids=str,
+    ("path", "value"), [(path, value) for path in WRONG for value in WRONG[path]], ids=str
 )
-def test_what_is_wrong_is_named_with_a_remedy(path, value, words):
-    config = change(path, value)
-    with pytest.raises(ValueError, match=r"expected .*, got .*\. [A-Z]") as caught:
-        from_deepspeed(config)
-    message = str(caught.value)
-    name = re.search(r"`([^`]+)`", message).group(1)
-    assert name == path or name.startswith(f"{path}.")
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in: {message}"
+def test_a_key_whose_value_is_wrong_is_named(path, value):
+    with pytest.raises(ValueError, match=rf"^`{re.escape(path)}\b"):
+        _ = from_deepspeed(change(path, value)).optimizer
 
 
 @pytest.mark.parametrize(
-    ("keys", "steps_per_epoch", "words"),
+    ("strategy", "interval", "steps_per_epoch", "words"),
     [
-        ({"select_strategy": "step", "select_interval": 3}, None, ["update_interval=4", "got 3"]),
-        ({"select_strategy": "epoch", "select_interval": 1}, 3, ["update_interval=4", "not 3"]),
-        ({"select_strategy": "auto"}, 3, ["update_interval=4", "not 3"]),
-        ({"select_strategy": "step"}, None, ["a whole number where", "got nothing"]),
-        ({"select_strategy": "epoch", "select_interval": "auto"}, 9, ['got "auto"']),
-        ({"select_strategy": "epoch", "select_interval": 1}, None, ["steps_per_epoch="]),
-        ({"select_strategy": "step", "select_interval": -4}, None, ["at least 0", "got -4"]),
+        ("step", 3, None, "update_interval=4 .* got 3"),
+        ("epoch", 1, 3, "update_interval=4 .* got 3"),
+        ("auto", "auto", 3, "update_interval=4 .* got 3"),
+        ("step", "auto", None, 'a whole number .* got "auto"'),
+        ("epoch", "auto", 9, 'a whole number .* got "auto"'),
+        ("epoch", 1, None, "steps_per_epoch="),
+        ("step", -4, None, "at least 0, got -4"),
     ],
-    ids=str,
 )
-def test_selections_that_deepspeed_refuses_are_refused(keys, steps_per_epoch, words):
-    with pytest.raises(ValueError, match=f"`{RULES}.select_") as caught:
-        from_deepspeed(zenflow_block(update_interval=4, **keys), steps_per_epoch=steps_per_epoch)
-    missing = [word for word in words if word not in str(caught.value)]
-    assert not missing, f"{missing} not in: {caught.value}"
+def test_selections_that_deepspeed_refuses_are_refused(strategy, interval, steps_per_epoch, words):
+    keys = {"update_interval": 4, "select_strategy": strategy, "select_interval": interval}
+    with pytest.raises(ValueError, match=f"`{RULES}.select_.*{words}"):
+        _ = from_deepspeed(zenflow_block(**keys), steps_per_epoch=steps_per_epoch).arguments
 
 
 def test_weight_decay_added_to_the_gradient_is_refused():
@@ -706,8 +677,7 @@ def test_weight_decay_added_to_the_gradient_is_refused():
 )
 def test_batches_that_do_not_multiply_are_refused(sizes, devices):
     config = TRAINING | {k: size for k, size in zip(BATCH, sizes, strict=True) if size is not None}
-    told = f"the {devices} devices" if devices else "the number of devices"
-    with pytest.raises(ValueError, match=f"`train_batch_size`: expected .* times {told}.*devices="):
+    with pytest.raises(ValueError, match="`train_batch_size`: expected .*devices="):
         from_deepspeed(config, devices=devices)
 
 
@@ -722,74 +692,47 @@ def test_a_schedule_cannot_be_made_of_a_schedule_or_of_nothing():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ('{"bf16": {"enabled": true, "enabled": false}}', ["every key once", "`enabled` 2 times"]),
-        ('{"steps": 1,}', ["expected JSON", "line 1, column", "commas after the last"]),
-        ("// a comment\n{}", ["expected JSON", "line 1", "comments"]),
-        ('{"gradient_clipping": Infinity}', ["finite numbers", "got Infinity"]),
-        ("[1]", ["an object", "got list"]),
-        ("", ["expected JSON"]),
-        (b"\xff\xfe\x00", ["UTF-8"]),
-        ('{"gradient_clipping": -1}', ["`gradient_clipping`", "got -1"]),
+        '{"bf16": {"enabled": true, "enabled": false}}',
+        '{"steps": 1,}',
+        "// a comment\n{}",
+        '{"gradient_clipping": Infinity}',
+        "[1]",
+        "",
+        b"\xff\xfe\x00",
+        '{"gradient_clipping": -1}',
     ],
     ids=repr,
 )
-def test_a_file_that_cannot_be_understood_is_named(tmp_path, text, words):
+def test_a_file_that_cannot_be_understood_is_named(tmp_path, text):
     path = tmp_path / "ds_config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=re.escape(f"{path}: ")) as caught:
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ")):
         from_deepspeed(path)
-    missing = [word for word in words if word not in str(caught.value)]
-    assert not missing, f"{missing} not in: {caught.value}"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.json: expected .* no such file\. Check"):
+    with pytest.raises(FileNotFoundError, match=r"no\.json"):
         from_deepspeed(tmp_path / "no.json")
-    with pytest.raises(IsADirectoryError, match="got a folder. Name the file"):
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
         from_deepspeed(str(tmp_path))
-    with pytest.raises(ValueError, match=r"got text of JSON\. Pass `json\.loads"):
-        from_deepspeed(json.dumps(TRAINING))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exception", "words"),
+    ("argument", "value", "exception"),
     [
-        ({"config": 3}, TypeError, "`config`.*got int"),
-        ({"total_steps": 0}, ValueError, "`total_steps`.*at least 1, got 0"),
-        ({"steps_per_epoch": 2.0}, TypeError, "`steps_per_epoch`.*got 2.0"),
-        ({"devices": True}, TypeError, "`devices`.*got True"),
-        ({"warmup_steps": -1}, ValueError, "`warmup_steps`.*got -1"),
-        ({"learning_rate": -1.0}, ValueError, "`learning_rate`.*got -1"),
-        ({"learning_rate": "auto"}, TypeError, "`learning_rate`.*got 'auto'"),
-        ({"max_grad_norm": 0.0}, ValueError, "`max_grad_norm`.*None for no clipping"),
-        ({"b1": 1.0}, ValueError, "`b1`.*got 1.0"),
+        ("config", 3, TypeError),
+        ("total_steps", 0, ValueError),
+        ("steps_per_epoch", 2.0, TypeError),
+        ("devices", True, TypeError),
+        ("warmup_steps", -1, ValueError),
+        ("learning_rate", -1.0, ValueError),
+        ("learning_rate", "auto", TypeError),
+        ("max_grad_norm", 0.0, ValueError),
+        ("b1", 1.0, ValueError),
     ],
-    ids=str,
 )
-def test_arguments_that_are_wrong_are_named(arguments, exception, words):
-    with pytest.raises(exception, match=words):
-        from_deepspeed(**{"config": TRAINING, **arguments})
-
-
-# --- the page -------------------------------------------------------------------------------
-
-
-def test_the_page_has_every_key():
-    paths = re.findall(r"`([\w.]+)`", DOCS.read_text(encoding="utf-8"))
-    named = {name for path in paths for name in path.split(".")}
-    reported = (tables.ROOT, tables.ZERO, tables.OFFLOAD, tables.BF16, tables.FP16, tables.ADAM)
-    translated = {
-        *(*BATCH, "type", "params", "enabled", "check_grad_overflow", "gradient_clipping"),
-        *("stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"),
-        *("zenflow", "device", "pin_memory", "gradient_allreduce_op", "bfloat16"),
-        *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step"),
-        *("offload", "auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc"),
-        *("steps_per_epoch", "lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad"),
-        *("bias_correction", "maximize", "max_grad_norm", "legacy_fusion", "last_batch_iteration"),
-        *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
-        *("warmup_min_ratio", "cos_min_ratio"),
-    }
-    known = translated.union(tables.OFFLOAD_PARAM, tables.REMOVED, *reported)
-    assert sorted(known - named) == []
+def test_arguments_that_are_wrong_are_named(argument, value, exception):
+    with pytest.raises(exception, match=f"`{argument}` must "):
+        from_deepspeed(**{"config": TRAINING, argument: value})

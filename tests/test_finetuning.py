@@ -15,7 +15,7 @@ import zenflow_jax
 from tests.cut_short import cut_short
 from tests.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
-from train import finetune, models, sayings
+from train import finetune, models
 from train.command_line import load_settings
 from train.optimizers import in_force, make_optimizer, with_deepspeed
 from train.pretrained import read_folder
@@ -184,7 +184,7 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
     config = write_config(tmp_path, **settings)
     assert finetune.main([str(config), "--deepspeed", deepspeed_config(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "`steps_per_print` has no counterpart here: " in shown
+    assert "ds_config.json: not followed (docs/deepspeed.md): `steps_per_print`\n" in shown
     assert "ds_config.json sets: " in shown
     assert "optimizer zenflow" in shown
     (made,) = tmp_path.glob("001-*")
@@ -245,22 +245,12 @@ def test_what_deepspeed_adapts_is_in_the_settings_in_force(tmp_path):
         tmp_path, scheduler=None, zero_optimization=zero | {"zenflow": adaptive}
     )
     given = Settings(deepspeed=path, steps=9, full_warm_up_share=0.5)
-    settings = in_force(with_deepspeed(given, devices=1)[0], steps_per_epoch=4)
+    settings, deepspeed = in_force(*with_deepspeed(given, devices=1), steps_per_epoch=4)
     assert (settings.update_interval, settings.auto_window_share) == ("auto", 0.5)
     assert (settings.select_interval, settings.warm_up_rounds) == ("epoch", 0)
     assert settings.learning_rate == DEEPSPEED["optimizer"]["params"]["lr"]
-    assert in_force(settings, steps_per_epoch=4) == settings
-
-
-def test_a_reason_is_shown_once_for_all_its_keys(tmp_path):
-    settings = Settings(deepspeed="ds.json", topk_ratio=0.5)
-    asked = Settings(deepspeed="ds.json")
-    reasons = {"a": "it is here", "b": "there is none", "c": "it is here"}
-    assert list(sayings.said_of_deepspeed(asked, settings, reasons)) == [
-        "ds.json sets: topk_ratio 0.5",
-        "ds.json: `a`, `c` have no counterpart here: it is here",
-        "ds.json: `b` has no counterpart here: there is none",
-    ]
+    assert in_force(settings, deepspeed, steps_per_epoch=4)[0] == settings
+    assert settings.provisional_share == 0
 
 
 @pytest.mark.slow
@@ -283,13 +273,25 @@ def test_a_deepspeed_config_that_says_nothing_of_zero_leaves_the_optimizer_alone
     assert zenflow_jax.find_state(make_optimizer(settings).init(leaf)).leaves[0].spec.k == 0
 
 
-def test_deepspeeds_selection_once_per_epoch_is_one_of_this_data(tmp_path):
+def test_what_settings_cannot_say_is_the_configs(tmp_path):
     zero = TUTORIAL["zero_optimization"]
     zenflow = zero["zenflow"] | {"select_strategy": "epoch", "select_interval": 2}
-    path = deepspeed_config(tmp_path, zero_optimization=zero | {"zenflow": zenflow})
-    settings, _ = with_deepspeed(Settings(deepspeed=path, steps=9), devices=1)
-    state = make_optimizer(settings, steps_per_epoch=8).init({"kernel": jax.numpy.ones((4, 4))})
-    assert zenflow_jax.find_state(state).schedule.select == zenflow_jax.EpochSelect(8, 2)
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}
+    path = deepspeed_config(
+        tmp_path, scheduler=scheduler, zero_optimization=zero | {"zenflow": zenflow}
+    )
+    given = Settings(deepspeed=path, steps=9, provisional_share=0.5, rolling=False)
+    settings, deepspeed = with_deepspeed(given, devices=1)
+    Path(path).unlink()  # the config is read once
+    assert settings.provisional_share == 0  # in DeepSpeed deferred weights wait for their update
+    settings, deepspeed = in_force(settings, deepspeed, steps_per_epoch=8)
+    assert (settings.warmup_steps, settings.select_interval) == (2, 16)
+    tx = make_optimizer(settings, deepspeed, steps_per_epoch=8)
+    schedule = zenflow_jax.find_state(tx.init({"kernel": jax.numpy.ones((4, 4))})).schedule
+    assert schedule.select == zenflow_jax.EpochSelect(8, 2)
+    assert schedule.groups == 1  # of the settings, as the config has no word for it
+    assert schedule.provisional_share is None
+    assert deepspeed.learning_rate(9) == pytest.approx(1e-3 / 7)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def train(
 
     settings.check_paths()
     mesh = make_mesh(settings.mesh)
-    settings, untranslated = with_deepspeed(asked := settings, batch_parts(mesh))
+    settings, deepspeed = with_deepspeed(asked := settings, batch_parts(mesh))
     if timeline and settings.optimizer == "adamw":
         raise SettingsError(
             "`--timeline`: expected an optimizer with work on the host (zenflow or offload), got "
@@ -173,14 +173,14 @@ def train(
     if settings.steps is None:
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)
-    settings = in_force(settings, batches.per_epoch)
+    settings, deepspeed = in_force(settings, deepspeed, batches.per_epoch)
     settings, of_warm_up = with_saved_rounds(settings)
     processes.check_same(to_toml(settings), task.checksum)
 
     model = models.make(settings, task, mesh, origin, force=force)
     params = model.params
     parameters = sum(p.size for p in jax.tree.leaves(params))
-    tx = make_optimizer(settings, steps_per_epoch=batches.per_epoch)
+    tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
     opt_state = committed(tx.init(params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
@@ -199,7 +199,7 @@ def train(
         "checkpoint, if it has one."
     )
 
-    for line in said_of_deepspeed(asked, settings, untranslated):
+    for line in said_of_deepspeed(asked, settings, deepspeed):
         say(line)
     for line in (*task.notes, *task.overview):
         say(line)

@@ -6,7 +6,6 @@ What is to be used is in the settings, or in a DeepSpeed config that they name.
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from typing import Any, NamedTuple
 
@@ -19,9 +18,7 @@ from jax.typing import DTypeLike
 import zenflow_jax
 from train.schedule import selection_rule, window_rule
 from train.settings import Settings, SettingsError
-
-#: What all three optimizers take.
-_ADAM = {"b1", "b2", "eps", "weight_decay", "mask"}
+from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 
 
 def weight_dtype(settings: Settings) -> DTypeLike:
@@ -50,47 +47,40 @@ def learning_rate(settings: Settings) -> optax.Schedule:
 
 
 def make_optimizer(
-    settings: Settings, *, steps_per_epoch: int | None = None
+    settings: Settings,
+    deepspeed: DeepSpeedOptions | None = None,
+    *,
+    steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer that the settings ask for.
 
     Args:
         settings: Of the run, with `steps`.
+        deepspeed: What `in_force` gave, for the schedules that settings cannot say.
         steps_per_epoch: Needed where zenflow is to select channels once per epoch.
 
     Raises:
         SettingsError: If zenflow rejects its options.
     """
     rate, norm = learning_rate(settings), settings.max_grad_norm
+    if deepspeed is not None and deepspeed.scheduler is not None:
+        rate = deepspeed.learning_rate
     adam = {"b1": settings.b1, "b2": settings.b2, "eps": settings.eps}
     arguments = adam | {"weight_decay": settings.weight_decay, "mask": decayed}
-    has_schedule = False  # in `arguments`
-    if settings.deepspeed is not None:
-        options = _read_deepspeed(
-            settings, total_steps=settings.steps, steps_per_epoch=steps_per_epoch
-        )
-        norm, arguments = options.max_grad_norm, options.arguments
-        if settings.optimizer != options.kind:  # a plan asks for the others, to compare
-            arguments = {name: arguments[name] for name in _ADAM}
-        if callable(options.learning_rate):
-            rate = options.learning_rate
-        else:  # there is no schedule in the config
-            peak = dataclasses.replace(settings, learning_rate=options.learning_rate)
-            rate = learning_rate(peak)
-        has_schedule = settings.optimizer == options.kind
     if settings.optimizer == "adamw":
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
         return skip_if_not_finite(optax.chain(clip, optax.adamw(rate, **arguments)))
-    arguments = arguments | {
+    arguments |= {
         "max_grad_norm": norm,
         "resident": _is_no_matrix,
         "send_gradients": settings.send_gradients,
         "transfer_dtype": settings.transfer_dtype,
     }
     try:
-        if not has_schedule:
-            arguments |= _schedule(settings, steps_per_epoch)
+        arguments |= _schedule(settings, steps_per_epoch)
+        if deepspeed is not None and deepspeed.kind == settings.optimizer:
+            arguments |= deepspeed.arguments
         return zenflow_jax.zenflow(rate, **arguments)
     except ValueError as error:
         raise SettingsError(str(error)) from error
@@ -149,120 +139,114 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
     }
 
 
-def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, dict[str, str]]:
-    """The settings, with the batch, the optimizer's kind and the dtype of the DeepSpeed config.
+def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpeedOptions | None]:
+    """Reads the DeepSpeed config that the settings name, and puts its values in their place.
 
-    What else it puts in the place of a setting may depend on the number of steps: see `in_force`.
+    Two of them depend on the number of steps, which may follow from the batch size: see `in_force`.
 
     Args:
         settings: Of the run.
         devices: Among how many a batch is divided.
 
     Returns:
-        The settings, and for each key of the config that has no counterpart the reason.
+        The settings, and the config; None if they name none.
 
     Raises:
         SettingsError: If the config cannot be read or asks for what cannot be had.
     """
     if settings.deepspeed is None:
-        return settings, {}
-    # How many steps there are may follow from the batch size; here they are of no consequence.
-    unknown = {"total_steps": 10**9, "steps_per_epoch": 10**6}
-    options = _read_deepspeed(settings, devices=devices, **unknown)
-    # Where the state is to be, only this block says.
-    with open(settings.deepspeed, encoding="utf-8") as file:
-        says_where = bool(json.load(file).get("zero_optimization"))
-    found = {
-        "optimizer": options.kind if says_where else None,
-        "batch_size": options.batch_size,
-        "micro_batches": options.micro_batches,
-        "dtype": options.compute_dtype and np.dtype(options.compute_dtype).name,
-        "threads": options.threads,
-        "max_grad_norm": options.max_grad_norm,
-    }
-    given = {name: value for name, value in found.items() if value is not None}
-    return dataclasses.replace(settings, **given), options.not_translated
-
-
-def in_force(settings: Settings, steps_per_epoch: int) -> Settings:
-    """The settings, with all that the DeepSpeed config that they name puts in their place.
-
-    For the record of a run, and for comparing it with the checkpoints that it goes on from. What a
-    setting cannot say, such as the shape of a learning rate's schedule, only the config has.
-
-    Args:
-        settings: As `with_deepspeed` gave them, with `steps`.
-        steps_per_epoch: Batches in a pass over the data.
-
-    Raises:
-        SettingsError: If the config cannot be followed.
-    """
-    if settings.deepspeed is None:
-        return settings
-    options = _read_deepspeed(settings, total_steps=settings.steps, steps_per_epoch=steps_per_epoch)
-    rate = options.learning_rate
-    found = {"max_grad_norm": options.max_grad_norm}
-    if callable(rate):
-        found |= {"learning_rate": _highest(rate, settings.steps)}
-        with open(settings.deepspeed, encoding="utf-8") as file:
-            warm_up = json.load(file)["scheduler"].get("params", {}).get("warmup_num_steps")
-        if isinstance(warm_up, int):
-            found |= {"warmup_steps": warm_up, "warmup_share": None}
-    else:
-        found |= {"learning_rate": rate}
-    arguments = dict(options.arguments)
-    del arguments["mask"]
-    if settings.optimizer == options.kind == "zenflow":
-        found |= {"full_warm_up_share": None, **_as_settings(arguments, steps_per_epoch)}
-    else:
-        found |= {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
-    return dataclasses.replace(settings, **found)
-
-
-def _as_settings(arguments: dict[str, Any], steps_per_epoch: int) -> dict[str, Any]:
-    """`zenflow`'s arguments by the names and in the words of the settings."""
-    found = dict(arguments)
-    window, select = found["update_interval"], found["select_interval"]
-    if isinstance(window, zenflow_jax.AutoWindow):
-        found["update_interval"] = "auto"
-        found["auto_window_max_interval"] = window.max_interval
-        found["auto_window_share"] = window.share
-    if isinstance(select, zenflow_jax.AutoSelect):
-        found["select_interval"] = "auto"
-        found["auto_select_keep"] = select.keep
-        found["auto_select_max_windows"] = select.max_windows
-    elif isinstance(select, zenflow_jax.EpochSelect):
-        found["select_interval"] = "epoch" if select.steps == steps_per_epoch else select.steps
-    return found
-
-
-def _highest(rate: optax.Schedule, steps: int) -> float:
-    rates = np.asarray(rate(jnp.arange(steps)))
-    return float(str(rates.max()))  # 0.001 and not 0.0010000000474974513
-
-
-def _read_deepspeed(settings: Settings, **known: int | None) -> zenflow_jax.DeepSpeedOptions:
+        return settings, None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is not translated is shown by the script
-            return zenflow_jax.from_deepspeed(
+            warnings.simplefilter("ignore")  # the script shows what is not translated
+            options = from_deepspeed(
                 settings.deepspeed,
+                devices=devices,
                 learning_rate=settings.learning_rate,
-                warmup_steps=_warm_up(settings),
                 b1=settings.b1,
                 b2=settings.b2,
                 eps=settings.eps,
                 weight_decay=settings.weight_decay,
                 max_grad_norm=settings.max_grad_norm,
                 mask=decayed,
-                **known,
             )
     except (ValueError, OSError) as error:
         raise SettingsError(f"`deepspeed`: {error}") from error
+    open_or_not = {
+        "optimizer": options.kind if options.has_zero else None,
+        "batch_size": options.batch_size,
+        "micro_batches": options.micro_batches,
+        "dtype": options.compute_dtype and np.dtype(options.compute_dtype).name,
+        "threads": options.threads,
+    }
+    values = {name: value for name, value in open_or_not.items() if value is not None}
+    values |= {"max_grad_norm": options.max_grad_norm, "learning_rate": options.peak}
+    settings = dataclasses.replace(settings, **values)
+    arguments = options.fixed_arguments
+    values = {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
+    if settings.optimizer == options.kind == "zenflow":
+        values |= _as_settings(arguments)
+    return dataclasses.replace(settings, **values), options
 
 
-def _warm_up(settings: Settings) -> int:
-    return settings.warmup_steps if settings.steps is None else settings.learning_rate_warm_up
+def in_force(
+    settings: Settings, deepspeed: DeepSpeedOptions | None, steps_per_epoch: int
+) -> tuple[Settings, DeepSpeedOptions | None]:
+    """Both results of `with_deepspeed`, with the rest of the config's values in place.
+
+    For the record of a run, and for comparing it with the checkpoints that it goes on from. What a
+    setting cannot say, such as the shape of a learning rate's schedule, only the config has.
+
+    Args:
+        settings: As `with_deepspeed` gave them, with `steps`.
+        deepspeed: Likewise.
+        steps_per_epoch: Batches in a pass over the data.
+
+    Raises:
+        SettingsError: If the config cannot be followed.
+    """
+    if deepspeed is None:
+        return settings, None
+    deepspeed = dataclasses.replace(
+        deepspeed,
+        total_steps=settings.steps,
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=settings.learning_rate_warm_up,
+    )
+    values: dict[str, Any] = {}
+    try:
+        if (scheduler := deepspeed.scheduler) is not None:
+            values["learning_rate"] = _highest(deepspeed.learning_rate, settings.steps)
+            if scheduler.warmup is not None:
+                values |= {"warmup_steps": scheduler.warmup, "warmup_share": None}
+        if settings.optimizer == deepspeed.kind == "zenflow":
+            select = deepspeed.arguments["select_interval"]
+            if isinstance(select, zenflow_jax.EpochSelect):
+                select = "epoch" if select.steps == steps_per_epoch else select.steps
+            values["select_interval"] = select
+    except ValueError as error:
+        raise SettingsError(f"`deepspeed`: {error}") from error
+    return dataclasses.replace(settings, **values), deepspeed
+
+
+def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`zenflow`'s arguments by the names and in the words of the settings."""
+    names = "topk_ratio update_interval full_warm_up_rounds overlap_step provisional_share".split()
+    values = {name: arguments[name] for name in names}
+    # "auto" until the length of an epoch is known, which fits all windows.
+    values |= {"full_warm_up_share": None, "select_interval": "auto"}
+    values["provisional_share"] = values["provisional_share"] or 0.0
+    window = values["update_interval"]
+    if isinstance(window, zenflow_jax.AutoWindow):
+        values["update_interval"] = "auto"
+        values["auto_window_max_interval"] = window.max_interval
+        values["auto_window_share"] = window.share
+    return values
+
+
+def _highest(rate: optax.Schedule, steps: int) -> float:
+    rates = np.asarray(rate(jnp.arange(steps)))
+    return float(str(rates.max()))  # 0.001 and not 0.0010000000474974513
 
 
 def decayed(params):

@@ -6,39 +6,37 @@ import dataclasses
 import os
 import shlex
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from train.settings import Settings
+from zenflow_jax.deepspeed import DeepSpeedOptions
 
 PROGRAM = "python -m train.finetune"
 
 
 def said_of_deepspeed(
-    asked: Settings, settings: Settings, untranslated: Mapping[str, str]
+    asked: Settings, settings: Settings, deepspeed: DeepSpeedOptions | None
 ) -> Iterator[str]:
-    """What the DeepSpeed config has put in the place of settings, and what it could not.
+    """Which settings the DeepSpeed config has changed, and which of its keys are not followed.
 
     Args:
         asked: The settings without it.
         settings: Those in force.
-        untranslated: For each of its keys that has no counterpart, the reason.
+        deepspeed: The config, if there is one.
     """
-    if settings.deepspeed is None:
+    if deepspeed is None:
         return
     names = [field.name for field in dataclasses.fields(settings) if field.name != "steps"]
     changed = [n for n in names if getattr(asked, n) != getattr(settings, n)]
     if changed:
         listed = ", ".join(f"{name} {getattr(settings, name)}" for name in changed)
         yield f"{settings.deepspeed} sets: {listed}"
-    keys: dict[str, list[str]] = {}
-    for key, reason in untranslated.items():
-        keys.setdefault(reason, []).append(f"`{key}`")
-    for reason, alike in keys.items():
-        have = "has" if len(alike) == 1 else "have"
-        yield f"{settings.deepspeed}: {', '.join(alike)} {have} no counterpart here: {reason}"
+    if deepspeed.not_translated:
+        listed = ", ".join(f"`{name}`" for name in deepspeed.not_translated)
+        yield f"{settings.deepspeed}: not followed (docs/deepspeed.md): {listed}"
 
 
 def causes_of_infinity(settings: Settings) -> str:

@@ -108,7 +108,7 @@ class Settings:
     deepspeed: str | None = None
     """A DeepSpeed JSON config that goes over these settings where it says something of them:
     optimizer, schedule, clipping, batch size, dtype, zenflow. Its "auto" means what is set here.
-    What has no counterpart is listed (docs/deepspeed.md)."""
+    Keys that are not followed are listed (docs/deepspeed.md)."""
     learning_rate: float = 1e-3
     """Peak of the schedule: linear warm-up, then a cosine down to a tenth of the peak."""
     warmup_steps: int = 0

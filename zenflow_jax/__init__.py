@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow_jax._attach import AttachedStep, attach
 from zenflow_jax._checkpoint.tree import abstract_engine_state
-from zenflow_jax._deepspeed import DeepSpeedOptions, from_deepspeed
 from zenflow_jax._device.in_graph import flush
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
@@ -33,7 +32,6 @@ __all__ = [
     "AttachedStep",
     "AutoSelect",
     "AutoWindow",
-    "DeepSpeedOptions",
     "EngineCheckpointHandler",
     "EngineRestore",
     "EngineSave",
@@ -50,7 +48,6 @@ __all__ = [
     "attach",
     "find_state",
     "flush",
-    "from_deepspeed",
     "hiding",
     "host_bandwidth",
     "iter_master_params",
@@ -75,8 +72,12 @@ _WHERE = {
     "plan": "_planner.plan",
 }
 
+_MODULES = ("deepspeed",)
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"zenflow_jax.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(f"zenflow_jax.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'zenflow_jax' has no attribute {name!r}")

@@ -1,0 +1,200 @@
+"""Reads a DeepSpeed config, and checks each value when it is read."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+AS_ABSENT = object()  # "auto" means the same as a key that is left out
+NO_AUTO = object()  # "auto" is a value like others
+
+
+class Section:
+    """One object of the config, with its place in it and the keys that were not read.
+
+    Its readers raise a ValueError that names the key of a value that does not fit.
+
+    Args:
+        values: The object.
+        path: Of the object, such as "zero_optimization.zenflow"; empty for the whole config.
+        source: The file, for messages; empty if there is none.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "", source: str = ""):
+        self._values, self._path, self.source = values, path, source
+        self._unread = set(values)
+        self._sections: dict[str, Section] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def name(self, key: str) -> str:
+        return f"{self._path}.{key}" if self._path else key
+
+    def error(self, key: str, expected: str, remedy: str = "") -> ValueError:
+        """The error for the value of a key, to be raised."""
+        got = json.dumps(self._values[key], default=repr) if key in self._values else "nothing"
+        return ValueError(f"{self._place(key)}: expected {expected}, got {got}. {remedy}".rstrip())
+
+    def _place(self, key: str) -> str:
+        return f"{self.source}: `{self.name(key)}`" if self.source else f"`{self.name(key)}`"
+
+    def unread(self) -> tuple[str, ...]:
+        """The names of all keys that were not read or not followed, in the order of the config."""
+        names: list[str] = []
+        for key in self._values:
+            if key in self._unread:
+                names.append(self.name(key))
+            elif key in self._sections:
+                names += self._sections[key].unread()
+        return tuple(names)
+
+    def not_followed(self, key: str) -> None:
+        """Counts a key among the unread, although its value was read."""
+        self._unread.add(key)
+
+    def refuse_unread(self, *but: str) -> None:
+        """Raises an error for a key that DeepSpeed does not have."""
+        for key in self._values:
+            if key in self._unread and key not in but:
+                raise ValueError(f"{self._place(key)}: DeepSpeed has no such key.")
+
+    def read(
+        self,
+        key: str,
+        default: Any,
+        expected: str,
+        fits: Callable[[Any], bool],
+        *,
+        auto: Any = AS_ABSENT,
+        remedy: str = "",
+    ) -> Any:
+        """The value of a key.
+
+        Args:
+            key: The key.
+            default: The result if the key is absent.
+            expected: What the value must be, for the message.
+            fits: Whether it is.
+            auto: The result for "auto".
+            remedy: Ends the message.
+        """
+        self._unread.discard(key)
+        value = self._values.get(key, default)
+        if isinstance(value, str) and value == "auto" and auto is not NO_AUTO:
+            return default if auto is AS_ABSENT else auto
+        if value is not default and not fits(value):
+            raise self.error(key, expected, remedy)
+        return value
+
+    def section(self, key: str, bool_key: str = "") -> "Section":
+        """The object at a key; an empty one if the key is absent or null.
+
+        Args:
+            key: The key.
+            bool_key: The key that is 1 where an old config has `true` instead of an object.
+        """
+        types = (Mapping, bool) if bool_key else Mapping
+        values = self.read(
+            key, None, "an object ({...})", lambda x: isinstance(x, types), auto=NO_AUTO
+        )
+        if isinstance(values, bool):
+            values = {bool_key: 1} if values else {}
+        self._sections[key] = Section(values or {}, self.name(key), self.source)
+        return self._sections[key]
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._values.get(key) is not None
+
+    def number(
+        self, key: str, default: Any, *, auto: Any = AS_ABSENT, high: float = math.inf
+    ) -> Any:
+        """A float from 0 to `high`."""
+        bounds = "of at least 0" if high == math.inf else f"in [0, {high:g}]"
+        value = self.read(
+            key, default, f"a number {bounds}", lambda x: is_number(x, 0, high), auto=auto
+        )
+        return float(value) if is_number(value) else value
+
+    def integer(
+        self,
+        key: str,
+        default: Any,
+        *,
+        auto: Any = AS_ABSENT,
+        low: int = 0,
+        high: float | int = math.inf,
+        remedy: str = "",
+    ) -> Any:
+        """An int from `low` to `high`; 4.0 is one, as it is to DeepSpeed."""
+        bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
+        value = self.read(
+            key,
+            default,
+            f"a whole number of {bounds}",
+            lambda x: is_number(x, low, high) and x == int(x),
+            auto=auto,
+            remedy=remedy,
+        )
+        return int(value) if is_number(value) else value
+
+    def flag(self, key: str, default: Any, *, auto: Any = AS_ABSENT) -> Any:
+        """A bool."""
+        return self.read(key, default, "true or false", lambda x: isinstance(x, bool), auto=auto)
+
+    def word(self, key: str, words: Iterable[str], default: str) -> str:
+        """One of some words."""
+        words = list(words)
+        return self.read(
+            key, default, " or ".join(f'"{word}"' for word in words), lambda x: x in words
+        )
+
+
+def is_number(value: Any, low: float | int = -math.inf, high: float | int = math.inf) -> bool:
+    """Whether a value is a finite number in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and low <= value <= high
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
+    """The whole config.
+
+    Args:
+        config: Path of a JSON file, or the content of one.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is not plain JSON, has a key twice, or is no object.
+        TypeError: If `config` is something else.
+    """
+    if isinstance(config, Mapping):
+        return Section(config)
+    if not isinstance(config, str | os.PathLike):
+        raise TypeError(
+            f"`config` must be the path of a DeepSpeed config or a mapping, got {config!r}."
+        )
+    source = os.fspath(config)
+    with open(source, encoding="utf-8-sig") as file:
+        try:
+            values = json.load(file, object_pairs_hook=_unique, parse_constant=_refuse)
+        except ValueError as error:
+            raise ValueError(f"{source}: expected plain JSON, without comments: {error}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{source}: expected an object ({{...}}), got {type(values).__name__}.")
+    return Section(values, source=source)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"`{key}` is there twice")
+        values[key] = value
+    return values
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
