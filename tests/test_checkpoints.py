@@ -109,7 +109,8 @@ def test_other_ways_to_train_go_on_as_well(tmp_path, capsys, words):
     config = kill_test.write_config(tmp_path, steps=18, **words)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
-    (whole / "settings.toml").touch()  # as of a start that was killed before it saved
+    for name in ("lock", "settings.toml"):  # as of a start that was killed before it saved
+        (whole / name).touch()
     assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
     assert "no checkpoint to go on from" in capsys.readouterr().out
     cut_short(whole, cut, after=10)  # in the middle of a window, the third

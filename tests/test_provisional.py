@@ -63,5 +63,6 @@ def test_the_first_step_a_warm_up_and_a_skipped_step_move_no_deferred_weight():
 @pytest.mark.parametrize("shape", [(4,), (5,), (1, 1), (3, 8), (2, 7, 5)], ids=str)
 def test_signs_come_out_of_two_bits_as_they_went_in(shape):
     g = np.random.default_rng(0).integers(-1, 2, shape).astype(np.float32) * 1e-3
-    signs = _unpack_signs(_pack_signs(jnp.asarray(g)), shape)
-    np.testing.assert_array_equal(signs, np.sign(g))
+    for axis, size in enumerate(shape):
+        signs = _unpack_signs(_pack_signs(jnp.asarray(g), axis), axis, size)
+        np.testing.assert_array_equal(signs, np.sign(g))

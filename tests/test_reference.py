@@ -21,7 +21,7 @@ SHAPES = [(12, 5), (5, 12), (2, 6, 4), (2, 3, 4), (3, 5, 2), (7,), ()]
 AXES = [-2, -1, -2, -1, 0, None, None]  # trailing, stacked, ahead of the last two, resident
 DECAY = [True, False, True, True, True, False, True]
 
-BY_HAND = dict(b1=0.0, b2=0.0, eps=1.0, weight_decay=0.0)
+BY_HAND = dict(b1=0.0, b2=0.0, eps=1.0, weight_decay=0.0, provisional_share=None)
 
 
 def schedule(count):

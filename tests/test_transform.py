@@ -701,7 +701,8 @@ def emitted(dtype, offload):
 
     With a window that stays open nothing comes back, in-graph or from the host.
     """
-    tx = make(0.1, offload=offload, update_interval=100, select_interval=100)
+    options = {"update_interval": 100, "select_interval": 100, "provisional_share": None}
+    tx = make(0.1, offload=offload, **options)
     rng = np.random.default_rng(3)
     params = {"x": jax.device_put(jnp.asarray(rng.normal(size=(2, 6, 4)), dtype), DEVICE)}
     state = tx.init(params)

@@ -492,7 +492,9 @@ class HostEngine:
             TypeError: If they are no jax arrays.
         """
         state, taken = self._between_steps(params, opt_state, "peek")
-        weights = self._updates.peek(taken.offloaded, state)
+        weights = taken.offloaded
+        if self._progress.step:  # until then parameters may be loaded, and masters follow
+            weights = self._updates.peek(weights, state)
         given = {id(x) for x in taken.leaves}
 
         def of_its_own(x: Any) -> Any:

@@ -88,7 +88,7 @@ class Here:
 
     def own(self, block: jax.Array) -> jax.Array:
         """This device's part of a block, or of selected slices of it."""
-        for axis, names in enumerate(self._shares()):
+        for axis, names in enumerate(self.shares):
             if names:
                 assert self._place is not None
                 size = block.shape[axis] // self._place.count(names)
@@ -98,7 +98,7 @@ class Here:
 
     def gather(self, part: jax.Array) -> jax.Array:
         """The block, or selected slices of it, from the parts of all devices that hold it."""
-        for axis, names in enumerate(self._shares()):
+        for axis, names in enumerate(self.shares):
             if names:
                 part = jax.lax.all_gather(part, names, axis=axis, tiled=True)
         return part
@@ -158,8 +158,10 @@ class Here:
         """The number in the leaf of this device's first channel."""
         return 0 if self._spec.axis is None else self.first(self._spec.axis)
 
-    def _shares(self) -> MeshAxes:
-        return () if self._place is None else self._place.shares
+    @property
+    def shares(self) -> MeshAxes:
+        """For each axis, the mesh axes among which the devices that hold a block divide it."""
+        return ((),) * len(self._spec.shape) if self._place is None else self._place.shares
 
 
 def on_each_device(

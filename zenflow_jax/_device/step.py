@@ -83,7 +83,7 @@ def _split(
     if rank is None:
         return GradientParts(here.sum(squares), selected, g if signs else None, None)
     # All that stays of the gradient until it is known whether the step counts.
-    sign = _pack_signs(g) if signs and packs else None
+    sign = _pack_signs(g, _packed_axis(here)) if signs and packs else None
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
     # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
     # XLA:GPU leaves some models' copies, and all their gradients, for after the last matmul
@@ -95,29 +95,37 @@ def _split(
     return GradientParts(here.sum(squares), selected, sign, mail)
 
 
-def _pack_signs(g: jax.Array) -> jax.Array:
-    """The signs of `g`, uint8, in two bits each: its longest axis in four pieces, superposed."""
-    axis, quarter = _quarters(g.shape)
+def _packed_axis(here: Here) -> int:
+    """The axis along which signs are packed: the longest of those that devices do not share."""
+    shape, shares = here.part.shape, here.shares
+    return max(range(len(shape)), key=lambda axis: (not shares[axis], shape[axis]))
+
+
+def _pack_signs(g: jax.Array, axis: int) -> jax.Array:
+    """The signs of `g`, uint8, in two bits each: four pieces along an axis, superposed."""
+    quarter = -(-g.shape[axis] // 4)
     codes = (g > 0).astype(jnp.uint8) | (g < 0).astype(jnp.uint8) << 1
     beyond = [(0, 4 * quarter - n if i == axis else 0) for i, n in enumerate(g.shape)]
     pieces = jnp.split(jnp.pad(codes, beyond), 4, axis)
     return pieces[0] | pieces[1] << 2 | pieces[2] << 4 | pieces[3] << 6
 
 
-def _unpack_signs(packed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The signs of a gradient of `shape`, int8, from it or from what `_pack_signs` made of it."""
-    if packed.dtype != jnp.uint8:
-        return jnp.sign(packed).astype(jnp.int8)
-    axis, _ = _quarters(shape)
+def _unpack_signs(packed: jax.Array, axis: int, size: int) -> jax.Array:
+    """The inverse of `_pack_signs`, int8, for an axis of `size`."""
     codes = jnp.concatenate([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis)
-    codes = jax.lax.slice_in_dim(codes, 0, shape[axis], axis=axis)
+    codes = jax.lax.slice_in_dim(codes, 0, size, axis=axis)
     return (codes & 1).astype(jnp.int8) - (codes >> 1).astype(jnp.int8)
 
 
-def _quarters(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The longest axis, and the length of a fourth of it, rounded up."""
-    longest = max(shape)
-    return shape.index(longest), -(-longest // 4)
+def _signs_of_block(here: Here, signs: jax.Array) -> jax.Array:
+    """The signs of a block's gradient, int8, from what `_split` kept of the part's."""
+    if signs.dtype != jnp.uint8:
+        return here.gather(jnp.sign(signs).astype(jnp.int8))
+    axis = _packed_axis(here)
+    size = here.part.shape[axis]
+    if here.shares[axis]:
+        return here.gather(_unpack_signs(signs, axis, size))
+    return _unpack_signs(here.gather(signs), axis, size)
 
 
 def finite_and_clip_factor(
@@ -260,8 +268,8 @@ def _step(
         return change, leaf
     others = None
     if signs is not None and length is not None:
-        sign = here.gather(_unpack_signs(signs, spec.shape))
-        others = provisional_change(p, length * sign.astype(jnp.float32))
+        sign = _signs_of_block(here, signs).astype(jnp.float32)
+        others = provisional_change(p, length * sign)
     change = _spread_out(here, change, index, others)
     scores = leaf.scores + squares * jnp.square(factor)
     return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores))

@@ -246,15 +246,21 @@ class Updates:
                 self._rows[number] = channel_rows(channels, specs=group.specs)
 
     def peek(self, weights: Sequence[jax.Array], state: ZenFlowState) -> list[jax.Array]:
-        """As `collect` of all, but updates stay pending. What they change is in new arrays."""
+        """As `collect` of all, but updates stay pending. What they change is in new arrays.
+
+        Provisional steps are undone, also where no update is pending.
+        """
         weights = list(weights)
-        for number, pending in self._pending.items():
-            uploads = self._worker.wait(pending.made, state.step)
+        for number, group in enumerate(self._offloaded.groups):
+            pending = self._pending.get(number)
+            uploads = [] if pending is None else self._worker.wait(pending.made, state.step)
+            if not uploads and state.reach is not None:
+                uploads = [[] for _ in group.parts]  # none has been prefetched
             if not uploads:
                 continue
-            group = self._offloaded.groups[number]
             uploads = self._fetch_rest(group, uploads, state.step)
-            merged = self._merge(number, weights, uploads, pending.before, state, keep=True)
+            before = None if pending is None else pending.before
+            merged = self._merge(number, weights, uploads, before, state, keep=True)
             for i, weight in zip(group.leaves, merged.weights, strict=True):
                 weights[i] = weight
         return weights
