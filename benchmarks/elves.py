@@ -1,4 +1,4 @@
-"""How small do model files become, and how fast, beside ZipNN, zstd and the paper's own pipeline?
+"""How small do model files become, and how fast, beside ZipNN and zstd?
 
     python -m benchmarks.elves MODEL.safetensors... --rounds 9
     python -m benchmarks.elves TUNED.safetensors --base BASE.safetensors
@@ -35,7 +35,7 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from train.elves.blocks import BLOCK, PAPER_STEP, Coder, Words
+from train.elves.blocks import BLOCK, Coder, Words
 from train.elves.files import PlainFile, open_tensors
 from train.elves.folders import pack_path
 from train.elves.writing import Options, Piece, largest_sensible_bound
@@ -130,7 +130,7 @@ def contenders(data: np.ndarray, dtype: str) -> list[Contender]:
         Contender("zstd-3", lambda: packer.compress(data), unpacker.decompress, len),
     ]
     if dtype == "float32":
-        bounded = Words(4, True, PAPER_STEP)
+        bounded = Words(4, True, 2**-23)
         found.append(blockwise("ours, 2^-24", data, bounded, Coder(), exact=False))
     if importlib.util.find_spec("zipnn") is not None:
         found.insert(2, zipnn_contender(data, dtype))
@@ -186,10 +186,10 @@ def _times(ours: list[float], theirs: list[float]) -> float:
 
 
 def bounds(path: Path) -> None:
-    """Ratios of the whole file: lossless, at smaller and smaller bounds, and by the paper."""
+    """Ratios of the whole file: lossless, at larger and larger bounds."""
     with PlainFile(path) as file, tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.safetensors"
-        rows = [("lossless", Options()), ("paper, 2^-24", Options(bound=2**-24, paper=True))]
+        rows = [("lossless", Options())]
         rows += [(f"2^{power}", Options(bound=2.0**power)) for power in range(-24, -8, 2)]
         sensible = largest_sensible_bound(_pieces(file))
         if sensible is not None:

@@ -99,7 +99,6 @@ def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_de
         "warmup_share",
     }
     left_out |= {"packing", "chat_template", "text_column", "second_text_column", "label_column"}
-    left_out |= {"compress_kept"}
     settings = asdict(Settings())
     left_out |= {name for name in settings if name.startswith(("auto_", "fit_"))}
     assert set(given) == set(settings) - left_out

@@ -6,9 +6,6 @@
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
     checkpoints/damaged-400   one that was found damaged; nothing here reads it again
 
-Older ones may be packed beside the run (`packer.py`); how one looks then is in
-`packed_checkpoints.py`.
-
 The position in the data is the step: a batch is a function of the seed and its number alone
 (`data.py`), so there is no iterator whose state could be saved. Nothing here is ever unpickled.
 
@@ -36,8 +33,6 @@ import zenflow_jax
 from train import processes
 from train.checkpoint_arrays import described, split
 from train.checksums import CHECKSUMS, checksums
-from train.elves.whole import remove_leftovers
-from train.packer import Packer
 from train.run_description import MAY_CHANGE
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 
@@ -53,7 +48,6 @@ class Checkpoints(SavedCheckpoints):
         folder: As of `SavedCheckpoints`, as are those that are not named here.
         keep: How many of the newest are kept.
         keep_best: Whether the one with the best figure of the validation is kept as well.
-        compress: Whether all but the newest are packed, beside the run.
     """
 
     _otherwise = (
@@ -61,11 +55,8 @@ class Checkpoints(SavedCheckpoints):
         f"{', '.join(sorted(MAY_CHANGE))}.)"
     )
 
-    def __init__(
-        self, folder: Path, *, keep: int, keep_best: bool, compress: bool = False, **reading: Any
-    ):
+    def __init__(self, folder: Path, *, keep: int, keep_best: bool, **reading: Any):
         super().__init__(folder, **reading)
-        self._packer = Packer(self._folder, self._say) if compress else None
         self._keep = keep
         self._keep_best = keep_best
         self._writing: int | None = None  # the step of a save that was not heard of since
@@ -73,19 +64,12 @@ class Checkpoints(SavedCheckpoints):
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
-        if processes.is_first() and self._folder.is_dir():
-            remove_leftovers(self._folder)
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = partial(_pass_over_late_writes, self._unraisable)
         return self
 
     def __exit__(self, *exception) -> None:
         self.wait()
-        self._unpacked.close()
-        if self._packer is not None:
-            if exception[0] is None and processes.is_first():
-                self._packer.finish(self._older())
-            self._packer.stop()
         if self._manager is not None:  # not so after a save that has failed
             self._manager.close()
         sys.unraisablehook = self._unraisable
@@ -98,7 +82,6 @@ class Checkpoints(SavedCheckpoints):
         is one that it lacks.
         """
         if processes.is_first():
-            self._unpacked.close()  # the engine has read it
             for step in self._damaged:
                 old = self._folder / str(step)
                 new = old.with_name(f"{DAMAGED}{step}")
@@ -137,7 +120,6 @@ class Checkpoints(SavedCheckpoints):
             self.rate(step, figure)
         self.wait()
         self._failed = None
-        self._leave_those_that_go(step)
         saved, _ = split({"params": params, "opt_state": opt_state})
         run = {
             **self._description,
@@ -163,8 +145,6 @@ class Checkpoints(SavedCheckpoints):
         """Says so if the save that was under way has failed. Does not wait."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
-        if self._packer is not None and self._writing is None and processes.is_first():
-            self._packer.start(self._older())
 
     def wait(self) -> None:
         """Waits for the save that is under way; says so if it has failed."""
@@ -173,17 +153,6 @@ class Checkpoints(SavedCheckpoints):
         with self._failures():
             self._opened().wait_until_finished()
         self._writing = None
-
-    def _older(self) -> list[int]:
-        """The checkpoints that may be packed."""
-        return self.steps()[:-1]
-
-    def _leave_those_that_go(self, step: int) -> None:
-        """Packs none of the checkpoints that orbax removes because of a save."""
-        if self._packer is not None and self._packer.step is not None:
-            steps = [*self.steps(), step]
-            if self._packer.step not in self._preserving().kept(steps):
-                self._packer.stop()
 
     def finish(self) -> None:
         """Waits for the last save.
@@ -194,11 +163,6 @@ class Checkpoints(SavedCheckpoints):
         self.wait()
         if self._failed is not None:
             raise CheckpointError(self._failed)
-
-    def weights(self, step: int, like: Any) -> Any:
-        if self._packer is not None:
-            self._packer.stop()  # it may be about to replace that one
-        return super().weights(step, like)
 
     def rate(self, step: int, figure: float) -> None:
         """Says how well the weights after a step do; what was said of it before is forgotten."""
@@ -218,7 +182,9 @@ class Checkpoints(SavedCheckpoints):
     def _opened(self) -> ocp.CheckpointManager:
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._preserving(),
+                preservation_policy=_NewestAndBest(
+                    self._keep, self._best_of if self._keep_best else None
+                ),
                 cleanup_tmp_directories=True,  # of a run that was killed while it wrote
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
@@ -240,9 +206,6 @@ class Checkpoints(SavedCheckpoints):
                 self._folder, options=options, item_handlers=handlers
             )
         return self._manager
-
-    def _preserving(self) -> _NewestAndBest:
-        return _NewestAndBest(self._keep, self._best_of if self._keep_best else None)
 
     def _seal(self) -> None:
         # Called by orbax's thread on process 0, when all processes have written all their files and
@@ -297,14 +260,10 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = self.kept(steps)
-        return [step in kept for step in steps]
-
-    def kept(self, steps: Sequence[int]) -> set[int | None]:
         kept: set[int | None] = {*sorted(steps)[-self.newest :]}
         if self.best is not None:
             kept.add(self.best(steps))
-        return kept
+        return [step in kept for step in steps]
 
 
 def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 CHECKSUMS = "checksums.json"
+#: In a checkpoint that an earlier version has packed, the checksums of what it was.
+UNPACKED = "unpacked.json"
 
 # What every checkpoint is made of, each in a folder of its own.
 ITEMS = ("run", "state")
@@ -34,6 +36,8 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint; None if nothing is."""
+    if (folder / UNPACKED).exists():
+        return f"it is packed (python -m train.compress --restore {folder} makes it what it was)"
     try:
         listed = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except FileNotFoundError:

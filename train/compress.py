@@ -5,11 +5,10 @@
     python -m train.compress IN OUT --base DIR           as differences from the model in DIR
     python -m train.compress --restore OUT BACK
     python -m train.compress --check OUT
-    python -m train.compress --report OUT [PICTURE.png]
+    python -m train.compress --report OUT
 
-IN is a safetensors file, a folder as Hugging Face has it, or a checkpoint of a run. `train/` reads
-what comes out wherever it reads a model. What is done is in `elves/`, what it gains in
-docs/smaller_files.md.
+IN is a safetensors file, or a folder as Hugging Face has it. `train/` reads a packed model wherever
+it reads a model. The work is done in `elves/`; docs/smaller_files.md says what it gains.
 """
 
 from __future__ import annotations
@@ -19,28 +18,26 @@ import os
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
 from train.arguments import read_arguments
-from train.compress_report import table, write_picture
+from train.checksums import CHECKSUMS, UNPACKED
 from train.elves.errors import ElvesError
 from train.elves.folders import Result, check_path, pack_path, restore_path, results
+from train.elves.header import Tensor
 from train.elves.whole import finished
 from train.elves.writing import Options
-from train.packed_checkpoints import (
-    is_checkpoint,
-    is_packed_checkpoint,
-    pack_in_place,
-    pack_to,
-    restore_to,
-)
 
 PROGRAM = "python -m train.compress"
-PICTURES = (".png", ".svg", ".pdf")
+# Rows of single tensors in a report: the largest ones.
+_ROWS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +45,9 @@ class Command:
     """Makes the files of a model smaller, and back."""
 
     source: tyro.conf.Positional[Path]
-    """A safetensors file, or a folder with some: of a model as Hugging Face has it, or a checkpoint
-    of a run."""
+    """A safetensors file, or a folder with some."""
     target: tyro.conf.Positional[Path | None] = None
-    """What to make, which must be new. With --report a picture."""
+    """What to make, which must be new."""
     bound: str | None = None
     """The largest error that a float32 weight may get, such as 2^-24. Left out: none.
     Tensors of other dtypes keep their bits."""
@@ -62,14 +58,12 @@ class Command:
     """Threads. Left out: as many as there are cores."""
     replace: bool = False
     """Put each packed file where the original was, which is removed. Without OUT."""
-    paper: bool = False
-    """Use the codecs of the paper alone, to compare."""
     restore: bool = False
     """Make of a packed file or folder what it was."""
     check: bool = False
     """Decode a packed file or folder, and say whether it is whole."""
     report: bool = False
-    """Show what became of each tensor; with a second path, as a picture as well."""
+    """Show what became of each tensor."""
 
 
 def run(command: Command) -> None:
@@ -88,103 +82,106 @@ def run(command: Command) -> None:
         print(f"{command.source} is whole: {_files(files)}, {_bytes(size)} in {seconds:.1f} s")
     elif command.restore:
         assert command.target is not None
-        if is_packed_checkpoint(command.source):
-            files = restore_to(command.source, command.target, threads=threads)
-        else:
-            files = restore_path(command.source, command.target, base=command.base, threads=threads)
+        files = restore_path(command.source, command.target, base=command.base, threads=threads)
+        if (command.target / UNPACKED).is_file():
+            (command.target / UNPACKED).replace(command.target / CHECKSUMS)
         seconds = time.perf_counter() - begin
         print(f"restored {_files(files)} to {command.target} in {seconds:.1f} s")
     elif command.report:
-        found = results(command.source)
-        print(table(found))
-        if command.target is not None:
-            write_picture(found, command.target, str(command.source))
-            print(f"wrote {command.target}")
+        print(_report(results(command.source)))
     else:
         bound = None if command.bound is None else _number(command.bound)
-        options = Options(bound=bound, paper=command.paper, threads=threads)
-        if is_checkpoint(command.source):
-            found = _pack_checkpoint(command, options)
-        else:
-            found = pack_path(command.source, command.target, options, base=command.base)
-        if not found:
+        options = Options(bound=bound, threads=threads)
+        packed = pack_path(command.source, command.target, options, base=command.base)
+        if not packed:
             print(f"{command.source} is packed already: nothing to do")
             return
-        _say_packed(command, found, time.perf_counter() - begin)
+        _say_packed(command, packed, time.perf_counter() - begin)
 
 
-def _pack_checkpoint(command: Command, options: Options) -> list[Result]:
-    others = [name for name in ("bound", "base", "paper") if getattr(command, name)]
-    if others:
-        raise ElvesError(
-            f"`--{others[0]}`: expected none for a checkpoint, got one for {command.source}. A run "
-            "goes on from its bits alone. Leave it out; the weights are a model (--export)."
-        )
-    if command.target is None:
-        if is_packed_checkpoint(command.source):
-            return []
-        return pack_in_place(command.source, threads=options.threads)
-    return pack_to(command.source, command.target, threads=options.threads)
-
-
-def _say_packed(command: Command, found: Sequence[Result], seconds: float) -> None:
-    before, after = sum(r.before for r in found), sum(r.after for r in found)
-    tensors = [t for r in found if r.header for t in r.header.tensors.values()]
+def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> None:
+    before, after = sum(r.before for r in packed), sum(r.after for r in packed)
     print(
         f"{command.target or command.source}: {_bytes(before)} in {_bytes(after)}, ratio "
         f"{before / after:.3f}, in {seconds:.1f} s"
     )
-    if command.bound is not None:
-        worst = max(
-            (t for t in tensors if t.bound is not None), key=lambda t: t.error, default=None
-        )
-        if worst is not None:
-            power = f" (2^{math.log2(worst.error):.2f})" if worst.error else ""
-            print(f"largest error: {worst.error:.3g}{power}, in `{worst.name}`")
-        exact = [t for t in tensors if t.dtype != "F32" and t.bytes]
-        if exact:
-            kinds = ", ".join(sorted({t.dtype for t in exact}))
-            print(f"{len(exact)} tensors of {kinds} keep their bits: a bound is for F32 alone")
+    if command.bound is None:
+        return
+    tensors = _tensors(packed)
+    bounded = [t for t in tensors if t.bound is not None]
+    if bounded:
+        worst = max(bounded, key=lambda t: t.error)
+        power = f" (2^{math.log2(worst.error):.2f})" if worst.error else ""
+        print(f"largest error: {worst.error:.3g}{power}, in `{worst.name}`")
+    exact = [t for t in tensors if t.dtype != "F32" and t.bytes]
+    if exact:
+        kinds = ", ".join(sorted({t.dtype for t in exact}))
+        print(f"{len(exact)} tensors of {kinds} keep their bits: a bound is for F32 alone")
+
+
+def _report(files: Sequence[Result]) -> str:
+    """The largest tensors, then all of each codec, then the whole."""
+    rows = Table("tensor", "dtype", "codec", "MB", "ratio", "largest error", box=None)
+    for column in rows.columns[3:]:
+        column.justify = "right"
+    tensors = _tensors(files)
+    by_codec: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    for t in tensors:
+        by_codec[t.dtype, t.codec].append(t)
+    for t in sorted(tensors, key=lambda t: -t.bytes)[:_ROWS]:
+        rows.add_row(t.name, t.dtype, t.codec, *_figures([t]))
+    if len(tensors) > _ROWS:
+        rows.add_row(f"and {len(tensors) - _ROWS} smaller ones")
+    rows.add_section()
+    for (dtype, codec), alike in sorted(by_codec.items()):
+        rows.add_row(f"{len(alike)} tensors", dtype, codec, *_figures(alike))
+    before, after = sum(r.before for r in files), sum(r.after for r in files)
+    rows.add_row(
+        f"{len(files)} files, headers and all", "", "", _bytes(before)[:-3], f"{before / after:.3f}"
+    )
+    console = Console(width=120)
+    with console.capture() as text:
+        console.print(rows, highlight=False, markup=False)
+    return "\n".join(line.rstrip() for line in text.get().splitlines())
+
+
+def _figures(tensors: Sequence[Tensor]) -> tuple[str, str, str]:
+    """Megabytes, ratio, and largest error."""
+    before, after = sum(t.bytes for t in tensors), sum(t.packed_bytes for t in tensors)
+    error = max(t.error for t in tensors)
+    ratio = f"{before / after:.3f}" if after else "-"
+    return f"{before / 1e6:,.2f}", ratio, f"2^{math.log2(error):.2f}" if error else "0"
+
+
+def _tensors(files: Sequence[Result]) -> list[Tensor]:
+    return [t for file in files if file.header for t in file.header.tensors.values()]
 
 
 def _check(command: Command) -> None:
     verbs = [name for name in ("restore", "check", "report") if getattr(command, name)]
+    verb = verbs[0] if verbs else "replace" if command.replace else ""
     if len(verbs) > 1:
         raise ElvesError(
             f"expected one of --restore, --check and --report, got --{' and --'.join(verbs)}. Do "
             "one after the other."
         )
-    of_packing = [name for name in ("bound", "replace", "paper") if getattr(command, name)]
-    if verbs and of_packing:
-        raise ElvesError(
-            f"expected --{of_packing[0]} where something is packed, got it with --{verbs[0]}. "
-            "Leave it out."
-        )
-    needs_target = not command.replace if not verbs else verbs == ["restore"]
-    if needs_target and command.target is None:
-        raise ElvesError(
-            "expected a second path, of what is to be made, got none. Add it"
-            + (
-                ", or --replace to put the packed files where the originals are."
-                if not verbs
-                else "."
-            )
-        )
-    if command.target is not None and (command.replace or verbs == ["check"]):
-        what = "replace" if command.replace else "check"
-        raise ElvesError(
-            f"expected one path with --{what}, got a second one, {command.target}. Leave it out."
-        )
-    if verbs == ["report"] and command.target is not None:
-        if command.target.suffix not in PICTURES:
+    for name in ("bound", "replace"):
+        if verbs and getattr(command, name):
             raise ElvesError(
-                f"`--report`: expected a file that ends in {', '.join(PICTURES)}, got "
-                f"{command.target}. Give it one of these endings."
+                f"expected --{name} where something is packed, got it with --{verb}. Leave it out."
             )
-    if command.threads is not None and command.threads < 1:
+    if verb in ("", "restore") and command.target is None:
+        raise ElvesError("expected a second path, of what is to be made, got none. Add it.")
+    if verb not in ("", "restore") and command.target is not None:
         raise ElvesError(
-            f"`--threads`: expected at least 1, got {command.threads}. Leave it out for as many as "
-            "there are cores."
+            f"expected one path with --{verb}, got a second one, {command.target}. Leave it out."
+        )
+    if command.threads is not None and command.threads < 1:
+        raise ElvesError(f"`--threads`: expected at least 1, got {command.threads}.")
+    if not verbs and (command.source / CHECKSUMS).is_file():
+        raise ElvesError(
+            f"expected a model, got the checkpoint {command.source}, which no run could read when "
+            "it is packed. Export its weights (train.finetune --export), and pack these."
         )
 
 
@@ -195,7 +192,7 @@ def _number(text: str) -> float:
         return float(power[1]) ** int(power[2]) if power else float(text)
     except (ValueError, OverflowError) as error:
         raise ElvesError(
-            f"`--bound`: expected a number above 0, such as 2^-24 or 6e-8, got {text}. Correct it."
+            f"`--bound`: expected a number above 0, such as 2^-24 or 6e-8, got {text}."
         ) from error
 
 
@@ -207,16 +204,12 @@ def _bytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-def _left(command: Command) -> str:
-    """What is there after a command that has not come to its end."""
-    if command.replace and not is_checkpoint(command.source):
-        return f"Each file of {command.source} is whole, packed or not; the same command goes on."
-    return f"{command.source} is as it was."
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0; 2 after what the message explains; 130 by Ctrl-C."""
     command = read_arguments(Command, argv, program=PROGRAM)
+    left = f"{command.source} is as it was."
+    if command.replace:
+        left = f"Each file of {command.source} is whole, packed or not; the same command goes on."
     try:
         run(command)
     except ElvesError as error:
@@ -225,12 +218,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         place = finished(Path(error.filename or command.target or command.source))
         sys.stderr.write(
-            f"error: {place}: {error.strerror}. Make room or see to the permissions. "
-            f"{_left(command)}\n"
+            f"error: {place}: {error.strerror}. Make room or see to the permissions. {left}\n"
         )
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped by SIGINT. {_left(command)}\n")
+        sys.stderr.write(f"stopped by SIGINT. {left}\n")
         return 130
     return 0
 

@@ -215,7 +215,6 @@ def train(
                 folder / "checkpoints",
                 keep=settings.keep,
                 keep_best=settings.keep_best,
-                compress=settings.compress_kept,
                 larger_is_better=task.best != "loss",
                 describe=description(
                     settings, task.checksum, origin and origin.config, task.labels

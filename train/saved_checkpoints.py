@@ -5,11 +5,9 @@ Nothing here writes. How they are written, and what is in one, is in `checkpoint
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +26,6 @@ from train.checkpoint_arrays import (
     templates_of,
 )
 from train.checksums import damage
-from train.elves import ElvesError
-from train.elves.whole import unfinished
-from train.packed_checkpoints import is_packed_checkpoint, restore_to
 from train.run_description import check_same_run
 from train.settings import SettingsError
 
@@ -76,7 +71,6 @@ class SavedCheckpoints:
         self._say = say
         self._damaged: list[int] = []  # steps, newer than the newest whole one
         self._figures: dict[int, float] = {}  # of the validation after a step
-        self._unpacked = contextlib.ExitStack()  # what packed ones were, while they are read
         # orbax logs a failure, with a traceback for each of its threads, and raises it too.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -128,8 +122,7 @@ class SavedCheckpoints:
             self._folder / str(step), run["arrays"], run.get("zenflow_jax"), layout_in(here)
         )
         check_arrays(self._folder / str(step), run["arrays"], here)
-        # What is restored here is removed when the engine has read it (`set_aside`).
-        folder = self._as_it_was(step)
+        folder = self._folder / str(step)
         arrays = self._read_state(folder, saved)
         engine_state = None
         if run["settings"]["optimizer"] != "adamw":
@@ -197,34 +190,8 @@ class SavedCheckpoints:
         there = self._read_run(step)["arrays"]
         there = {name: what for name, what in there.items() if name.startswith("params.")}
         check_arrays(self._folder / str(step), there, described(saved))
-        folder = self._as_it_was(step, items=("state",))
-        arrays = self._read_state(folder, saved, partial_restore=True)
-        processes.from_first("read")
-        self._unpacked.close()
+        arrays = self._read_state(self._folder / str(step), saved, partial_restore=True)
         return join({"params": like}, arrays, others)["params"]
-
-    def _as_it_was(self, step: int, items: Sequence[str] = ()) -> Path:
-        """The folder of a checkpoint; of one that is packed what it was, restored for a while.
-
-        Raises:
-            CheckpointError: If that cannot be done.
-        """
-        folder = self._folder / str(step)
-        if not is_packed_checkpoint(folder):
-            return folder
-        problem, place = "", ""
-        if processes.is_first():
-            self._say(f"unpacking checkpoint {step}")
-            try:
-                place = str(self._unpacked.enter_context(unfinished(folder, folder=True)) / "whole")
-                threads = len(os.sched_getaffinity(0))
-                restore_to(folder, Path(place), items=items, threads=threads)
-            except (ElvesError, OSError) as error:
-                self._unpacked.close()
-                problem = f"expected to unpack checkpoint {step}, got: {error}"
-        if problem := processes.from_first(problem):
-            raise CheckpointError(problem)
-        return Path(processes.from_first(place))
 
     def _read_run(self, step: int) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:

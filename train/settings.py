@@ -210,9 +210,6 @@ class Settings:
     0: only at the end, and when SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) asks the run to stop."""
     keep: int = 2
     """How many of the newest checkpoints are kept."""
-    compress_kept: bool = False
-    """Pack the checkpoints that are older than the newest, beside the training, without loss
-    (docs/smaller_files.md). The run goes on from them as from others."""
     keep_best: bool = False
     """Also keep the one that does best in the validation, which is then made at every save: by the
     task's own metric (GLUE), or the loss."""

@@ -5,9 +5,7 @@
     planes     the words' bytes by their place, each plane raw or a zstd frame
     delta      the same of the differences from the words of another tensor
     elf        ELF's codes in planes: an error of at most half a step (only with a bound)
-    elf24      ELF's codes as the paper has them, of 24 bits, in one zstd frame
-    distance   the paper's distance encoding, in one zstd frame
-    zstd       the bytes in one zstd frame: what the paper falls back to, and good for whole numbers
+    zstd       the bytes in one zstd frame, which is good for whole numbers
 
 A block is the CRC-32 of all of it that follows (4 bytes), the CRC-32 of the bytes that it restores
 (4), its codec (1), and what that has written. It is decoded without any other block of its tensor.
@@ -35,8 +33,9 @@ from train.elves import loops
 from train.elves.checksum import crc32
 
 BLOCK = 1 << 20
+#: By their numbers. "elf24" and "distance" were written with `--paper`, and are not read any more.
 CODECS = ("stored", "constant", "planes", "delta", "elf", "elf24", "distance", "zstd")
-STORED, CONSTANT, PLANES, DELTA, ELF, ELF24, DISTANCE, ZSTD = range(len(CODECS))
+STORED, CONSTANT, PLANES, DELTA, ELF, _, _, ZSTD = range(len(CODECS))
 _HEAD = struct.Struct("<IIB")
 #: Bytes that a block has beside what its codec has written.
 HEAD = _HEAD.size
@@ -58,10 +57,6 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
     write_content_size=True,
 )
 
-# The paper's own limit: below, |w| + 1 is in [1, 2).
-_PAPER_LIMIT = np.float32(0.9999999)
-#: Half of it is the error that the paper's ELF makes of a float32.
-PAPER_STEP = 2.0**-23
 # The step as a power of two, the planes, the outliers.
 _ELF = struct.Struct("<hBI")
 
@@ -78,13 +73,11 @@ class Words:
         width: Bytes of a word: 1, 2, 4 or 8.
         is_float: Whether a word has its sign on top, then an exponent.
         step: Of ELF: a power of two; None without a bound. For float32 alone.
-        paper: Whether to use the paper's codecs, and none of the others.
     """
 
     width: int
     is_float: bool
     step: float | None = None
-    paper: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +126,6 @@ class Coder:
         found: list[tuple[int, list[Any]]] = [(STORED, [data.data])]
         if x[0] == x[-1] and loops.constant(x):
             found.append((CONSTANT, [x[:1].tobytes()]))
-        elif words.paper:
-            found += self._paper(x, words)
         else:
             found.append((PLANES, self._in_planes(x, words.is_float, self._planes[0])))
             if not words.is_float:
@@ -188,7 +179,7 @@ class Coder:
             raise Damaged("expected the bytes that were written, got some with another checksum")
         if codec >= len(CODECS):
             raise Damaged(f"expected a codec below {len(CODECS)}, got {codec}")
-        if codec in (ELF, ELF24) and (words.step is None or words.width != 4):
+        if codec == ELF and (words.step is None or words.width != 4):
             raise Damaged("expected codecs without errors in a tensor without a bound, got another")
         if codec == DELTA and (base is None or words.width not in (2, 4)):
             raise Damaged("expected no differences in a tensor without a base, got some")
@@ -261,26 +252,6 @@ class Coder:
         head = _ELF.pack(round(math.log2(step)), len(used), places.size)
         return [head, places.tobytes(), x[places].tobytes(), *self._packed(used)]
 
-    def _paper(self, x: np.ndarray, words: Words) -> list[tuple[int, list[Any]]]:
-        found: list[tuple[int, list[Any]]] = [(ZSTD, [self._matches.compress(x.data)])]
-        if words.width == 4:
-            last = np.full(1 << (2 * x.size).bit_length(), -1, np.int32)
-            out = np.zeros(_most_of_distances(x.size), np.uint8)
-            bits = loops.distances(x, last, out)
-            found.append((DISTANCE, [self._matches.compress(out[: (bits + 7) // 8])]))
-        if words.step is not None:
-            with np.errstate(invalid="ignore"):
-                inside = np.abs(x.view(np.float32)) < _PAPER_LIMIT
-            places = np.flatnonzero(~inside).astype(np.uint32)
-            codes = self._codes[: x.nbytes].view(np.uint32)
-            loops.elf_codes(x, np.float32(1 / PAPER_STEP), codes)
-            codes[places] = 0
-            packed = np.empty(3 * x.size, np.uint8)
-            loops.pack24(codes, packed)
-            raw = [struct.pack("<I", places.size), places, x[places], packed]
-            found.append((ELF24, [self._matches.compress(b"".join(raw))]))
-        return found
-
     # And back.
 
     def _decode(
@@ -302,14 +273,10 @@ class Coder:
             undo(codes, self._like(base, x), x)
         elif codec == ELF:
             self._from_elf(body, x)
-        elif codec == ELF24:
-            self._from_elf24(body, x)
         elif codec == ZSTD:
-            np.copyto(out, self._frame(body, out.size))
+            self._unpack(body, out)
         else:
-            packed = self._frame(body, None, most=_most_of_distances(x.size))
-            if words.width != 4 or not loops.undo_distances(packed, x):
-                raise Damaged("expected distances to words that were there, got others")
+            raise Damaged(f"expected another codec than {CODECS[codec]}, which 0.2 alone can read")
 
     def _from_planes(self, body: np.ndarray, x: np.ndarray, rotate: bool, count: int = 0) -> None:
         width = x.dtype.itemsize
@@ -372,16 +339,6 @@ class Coder:
         loops.elf_words(codes, np.float32(2.0**power), x)
         x[places] = values
 
-    def _from_elf24(self, body: np.ndarray, x: np.ndarray) -> None:
-        body = self._frame(body, None, most=4 + 11 * x.size)
-        head, body = _cut(body, 4)
-        places, values, packed = _outliers(body, int(head.view(np.uint32)[0]), x.size)
-        _expect_bytes(packed, 3 * x.size)
-        codes = self._codes[: x.nbytes].view(np.uint32)
-        loops.unpack24(packed, codes)
-        loops.elf_words(codes, np.float32(PAPER_STEP), x)
-        x[places] = values
-
     def _unpack(self, data: np.ndarray, out: np.ndarray) -> np.ndarray:
         """What is in a zstd frame, which must be as long as `out`."""
         try:
@@ -391,16 +348,6 @@ class Coder:
             if says != out.size or reader.readinto(out) != says or reader.read(1):
                 raise Damaged(f"expected a frame of {out.size} bytes, got one of {says}")
             return out
-        except zstandard.ZstdError as error:
-            raise Damaged(f"expected a zstd frame, got {error}") from error
-
-    def _frame(self, data: np.ndarray, size: int | None, most: int = 0) -> np.ndarray:
-        """What is in a zstd frame, which must say that it has so many bytes, or `most` at most."""
-        try:
-            says = zstandard.get_frame_parameters(data).content_size
-            if says != size if size is not None else says > most:
-                raise Damaged(f"expected a frame of {size or most} bytes, got one of {says}")
-            return np.frombuffer(self._frames.decompress(data, allow_extra_data=False), np.uint8)
         except zstandard.ZstdError as error:
             raise Damaged(f"expected a zstd frame, got {error}") from error
 
@@ -414,12 +361,11 @@ class Coder:
         return cast
 
     def _compared(self, x: np.ndarray, back: np.ndarray, codec: int, words: Words) -> float:
-        if codec in (ELF, ELF24):
+        if codec == ELF:
             bits = np.int64(loops.largest_error(x, back))
             error = float(bits.view(np.float64))
-            step = words.step if codec == ELF else PAPER_STEP
-            if not (step is not None and error <= step / 2):
-                raise RuntimeError(f"expected an error of at most half of {step}, got {error}")
+            if not (words.step is not None and error <= words.step / 2):
+                raise RuntimeError(f"expected an error of at most half a step, got {error}")
             return error
         whole = x.nbytes // 8 * 8  # longer words are compared faster
         one, other = x.view(np.uint8), back.view(np.uint8)
@@ -438,10 +384,6 @@ def _bytes(part: Any) -> int:
 
 def _sum(parts: list[Any]) -> int:
     return sum(map(_bytes, parts))
-
-
-def _most_of_distances(words: int) -> int:
-    return (33 * words + 7) // 8
 
 
 def _expect_bytes(data: np.ndarray, count: int) -> None:

@@ -1,8 +1,7 @@
 """Whole folders: every file of tensors in them packed, restored or checked; all others copied.
 
 A packed folder has the files that it had, under the names that they had. So an index of several
-files and a config still fit, and what reads one file after another reads packed ones as well. Files
-that are no safetensors, but have pieces that the caller knows, get `SUFFIX` behind their names.
+files and a config still fit, and what reads one file after another reads packed ones as well.
 """
 
 from __future__ import annotations
@@ -12,57 +11,25 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from train.elves.checksum import crc32
 from train.elves.errors import ElvesError
 from train.elves.files import Info, PackedFile, PlainFile, TensorFile, open_tensors
-from train.elves.header import BYTES, SAFETENSORS, Header, is_packed, read_header
+from train.elves.header import SAFETENSORS, Header, is_packed, read_header
 from train.elves.whole import is_unfinished, sync_folder, unfinished
 from train.elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
 
 SAFE = ".safetensors"
-#: Behind the name of a packed file that was no safetensors.
-SUFFIX = ".elves.safetensors"
+# Behind the name of a packed file that was no safetensors: of a checkpoint, by an earlier version.
+_SUFFIX = ".elves.safetensors"
 # A run's optimizer state, by the names that it has here, in optax and in torch.
 _STATE = re.compile(r"(^|[./_])(mu|nu|exp_avg|exp_avg_sq|opt_state|optimizer|moments?)([./@_]|$)")
 # In front of the names of a model inside another one.
 _PREFIX = re.compile(r"^(model|bert)\.")
-
-
-@dataclass(frozen=True)
-class Array:
-    """A stretch of a file that is known to be a tensor.
-
-    Attributes:
-        begin: Where it is in the file, in bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Known:
-    """What the caller knows of a folder.
-
-    Attributes:
-        arrays: What is in files that are no safetensors, by their path in the folder.
-        near: Which tensor (file, name) is close to which other one.
-        what: What the folder is, if a bound is no good for it; else "".
-    """
-
-    arrays: Mapping[Path, Sequence[Array]] = field(default_factory=dict)
-    near: Mapping[tuple[Path, str], tuple[Path, str]] = field(default_factory=dict)
-    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,8 +54,6 @@ def pack_path(
     options: Options,
     *,
     base: Path | None = None,
-    known: Known | None = None,
-    finish: Callable[[Path], None] | None = None,
 ) -> list[Result]:
     """Packs a file, or all files of tensors in a folder.
 
@@ -100,8 +65,6 @@ def pack_path(
             read all the same, and the next call packs the others.
         options: How.
         base: A folder, or a file, of a model that `source` has been made from.
-        known: What else is known.
-        finish: Is called with a new folder that has everything, before it gets its name.
 
     Returns:
         What became of each file; [] if all were to be replaced and are packed already.
@@ -111,34 +74,23 @@ def pack_path(
             one.
         OSError: If it cannot be written. No part of the target is left then.
     """
-    known = known or Known()
     _expect_source(source)
     if target is not None:
         _expect_new(source, target)
-    if options.bound is not None and known.what:
-        raise ElvesError(
-            f"`bound`: expected none for {known.what}, got {options.bound:g}. Of second moments "
-            "nearly all would become zero, and the run would not go on as it was. Leave it out."
-        )
     names = _files(source)
     with ExitStack() as stack:
-        files: dict[Path, TensorFile] = {}
+        files: dict[Path, PlainFile] = {}
         for name in names:
-            path = source / name if source.is_dir() else source
-            if name in known.arrays:
-                files[name] = _Pieces(path, known.arrays[name])
-            elif name.suffix == SAFE and not is_packed(path):
-                files[name] = PlainFile(path)
-            else:
-                continue
-            stack.callback(files[name].close)
+            path = _at(source, name)
+            if name.suffix == SAFE and not is_packed(path):
+                files[name] = stack.enter_context(PlainFile(path))
         packed = [name for name in names if is_packed(_at(source, name))]
         if not files and packed and target is None:
             return []
         if not files:
             raise _nothing(source, names, packed)
         bases = _Bases(base, stack) if base is not None else None
-        pieces = {name: _pieces(name, files, known, bases) for name in files}
+        pieces = {name: _pieces(files[name], bases) for name in files}
         _check_bounds(source, pieces, options)
         if bases is not None and not bases.found:
             raise ElvesError(
@@ -147,7 +99,7 @@ def pack_path(
             )
         if target is None or not source.is_dir():
             return _pack_each(source, target, names, files, pieces, options, bases)
-        with _made_whole(target, finish) as part:
+        with _made_whole(target) as part:
             return _pack_each(source, part, names, files, pieces, options, bases)
 
 
@@ -157,8 +109,6 @@ def restore_path(
     *,
     base: Path | None = None,
     threads: int = 1,
-    only: Callable[[Path], bool] = lambda name: True,
-    finish: Callable[[Path], None] | None = None,
 ) -> int:
     """Makes a packed file, or folder, what it was.
 
@@ -167,8 +117,6 @@ def restore_path(
         target: New; there only when it is whole.
         base: The folder that it was packed against; None for where that was then.
         threads: That decode a tensor's blocks.
-        only: Whether a file of a folder, by its path in there, is wanted.
-        finish: As of `pack_path`.
 
     Returns:
         How many packed files there were.
@@ -179,7 +127,7 @@ def restore_path(
     """
     _expect_source(source)
     _expect_new(source, target)
-    names = [name for name in _files(source) if only(name)]
+    names = _files(source)
     packed = [name for name in names if is_packed(_at(source, name))]
     if not packed:
         raise ElvesError(
@@ -191,11 +139,11 @@ def restore_path(
     if not source.is_dir():
         restore_file(source, target, base=base, threads=threads)
         return 1
-    with _made_whole(target, finish) as part:
+    with _made_whole(target) as part:
         for name in names:
             if name in packed:
                 kind = read_header(source / name)[0].kind
-                old = name if kind == SAFETENSORS else name.with_name(name.name[: -len(SUFFIX)])
+                old = name if kind == SAFETENSORS else name.with_name(name.name[: -len(_SUFFIX)])
                 (part / old).parent.mkdir(parents=True, exist_ok=True)
                 restore_file(source / name, part / old, base=base, threads=threads)
             else:
@@ -288,33 +236,6 @@ def results(source: Path) -> list[Result]:
     return found
 
 
-class _Pieces(TensorFile):
-    """A file that is no safetensors: the arrays that are known in it, and what is between them."""
-
-    def __init__(self, path: Path, arrays: Sequence[Array]):
-        super().__init__(path)
-        self._begin: dict[str, int] = {}
-        self._infos: dict[str, Info] = {}
-        end = 0
-        for one in sorted(arrays, key=lambda one: one.begin):
-            assert end <= one.begin <= self._mapped.size - one.bytes, one
-            self._add(f"bytes@{end}", Info("U8", (one.begin - end,), one.begin - end), end)
-            self._add(one.name, Info(one.dtype, one.shape, one.bytes), one.begin)
-            end = one.begin + one.bytes
-        rest = self._mapped.size - end
-        self._add(f"bytes@{end}", Info("U8", (rest,), rest), end)
-        self.tensors = self._infos
-
-    def _add(self, name: str, info: Info, begin: int) -> None:
-        if info.bytes:
-            assert name not in self._infos, name
-            self._infos[name], self._begin[name] = info, begin
-
-    def read(self, name: str, begin: int, end: int) -> np.ndarray:
-        at = self._begin[name]
-        return self._mapped[at + begin : at + end]
-
-
 class _Bases:
     """The tensors of another model, to be found by the names of this one."""
 
@@ -349,16 +270,10 @@ def _comparable(info: Info, other: Info) -> bool:
     return same or (info.dtype, other.dtype) == ("BF16", "F32")
 
 
-def _pieces(
-    name: Path, files: Mapping[Path, TensorFile], known: Known, bases: _Bases | None
-) -> list[Piece]:
-    file, found = files[name], []
+def _pieces(file: PlainFile, bases: _Bases | None) -> list[Piece]:
+    found = []
     for tensor, info in file.tensors.items():
         near = bases.near(tensor, info) if bases is not None else None
-        if (name, tensor) in known.near:
-            there, other = known.near[name, tensor]
-            packed = there if there.suffix == SAFE else there.with_name(there.name + SUFFIX)
-            near = Near(files[there], other, "folder", os.path.relpath(packed, name.parent))
         data = file.read(tensor, 0, info.bytes)
         found.append(Piece(tensor, info.dtype, info.shape, data, near))
     return found
@@ -382,7 +297,7 @@ def _pack_each(
     source: Path,
     target: Path | None,
     names: Sequence[Path],
-    files: Mapping[Path, TensorFile],
+    files: Mapping[Path, PlainFile],
     pieces: Mapping[Path, Sequence[Piece]],
     options: Options,
     bases: _Bases | None,
@@ -397,21 +312,13 @@ def _pack_each(
                 _copy(path, target / name)
             done.append(Result(name, None, before, before))
             continue
-        kind = BYTES if isinstance(files[name], _Pieces) else SAFETENSORS
-        new = name if kind == SAFETENSORS else name.with_name(name.name + SUFFIX)
-        if target is None:
-            out = path.with_name(new.name)
-        else:
-            out = target / new if source.is_dir() else target
+        out = path if target is None else target / name if source.is_dir() else target
         out.parent.mkdir(parents=True, exist_ok=True)
-        plain = files[name]
-        head = plain.read_head() if isinstance(plain, PlainFile) else b""
         header = pack(
             out,
             pieces[name],
             options,
-            kind=kind,
-            head=head,
+            head=files[name].read_head(),
             base=bases.folder if bases else None,
             duplicates=duplicates,
             only_smaller=source.is_dir(),
@@ -421,9 +328,7 @@ def _pack_each(
                 _copy(path, target / name)
             done.append(Result(name, None, before, before))
             continue
-        if target is None and new != name:
-            path.unlink()
-        done.append(Result(new, header, before, out.stat().st_size))
+        done.append(Result(name, header, before, out.stat().st_size))
     return done
 
 
@@ -487,12 +392,10 @@ def _copy(path: Path, target: Path) -> None:
 
 
 @contextmanager
-def _made_whole(target: Path, finish: Callable[[Path], None] | None) -> Iterator[Path]:
+def _made_whole(target: Path) -> Iterator[Path]:
     """A folder under another name, which gets its own when the block ends without an error."""
     with unfinished(target, folder=True) as part:
         yield part
-        if finish is not None:
-            finish(part)
         for folder in [part, *(p for p in part.rglob("*") if p.is_dir())]:
             sync_folder(folder)
         if target.is_dir():

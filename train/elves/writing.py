@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from train.elves import loops
-from train.elves.blocks import BLOCK, CODECS, PAPER_STEP, Coder, Encoded, Words
+from train.elves.blocks import BLOCK, CODECS, Coder, Encoded, Words
 from train.elves.checksum import combined, crc32
 from train.elves.dtypes import FLOATS, NAMES, WIDTHS
 from train.elves.errors import ElvesError
@@ -72,12 +72,10 @@ class Options:
 
     Attributes:
         bound: The largest error that a float32 may get; None for none at all.
-        paper: Use the codecs of the paper alone.
         threads: That encode blocks.
     """
 
     bound: float | None = None
-    paper: bool = False
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -89,11 +87,6 @@ class Options:
         if self.threads < 1:
             raise ElvesError(
                 f"`threads`: expected at least 1, got {self.threads}. Leave it out for 1."
-            )
-        if self.paper and self.bound not in (None, PAPER_STEP / 2):
-            raise ElvesError(
-                f"`paper`: expected the bound of its layout, 2^-24, got {self.bound}. Pass that "
-                "bound, or leave out --paper."
             )
 
     @property
@@ -194,7 +187,6 @@ def pack(
     pieces: Sequence[Piece],
     options: Options,
     *,
-    kind: str = SAFETENSORS,
     head: bytes = b"",
     base: Path | None = None,
     duplicates: Duplicates | None = None,
@@ -206,7 +198,6 @@ def pack(
         path: Of the file; what is there is replaced.
         pieces: All that there is behind `head`, in its order.
         options: How.
-        kind: What the file was.
         head: Its bytes in front of the pieces.
         base: The folder of the pieces' `near` with `where` "base".
         duplicates: Of other files that are packed with this one.
@@ -225,7 +216,7 @@ def pack(
     duplicates = duplicates or Duplicates()
     planned = [_plan(piece, options) for piece in pieces]
     header = Header(
-        kind,
+        SAFETENSORS,
         zlib.compress(head, 9) if head else b"",
         len(head) + sum(p.data.size for p in pieces),
         0,
@@ -380,7 +371,7 @@ class _Encoder:
     def blocks(self, piece: Piece, t: Tensor) -> Iterator[tuple[Encoded, int]]:
         """The blocks of a piece in their order, each with the bytes that it restores."""
         step = self._options.step if t.bound is not None else None
-        words = Words(t.width, t.dtype in FLOATS, step, self._options.paper)
+        words = Words(t.width, t.dtype in FLOATS, step)
         numbers = range(0, piece.data.size, BLOCK)
         if self._pool is None:
             for begin in numbers:
