@@ -35,10 +35,10 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from train.elves.blocks import BLOCK, Coder, Words
-from train.elves.files import PlainFile, open_tensors
-from train.elves.folders import pack_path
-from train.elves.writing import Options, Piece, largest_sensible_bound
+from elves.blocks import BLOCK, Coder, Words
+from elves.files import PlainFile, open_tensors
+from elves.folders import pack_path
+from elves.writing import Options, Piece, largest_sensible_bound
 
 OURS = "ours"
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from elves.files import PlainFile
+from elves.writing import Options, Piece, largest_sensible_bound, pack
 from train.data import Sample
-from train.elves.files import PlainFile
-from train.elves.writing import Options, Piece, largest_sensible_bound, pack
 from train.pretrained import load_weights, make_model, read_folder
 from train.settings import Settings
 from train.step import PER_EXAMPLE

@@ -27,13 +27,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from elves.errors import ElvesError
+from elves.folders import Result, check_path, pack_path, restore_path, results
+from elves.header import Tensor
+from elves.whole import finished
+from elves.writing import Options
 from train.arguments import read_arguments
 from train.checksums import CHECKSUMS, UNPACKED
-from train.elves.errors import ElvesError
-from train.elves.folders import Result, check_path, pack_path, restore_path, results
-from train.elves.header import Tensor
-from train.elves.whole import finished
-from train.elves.writing import Options
 
 PROGRAM = "python -m train.compress"
 # Rows of single tensors in a report: the largest ones.

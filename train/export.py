@@ -17,7 +17,6 @@ import numpy as np
 from flax import nnx
 
 from train import models
-from train.elves.whole import unfinished
 from train.hf_saving import save_folder
 from train.pretrained import read_folder
 from train.report import read_summary
@@ -25,6 +24,7 @@ from train.run_description import description_of_model
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 from train.settings import Settings, SettingsError
 from train.tasks.chosen import labels_and_best
+from train.whole import unfinished
 
 
 def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:

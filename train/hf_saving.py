@@ -18,7 +18,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from train import processes
-from train.elves.whole import exchange, unfinished
 from train.hf_config import CONFIG, ModelError
 from train.hf_tensors import (
     HEADS,
@@ -32,6 +31,7 @@ from train.hf_tensors import (
 )
 from train.pretrained import Pretrained
 from train.tensor_file import Entry, write_file
+from train.whole import exchange, unfinished
 
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
 

@@ -24,9 +24,14 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from train import elves
-from train.elves.header import is_packed
 from train.hf_config import CONFIG, ModelError, read_json
+
+try:
+    import elves
+except ModuleNotFoundError:  # files that are not packed need neither it nor zstandard
+    elves = None
+
+_PACKED_ERROR: tuple[type[Exception], ...] = () if elves is None else (elves.ElvesError,)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -204,7 +209,7 @@ class Reader:
             cut = self._file(tensor.file).get_slice(tensor.name)
             try:
                 value = cut[tuple(slice(part.start, part.stop) for part in there)]
-            except elves.ElvesError as error:
+            except _PACKED_ERROR as error:
                 raise ModelError(str(error)) from error
             value = value.astype(dtype, copy=False)
             if of.transposed:
@@ -221,9 +226,15 @@ class Reader:
 
 def _opened(path: Path) -> Any:
     """A file of tensors, plain or made by `train.compress`; to be used with `with`."""
-    if not is_packed(path):
-        return safe_open(path, "numpy")
-    return elves.open(path, threads=len(os.sched_getaffinity(0)))
+    if elves is not None and elves.is_packed(path):
+        return elves.open(path, threads=len(os.sched_getaffinity(0)))
+    file = safe_open(path, "numpy")
+    if "elves" in (file.metadata() or {}):
+        raise ModelError(
+            f"expected a file {path} that is not packed, got one of `train.compress`, which needs "
+            "the folder elves/ and zstandard. Install zenflow_jax[train] and run from its source."
+        )
+    return file
 
 
 def _read_header(path: Path) -> list[Tensor]:
@@ -234,7 +245,7 @@ def _read_header(path: Path) -> list[Tensor]:
                 Tensor(path, name, cut.get_dtype(), tuple(cut.get_shape()))
                 for name, cut in cuts.items()
             ]
-    except elves.ElvesError as error:
+    except _PACKED_ERROR as error:
         raise ModelError(str(error)) from error
     except (OSError, SafetensorError) as error:
         size = f"{path.stat().st_size} bytes" if path.exists() else "none"

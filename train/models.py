@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from train import pretrained, processes
 from train.checkpoint_arrays import name_of
 from train.decoder import Decoder, DecoderConfig
-from train.elves.whole import unfinished
+from train.whole import unfinished
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
 from train.memory import check_model

@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
-from train.elves.whole import replace_text
 from train.meter import Row
 from train.schedule import ScheduleRow
 from train.settings import TRACE
+from train.whole import replace_text
 
 
 @dataclass(frozen=True, kw_only=True)

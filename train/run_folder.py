@@ -9,10 +9,10 @@ from pathlib import Path
 
 from train import models, processes
 from train.command_line import to_toml
-from train.elves.whole import replace_text
 from train.run_description import DEEPSPEED
 from train.run_lock import LOCK
 from train.settings import Settings, SettingsError
+from train.whole import replace_text
 
 # What a run writes over.
 WRITTEN = {

@@ -33,10 +33,10 @@ from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import RecordWriter
 
-from train.elves.whole import unfinished
 from train.meter import Row
 from train.run_folder import naming
 from train.schedule import ScheduleRow
+from train.whole import unfinished
 
 # TensorBoard looks every 30 s.
 BOARD_EVERY_S = 30.0

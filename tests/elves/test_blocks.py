@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from train.elves import loops
-from train.elves.blocks import BLOCK, CODECS, HEAD, Coder, Damaged, Words
-from train.elves.checksum import combined, crc32
+from elves import loops
+from elves.blocks import BLOCK, CODECS, HEAD, Coder, Damaged, Words
+from elves.checksum import combined, crc32
 
 CODER = Coder()
 SPECIAL = np.array(

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import elves
+from elves import whole, writing
+from elves.files import PackedFile
 from tests.hf_models import FIXTURES, assert_same_bits, load
-from train import compress, elves
+from train import compress, hf_tensors
 from train.checksums import damage
-from train.elves import whole, writing
-from train.elves.files import PackedFile
 from train.pretrained import ModelError, read_folder
 
 
@@ -57,6 +58,14 @@ def test_a_model_with_a_bound_is_read_as_what_was_bounded(packed_llama):
     _, _, packed = load(packed_llama(2**-12))
     errors = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), packed, plain)
     assert 2**-14 < max(jax.tree.leaves(errors)) <= 2**-12
+
+
+def test_without_elves_a_packed_model_is_refused_and_a_plain_one_read(packed_llama, monkeypatch):
+    monkeypatch.setattr(hf_tensors, "elves", None)
+    monkeypatch.setattr(hf_tensors, "_PACKED_ERROR", ())
+    load(FIXTURES / "llama2")
+    with pytest.raises(ModelError, match="that is not packed, got one of `train.compress`"):
+        load(packed_llama())
 
 
 def test_a_damaged_tensor_stops_the_reading_of_a_model(packed_llama, capsys):

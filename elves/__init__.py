@@ -8,7 +8,7 @@ A packed file is a safetensors file whose tensors are bytes; `header.py` says wh
 itself, `blocks.py` what a block is, `loops.py` what is done to its words. `writing.py` packs,
 `files.py` reads, `folders.py` does so with whole folders. The command is `train/compress.py`.
 
-The package imports nothing of the rest of `train`, nor of `zenflow_jax`: it needs NumPy, Numba and
+The package imports nothing of `train` or `zenflow_jax`: it needs NumPy, ml_dtypes, Numba and
 zstandard.
 
 References:
@@ -18,8 +18,9 @@ References:
 
 from __future__ import annotations
 
-from train.elves.errors import ElvesError
-from train.elves.files import open_tensors as open
-from train.elves.writing import save
+from elves.errors import ElvesError
+from elves.files import open_tensors as open
+from elves.header import is_packed
+from elves.writing import save
 
-__all__ = ["ElvesError", "open", "save"]
+__all__ = ["ElvesError", "is_packed", "open", "save"]

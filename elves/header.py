@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.elves.blocks import BLOCK, CODECS, HEAD
-from train.elves.dtypes import WIDTHS
-from train.elves.errors import ElvesError
+from elves.blocks import BLOCK, CODECS, HEAD
+from elves.dtypes import WIDTHS
+from elves.errors import ElvesError
 
 VERSION = 1
 SAFETENSORS, BYTES = "safetensors", "bytes"

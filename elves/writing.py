@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from train.elves import loops
-from train.elves.blocks import BLOCK, CODECS, Coder, Encoded, Words
-from train.elves.checksum import combined, crc32
-from train.elves.dtypes import FLOATS, NAMES, WIDTHS
-from train.elves.errors import ElvesError
-from train.elves.files import TensorFile, checksum_of
-from train.elves.header import DUPLICATE, SAFETENSORS, Header, Of, Tensor, encoded, longest
-from train.elves.whole import sync_folder, unfinished
+from elves import loops
+from elves.blocks import BLOCK, CODECS, Coder, Encoded, Words
+from elves.checksum import combined, crc32
+from elves.dtypes import FLOATS, NAMES, WIDTHS
+from elves.errors import ElvesError
+from elves.files import TensorFile, checksum_of
+from elves.header import DUPLICATE, SAFETENSORS, Header, Of, Tensor, encoded, longest
+from elves.whole import sync_folder, unfinished
 
 # Of a smaller tensor a copy costs no more than to say what it is a copy of.
 _LEAST_DUPLICATE = 256

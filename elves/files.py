@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.elves.blocks import BLOCK, Coder, Damaged, Words
-from train.elves.checksum import crc32
-from train.elves.dtypes import FLOATS, NUMPY, WIDTHS
-from train.elves.errors import ElvesError
-from train.elves.header import DUPLICATE, REMEDY, Of, Tensor, is_packed, read_header
+from elves.blocks import BLOCK, Coder, Damaged, Words
+from elves.checksum import crc32
+from elves.dtypes import FLOATS, NUMPY, WIDTHS
+from elves.errors import ElvesError
+from elves.header import DUPLICATE, REMEDY, Of, Tensor, is_packed, read_header
 
 # Files that refer to files that refer to files; more is a circle.
 _DEEPEST = 8

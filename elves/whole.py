@@ -29,7 +29,7 @@ def unfinished(path: Path, *, folder: bool = False) -> Iterator[Path]:
         OSError: If it cannot be made.
     """
     path = path.absolute()
-    remove_leftovers(path.parent, path.name)
+    _remove_leftovers(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     if folder:
         part.mkdir()
@@ -40,44 +40,33 @@ def unfinished(path: Path, *, folder: bool = False) -> Iterator[Path]:
             fcntl.flock(file, fcntl.LOCK_EX)
         yield part
     finally:
-        try:
-            _put_back(part)
-            _remove(part)
-        finally:
-            os.close(file)
+        _remove(part)
+        os.close(file)
 
 
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Removes what killed processes have left in a folder, and puts back what they had moved.
-
-    Args:
-        folder: Where to look.
-        name: Of what they were to write; None for whatever it was.
-    """
-    for left in list(folder.iterdir()):
-        found = _NAME.fullmatch(left.name)
-        if found is None or name not in (None, found[1]):
+def _remove_leftovers(path: Path) -> None:
+    """Removes what killed processes have left beside a place that they were to write to."""
+    for left in list(path.parent.iterdir()):
+        match = _NAME.fullmatch(left.name)
+        # Another program leaves a folder of this name that holds the old content of the place.
+        if match is None or match[1] != path.name or (left / left.name).exists():
             continue
         # Who cannot lock it cannot know that its writer is gone.
         with suppress(OSError):
             file = os.open(left, os.O_RDONLY)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _put_back(left)
                 _remove(left)
             finally:
                 os.close(file)
 
 
-def exchange(new: Path, path: Path) -> None:
-    """Puts a folder in the place of another one, which is removed.
-
-    Raises:
-        OSError: If that fails. The old one is in its place then.
-    """
-    with unfinished(path, folder=True) as part:
-        path.rename(_old(part))
-        new.rename(path)
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def is_unfinished(path: Path) -> bool:
@@ -90,13 +79,6 @@ def finished(path: Path) -> Path:
     return Path(*(m[1] if (m := _NAME.fullmatch(name)) else name for name in path.parts))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file that is the old one or the new one, whenever the process is killed."""
-    with unfinished(path) as part:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-
-
 def sync_folder(folder: Path) -> None:
     """Returns when the names in a folder are on the disk."""
     file = os.open(folder, os.O_RDONLY)
@@ -104,23 +86,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _old(part: Path) -> Path:
-    """In such a folder, what was at the place before."""
-    return part / part.name
-
-
-def _put_back(part: Path) -> None:
-    """Ends an exchange that was not finished. If it fails, nothing may be removed."""
-    place = part.with_name(_NAME.fullmatch(part.name)[1])
-    if _old(part).exists() and not place.exists():
-        _old(part).rename(place)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()

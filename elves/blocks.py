@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from train.elves import loops
-from train.elves.checksum import crc32
+from elves import loops
+from elves.checksum import crc32
 
 BLOCK = 1 << 20
 #: By their numbers. "elf24" and "distance" were written with `--paper`, and are not read any more.

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from train.elves import whole
-from train.elves.whole import exchange, is_unfinished, remove_leftovers, replace_text, unfinished
+from train import whole
+from train.whole import exchange, remove_leftovers, replace_text, unfinished
 
 
 def of_user(folder):
@@ -36,7 +36,7 @@ def test_what_is_not_whole_is_removed_and_nothing_else(tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from train.elves.whole import unfinished
+from train.whole import unfinished
 place = Path(sys.argv[1])
 with unfinished(place, folder=True) as part:
     (part / "half").write_text("x")
@@ -53,7 +53,7 @@ def start(*arguments):
     command = [sys.executable, "-c", KILLED, *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes)
-    assert is_unfinished(tmp := arguments[0].with_name(process.stdout.readline().strip())), tmp
+    assert whole._NAME.fullmatch(process.stdout.readline().strip())
     return process
 
 
@@ -61,7 +61,7 @@ def test_what_a_kill_has_left_is_removed_but_not_while_it_is_written(tmp_path):
     before = of_user(tmp_path)
     process = start(tmp_path / "x")
     (half,) = names(tmp_path) - before
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path / "x")
     replace_text(tmp_path / "x", "new")
     assert names(tmp_path) == before | {"x", half}
     process.communicate()
@@ -76,7 +76,7 @@ def test_a_kill_between_two_folders_leaves_the_old_one(tmp_path):
     (tmp_path / "x" / "file").write_text("old")
     start(tmp_path / "x", "moved").communicate()
     assert not (tmp_path / "x").exists()
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path / "x")
     assert names(tmp_path) == {"x"}
     assert (tmp_path / "x" / "file").read_text() == "old"
 
@@ -93,7 +93,7 @@ def test_an_exchange_that_fails_leaves_the_old_folder(tmp_path):
         with pytest.raises(ZeroDivisionError):
             exchange(tmp_path / "gone", tmp_path / "x")
     assert not (tmp_path / "x").exists()
-    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path / "x")
     assert (tmp_path / "x" / "file").read_text() == "x"
     exchange(tmp_path / "new", tmp_path / "x")
     assert names(tmp_path) == {"x"}

@@ -16,12 +16,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.elves.checksum import crc32
-from train.elves.errors import ElvesError
-from train.elves.files import Info, PackedFile, PlainFile, TensorFile, open_tensors
-from train.elves.header import SAFETENSORS, Header, is_packed, read_header
-from train.elves.whole import is_unfinished, sync_folder, unfinished
-from train.elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
+from elves.checksum import crc32
+from elves.errors import ElvesError
+from elves.files import Info, PackedFile, PlainFile, TensorFile, open_tensors
+from elves.header import SAFETENSORS, Header, is_packed, read_header
+from elves.whole import is_unfinished, sync_folder, unfinished
+from elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
 
 SAFE = ".safetensors"
 # Behind the name of a packed file that was no safetensors: of a checkpoint, by an earlier version.

@@ -18,7 +18,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from train.elves.loops import compiled
+from elves.loops import compiled
 
 # x**(512+64), x**512, x**(128+64), x**128 modulo the polynomial, bits reversed: what 64 and 16
 # bytes further on are worth.
