@@ -38,7 +38,7 @@ import zstandard
 from elves.blocks import BLOCK, Coder, Words
 from elves.files import PlainFile, open_tensors
 from elves.folders import pack_path
-from elves.writing import Options, Piece, largest_sensible_bound
+from elves.writing import Options, Piece, smallest_rms
 
 OURS = "ours"
 
@@ -191,7 +191,7 @@ def bounds(path: Path) -> None:
         out = Path(folder) / "out.safetensors"
         rows = [("lossless", Options())]
         rows += [(f"2^{power}", Options(bound=2.0**power)) for power in range(-24, -8, 2)]
-        sensible = largest_sensible_bound(_pieces(file))
+        sensible = smallest_rms(_pieces(file))
         if sensible is not None:
             print(f"largest sensible bound 2^{math.log2(sensible[0]):.0f}, for {sensible[1]}")
         for name, options in rows:

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from elves.files import PlainFile
-from elves.writing import Options, Piece, largest_sensible_bound, pack
+from elves.writing import Options, Piece, pack, smallest_rms
 from train.data import Sample
 from train.pretrained import load_weights, make_model, read_folder
 from train.settings import Settings
@@ -99,7 +99,7 @@ def packed_in_two(path: Path, bound: float, folder: Path) -> tuple[Path, Path, s
             Piece(name, info.dtype, info.shape, file.read(name, 0, info.bytes))
             for name, info in file.tensors.items()
         ]
-        sensible = {piece.name: largest_sensible_bound([piece]) for piece in every}
+        sensible = {piece.name: smallest_rms([piece]) for piece in every}
         small = {name for name, largest in sensible.items() if largest and bound > largest[0]}
         lossy, exact = folder / "lossy.safetensors", folder / "exact.safetensors"
         pack(lossy, [piece for piece in every if piece.name not in small], Options(bound=bound))

@@ -4,9 +4,9 @@
     with elves.open("w.safetensors") as file:
         w = file["w"]
 
-A packed file is a safetensors file whose tensors are bytes; `header.py` says what it says of
-itself, `blocks.py` what a block is, `loops.py` what is done to its words. `writing.py` packs,
-`files.py` reads, `folders.py` does so with whole folders. The command is `train/compress.py`.
+A packed file is a safetensors file whose tensors are bytes. `header.py` describes it, `blocks.py`
+the codecs of a block, `loops.py` the arithmetic on words. `writing.py` packs, `files.py` reads,
+`folders.py` does both with whole folders. The command is `train/compress.py`.
 
 The package imports nothing of `train` or `zenflow_jax`: it needs NumPy, ml_dtypes, Numba and
 zstandard.
@@ -18,9 +18,8 @@ References:
 
 from __future__ import annotations
 
-from elves.errors import ElvesError
 from elves.files import open_tensors as open
-from elves.header import is_packed
+from elves.header import ElvesError, is_packed
 from elves.writing import save
 
 __all__ = ["ElvesError", "is_packed", "open", "save"]

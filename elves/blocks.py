@@ -2,7 +2,7 @@
 
     stored     the bytes as they are
     constant   one word, which all are equal to
-    planes     the words' bytes by their place, each plane raw or a zstd frame
+    planes     the words' bytes by their place, each plane raw or in zstd frames
     delta      the same of the differences from the words of another tensor
     elf        ELF's codes in planes: an error of at most half a step (only with a bound)
     zstd       the bytes in one zstd frame, which is good for whole numbers
@@ -22,15 +22,16 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import zstandard
 
 from elves import loops
-from elves.checksum import crc32
 
 BLOCK = 1 << 20
 #: By their numbers. "elf24" and "distance" were written with `--paper`, and are not read any more.
@@ -106,8 +107,6 @@ class Coder:
         self._restored = np.empty(BLOCK, np.uint8)
         self._unpacked = np.empty(BLOCK, np.uint8)
         self._block = np.empty(HEAD + BLOCK, np.uint8)
-        self._cast = np.empty(BLOCK, np.uint8)
-        self._counts = np.empty((4, 256), np.int64)
 
     def encode(self, data: np.ndarray, words: Words, base: np.ndarray | None = None) -> Encoded:
         """The smallest of what the codecs make of a block.
@@ -123,32 +122,33 @@ class Coder:
                 of the memory.
         """
         x = data.view(_UNSIGNED[words.width])
-        found: list[tuple[int, list[Any]]] = [(STORED, [data.data])]
-        if x[0] == x[-1] and loops.constant(x):
-            found.append((CONSTANT, [x[:1].tobytes()]))
+        candidates: list[tuple[int, list[Any]]] = [(STORED, [data.data])]
+        if x[0] == x[-1] and (x == x[0]).all():
+            candidates.append((CONSTANT, [x[:1].tobytes()]))
         else:
-            found.append((PLANES, self._in_planes(x, words.is_float, self._planes[0])))
+            planes = self._split(x, words.is_float, self._planes[0])
+            candidates.append((PLANES, self._packed(planes)))
             if not words.is_float:
-                found.append((ZSTD, [self._matches.compress(data.data)]))
+                candidates.append((ZSTD, [self._matches.compress(data.data)]))
             if base is not None:
                 codes = self._codes[: x.nbytes].view(x.dtype)
-                difference = loops.difference2 if words.width == 2 else loops.difference4
-                difference(x, self._like(base, x), codes)
-                found.append((DELTA, self._in_planes(codes, False, self._planes[1])))
+                loops.difference(x, _like(base, x), codes)
+                planes = self._split(codes, False, self._planes[1])
+                candidates.append((DELTA, self._packed(planes)))
             if words.step is not None:
-                found.append((ELF, self._elf(x, words.step, self._planes[2])))
-        codec, parts = min(found, key=lambda one: _sum(one[1]))
+                candidates.append((ELF, self._elf(x, words.step)))
+        codec, parts = min(candidates, key=lambda candidate: _sum(candidate[1]))
         end = HEAD
         for part in parts:
             begin, end = end, end + _bytes(part)
             self._block[begin:end] = np.frombuffer(part, np.uint8)
-        block, body = self._block[:end], self._block[HEAD:end]
+        block = self._block[:end]
         restored = self._restored[: data.size]
-        self._decode(codec, body, words, base, restored)
+        self._decode(codec, block[HEAD:], words, base, restored)
         error = self._compared(x, restored.view(x.dtype), codec, words)
-        checksum = crc32(restored)
+        checksum = zlib.crc32(restored)
         _HEAD.pack_into(block, 0, 0, checksum, codec)
-        struct.pack_into("<I", block, 0, crc32(block[4:]))
+        struct.pack_into("<I", block, 0, zlib.crc32(block[4:]))
         return Encoded(block, codec, checksum, error)
 
     def decode(
@@ -157,7 +157,7 @@ class Coder:
         words: Words,
         base: Callable[[], np.ndarray] | None,
         out: np.ndarray,
-    ) -> int:
+    ) -> None:
         """Restores a block.
 
         Args:
@@ -166,16 +166,13 @@ class Coder:
             base: Gives the words for "delta", if the tensor has any.
             out: Where to, of as many bytes as there were.
 
-        Returns:
-            The CRC-32 of the restored bytes.
-
         Raises:
             Damaged: If the block is not what was written.
         """
         if block.size <= HEAD:
             raise Damaged(f"expected more than {HEAD} bytes, got {block.size}")
         written, checksum, codec = _HEAD.unpack_from(block)
-        if crc32(block[4:]) != written:
+        if zlib.crc32(block[4:]) != written:
             raise Damaged("expected the bytes that were written, got some with another checksum")
         if codec >= len(CODECS):
             raise Damaged(f"expected a codec below {len(CODECS)}, got {codec}")
@@ -183,44 +180,39 @@ class Coder:
             raise Damaged("expected codecs without errors in a tensor without a bound, got another")
         if codec == DELTA and (base is None or words.width not in (2, 4)):
             raise Damaged("expected no differences in a tensor without a base, got some")
-        there = base() if codec == DELTA and base is not None else None
-        self._decode(codec, block[HEAD:], words, there, out)
-        found = crc32(out)
-        if found != checksum:
-            raise Damaged(f"expected to restore bytes with the checksum {checksum}, got {found}")
-        return checksum
+        self._decode(codec, block[HEAD:], words, base() if codec == DELTA else None, out)
+        if (restored := zlib.crc32(out)) != checksum:
+            raise Damaged(f"expected to restore bytes with the checksum {checksum}, got {restored}")
 
     # Each of these gives what a codec writes, in parts.
 
-    def _in_planes(self, x: np.ndarray, rotate: bool, memory: np.ndarray) -> list[Any]:
-        width = x.dtype.itemsize
-        planes = x.reshape(1, -1)
-        if width > 1:
-            planes = memory[: x.nbytes].reshape(width, x.size)
-            {2: loops.split2, 4: loops.split4, 8: loops.split8}[width](x, rotate, planes)
-        return self._packed(planes)
+    def _split(self, x: np.ndarray, rotate: bool, memory: np.ndarray) -> np.ndarray:
+        planes = memory[: x.nbytes].reshape(x.itemsize, x.size)
+        loops.split(x, rotate, planes)
+        return planes
 
     def _packed(self, planes: np.ndarray) -> list[Any]:
         """The size of what each plane has become, then that: if it has a plane's size its bytes."""
-        top = len(planes) - 1
-        found = [self._smaller(plane, j == top) for j, plane in enumerate(planes)]
-        return [struct.pack(f"<{len(found)}I", *map(_sum, found)), *itertools.chain(*found)]
+        packed = [self._smaller(plane, j == len(planes) - 1) for j, plane in enumerate(planes)]
+        return [struct.pack(f"<{len(packed)}I", *map(_sum, packed)), *itertools.chain(*packed)]
 
     def _smaller(self, plane: np.ndarray, exponents: bool) -> list[Any]:
-        bits = self._entropy(plane)
+        counts = _sampled_counts(plane)
+        values = np.flatnonzero(counts).astype(np.uint8)
+        counts = counts[values]
+        bits = np.log2(counts.sum()) - (counts * np.log2(counts)).sum() / counts.sum()
         if bits > _NOISE:
             return [plane.data]
-        if np.count_nonzero(self._counts.sum(axis=0)) == 2:
+        if values.size == 2:
             # Signs alone, of weights that were rounded. The finder would take noise for matches.
-            values = np.flatnonzero(self._counts.sum(axis=0)).astype(np.uint8)
             second = plane == values[1]
             if (second | (plane == values[0])).all():
                 return [b"\0", values.tobytes(), np.packbits(second).data]
-        found = [[plane.data], self._in_stretches(plane)]
+        candidates = [[plane.data], self._in_stretches(plane)]
         # Of weights, only exponents have frequencies and no repetitions.
         if bits < _REPETITIVE or not exponents:
-            found.append([b"\1", self._matches.compress(plane)])
-        return min(found, key=_sum)
+            candidates.append([b"\1", self._matches.compress(plane)])
+        return min(candidates, key=_sum)
 
     def _in_stretches(self, plane: np.ndarray) -> list[Any]:
         """Their number and sizes, then a frame for each, or if it is no smaller its bytes."""
@@ -234,23 +226,16 @@ class Coder:
         ]
         return [struct.pack(f"<B{len(parts)}I", len(parts), *map(_bytes, parts)), *parts]
 
-    def _entropy(self, plane: np.ndarray) -> float:
-        total = loops.sampled(plane, self._counts)
-        counts = self._counts.sum(axis=0)
-        counts = counts[counts > 0]
-        return float(np.log2(total) - (counts * np.log2(counts)).sum() / total)
-
-    def _elf(self, x: np.ndarray, step: float, memory: np.ndarray) -> list[Any]:
+    def _elf(self, x: np.ndarray, step: float) -> list[Any]:
         per_step = np.float32(1 / step)
         codes = self._codes[: x.nbytes].view(np.uint32)
         every = int(loops.elf_codes(x, per_step, codes))
-        planes = memory[: x.nbytes].reshape(4, x.size)
-        loops.split4(codes, False, planes)
-        used = planes[: (every.bit_length() + 7) // 8]
-        places = np.empty(loops.elf_outliers(x, per_step), np.uint32)
-        loops.elf_places(x, per_step, places)
-        head = _ELF.pack(round(math.log2(step)), len(used), places.size)
-        return [head, places.tobytes(), x[places].tobytes(), *self._packed(used)]
+        planes = self._split(codes, False, self._planes[2])[: (every.bit_length() + 7) // 8]
+        with np.errstate(over="ignore", invalid="ignore"):
+            outside = ~(np.abs(x.view(np.float32)) * per_step < loops.MOST)
+        places = np.flatnonzero(outside).astype(np.uint32)
+        head = _ELF.pack(round(math.log2(step)), len(planes), places.size)
+        return [head, places.tobytes(), x[places].tobytes(), *self._packed(planes)]
 
     # And back.
 
@@ -265,12 +250,12 @@ class Coder:
             _expect_bytes(body, words.width)
             x[:] = np.frombuffer(body.tobytes(), x.dtype)[0]
         elif codec == PLANES:
-            self._from_planes(body, x, words.is_float)
+            self._from_planes(body, x, words.is_float, words.width)
         elif codec == DELTA:
+            assert base is not None
             codes = self._codes[: x.nbytes].view(x.dtype)
-            self._from_planes(body, codes, False)
-            undo = loops.undo_difference2 if words.width == 2 else loops.undo_difference4
-            undo(codes, self._like(base, x), x)
+            self._from_planes(body, codes, False, words.width)
+            loops.undo_difference(codes, _like(base, x), x)
         elif codec == ELF:
             self._from_elf(body, x)
         elif codec == ZSTD:
@@ -278,29 +263,19 @@ class Coder:
         else:
             raise Damaged(f"expected another codec than {CODECS[codec]}, which 0.2 alone can read")
 
-    def _from_planes(self, body: np.ndarray, x: np.ndarray, rotate: bool, count: int = 0) -> None:
-        width = x.dtype.itemsize
-        count = count or width
+    def _from_planes(self, body: np.ndarray, x: np.ndarray, rotate: bool, count: int) -> None:
         head, body = _cut(body, 4 * count)
-        sizes = struct.unpack(f"<{count}I", head)
-        planes = []
-        for j, size in enumerate(sizes):
+        planes = self._unpacked[: count * x.size].reshape(count, x.size)
+        for plane, size in zip(planes, struct.unpack(f"<{count}I", head), strict=True):
             part, body = _cut(body, size)
-            if size != x.size:
-                part = self._plane(part, self._unpacked[j * x.size : (j + 1) * x.size])
-            planes.append(part)
+            if size == x.size:
+                np.copyto(plane, part)
+            else:
+                self._plane(part, plane)
         _expect_bytes(body, 0)
-        if count == 4 == width:
-            loops.merge4(*planes, rotate, x)
-        elif count == 2 == width:
-            loops.merge2(*planes, rotate, x)
-        else:
-            for j, plane in enumerate(planes):
-                loops.merge(plane, 8 * j, x)
-            if rotate:
-                loops.rotate_back(x)
+        loops.merge(planes, rotate, x)
 
-    def _plane(self, part: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def _plane(self, part: np.ndarray, out: np.ndarray) -> None:
         """A plane from its frames."""
         head, body = _cut(part, 1)
         count = int(head[0])
@@ -308,9 +283,10 @@ class Coder:
             values, body = _cut(body, 2)
             _expect_bytes(body, -(-out.size // 8))
             np.take(values, np.unpackbits(body, count=out.size), out=out)
-            return out
+            return
         if count == 1:
-            return self._unpack(body, out)
+            self._unpack(body, out)
+            return
         if count != -(-out.size // _STRETCH):
             raise Damaged(f"expected stretches for {out.size} bytes, got {count}")
         head, body = _cut(body, 4 * count)
@@ -322,60 +298,60 @@ class Coder:
             else:
                 self._unpack(piece, stretch)
         _expect_bytes(body, 0)
-        return out
 
     def _from_elf(self, body: np.ndarray, x: np.ndarray) -> None:
         head, body = _cut(body, _ELF.size)
-        power, used, outliers = _ELF.unpack(head)
-        if not (-126 <= power <= 126 and used <= 4 and outliers <= x.size):
-            raise Damaged(f"expected a step, planes and outliers, got {power}, {used}, {outliers}")
-        places, values, body = _outliers(body, outliers, x.size)
+        power, used, count = _ELF.unpack(head)
+        if not (-126 <= power <= 126 and used <= 4 and count <= x.size):
+            raise Damaged(f"expected a step, planes and outliers, got {power}, {used}, {count}")
+        places, body = _cut(body, 4 * count)
+        values, body = _cut(body, 4 * count)
+        places = np.frombuffer(places.tobytes(), np.uint32)
+        if (places >= x.size).any():
+            raise Damaged(f"expected places below {x.size}, got {places.max()}")
         codes = self._codes[: x.nbytes].view(np.uint32)
-        if used:
-            self._from_planes(body, codes, False, used)
-        else:
-            _expect_bytes(body, 0)
-            codes[:] = 0
+        self._from_planes(body, codes, False, used)
         loops.elf_words(codes, np.float32(2.0**power), x)
-        x[places] = values
+        x[places] = np.frombuffer(values.tobytes(), np.uint32)
 
-    def _unpack(self, data: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def _unpack(self, data: np.ndarray, out: np.ndarray) -> None:
         """What is in a zstd frame, which must be as long as `out`."""
         try:
-            says = zstandard.get_frame_parameters(data).content_size
+            size = zstandard.get_frame_parameters(data).content_size
             # Into memory that is there: new memory for each frame takes a fifth of the time.
             reader = self._frames.stream_reader(data)
-            if says != out.size or reader.readinto(out) != says or reader.read(1):
-                raise Damaged(f"expected a frame of {out.size} bytes, got one of {says}")
-            return out
+            if size != out.size or reader.readinto(out) != size or reader.read(1):
+                raise Damaged(f"expected a frame of {out.size} bytes, got one of {size}")
         except zstandard.ZstdError as error:
             raise Damaged(f"expected a zstd frame, got {error}") from error
 
-    def _like(self, base: np.ndarray | None, x: np.ndarray) -> np.ndarray:
-        """The words that `x` differs from, as those of its own width."""
-        assert base is not None
-        if base.size == x.nbytes:
-            return base.view(x.dtype)
-        cast = self._cast[: x.nbytes].view(np.uint16)
-        loops.bfloat16_of(base.view(np.uint32), cast)
-        return cast
-
     def _compared(self, x: np.ndarray, back: np.ndarray, codec: int, words: Words) -> float:
-        if codec == ELF:
-            bits = np.int64(loops.largest_error(x, back))
-            error = float(bits.view(np.float64))
-            if not (words.step is not None and error <= words.step / 2):
-                raise RuntimeError(f"expected an error of at most half a step, got {error}")
-            return error
-        whole = x.nbytes // 8 * 8  # longer words are compared faster
-        one, other = x.view(np.uint8), back.view(np.uint8)
-        same = loops.equal(one[:whole].view(np.uint64), other[:whole].view(np.uint64))
-        if not (same and np.array_equal(one[whole:], other[whole:])):
+        error = 0.0
+        if codec == ELF and words.step is not None:
+            error = float(np.int64(loops.largest_error(x, back)).view(np.float64))
+            exact = error <= words.step / 2
+        else:
+            exact = np.array_equal(x, back)
+        if not exact:
             raise RuntimeError(
                 f"expected a block of {CODECS[codec]} to give back what was written, got something "
                 "else. That is a fault of this program or of the memory: nothing was written."
             )
-        return 0.0
+        return error
+
+
+def _sampled_counts(plane: np.ndarray) -> np.ndarray:
+    """How often each byte is in every 16th stretch of 64."""
+    whole = plane.size // 1024 * 1024
+    sample = plane[:whole].reshape(-1, 1024)[:, :64].ravel()
+    return np.bincount(np.append(sample, plane[whole : whole + 64]), minlength=256)
+
+
+def _like(base: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The words that `x` differs from, as those of its own width."""
+    if base.size == x.nbytes:
+        return base.view(x.dtype)
+    return base.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
 def _bytes(part: Any) -> int:
@@ -395,17 +371,3 @@ def _cut(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     if data.size < count:
         raise Damaged(f"expected {count} more bytes, got {data.size}")
     return data[:count], data[count:]
-
-
-def _outliers(
-    data: np.ndarray, count: int, words: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places and values, and what is behind them."""
-    if count > words:
-        raise Damaged(f"expected at most {words} outliers, got {count}")
-    places, data = _cut(data, 4 * count)
-    values, data = _cut(data, 4 * count)
-    found = np.frombuffer(places.tobytes(), np.uint32)
-    if count and int(found.max()) >= words:
-        raise Damaged(f"expected places below {words}, got {int(found.max())}")
-    return found, np.frombuffer(values.tobytes(), np.uint32), data

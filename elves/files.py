@@ -12,7 +12,8 @@ import contextlib
 import json
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from elves.blocks import BLOCK, Coder, Damaged, Words
-from elves.checksum import crc32
-from elves.dtypes import FLOATS, NUMPY, WIDTHS
-from elves.errors import ElvesError
-from elves.header import DUPLICATE, REMEDY, Of, Tensor, is_packed, read_header
+from elves.header import (
+    DUPLICATE,
+    FLOATS,
+    NUMPY,
+    REMEDY,
+    WIDTHS,
+    ElvesError,
+    Of,
+    Tensor,
+    is_packed,
+    read_header,
+)
 
 # Files that refer to files that refer to files; more is a circle.
 _DEEPEST = 8
@@ -41,12 +50,19 @@ class TensorFile:
     """A file of tensors; use with `with`. For one thread."""
 
     path: Path
-    tensors: Mapping[str, Info]
+    tensors: dict[str, Info]
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = contextlib.ExitStack()
-        self._mapped = _mapped(path, self._file)
+        self._mapping: mmap.mmap | None = None
+        self._mapped = np.empty(0, np.uint8)
+        try:
+            with open(path, "rb") as file:
+                if file.seek(0, 2):
+                    self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    self._mapped = np.frombuffer(self._mapping, np.uint8)
+        except OSError as error:
+            raise ElvesError(f"expected a file {path}, got: {error.strerror}.") from error
 
     def __enter__(self) -> Any:
         return self
@@ -57,8 +73,9 @@ class TensorFile:
     def close(self) -> None:
         """Lets the file go. Safe twice."""
         self._mapped = np.empty(0, np.uint8)
-        with contextlib.suppress(BufferError):  # arrays of the caller may still be in it
-            self._file.close()
+        if self._mapping is not None:
+            with contextlib.suppress(BufferError):  # arrays of the caller may still be in it
+                self._mapping.close()
 
     def keys(self) -> list[str]:
         return list(self.tensors)
@@ -66,6 +83,13 @@ class TensorFile:
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         """Some bytes of a tensor, uint8; read-only."""
         raise NotImplementedError
+
+    def checksum(self, name: str) -> int:
+        """The CRC-32 of a tensor's bytes."""
+        checksum, size = 0, self.tensors[name].bytes
+        for begin in range(0, size, BLOCK):
+            checksum = zlib.crc32(self.read(name, begin, min(begin + BLOCK, size)), checksum)
+        return checksum
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A whole tensor.
@@ -123,8 +147,8 @@ class PlainFile(TensorFile):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.head = 0  # bytes in front of the tensors
-        self._begin: dict[str, int] = {}
+        self.head = b""  # what is in front of the tensors
+        self.tensors, self._begin = {}, {}
         try:
             self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -136,31 +160,23 @@ class PlainFile(TensorFile):
             ) from error
 
     def _read_header(self) -> None:
-        length = int.from_bytes(self._mapped[:8].tobytes(), "little")
-        self.head = 8 + length
-        if not 8 < self.head <= self._mapped.size:
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(self._mapped[8 : self.head].tobytes())
+        end = 8 + int.from_bytes(self._mapped[:8].tobytes(), "little")
+        if not 8 < end <= self._mapped.size:
+            raise ValueError(f"a header of {end - 8} bytes")
+        self.head = self._mapped[:end].tobytes()
+        header = json.loads(self.head[8:])
         header.pop("__metadata__", None)
-        places = sorted((tuple(x["data_offsets"]), name) for name, x in header.items())
-        tensors, end = {}, 0
-        for (begin, stop), name in places:
-            one = header[name]
-            shape, dtype = tuple(one["shape"]), one["dtype"]
-            if begin != end or stop < begin or type(stop) is not int:
-                raise ValueError(f"`{name}` from {begin} to {stop}, where {end} is next")
+        for name, said in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            (begin, stop), shape, dtype = said["data_offsets"], tuple(said["shape"]), said["dtype"]
+            if len(self.head) + begin != end or stop < begin or type(stop) is not int:
+                raise ValueError(f"`{name}` from {begin} to {stop}")
             if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != stop - begin:
                 raise ValueError(f"`{name}`, {dtype} of the shape {shape}, in {stop - begin} bytes")
-            tensors[name] = Info(dtype, shape, stop - begin)
-            self._begin[name] = self.head + begin
-            end = stop
-        if self.head + end != self._mapped.size:
-            raise ValueError(f"{self.head + end} bytes by its header")
-        self.tensors = tensors
-
-    def read_head(self) -> bytes:
-        """What is in front of the tensors."""
-        return self._mapped[: self.head].tobytes()
+            self.tensors[name] = Info(dtype, shape, stop - begin)
+            self._begin[name] = end
+            end = len(self.head) + stop
+        if end != self._mapped.size:
+            raise ValueError(f"{end} bytes by its header")
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         at = self._begin[name]
@@ -174,29 +190,28 @@ class PackedFile(TensorFile):
         path: Of the file.
         base: The folder that it was packed against; None for where that was then.
         threads: That decode blocks.
+        depth: How many files have referred to this one.
     """
 
     def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1, depth: int = 0):
-        self.header, self._blocks = read_header(path)
+        self.header, at = read_header(path)
         super().__init__(path)
-        self.tensors = {
-            name: Info(t.dtype, t.shape, t.bytes) for name, t in self.header.tensors.items()
-        }
         self._base = base or (Path(self.header.base) if self.header.base else None)
         self._depth = depth
         self._threads = threads
         self._coders = [Coder()]
         self._others: dict[Path, TensorFile] = {}
         self._begin: dict[str, list[int]] = {}
-        at = self._blocks
+        self.tensors = {}
         for name, t in self.header.tensors.items():
+            self.tensors[name] = Info(t.dtype, t.shape, t.bytes)
             self._begin[name] = begins = []
             for size in t.blocks:
                 begins.append(at)
                 at += size
 
     def close(self) -> None:
-        for other in getattr(self, "_others", {}).values():
+        for other in self._others.values():
             other.close()
         super().close()
 
@@ -205,124 +220,85 @@ class PackedFile(TensorFile):
         if t.codec == DUPLICATE:
             assert t.of is not None
             return self._other(t, t.of).read(t.of.tensor, begin, end)
-        first, last = begin // BLOCK, -(-end // BLOCK) if end > begin else begin // BLOCK
-        out = np.empty(min(last * BLOCK, t.bytes) - first * BLOCK if last > first else 0, np.uint8)
-        numbers = range(first, last)
-        pieces = [out[(i - first) * BLOCK : (i - first + 1) * BLOCK] for i in numbers]
-        if self._threads == 1 or len(numbers) == 1 or t.of is not None:
-            for i, piece in zip(numbers, pieces, strict=True):
-                self._decode(t, i, piece, self._coders[0])
-        else:
-            self._decode_at_once(t, numbers, pieces)
-        return out[begin - first * BLOCK : end - first * BLOCK]
-
-    def check(self, name: str) -> int:
-        """Decodes a tensor, block by block, and forgets it.
-
-        Returns:
-            The CRC-32 of its bytes.
-
-        Raises:
-            ElvesError: If it is damaged.
-        """
-        t, found = self.header.tensors[name], 0
-        for begin in range(0, t.bytes, BLOCK):
-            piece = self.read(name, begin, min(begin + BLOCK, t.bytes))
-            found = crc32(piece, found)
-        return self._whole(t, found)
-
-    def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """A tensor's bytes, some blocks at a time; at the end its checksum is compared."""
-        t, found = self.header.tensors[name], 0
-        for begin in range(0, t.bytes, BLOCK * self._threads):
-            piece = self.read(name, begin, min(begin + BLOCK * self._threads, t.bytes))
-            found = crc32(piece, found)
-            yield piece
-        self._whole(t, found)
-
-    def _whole(self, t: Tensor, found: int) -> int:
-        if found != t.crc32:
-            of = ": what it is a duplicate of is another one now" if t.codec == DUPLICATE else ""
-            raise ElvesError(
-                f"the tensor `{t.name}` in {self.path}: expected bytes with the checksum "
-                f"{t.crc32}, got {found}{of}. {REMEDY}"
-            )
-        return found
-
-    def _decode_at_once(self, t: Tensor, numbers: range, pieces: Sequence[np.ndarray]) -> None:
-        while len(self._coders) < self._threads:
+        numbers = range(begin // BLOCK, -(-end // BLOCK) if end > begin else begin // BLOCK)
+        first = numbers.start * BLOCK
+        out = np.empty(max(min(numbers.stop * BLOCK, t.bytes) - first, 0), np.uint8)
+        # A file that this one refers to is for one thread.
+        threads = 1 if t.of is not None else min(self._threads, len(numbers))
+        while len(self._coders) < threads:
             self._coders.append(Coder())
 
-        def some(k: int) -> None:  # each thread has a coder of its own
-            for i, piece in list(zip(numbers, pieces, strict=True))[k :: self._threads]:
+        def decode(k: int) -> None:
+            for i in numbers[k::threads]:
+                piece = out[i * BLOCK - first : (i + 1) * BLOCK - first]
                 self._decode(t, i, piece, self._coders[k])
 
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="elves") as pool:
-            list(pool.map(some, range(self._threads)))
+        if threads > 1:
+            with ThreadPoolExecutor(threads, thread_name_prefix="elves") as pool:
+                list(pool.map(decode, range(threads)))
+        elif numbers:
+            decode(0)
+        return out[begin - first : end - first]
+
+    def whole(self) -> Iterator[bytes | np.ndarray]:
+        """The file that was packed, some blocks at a time; all its checksums are compared.
+
+        Raises:
+            ElvesError: If it is damaged, or its base is missing or another one.
+        """
+        head = self.header.unpacked_head()
+        whole = zlib.crc32(head)
+        yield head
+        step = BLOCK * self._threads
+        for name, t in self.header.tensors.items():
+            checksum = 0
+            for begin in range(0, t.bytes, step):
+                piece = self.read(name, begin, min(begin + step, t.bytes))
+                checksum, whole = zlib.crc32(piece, checksum), zlib.crc32(piece, whole)
+                yield piece
+            if checksum != t.crc32:
+                of = ": what it is a duplicate of is another one now" * (t.codec == DUPLICATE)
+                raise ElvesError(
+                    f"the tensor `{name}` in {self.path}: expected bytes with the checksum "
+                    f"{t.crc32}, got {checksum}{of}. {REMEDY}"
+                )
+        if whole != self.header.crc32:
+            raise ElvesError(
+                f"expected to restore a file with the checksum {self.header.crc32} from "
+                f"{self.path}, got {whole}. {REMEDY}"
+            )
 
     def _decode(self, t: Tensor, number: int, out: np.ndarray, coder: Coder) -> None:
         at = self._begin[t.name][number]
         block = self._mapped[at : at + t.blocks[number]]
-        words = Words(t.width, t.dtype in FLOATS, t.bound)
 
         def base() -> np.ndarray:
             assert t.of is not None
-            return self._base_of(t, t.of, number * BLOCK, out.size)
+            other, begin = self._other(t, t.of), number * BLOCK
+            ratio = WIDTHS.get(other.tensors[t.of.tensor].dtype, 1) // t.width
+            return other.read(t.of.tensor, begin * ratio, (begin + out.size) * ratio)
 
         try:
+            words = Words(t.width, t.dtype in FLOATS, t.bound)
             coder.decode(block, words, base if t.of else None, out)
         except Damaged as error:
             remedy = REMEDY
-            if t.of is not None and self._crc32_of(t, t.of) != t.of.crc32:
+            if t.of is not None and self._other(t, t.of).checksum(t.of.tensor) != t.of.crc32:
                 remedy = (
                     f"It was packed against another `{t.of.tensor}` than that in "
-                    f"{self._other(t, t.of).path}: name the right folder with --base, or put the "
-                    "right file there."
+                    f"{self._other(t, t.of).path}: name the right folder with --base."
                 )
             raise ElvesError(
                 f"the tensor `{t.name}` in {self.path}, block {number}: {error}. {remedy}"
             ) from error
 
-    def _crc32_of(self, t: Tensor, of: Of) -> int:
-        other = self._other(t, of)
-        return checksum_of(other, of.tensor)
-
-    def _base_of(self, t: Tensor, of: Of, begin: int, size: int) -> np.ndarray:
-        other = self._other(t, of)
-        width = WIDTHS.get(other.tensors[of.tensor].dtype, 1) // t.width
-        return other.read(of.tensor, begin * width, (begin + size) * width)
-
     def _other(self, t: Tensor, of: Of) -> TensorFile:
         """The file that a tensor refers to, which must have one that fits."""
-        if of.where == "file":
-            other: TensorFile = self
-        else:
-            if of.where == "base" and self._base is None:
-                raise ElvesError(
-                    f"the tensor `{t.name}` in {self.path}: expected the folder that it was packed "
-                    "against, got none. Name it with --base."
-                )
-            folder = self._base if of.where == "base" else self.path.parent
-            assert folder is not None
-            path = folder / of.file
-            if path not in self._others:
-                if self._depth == _DEEPEST:
-                    raise ElvesError(
-                        f"the tensor `{t.name}` in {self.path}: expected files that refer to files "
-                        f"{_DEEPEST} deep at most, got more. {REMEDY}"
-                    )
-                if not path.is_file():
-                    which = "the folder with --base" if of.where == "base" else "both files again"
-                    raise ElvesError(
-                        f"the tensor `{t.name}` in {self.path}: expected the file {path}, against "
-                        f"which it was packed, got none. Name {which}."
-                    )
-                self._others[path] = open_tensors(path, depth=self._depth + 1)
-            other = self._others[path]
-        found = other.tensors.get(of.tensor)
-        fits = found is not None and (
-            (found.dtype, found.bytes) == (t.dtype, t.bytes)
-            or (found.dtype == "F32" and t.dtype == "BF16" and found.bytes == 2 * t.bytes)
+        other = self if of.where == "file" else self._opened(t, of)
+        info = other.tensors.get(of.tensor)
+        fits = info is not None and (
+            (info.dtype, info.bytes) == (t.dtype, t.bytes)
+            or (info.dtype == "F32" and t.dtype == "BF16" and info.bytes == 2 * t.bytes)
         )
         if fits and other is self:  # there is no circle
             target = self.header.tensors[of.tensor]
@@ -330,22 +306,33 @@ class PackedFile(TensorFile):
         if not fits:
             raise ElvesError(
                 f"the tensor `{t.name}` in {self.path}: expected `{of.tensor}` in {other.path} "
-                f"like it, got {found and (found.dtype, found.shape)}. Name the right folder with "
-                "--base, or put the right file there."
+                f"like it, got {info and (info.dtype, info.shape)}. Name the right folder with "
+                "--base."
             )
         return other
+
+    def _opened(self, t: Tensor, of: Of) -> TensorFile:
+        folder = self._base if of.where == "base" else self.path.parent
+        path = folder / of.file if folder else None
+        if path not in self._others:
+            if self._depth == _DEEPEST:
+                raise ElvesError(
+                    f"the tensor `{t.name}` in {self.path}: expected files that refer to files "
+                    f"{_DEEPEST} deep at most, got more. {REMEDY}"
+                )
+            if path is None or not path.is_file():
+                raise ElvesError(
+                    f"the tensor `{t.name}` in {self.path}: expected the file {path or of.file}, "
+                    "against which it was packed, got none. Name its folder with --base."
+                )
+            self._others[path] = open_tensors(path, depth=self._depth + 1)
+        return self._others[path]
 
 
 def open_tensors(
     path: Path, *, base: Path | None = None, threads: int = 1, depth: int = 0
 ) -> TensorFile:
-    """A file of tensors, plain or packed.
-
-    Args:
-        path: Of the file.
-        base: The folder that a packed file was packed against; None for where that was then.
-        threads: That decode a tensor's blocks.
-        depth: How many files have referred to this one.
+    """A file of tensors, plain or packed; the arguments are those of `PackedFile`.
 
     Raises:
         ElvesError: If the file cannot be read.
@@ -353,26 +340,3 @@ def open_tensors(
     if is_packed(path):
         return PackedFile(path, base=base, threads=threads, depth=depth)
     return PlainFile(path)
-
-
-def checksum_of(file: TensorFile, name: str) -> int:
-    """The CRC-32 of a tensor's bytes."""
-    found, size = 0, file.tensors[name].bytes
-    for begin in range(0, size, BLOCK):
-        end = min(begin + BLOCK, size)
-        found = crc32(file.read(name, begin, end), found)
-    return found
-
-
-def _mapped(path: Path, stack: contextlib.ExitStack) -> np.ndarray:
-    try:
-        with open(path, "rb") as file:
-            if not file.seek(0, 2):
-                return np.empty(0, np.uint8)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ElvesError(
-            f"expected a file {path}, got none that can be read ({error.strerror}). Check the path."
-        ) from error
-    stack.callback(mapped.close)
-    return np.frombuffer(mapped, np.uint8)

@@ -10,21 +10,18 @@ import errno
 import os
 import re
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elves.checksum import crc32
-from elves.errors import ElvesError
-from elves.files import Info, PackedFile, PlainFile, TensorFile, open_tensors
-from elves.header import SAFETENSORS, Header, is_packed, read_header
+from elves.files import Info, PackedFile, PlainFile, open_tensors
+from elves.header import BYTES, ElvesError, Header, is_packed, read_header
 from elves.whole import is_unfinished, sync_folder, unfinished
 from elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
 
 SAFE = ".safetensors"
-# Behind the name of a packed file that was no safetensors: of a checkpoint, by an earlier version.
+# Behind the name of a packed file that was no safetensors: 0.2 wrote such ones of checkpoints.
 _SUFFIX = ".elves.safetensors"
 # A run's optimizer state, by the names that it has here, in optax and in torch.
 _STATE = re.compile(r"(^|[./_])(mu|nu|exp_avg|exp_avg_sq|opt_state|optimizer|moments?)([./@_]|$)")
@@ -37,7 +34,7 @@ class Result:
     """What became of one file.
 
     Attributes:
-        path: In the folder, as it is named now; of a single file its name.
+        path: In the folder; of a single file its name.
         header: What was packed, None of a file that was copied.
         before, after: Its bytes.
     """
@@ -49,20 +46,16 @@ class Result:
 
 
 def pack_path(
-    source: Path,
-    target: Path | None,
-    options: Options,
-    *,
-    base: Path | None = None,
+    source: Path, target: Path | None, options: Options, *, base: Path | None = None
 ) -> list[Result]:
     """Packs a file, or all files of tensors in a folder.
 
     Args:
         source: The file or folder.
         target: What is made: new, and there only when it is whole; files of a folder that would
-            not be smaller are copied. None to replace each file of
-            tensors by the packed one, one after the other; a kill leaves some of each, which is
-            read all the same, and the next call packs the others.
+            not be smaller are copied. None to replace each file of tensors by the packed one, one
+            after the other; a kill leaves some of each, which is read all the same, and the next
+            call packs the others.
         options: How.
         base: A folder, or a file, of a model that `source` has been made from.
 
@@ -74,42 +67,55 @@ def pack_path(
             one.
         OSError: If it cannot be written. No part of the target is left then.
     """
-    _expect_source(source)
+    paths = _files(source)
     if target is not None:
         _expect_new(source, target)
-    names = _files(source)
+    packed = [path for path in paths.values() if is_packed(path)]
     with ExitStack() as stack:
-        files: dict[Path, PlainFile] = {}
-        for name in names:
-            path = _at(source, name)
-            if name.suffix == SAFE and not is_packed(path):
-                files[name] = stack.enter_context(PlainFile(path))
-        packed = [name for name in names if is_packed(_at(source, name))]
+        files = {
+            name: stack.enter_context(PlainFile(path))
+            for name, path in paths.items()
+            if path.suffix == SAFE and path not in packed
+        }
         if not files and packed and target is None:
             return []
         if not files:
-            raise _nothing(source, names, packed)
-        bases = _Bases(base, stack) if base is not None else None
-        pieces = {name: _pieces(files[name], bases) for name in files}
-        _check_bounds(source, pieces, options)
+            raise _nothing(source, paths, packed)
+        bases = None if base is None else _Bases(base, stack)
+        pieces = {name: _pieces(file, bases) for name, file in files.items()}
         if bases is not None and not bases.found:
             raise ElvesError(
                 f"`base`: expected a folder with tensors of the names and shapes of {source}, got "
                 f"{base}, which has none of them. Name the model that it was made from."
             )
-        if target is None or not source.is_dir():
-            return _pack_each(source, target, names, files, pieces, options, bases)
-        with _made_whole(target) as part:
-            return _pack_each(source, part, names, files, pieces, options, bases)
+        for name, file in files.items():
+            _check_bound(file.path, pieces[name], options)
+        if target is not None and source.is_dir():
+            target = stack.enter_context(_made_whole(target))
+        done, duplicates = [], Duplicates()
+        for name, path in paths.items():
+            out = path if target is None else target / name if source.is_dir() else target
+            before = path.stat().st_size
+            header = None
+            if name in files:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                header = pack(
+                    out,
+                    pieces[name],
+                    options,
+                    head=files[name].head,
+                    base=bases.folder if bases else None,
+                    duplicates=duplicates,
+                    # A file of many small tensors may not be: each has its line in the header.
+                    only_smaller=source.is_dir(),
+                )
+            if header is None and target is not None:
+                _copy(path, out)
+            done.append(Result(name, header, before, out.stat().st_size))
+        return done
 
 
-def restore_path(
-    source: Path,
-    target: Path,
-    *,
-    base: Path | None = None,
-    threads: int = 1,
-) -> int:
+def restore_path(source: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> int:
     """Makes a packed file, or folder, what it was.
 
     Args:
@@ -125,53 +131,32 @@ def restore_path(
         ElvesError: If one is damaged, or there is none. Nothing is left then.
         OSError: If it cannot be written. Nothing is left then.
     """
-    _expect_source(source)
+    headers = {result.path: result.header for result in results(source)}
     _expect_new(source, target)
-    names = _files(source)
-    packed = [name for name in names if is_packed(_at(source, name))]
-    if not packed:
-        raise ElvesError(
-            f"expected packed files in {source}, got none. Name what `python -m train.compress` "
-            "has made."
-        )
-    needed = sum(read_header(_at(source, name))[0].bytes for name in packed)
-    _expect_room(target, needed)
+    parent = target.absolute().parent
+    needed = sum(header.bytes for header in headers.values() if header)
+    if needed > (free := shutil.disk_usage(parent).free):
+        raise OSError(errno.ENOSPC, f"{needed} bytes to restore, {free} free", str(parent))
     if not source.is_dir():
-        restore_file(source, target, base=base, threads=threads)
+        _restore_file(source, target, base, threads)
         return 1
     with _made_whole(target) as part:
-        for name in names:
-            if name in packed:
-                kind = read_header(source / name)[0].kind
-                old = name if kind == SAFETENSORS else name.with_name(name.name[: -len(_SUFFIX)])
-                (part / old).parent.mkdir(parents=True, exist_ok=True)
-                restore_file(source / name, part / old, base=base, threads=threads)
-            else:
+        for name, header in headers.items():
+            if header is None:
                 _copy(source / name, part / name)
-    return len(packed)
+                continue
+            mere = header.kind == BYTES
+            out = part / name.with_name(name.name.removesuffix(_SUFFIX) if mere else name.name)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _restore_file(source / name, out, base, threads)
+    return sum(header is not None for header in headers.values())
 
 
-def restore_file(path: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> None:
-    """Writes the file that was packed; `target` is there only when it is whole.
-
-    Raises:
-        ElvesError: If it is damaged, or its base is missing or another one.
-        OSError: If it cannot be written.
-    """
+def _restore_file(path: Path, target: Path, base: Path | None, threads: int) -> None:
     with unfinished(target) as part:
         with PackedFile(path, base=base, threads=threads) as packed, open(part, "wb") as file:
-            head = packed.header.unpacked_head()
-            whole = zlib.crc32(head)
-            file.write(head)
-            for name in packed.header.tensors:
-                for piece in packed.pieces(name):
-                    file.write(piece.data)
-                    whole = crc32(piece, whole)
-            if whole != packed.header.crc32:
-                raise ElvesError(
-                    f"expected to restore a file with the checksum {packed.header.crc32} from "
-                    f"{path}, got {whole}. Copy the file again, or take another copy."
-                )
+            for piece in packed.whole():
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
@@ -187,32 +172,16 @@ def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> t
     Raises:
         ElvesError: If something is damaged, or nothing is packed.
     """
-    _expect_source(source)
-    found = size = 0
-    for name in _files(source):
-        path = _at(source, name)
-        if not is_packed(path):
-            # Of a packed file whose very first bytes are damaged, too.
-            if name.suffix == SAFE:
-                PlainFile(path).close()
-            continue
-        with PackedFile(path, base=base, threads=threads) as packed:
-            whole = zlib.crc32(packed.header.unpacked_head())
-            for tensor in packed.header.tensors:
-                for piece in packed.pieces(tensor):
-                    whole = crc32(piece, whole)
-            if whole != packed.header.crc32:
-                raise ElvesError(
-                    f"expected {path} to restore a file with the checksum {packed.header.crc32}, "
-                    f"got {whole}. Copy the file again, or take another copy."
-                )
-            found, size = found + 1, size + packed.header.bytes
-    if not found:
-        raise ElvesError(
-            f"expected packed files in {source}, got none. Name what `python -m train.compress` "
-            "has made."
-        )
-    return found, size
+    sizes = []
+    for path in _files(source).values():
+        if is_packed(path):
+            with PackedFile(path, base=base, threads=threads) as packed:
+                sizes.append(sum(len(piece) for piece in packed.whole()))
+        elif path.suffix == SAFE:  # or a packed file whose very first bytes are damaged
+            PlainFile(path).close()
+    if not sizes:
+        raise _none_packed(source)
+    return len(sizes), sum(sizes)
 
 
 def results(source: Path) -> list[Result]:
@@ -221,19 +190,14 @@ def results(source: Path) -> list[Result]:
     Raises:
         ElvesError: If there is none, or a header is damaged.
     """
-    _expect_source(source)
-    found = []
-    for name in _files(source):
-        path = _at(source, name)
+    files = []
+    for name, path in _files(source).items():
         size = path.stat().st_size
         header = read_header(path)[0] if is_packed(path) else None
-        found.append(Result(name, header, header.bytes if header else size, size))
-    if not any(result.header for result in found):
-        raise ElvesError(
-            f"expected packed files in {source}, got none. Name what `python -m train.compress` "
-            "has made."
-        )
-    return found
+        files.append(Result(name, header, header.bytes if header else size, size))
+    if not any(file.header for file in files):
+        raise _none_packed(source)
+    return files
 
 
 class _Bases:
@@ -241,26 +205,22 @@ class _Bases:
 
     def __init__(self, base: Path, stack: ExitStack):
         if not base.exists():
-            raise ElvesError(
-                f"`base`: expected a folder with safetensors, or such a file, got {base}, where "
-                "there is none. Check the path."
-            )
+            raise ElvesError(f"`base`: expected a folder with safetensors, got {base}: no such.")
         self.folder = base if base.is_dir() else base.parent
         self.found = 0
-        self._by_name: dict[str, tuple[TensorFile, str, str]] = {}
+        self._by_name: dict[str, Near] = {}
         for path in sorted(base.rglob("*" + SAFE)) if base.is_dir() else [base]:
-            file = open_tensors(path)
-            stack.callback(file.close)
+            file = stack.enter_context(open_tensors(path))
             for name in file.tensors:
-                where = (file, name, str(path.relative_to(self.folder)))
-                self._by_name[_PREFIX.sub("", name)] = where
+                near = Near(file, name, str(path.relative_to(self.folder)))
+                self._by_name[_PREFIX.sub("", name)] = near
 
     def near(self, name: str, info: Info) -> Near | None:
-        file, tensor, path = self._by_name.get(_PREFIX.sub("", name), (None, "", ""))
-        if file is None or not _comparable(info, file.tensors[tensor]):
+        near = self._by_name.get(_PREFIX.sub("", name))
+        if near is None or not _comparable(info, near.file.tensors[near.tensor]):
             return None
         self.found += 1
-        return Near(file, tensor, "base", path)
+        return near
 
 
 def _comparable(info: Info, other: Info) -> bool:
@@ -271,101 +231,49 @@ def _comparable(info: Info, other: Info) -> bool:
 
 
 def _pieces(file: PlainFile, bases: _Bases | None) -> list[Piece]:
-    found = []
-    for tensor, info in file.tensors.items():
-        near = bases.near(tensor, info) if bases is not None else None
-        data = file.read(tensor, 0, info.bytes)
-        found.append(Piece(tensor, info.dtype, info.shape, data, near))
-    return found
+    pieces = []
+    for name, info in file.tensors.items():
+        near = bases.near(name, info) if bases is not None else None
+        data = file.read(name, 0, info.bytes)
+        pieces.append(Piece(name, info.dtype, info.shape, data, near))
+    return pieces
 
 
-def _check_bounds(source: Path, pieces: Mapping[Path, Sequence[Piece]], options: Options) -> None:
+def _check_bound(path: Path, pieces: Sequence[Piece], options: Options) -> None:
     if options.bound is None:
         return
-    for name, some in pieces.items():
-        for piece in some:
-            if piece.dtype == "F32" and _STATE.search(piece.name):
-                raise ElvesError(
-                    f"the tensor `{piece.name}` in {_at(source, name)}: expected no optimizer "
-                    f"state with a bound, got {options.bound:g}. Of second moments nearly all "
-                    "would become zero. Leave --bound out, or pack the weights alone."
-                )
-        check_bound(_at(source, name), some, options.bound)
+    for piece in pieces:
+        if piece.dtype == "F32" and _STATE.search(piece.name):
+            raise ElvesError(
+                f"the tensor `{piece.name}` in {path}: expected no optimizer state with a bound, "
+                f"got {options.bound:g}. Of second moments nearly all would become zero. Leave "
+                "--bound out, or pack the weights alone."
+            )
+    check_bound(path, pieces, options.bound)
 
 
-def _pack_each(
-    source: Path,
-    target: Path | None,
-    names: Sequence[Path],
-    files: Mapping[Path, PlainFile],
-    pieces: Mapping[Path, Sequence[Piece]],
-    options: Options,
-    bases: _Bases | None,
-) -> list[Result]:
-    """Packs the files and copies the others, into `target` or in their place."""
-    done, duplicates = [], Duplicates()
-    for name in names:
-        path = _at(source, name)
-        before = path.stat().st_size
-        if name not in files:
-            if target is not None:
-                _copy(path, target / name)
-            done.append(Result(name, None, before, before))
-            continue
-        out = path if target is None else target / name if source.is_dir() else target
-        out.parent.mkdir(parents=True, exist_ok=True)
-        header = pack(
-            out,
-            pieces[name],
-            options,
-            head=files[name].read_head(),
-            base=bases.folder if bases else None,
-            duplicates=duplicates,
-            only_smaller=source.is_dir(),
-        )
-        if header is None:  # many small tensors, of which each has its line in the header
-            if target is not None:
-                _copy(path, target / name)
-            done.append(Result(name, None, before, before))
-            continue
-        done.append(Result(name, header, before, out.stat().st_size))
-    return done
-
-
-def _files(source: Path) -> list[Path]:
-    """The files that are whole, as paths in the folder; of a single file its name."""
-    if not source.is_dir():
-        return [Path(source.name)]
-    names = (p.relative_to(source) for p in source.rglob("*") if p.is_file())
-    return sorted(name for name in names if not is_unfinished(name))  # of a start that was killed
-
-
-def _at(source: Path, name: Path) -> Path:
-    return source / name if source.is_dir() else source
-
-
-def _expect_source(source: Path) -> None:
+def _files(source: Path) -> dict[Path, Path]:
+    """The files that are whole, by their paths in the folder; a single file by its name."""
     if not source.exists():
-        raise ElvesError(
-            f"expected a safetensors file, or a folder with some, got {source}, where there is "
-            "none. Check the path."
-        )
+        raise ElvesError(f"expected a safetensors file, or a folder with some, got none: {source}.")
+    if not source.is_dir():
+        return {Path(source.name): source}
+    names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
+    # What is not whole is of a start that was killed.
+    return {name: source / name for name in sorted(names) if not is_unfinished(name)}
 
 
 def _expect_new(source: Path, target: Path) -> None:
     empty = source.is_dir() and target.is_dir() and not any(target.iterdir())
     if target.exists() and not empty:
-        raise ElvesError(f"expected a new place to write to, got {target}. Name another one.")
+        raise ElvesError(f"expected a new place to write to, got {target}.")
     if source.is_dir() and target.absolute().is_relative_to(source.absolute()):
-        raise ElvesError(f"expected a place outside of {source}, got {target}. Name another one.")
+        raise ElvesError(f"expected a place outside of {source}, got {target}.")
     if not target.absolute().parent.is_dir():
-        raise ElvesError(
-            f"expected a place in a folder that is there, got {target}. Make the folder, or name "
-            "another one."
-        )
+        raise ElvesError(f"expected a place in a folder that is there, got {target}.")
 
 
-def _nothing(source: Path, names: Sequence[Path], packed: Sequence[Path]) -> ElvesError:
+def _nothing(source: Path, names: Iterable[Path], packed: Sequence[Path]) -> ElvesError:
     got = f"{packed[0]}, which is packed already" if packed else "none"
     pickles = [n.name for n in names if n.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if pickles:
@@ -376,12 +284,10 @@ def _nothing(source: Path, names: Sequence[Path], packed: Sequence[Path]) -> Elv
     )
 
 
-def _expect_room(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.absolute().parent).free
-    if needed > free:
-        raise OSError(
-            errno.ENOSPC, f"{needed} bytes to restore, {free} free", str(target.absolute().parent)
-        )
+def _none_packed(source: Path) -> ElvesError:
+    return ElvesError(
+        f"expected packed files in {source}, got none. Name what `python -m train.compress` made."
+    )
 
 
 def _copy(path: Path, target: Path) -> None:

@@ -14,29 +14,43 @@ for byte what it would have written, is damaged.
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from elves.blocks import BLOCK, CODECS, HEAD
-from elves.dtypes import WIDTHS
-from elves.errors import ElvesError
 
 VERSION = 1
 SAFETENSORS, BYTES = "safetensors", "bytes"
 #: The codec of a tensor that has no blocks of its own.
 DUPLICATE = "duplicate"
+#: Bytes of a word. A dtype of safetensors that is not listed is one of bytes.
+WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
+WIDTHS |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+#: Those whose words have a sign, an exponent and a fraction.
+FLOATS = ("F64", "F32", "F16", "BF16")
+#: Those that NumPy has.
+NUMPY = {f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "IU" for n in (8, 4, 2, 1)}
+NUMPY |= {f"F{8 * n}": np.dtype(f"f{n}") for n in (8, 4, 2)}
+NUMPY |= {"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(np.bool_)}
+NUMPY |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 # No header is that long: it is 12 bytes for each MiB and some 200 for each tensor.
 _LONGEST = 2**30
 # Of the header of the file that was packed.
 _LONGEST_HEAD = 100_000_000
 REMEDY = "Copy the file again, or take another copy."
+
+
+class ElvesError(Exception):
+    """A file could not be made smaller, or not be read again; the message says all there is."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +76,8 @@ class Tensor:
     """A tensor as it was, and how it is packed.
 
     Attributes:
-        name: As it was.
+        name, shape, bytes: As they were.
         dtype: The name that safetensors has for it.
-        shape: As it was.
-        bytes: As it was.
         codec: That of most blocks, for people: each block says its own.
         bound: The largest error that was allowed; None for none.
         error: The largest one that was made.
@@ -99,7 +111,7 @@ class Header:
     """What a packed file says of itself.
 
     Attributes:
-        kind: "safetensors", or "bytes" for the pieces of some other file.
+        kind: "safetensors"; or "bytes", as 0.2 wrote for the pieces of other files.
         head: What is in front of the tensors of the file that was packed, compressed by zlib.
         bytes: Of the whole file that was packed.
         crc32: Of it as it is restored.
@@ -119,11 +131,6 @@ class Header:
         return zlib.decompress(self.head) if self.head else b""
 
 
-def blocks_of(size: int) -> int:
-    """How many blocks so many bytes have."""
-    return -(-size // BLOCK)
-
-
 def longest(header: Header) -> int:
     """The bytes that the header takes at most, whatever becomes of its blocks."""
     tensors = {
@@ -132,7 +139,7 @@ def longest(header: Header) -> int:
             codec=max([*CODECS, DUPLICATE], key=len),
             error=1.2345678901234567e-300,
             crc32=2**32 - 1,
-            blocks=tuple(min(BLOCK, t.bytes - i * BLOCK) + HEAD for i in range(blocks_of(t.bytes))),
+            blocks=tuple(min(BLOCK, t.bytes - i) + HEAD for i in range(0, t.bytes, BLOCK)),
         )
         for name, t in header.tensors.items()
     }
@@ -141,37 +148,32 @@ def longest(header: Header) -> int:
 
 def encoded(header: Header, length: int | None = None) -> bytes:
     """The header as it is in front of the blocks, `length` bytes long if that is given."""
-    tensors = {}
-    for t in header.tensors.values():
-        one = dataclasses.asdict(t)
-        del one["name"]
-        one["of"] = None if t.of is None else [t.of.where, t.of.file, t.of.tensor, t.of.crc32]
-        tensors[t.name] = one
-    text = _json(
-        {
-            "version": VERSION,
-            "block_bytes": BLOCK,
-            "kind": header.kind,
-            "head": base64.b64encode(header.head).decode(),
-            "bytes": header.bytes,
-            "crc32": header.crc32,
-            "base": header.base,
-            "tensors": tensors,
-        }
-    )
-    outer: dict[str, Any] = {
-        "__metadata__": {"elves": text, "elves_crc32": f"{zlib.crc32(text.encode()):08x}"}
+    description = {
+        "version": VERSION,
+        "block_bytes": BLOCK,
+        "kind": header.kind,
+        "head": base64.b64encode(header.head).decode(),
+        "bytes": header.bytes,
+        "crc32": header.crc32,
+        "base": header.base,
+        "tensors": {},
     }
+    outer: dict[str, Any] = {"__metadata__": {}}
     end = 0
     for t in header.tensors.values():
+        fields = vars(t) | {"of": None if t.of is None else list(vars(t.of).values())}
+        del fields["name"]
+        description["tensors"][t.name] = fields
         begin, end = end, end + t.packed_bytes
         outer[t.name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-    found = _json(outer).encode()
+    text = _json(description)
+    outer["__metadata__"] = {"elves": text, "elves_crc32": f"{zlib.crc32(text.encode()):08x}"}
+    whole = _json(outer).encode()
     # Aligned, and with room: the blocks are written first.
-    room = -(8 + len(found)) % 64 if length is None else length - 8 - len(found)
-    assert room >= 0, f"{length} bytes reserved for a header of {8 + len(found)}"
-    found += b" " * room
-    return len(found).to_bytes(8, "little") + found
+    room = -(8 + len(whole)) % 64 if length is None else length - 8 - len(whole)
+    assert room >= 0, f"{length} bytes reserved for a header of {8 + len(whole)}"
+    whole += b" " * room
+    return len(whole).to_bytes(8, "little") + whole
 
 
 def _json(value: Any) -> str:
@@ -202,100 +204,65 @@ def read_header(path: Path) -> tuple[Header, int]:
                 raise ValueError(f"a header of {length} bytes")
             raw = file.read(length)
             size = file.seek(0, 2)
-    except OSError as error:
-        raise ElvesError(
-            f"expected a packed file {path}, got none that can be read ({error.strerror}). Check "
-            "the path."
-        ) from error
-    except ValueError as error:
-        raise _damaged(path, str(error)) from error
-    try:
-        if len(raw) < length:
-            raise ValueError(f"{len(raw)} bytes of a header of {length}")
-        outer = json.loads(raw)
-        text = outer["__metadata__"]["elves"]
-        crc32 = int(outer["__metadata__"]["elves_crc32"], 16)
-        if zlib.crc32(text.encode()) != crc32:
+        outer = json.loads(raw)["__metadata__"]
+        if zlib.crc32(outer["elves"].encode()) != int(outer["elves_crc32"], 16):
             raise ValueError("a description with another checksum")
-        said = json.loads(text)
-        version = said["version"]
-        header = _header(said) if version == VERSION else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}"[:200]) from error
-    if header is None:
+        description = json.loads(outer["elves"])
+        if description["version"] != VERSION:
+            raise ElvesError(
+                f"expected a packed file of version {VERSION}, got {path} of version "
+                f"{description['version']}. Read it with the program that wrote it, or a newer one."
+            )
+        header = _header(description)
+        if encoded(header, 8 + length) != len(raw).to_bytes(8, "little") + raw:
+            raise ValueError("one that was changed")
+        end = 8 + length + sum(t.packed_bytes for t in header.tensors.values())
+        if size != end:
+            raise ValueError(f"a file of {size} bytes in place of {end}")
+    except OSError as error:
+        raise ElvesError(f"expected a packed file {path}, got {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise ElvesError(
-            f"expected a packed file of version {VERSION}, got {path} of version {version}. Read "
-            "it with the program that wrote it, or a newer one."
-        )
-    if encoded(header, 8 + length) != len(raw).to_bytes(8, "little") + raw:
-        raise _damaged(path, "one that was changed")
-    begin = 8 + length
-    end = begin + sum(t.packed_bytes for t in header.tensors.values())
-    if size != end:
-        last = [t for t in header.tensors.values() if t.blocks][-1:]
-        where = "".join(f", the end of `{t.name}`, block {len(t.blocks) - 1}" for t in last)
-        raise _damaged(path, f"a file of {size} bytes in place of {end}{where}")
-    return header, begin
-
-
-def _damaged(path: Path, what: str) -> ElvesError:
-    return ElvesError(
-        f"expected the header of {path} as it was written, got {what}. Nothing of the file was "
-        f"read. {REMEDY}"
-    )
+            f"expected the header of {path} as it was written, got {str(error)[:200]}. Nothing of "
+            f"the file was read. {REMEDY}"
+        ) from error
+    return header, 8 + length
 
 
 def _header(said: Mapping[str, Any]) -> Header:
     """What the text says, if it can be true. Raises ValueError and what comes of wrong types."""
-    if said["block_bytes"] != BLOCK:
-        raise ValueError(f"blocks of {said['block_bytes']} bytes")
-    if said["kind"] not in (SAFETENSORS, BYTES):
-        raise ValueError(f"the kind {said['kind']}")
-    try:
-        head = base64.b64decode(said["head"], validate=True)
-    except binascii.Error as error:
-        raise ValueError("a head that is no base64") from error
-    room = _check_head(head)
-    tensors = {name: _tensor(name, one) for name, one in said["tensors"].items()}
-    size = _whole(said["bytes"])
-    if size != room + sum(t.bytes for t in tensors.values()):
-        raise ValueError(f"{size} bytes, which its tensors do not have")
-    base = said["base"]
-    if not (base is None or isinstance(base, str)):
-        raise ValueError(f"the base {base}")
-    return Header(said["kind"], head, size, _whole(said["crc32"]), base, tensors)
-
-
-def _check_head(head: bytes) -> int:
-    if not head:
-        return 0
+    if said["block_bytes"] != BLOCK or said["kind"] not in (SAFETENSORS, BYTES):
+        raise ValueError(f"blocks of {said['block_bytes']} bytes of the kind {said['kind']}")
+    head = base64.b64decode(said["head"], validate=True)
     reader = zlib.decompressobj()
-    try:
-        found = len(reader.decompress(head, _LONGEST_HEAD))
-    except zlib.error as error:
-        raise ValueError("a head that cannot be read") from error
-    if not reader.eof:
+    head_bytes = len(reader.decompress(head, _LONGEST_HEAD))
+    if head and not reader.eof:
         raise ValueError("a head that is too long")
-    return found
+    tensors = {name: _tensor(name, fields) for name, fields in said["tensors"].items()}
+    size = _count(said["bytes"])
+    if size != head_bytes + sum(t.bytes for t in tensors.values()):
+        raise ValueError(f"{size} bytes, which its tensors do not have")
+    if not isinstance(said["base"], str | None):
+        raise ValueError(f"the base {said['base']}")
+    return Header(said["kind"], head, size, _count(said["crc32"]), said["base"], tensors)
 
 
 def _tensor(name: str, said: Mapping[str, Any]) -> Tensor:
-    shape = tuple(_whole(n) for n in said["shape"])
-    size, dtype, codec = _whole(said["bytes"]), said["dtype"], said["codec"]
+    shape = tuple(_count(n) for n in said["shape"])
+    size, dtype, codec = _count(said["bytes"]), said["dtype"], said["codec"]
     if codec not in (*CODECS, DUPLICATE) or not isinstance(dtype, str):
         raise ValueError(f"`{name}` of {dtype} in {codec}")
     if dtype in WIDTHS and math.prod(shape) * WIDTHS[dtype] != size:
         raise ValueError(f"`{name}`, {dtype} of the shape {shape}, in {size} bytes")
     of = None
     if said["of"] is not None:
-        where, file, other, of_crc32 = said["of"]
-        if where not in ("file", "folder", "base") or not isinstance(file + other, str):
+        of = Of(*said["of"])
+        if of.where not in ("file", "folder", "base") or not isinstance(of.file + of.tensor, str):
             raise ValueError(f"`{name}` of {said['of']}")
-        of = Of(where, file, other, _whole(of_crc32))
-    sizes: Sequence[Any] = said["blocks"]
-    blocks = tuple(_whole(n) for n in sizes)
+        _count(of.crc32)
+    blocks = tuple(_count(n) for n in said["blocks"])
     # So that what is restored is bounded by what is there: no small file asks for much memory.
-    expected = 0 if codec == DUPLICATE else blocks_of(size)
+    expected = 0 if codec == DUPLICATE else -(-size // BLOCK)
     if len(blocks) != expected or (codec == DUPLICATE and of is None):
         raise ValueError(f"`{name}` with {len(blocks)} blocks in place of {expected}")
     if not all(HEAD < n <= BLOCK + HEAD for n in blocks):
@@ -303,10 +270,10 @@ def _tensor(name: str, said: Mapping[str, Any]) -> Tensor:
     bound, error = said["bound"], said["error"]
     if not (bound is None or (type(bound) is float and bound > 0)) or type(error) is not float:
         raise ValueError(f"`{name}` with the bound {bound} and the error {error}")
-    return Tensor(name, dtype, shape, size, codec, bound, error, _whole(said["crc32"]), of, blocks)
+    return Tensor(name, dtype, shape, size, codec, bound, error, _count(said["crc32"]), of, blocks)
 
 
-def _whole(value: Any) -> int:
+def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} in place of a whole number")
     return value

@@ -6,32 +6,40 @@ they are, which may be a file that is mapped.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import threading
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from elves import loops
 from elves.blocks import BLOCK, CODECS, Coder, Encoded, Words
-from elves.checksum import combined, crc32
-from elves.dtypes import FLOATS, NAMES, WIDTHS
-from elves.errors import ElvesError
-from elves.files import TensorFile, checksum_of
-from elves.header import DUPLICATE, SAFETENSORS, Header, Of, Tensor, encoded, longest
+from elves.files import TensorFile
+from elves.header import (
+    DUPLICATE,
+    FLOATS,
+    NUMPY,
+    SAFETENSORS,
+    WIDTHS,
+    ElvesError,
+    Header,
+    Of,
+    Tensor,
+    encoded,
+    longest,
+)
 from elves.whole import sync_folder, unfinished
 
 # Of a smaller tensor a copy costs no more than to say what it is a copy of.
 _LEAST_DUPLICATE = 256
+_ZEROS = np.zeros(BLOCK, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,12 @@ class Near:
     Attributes:
         file: Where it is read while packing.
         tensor: Its name there.
-        where, name: As of `Of`: how it is found when the packed file is read.
+        path: Of the file, in the folder of the base.
     """
 
     file: TensorFile
     tensor: str
-    where: str
-    name: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -80,14 +87,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.bound is not None and not (math.isfinite(self.bound) and self.bound > 0):
-            raise ElvesError(
-                f"`bound`: expected a finite number above 0, got {self.bound}. Pass the largest "
-                "error that a weight may get, such as 2^-24, or leave it out."
-            )
+            raise ElvesError(f"`bound`: expected a finite number above 0, got {self.bound}.")
         if self.threads < 1:
-            raise ElvesError(
-                f"`threads`: expected at least 1, got {self.threads}. Leave it out for 1."
-            )
+            raise ElvesError(f"`threads`: expected at least 1, got {self.threads}.")
 
     @property
     def step(self) -> float | None:
@@ -117,7 +119,7 @@ class Duplicates:
 
     def longest(self, pieces: Sequence[Piece], path: Path) -> Of:
         """What takes as much room as any that `find` may give for these pieces."""
-        seen = [one for some in self._seen.values() for one in some]
+        seen = [entry for entries in self._seen.values() for entry in entries]
         files = {os.path.relpath(file, path.parent) for _, file, _ in seen if file != path}
         names = {p.name for p in pieces} | {t.name for _, _, t in seen}
         file, name = (max(x, key=lambda x: len(json.dumps(x)), default="") for x in (files, names))
@@ -130,35 +132,29 @@ class Duplicates:
 
 def _key(piece: Piece) -> tuple[int, str, int]:
     data = piece.data
-    ends = crc32(np.concatenate([data[:2048], data[-2048:]]))
-    return data.size, piece.dtype, ends
+    return data.size, piece.dtype, zlib.crc32(data[-2048:], zlib.crc32(data[:2048]))
 
 
-def largest_sensible_bound(pieces: Sequence[Piece]) -> tuple[float, str] | None:
-    """The largest power of two that is below the root mean square of every float32 tensor.
+def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
+    """The smallest root mean square of a float32 tensor, and the name of that tensor.
 
-    Returns:
-        It, and the name of the tensor whose root mean square it is about. None if there is no
-        tensor that a bound would be for: float32 that are not all equal.
+    A larger bound would leave nothing of it. None if there is no tensor that a bound would be for:
+    float32 that are not all equal.
     """
     found: list[tuple[float, str]] = []
     for piece in pieces:
-        total, count = 0.0, 0
-        constant = True
         if piece.dtype != "F32" or not piece.data.size:
             continue
-        words = piece.data.view(np.uint32)
-        for i in range(0, words.size, BLOCK // 4):
-            some, finite = loops.sum_of_squares(words[i : i + BLOCK // 4])
-            total, count = total + some, count + finite
-            constant = constant and loops.constant(words[i : i + BLOCK // 4])
-            constant = constant and words[i] == words[0]
+        total, count, constant = 0.0, 0, True
+        for i in range(0, piece.data.size, BLOCK):
+            block = piece.data[i : i + BLOCK].view(np.float32)
+            finite = block[np.isfinite(block)].astype(np.float64)
+            total, count = total + finite @ finite, count + finite.size
+            words, first = block.view(np.uint32), piece.data[:4].view(np.uint32)
+            constant = constant and bool((words == first).all())
         if total > 0 and not constant:
             found.append((math.sqrt(total / count), piece.name))
-    if not found:
-        return None
-    smallest, name = min(found)
-    return 2.0 ** math.floor(math.log2(smallest)), name
+    return min(found, default=None)
 
 
 def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
@@ -167,19 +163,13 @@ def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
     Raises:
         ElvesError: If it is above the root mean square of one.
     """
-    sensible = largest_sensible_bound(pieces)
-    if sensible is not None and bound > sensible[0] and bound > _rms(pieces, sensible[1]):
+    sensible = smallest_rms(pieces)
+    if sensible is not None and bound > sensible[0]:
         raise ElvesError(
             f"the tensor `{sensible[1]}` in {path}: expected a bound of at most its root mean "
-            f"square, {_rms(pieces, sensible[1]):.3g}, got {bound:.3g}. The largest sensible one "
-            f"for this file is 2^{round(math.log2(sensible[0]))}."
+            f"square, {sensible[0]:.3g}, got {bound:.3g}. The largest sensible one for this file "
+            f"is 2^{math.floor(math.log2(sensible[0]))}."
         )
-
-
-def _rms(pieces: Sequence[Piece], name: str) -> float:
-    data = next(p.data for p in pieces if p.name == name).view(np.uint32)
-    sums = [loops.sum_of_squares(data[i : i + BLOCK // 4]) for i in range(0, data.size, BLOCK // 4)]
-    return math.sqrt(sum(s for s, _ in sums) / sum(n for _, n in sums))
 
 
 def pack(
@@ -198,8 +188,8 @@ def pack(
         path: Of the file; what is there is replaced.
         pieces: All that there is behind `head`, in its order.
         options: How.
-        head: Its bytes in front of the pieces.
-        base: The folder of the pieces' `near` with `where` "base".
+        head: The bytes in front of the pieces.
+        base: The folder of the pieces' `near`.
         duplicates: Of other files that are packed with this one.
         only_smaller: Whether to write nothing if the file would not be smaller.
 
@@ -214,28 +204,24 @@ def pack(
     if options.bound is not None:
         check_bound(path, pieces, options.bound)
     duplicates = duplicates or Duplicates()
-    planned = [_plan(piece, options) for piece in pieces]
+    planned = {piece.name: _planned(piece, options) for piece in pieces}
+    assert len(planned) == len(pieces)
     header = Header(
         SAFETENSORS,
         zlib.compress(head, 9) if head else b"",
         len(head) + sum(p.data.size for p in pieces),
         0,
         None if base is None else str(base.absolute()),
-        {t.name: t for t in planned},
+        _with_longest(planned, duplicates.longest(pieces, path)),
     )
-    assert len(header.tensors) == len(pieces)
-    tensors = _with_duplicates(header, duplicates.longest(pieces, path))
-    length = longest(replace(header, tensors=tensors))
+    length = longest(header)
     with unfinished(path) as part:
-        with open(part, "wb") as file:
+        with open(part, "wb") as file, _Encoder(options) as encoder:
             file.seek(length)
-            tensors = {}
-            with _Encoder(options) as encoder:
-                for piece, t in zip(pieces, planned, strict=True):
-                    tensors[piece.name] = _write(file, piece, t, encoder, duplicates, path)
-            whole = zlib.crc32(head)
-            for t in tensors.values():
-                whole = combined(whole, t.crc32, t.bytes)
+            tensors, whole = {}, zlib.crc32(head)
+            for piece in pieces:
+                t = _write(file, piece, planned[piece.name], encoder, duplicates, path)
+                tensors[piece.name], whole = t, _combined(whole, t.crc32, t.bytes)
             header = replace(header, tensors=tensors, crc32=whole)
             file.truncate()
             if only_smaller and file.tell() >= header.bytes:
@@ -270,60 +256,45 @@ def save(
         ElvesError: If the bound is no sensible one, or safetensors has not the dtype of an array.
         OSError: If it cannot be written. Nothing is left then.
     """
-    pieces = []
+    names = {dtype: name for name, dtype in NUMPY.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    pieces, end = [], 0
     for name, x in tensors.items():
-        if x.dtype not in NAMES:
+        if x.dtype not in names:
             raise ElvesError(
                 f"the array `{name}`: expected a dtype of safetensors, got {x.dtype}. Cast it."
             )
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        pieces.append(Piece(name, NAMES[x.dtype], tuple(x.shape), data))
-    pack(Path(path), pieces, Options(bound=bound, threads=threads), head=_head(pieces, metadata))
-
-
-def _head(pieces: Sequence[Piece], metadata: Mapping[str, str] | None) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for piece in pieces:
-        begin, end = end, end + piece.data.size
-        header[piece.name] = {
-            "dtype": piece.dtype,
-            "shape": list(piece.shape),
-            "data_offsets": [begin, end],
-        }
+        pieces.append(Piece(name, names[x.dtype], tuple(x.shape), data))
+        begin, end = end, end + data.size
+        said = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+        header[name] = said
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    head = len(text).to_bytes(8, "little") + text
+    pack(Path(path), pieces, Options(bound=bound, threads=threads), head=head)
 
 
-def _plan(piece: Piece, options: Options) -> Tensor:
-    lossy = options.bound is not None and piece.dtype == "F32"
-    of = None
-    if piece.near is not None:
-        near = piece.near
-        of = Of(near.where, near.name, near.tensor, checksum_of(near.file, near.tensor))
+def _planned(piece: Piece, options: Options) -> Tensor:
+    bound, of, near = None, None, piece.near
+    if options.bound is not None and piece.dtype == "F32":
+        bound = float(options.bound)
+    if near is not None:
+        of = Of("base", near.path, near.tensor, near.file.checksum(near.tensor))
     return Tensor(
-        piece.name,
-        piece.dtype,
-        piece.shape,
-        piece.data.size,
-        CODECS[0],
-        float(options.bound) if lossy and options.bound is not None else None,
-        0.0,
-        0,
-        of,
-        (),
+        piece.name, piece.dtype, piece.shape, piece.data.size, CODECS[0], bound, 0.0, 0, of, ()
     )
 
 
-def _with_duplicates(header: Header, longest_of: Of) -> dict[str, Tensor]:
+def _with_longest(planned: Mapping[str, Tensor], longest_of: Of) -> dict[str, Tensor]:
     """The tensors with the longest that their `of` may become, for the room of the header."""
-    found = {}
-    for name, t in header.tensors.items():
-        may = [x for x in (t.of, longest_of) if x and (x is t.of or t.bytes >= _LEAST_DUPLICATE)]
-        of = max(may, key=lambda x: len(json.dumps(dataclasses.astuple(x))), default=None)
-        found[name] = replace(t, of=of)
-    return found
+    tensors = {}
+    for name, t in planned.items():
+        may = [t.of] if t.of else []
+        may += [longest_of] if t.bytes >= _LEAST_DUPLICATE else []
+        of = max(may, key=lambda x: len(json.dumps(astuple(x))), default=None)
+        tensors[name] = replace(t, of=of)
+    return tensors
 
 
 def _write(
@@ -334,19 +305,30 @@ def _write(
         if same is not None:
             of, error = same
             return replace(t, codec=DUPLICATE, crc32=of.crc32, of=of, error=error)
-    sizes, counts, found, error = [], [0] * len(CODECS), 0, 0.0
-    for one, size in encoder.blocks(piece, t):
-        file.write(one.data.data)
-        sizes.append(len(one.data))
-        counts[one.codec] += 1
-        found = combined(found, one.crc32, size)
-        error = max(error, one.error)
-    codec = CODECS[int(np.argmax(counts))]
-    delta = counts[CODECS.index("delta")]
-    of = t.of if delta else None  # what is of no use need not be there when it is read
-    packed = replace(t, codec=codec, blocks=tuple(sizes), crc32=found, error=error, of=of)
+    sizes, codecs, checksum, error = [], Counter({0: 0}), 0, 0.0
+    for block, size in encoder.blocks(piece, t):
+        file.write(block.data.data)
+        sizes.append(len(block.data))
+        codecs[block.codec] += 1
+        checksum = _combined(checksum, block.crc32, size)
+        error = max(error, block.error)
+    codec = CODECS[max(codecs, key=lambda codec: (codecs[codec], -codec))]
+    of = t.of if codecs[CODECS.index("delta")] else None  # else it need not be there to be read
+    packed = replace(t, codec=codec, blocks=tuple(sizes), crc32=checksum, error=error, of=of)
     duplicates.add(piece, path, packed)
     return packed
+
+
+def _combined(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two stretches of bytes, one behind the other, from those of each.
+
+    A CRC is linear, but for the inversions at both ends: the first one, carried on over as many
+    zeros as the second has bytes, is added to the second.
+    """
+    carried = first ^ 0xFFFFFFFF
+    for begin in range(0, length, BLOCK):
+        carried = zlib.crc32(_ZEROS[: length - begin], carried)
+    return second ^ carried ^ 0xFFFFFFFF
 
 
 class _Encoder:
@@ -354,14 +336,13 @@ class _Encoder:
 
     def __init__(self, options: Options):
         self._options = options
-        self._threads = options.threads
         self._idle = deque(Coder() for _ in range(options.threads))
         self._pool: ThreadPoolExecutor | None = None
         self._reading = threading.Lock()  # files are for one thread
 
     def __enter__(self) -> _Encoder:
-        if self._threads > 1:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="elves")
+        if self._options.threads > 1:
+            self._pool = ThreadPoolExecutor(self._options.threads, thread_name_prefix="elves")
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -370,38 +351,34 @@ class _Encoder:
 
     def blocks(self, piece: Piece, t: Tensor) -> Iterator[tuple[Encoded, int]]:
         """The blocks of a piece in their order, each with the bytes that it restores."""
-        step = self._options.step if t.bound is not None else None
-        words = Words(t.width, t.dtype in FLOATS, step)
-        numbers = range(0, piece.data.size, BLOCK)
-        if self._pool is None:
-            for begin in numbers:
-                yield self._one(piece, t, words, begin), min(BLOCK, piece.data.size - begin)
-            return
         waiting: deque[tuple[Any, int]] = deque()
-        for begin in numbers:
-            # No more than are soon needed: what is encoded waits in memory.
-            if len(waiting) == 2 * self._threads:
-                future, size = waiting.popleft()
-                yield future.result(), size
+        for begin in range(0, piece.data.size, BLOCK):
             size = min(BLOCK, piece.data.size - begin)
-            waiting.append((self._pool.submit(self._one, piece, t, words, begin), size))
-        for future, size in waiting:
-            yield future.result(), size
+            if self._pool is None:
+                yield self._encode(piece, t, begin), size
+                continue
+            # No more than are soon needed: what is encoded waits in memory.
+            if len(waiting) == 2 * self._options.threads:
+                future, length = waiting.popleft()
+                yield future.result(), length
+            waiting.append((self._pool.submit(self._encode, piece, t, begin), size))
+        for future, length in waiting:
+            yield future.result(), length
 
-    def _one(self, piece: Piece, t: Tensor, words: Words, begin: int) -> Encoded:
+    def _encode(self, piece: Piece, t: Tensor, begin: int) -> Encoded:
+        words = Words(t.width, t.dtype in FLOATS, self._options.step if t.bound else None)
         coder = self._idle.popleft()
         try:
             data = piece.data[begin : begin + BLOCK]
             if data.ctypes.data % t.width:  # in files, tensors may be anywhere
                 data = data.copy()
-            base = None
-            if piece.near is not None:
-                near = piece.near
-                width = WIDTHS[near.file.tensors[near.tensor].dtype] // t.width
+            base, near = None, piece.near
+            if near is not None:
+                ratio = WIDTHS[near.file.tensors[near.tensor].dtype] // t.width
                 with self._reading:
-                    base = near.file.read(near.tensor, begin * width, (begin + data.size) * width)
-            found = coder.encode(data, words, base)
+                    base = near.file.read(near.tensor, begin * ratio, (begin + data.size) * ratio)
+            block = coder.encode(data, words, base)
             # With several threads the coder goes on before this one is written.
-            return found if self._pool is None else replace(found, data=found.data.copy())
+            return block if self._pool is None else replace(block, data=block.data.copy())
         finally:
             self._idle.append(coder)

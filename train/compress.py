@@ -27,9 +27,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from elves.errors import ElvesError
 from elves.folders import Result, check_path, pack_path, restore_path, results
-from elves.header import Tensor
+from elves.header import ElvesError, Tensor
 from elves.whole import finished
 from elves.writing import Options
 from train.arguments import read_arguments

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from train import pretrained, processes
 from train.checkpoint_arrays import name_of
 from train.decoder import Decoder, DecoderConfig
-from train.whole import unfinished
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
 from train.memory import check_model
@@ -26,6 +25,7 @@ from train.settings import Settings, SettingsError
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
 from train.tensor_file import Entry, write_file
+from train.whole import unfinished
 
 # Where the trained weights go, in the folder of the run.
 WEIGHTS = "model.safetensors"  # of a model that was made here

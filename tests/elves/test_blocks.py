@@ -10,7 +10,7 @@ import zstandard
 
 from elves import loops
 from elves.blocks import BLOCK, CODECS, HEAD, Coder, Damaged, Words
-from elves.checksum import combined, crc32
+from elves.writing import _combined
 
 CODER = Coder()
 SPECIAL = np.array(
@@ -119,19 +119,11 @@ def test_differences_from_the_cast_of_a_master_are_small_and_exact():
     assert len(encoded.data) < x.nbytes / 3
 
 
-def test_casts_are_those_of_ml_dtypes():
-    x = np.concatenate([weights(3000), np.arange(0x3F800000, 0x3F820000, 7, np.uint32).view("f4")])
-    found = np.empty(x.size, np.uint16)
-    loops.bfloat16_of(x.view(np.uint32), found)
-    np.testing.assert_array_equal(found, x.astype(ml_dtypes.bfloat16).view(np.uint16))
-
-
-def test_checksums_are_those_of_zlib():
-    data = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
-    for size in [0, 1, 511, 512, 513, 575, 576, 640, 4097, 5000]:
-        assert crc32(data[:size], 77) == zlib.crc32(data[:size], 77)
-        first, second = data[: size // 3], data[size // 3 : size]
-        assert combined(crc32(first), crc32(second), second.size) == zlib.crc32(data[:size])
+def test_a_checksum_of_two_stretches_is_made_of_theirs():
+    data = np.random.default_rng(0).integers(0, 256, 2 * BLOCK + 7, np.uint8)
+    for first in (0, 1, 4097, BLOCK + 7, 2 * BLOCK + 7):
+        checksums = zlib.crc32(data[:first]), zlib.crc32(data[first:])
+        assert _combined(*checksums, data.size - first) == zlib.crc32(data)
 
 
 def sealed(body, checksum, codec):
