@@ -19,7 +19,6 @@ ones find matches that gain nothing, take twice the time and give 5 % larger pla
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 import zlib
@@ -122,14 +121,14 @@ class Coder:
                 of the memory.
         """
         x = data.view(_UNSIGNED[words.width])
-        candidates: list[tuple[int, list[Any]]] = [(STORED, [data.data])]
+        candidates: list[tuple[int, Any]] = [(STORED, data.data)]
         if x[0] == x[-1] and (x == x[0]).all():
-            candidates.append((CONSTANT, [x[:1].tobytes()]))
+            candidates.append((CONSTANT, x[:1].tobytes()))
         else:
             planes = self._split(x, words.is_float, self._planes[0])
             candidates.append((PLANES, self._packed(planes)))
             if not words.is_float:
-                candidates.append((ZSTD, [self._matches.compress(data.data)]))
+                candidates.append((ZSTD, self._matches.compress(data.data)))
             if base is not None:
                 codes = self._codes[: x.nbytes].view(x.dtype)
                 loops.difference(x, _like(base, x), codes)
@@ -137,12 +136,9 @@ class Coder:
                 candidates.append((DELTA, self._packed(planes)))
             if words.step is not None:
                 candidates.append((ELF, self._elf(x, words.step)))
-        codec, parts = min(candidates, key=lambda candidate: _sum(candidate[1]))
-        end = HEAD
-        for part in parts:
-            begin, end = end, end + _bytes(part)
-            self._block[begin:end] = np.frombuffer(part, np.uint8)
-        block = self._block[:end]
+        codec, body = min(candidates, key=lambda candidate: len(candidate[1]))
+        block = self._block[: HEAD + len(body)]
+        block[HEAD:] = np.frombuffer(body, np.uint8)
         restored = self._restored[: data.size]
         self._decode(codec, block[HEAD:], words, base, restored)
         error = self._compared(x, restored.view(x.dtype), codec, words)
@@ -184,49 +180,47 @@ class Coder:
         if (restored := zlib.crc32(out)) != checksum:
             raise Damaged(f"expected to restore bytes with the checksum {checksum}, got {restored}")
 
-    # Each of these gives what a codec writes, in parts.
+    # What codecs write, as bytes or a view of them.
 
     def _split(self, x: np.ndarray, rotate: bool, memory: np.ndarray) -> np.ndarray:
         planes = memory[: x.nbytes].reshape(x.itemsize, x.size)
         loops.split(x, rotate, planes)
         return planes
 
-    def _packed(self, planes: np.ndarray) -> list[Any]:
+    def _packed(self, planes: np.ndarray) -> bytes:
         """The size of what each plane has become, then that: if it has a plane's size its bytes."""
         packed = [self._smaller(plane, j == len(planes) - 1) for j, plane in enumerate(planes)]
-        return [struct.pack(f"<{len(packed)}I", *map(_sum, packed)), *itertools.chain(*packed)]
+        return b"".join([struct.pack(f"<{len(packed)}I", *map(len, packed)), *packed])
 
-    def _smaller(self, plane: np.ndarray, exponents: bool) -> list[Any]:
+    def _smaller(self, plane: np.ndarray, exponents: bool) -> Any:
         counts = _sampled_counts(plane)
         values = np.flatnonzero(counts).astype(np.uint8)
         counts = counts[values]
         bits = np.log2(counts.sum()) - (counts * np.log2(counts)).sum() / counts.sum()
         if bits > _NOISE:
-            return [plane.data]
+            return plane.data
         if values.size == 2:
             # Signs alone, of weights that were rounded. The finder would take noise for matches.
             second = plane == values[1]
             if (second | (plane == values[0])).all():
-                return [b"\0", values.tobytes(), np.packbits(second).data]
-        candidates = [[plane.data], self._in_stretches(plane)]
+                return b"\0" + values.tobytes() + np.packbits(second).tobytes()
+        candidates = [plane.data, self._in_stretches(plane)]
         # Of weights, only exponents have frequencies and no repetitions.
         if bits < _REPETITIVE or not exponents:
-            candidates.append([b"\1", self._matches.compress(plane)])
-        return min(candidates, key=_sum)
+            candidates.append(b"\1" + self._matches.compress(plane))
+        return min(candidates, key=len)
 
-    def _in_stretches(self, plane: np.ndarray) -> list[Any]:
+    def _in_stretches(self, plane: np.ndarray) -> bytes:
         """Their number and sizes, then a frame for each, or if it is no smaller its bytes."""
         pieces = [plane[i : i + _STRETCH] for i in range(0, plane.size, _STRETCH)]
         frames = [self._huffman.compress(piece) for piece in pieces]
         if len(frames) == 1:
-            return [b"\1", *frames]
-        parts = [
-            frame if len(frame) < piece.size else piece.data
-            for frame, piece in zip(frames, pieces, strict=True)
-        ]
-        return [struct.pack(f"<B{len(parts)}I", len(parts), *map(_bytes, parts)), *parts]
+            return b"\1" + frames[0]
+        # Of equal sizes it is the bytes.
+        parts = [min(p.data, frame, key=len) for p, frame in zip(pieces, frames, strict=True)]
+        return b"".join([struct.pack(f"<B{len(parts)}I", len(parts), *map(len, parts)), *parts])
 
-    def _elf(self, x: np.ndarray, step: float) -> list[Any]:
+    def _elf(self, x: np.ndarray, step: float) -> bytes:
         per_step = np.float32(1 / step)
         codes = self._codes[: x.nbytes].view(np.uint32)
         every = int(loops.elf_codes(x, per_step, codes))
@@ -235,7 +229,7 @@ class Coder:
             outside = ~(np.abs(x.view(np.float32)) * per_step < loops.MOST)
         places = np.flatnonzero(outside).astype(np.uint32)
         head = _ELF.pack(round(math.log2(step)), len(planes), places.size)
-        return [head, places.tobytes(), x[places].tobytes(), *self._packed(planes)]
+        return head + places.tobytes() + x[places].tobytes() + self._packed(planes)
 
     # And back.
 
@@ -311,7 +305,9 @@ class Coder:
             raise Damaged(f"expected places below {x.size}, got {places.max()}")
         codes = self._codes[: x.nbytes].view(np.uint32)
         self._from_planes(body, codes, False, used)
-        loops.elf_words(codes, np.float32(2.0**power), x)
+        # Exact: a code of more than 24 bits is that of a whole number of steps that a float32 had.
+        np.multiply(codes >> 1, np.float32(2.0**power), out=x.view(np.float32), dtype=np.float32)
+        x |= codes << 31
         x[places] = np.frombuffer(values.tobytes(), np.uint32)
 
     def _unpack(self, data: np.ndarray, out: np.ndarray) -> None:
@@ -328,7 +324,10 @@ class Coder:
     def _compared(self, x: np.ndarray, back: np.ndarray, codec: int, words: Words) -> float:
         error = 0.0
         if codec == ELF and words.step is not None:
-            error = float(np.int64(loops.largest_error(x, back)).view(np.float64))
+            with np.errstate(invalid="ignore"):
+                errors = np.subtract(x.view("f4"), back.view("f4"), dtype=np.float64)
+            errors[x == back] = 0  # of the same bits, which may be NaN or infinite
+            error = float(np.abs(errors, out=errors).max())
             exact = error <= words.step / 2
         else:
             exact = np.array_equal(x, back)
@@ -352,14 +351,6 @@ def _like(base: np.ndarray, x: np.ndarray) -> np.ndarray:
     if base.size == x.nbytes:
         return base.view(x.dtype)
     return base.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
-
-
-def _bytes(part: Any) -> int:
-    return memoryview(part).nbytes
-
-
-def _sum(parts: list[Any]) -> int:
-    return sum(map(_bytes, parts))
 
 
 def _expect_bytes(data: np.ndarray, count: int) -> None:

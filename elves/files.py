@@ -34,9 +34,6 @@ from elves.header import (
     read_header,
 )
 
-# Files that refer to files that refer to files; more is a circle.
-_DEEPEST = 8
-
 
 class Info(NamedTuple):
     """What a tensor is."""
@@ -190,14 +187,12 @@ class PackedFile(TensorFile):
         path: Of the file.
         base: The folder that it was packed against; None for where that was then.
         threads: That decode blocks.
-        depth: How many files have referred to this one.
     """
 
-    def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1, depth: int = 0):
+    def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1):
         self.header, at = read_header(path)
         super().__init__(path)
         self._base = base or (Path(self.header.base) if self.header.base else None)
-        self._depth = depth
         self._threads = threads
         self._coders = [Coder()]
         self._others: dict[Path, TensorFile] = {}
@@ -315,28 +310,21 @@ class PackedFile(TensorFile):
         folder = self._base if of.where == "base" else self.path.parent
         path = folder / of.file if folder else None
         if path not in self._others:
-            if self._depth == _DEEPEST:
-                raise ElvesError(
-                    f"the tensor `{t.name}` in {self.path}: expected files that refer to files "
-                    f"{_DEEPEST} deep at most, got more. {REMEDY}"
-                )
             if path is None or not path.is_file():
                 raise ElvesError(
                     f"the tensor `{t.name}` in {self.path}: expected the file {path or of.file}, "
                     "against which it was packed, got none. Name its folder with --base."
                 )
-            self._others[path] = open_tensors(path, depth=self._depth + 1)
+            self._others[path] = open_tensors(path)
         return self._others[path]
 
 
-def open_tensors(
-    path: Path, *, base: Path | None = None, threads: int = 1, depth: int = 0
-) -> TensorFile:
+def open_tensors(path: Path, *, base: Path | None = None, threads: int = 1) -> TensorFile:
     """A file of tensors, plain or packed; the arguments are those of `PackedFile`.
 
     Raises:
         ElvesError: If the file cannot be read.
     """
     if is_packed(path):
-        return PackedFile(path, base=base, threads=threads, depth=depth)
+        return PackedFile(path, base=base, threads=threads)
     return PlainFile(path)

@@ -7,17 +7,16 @@ files and a config still fit, and what reads one file after another reads packed
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from elves.files import Info, PackedFile, PlainFile, open_tensors
 from elves.header import BYTES, ElvesError, Header, is_packed, read_header
-from elves.whole import is_unfinished, sync_folder, unfinished
+from elves.whole import is_unfinished, made_whole
 from elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
 
 SAFE = ".safetensors"
@@ -91,7 +90,7 @@ def pack_path(
         for name, file in files.items():
             _check_bound(file.path, pieces[name], options)
         if target is not None and source.is_dir():
-            target = stack.enter_context(_made_whole(target))
+            target = stack.enter_context(made_whole(target, folder=True))
         done, duplicates = [], Duplicates()
         for name, path in paths.items():
             out = path if target is None else target / name if source.is_dir() else target
@@ -140,7 +139,7 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
     if not source.is_dir():
         _restore_file(source, target, base, threads)
         return 1
-    with _made_whole(target) as part:
+    with made_whole(target, folder=True) as part:
         for name, header in headers.items():
             if header is None:
                 _copy(source / name, part / name)
@@ -153,14 +152,10 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
 
 
 def _restore_file(path: Path, target: Path, base: Path | None, threads: int) -> None:
-    with unfinished(target) as part:
-        with PackedFile(path, base=base, threads=threads) as packed, open(part, "wb") as file:
+    with made_whole(target) as part, PackedFile(path, base=base, threads=threads) as packed:
+        with open(part, "wb") as file:
             for piece in packed.whole():
                 file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-        sync_folder(target.parent)
 
 
 def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> tuple[int, int]:
@@ -293,18 +288,3 @@ def _none_packed(source: Path) -> ElvesError:
 def _copy(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, target)
-    with open(target, "rb") as file:
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _made_whole(target: Path) -> Iterator[Path]:
-    """A folder under another name, which gets its own when the block ends without an error."""
-    with unfinished(target, folder=True) as part:
-        yield part
-        for folder in [part, *(p for p in part.rglob("*") if p.is_dir())]:
-            sync_folder(folder)
-        if target.is_dir():
-            target.rmdir()  # it was empty
-        part.rename(target)
-        sync_folder(target.absolute().parent)

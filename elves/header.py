@@ -139,6 +139,7 @@ def longest(header: Header) -> int:
             codec=max([*CODECS, DUPLICATE], key=len),
             error=1.2345678901234567e-300,
             crc32=2**32 - 1,
+            of=t.of and dataclasses.replace(t.of, crc32=2**32 - 1),
             blocks=tuple(min(BLOCK, t.bytes - i) + HEAD for i in range(0, t.bytes, BLOCK)),
         )
         for name, t in header.tensors.items()

@@ -124,28 +124,3 @@ def elf_codes(words, per_step, codes):
         codes[i] = code
         every |= code
     return every
-
-
-@compiled
-def elf_words(codes, step, words):
-    """The float32 of each code; exact, as a code of more than 24 bits is that of a whole number of
-    steps that a float32 had."""
-    for i in range(codes.size):
-        code = codes[i]
-        x = np.float32(np.int64(code >> np.uint32(1))) * step
-        sign = np.uint32(np.uint32(code & np.uint32(1)) << np.uint32(31))
-        words[i] = np.uint32(np.float32(x).view(np.uint32) | sign)
-
-
-@compiled
-def largest_error(words, restored):
-    """Of float32, given as bits: the largest difference. As the bits of a float64, since LLVM does
-    not reorder maxima of floats, for NaN's sake."""
-    largest = np.int64(0)
-    for i in range(words.size):
-        x = np.float64(np.uint32(words[i]).view(np.float32))
-        x -= np.float64(np.uint32(restored[i]).view(np.float32))
-        bits = np.int64(np.float64(x).view(np.int64) & np.int64(0x7FFFFFFFFFFFFFFF))
-        bits = np.int64(0) if words[i] == restored[i] else bits
-        largest = max(largest, bits)
-    return largest

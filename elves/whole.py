@@ -20,13 +20,14 @@ _NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 
 
 @contextmanager
-def unfinished(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """A new, empty file or folder beside `path`, to be renamed to it when it is whole.
+def made_whole(path: Path, *, folder: bool = False) -> Iterator[Path]:
+    """A new, empty file or folder beside `path`.
 
-    What has not been renamed is removed at the end.
+    When the block ends it is put on the disk and gets its name, in the place of a file or an empty
+    folder that has it. After an error it is removed, and if the block has removed it all is well.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If it cannot be made or written.
     """
     path = path.absolute()
     _remove_leftovers(path)
@@ -39,6 +40,11 @@ def unfinished(path: Path, *, folder: bool = False) -> Iterator[Path]:
         with suppress(OSError):  # a file system without locks, where leftovers stay
             fcntl.flock(file, fcntl.LOCK_EX)
         yield part
+        if part.exists():
+            for written in [*part.rglob("*"), part]:
+                _sync(written)
+            part.replace(path)
+            _sync(path.parent)
     finally:
         _remove(part)
         os.close(file)
@@ -70,18 +76,18 @@ def _remove(path: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a path is in, or is, what `unfinished` has made."""
+    """Whether a path is in, or is, what `made_whole` has made."""
     return any(map(_NAME.fullmatch, path.parts))
 
 
 def finished(path: Path) -> Path:
-    """What a path in, or of, what `unfinished` has made is to become; any other as it is."""
+    """What a path in, or of, what `made_whole` has made is to become; any other as it is."""
     return Path(*(m[1] if (m := _NAME.fullmatch(name)) else name for name in path.parts))
 
 
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
-    file = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:

@@ -13,8 +13,8 @@ import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from elves.header import (
     encoded,
     longest,
 )
-from elves.whole import sync_folder, unfinished
+from elves.whole import made_whole
 
 # Of a smaller tensor a copy costs no more than to say what it is a copy of.
 _LEAST_DUPLICATE = 256
@@ -88,8 +88,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.bound is not None and not (math.isfinite(self.bound) and self.bound > 0):
             raise ElvesError(f"`bound`: expected a finite number above 0, got {self.bound}.")
-        if self.threads < 1:
-            raise ElvesError(f"`threads`: expected at least 1, got {self.threads}.")
 
     @property
     def step(self) -> float | None:
@@ -100,39 +98,30 @@ class Options:
         return 2.0 ** min(100, max(-126, math.floor(math.log2(2 * self.bound))))
 
 
-@dataclass
 class Duplicates:
-    """The tensors that have been packed already with the same options, to be found again."""
+    """The tensors that have been packed already with the same options, by their file and name."""
 
-    _seen: dict[tuple[int, str, int], list[tuple[np.ndarray, Path, Tensor]]] = field(
-        default_factory=dict
-    )
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str, int], list[tuple[np.ndarray, Path, str]]] = {}
+        self.packed: dict[tuple[Path, str], Tensor] = {}
 
-    def find(self, piece: Piece, path: Path) -> tuple[Of, float] | None:
-        """What `piece` equals, byte for byte, and the largest error there."""
-        for data, file, t in self._seen.get(_key(piece), ()):
-            if np.array_equal(data, piece.data):
-                if file == path:
-                    return Of("file", "", t.name, t.crc32), t.error
-                return Of("folder", os.path.relpath(file, path.parent), t.name, t.crc32), t.error
+    def find(self, piece: Piece, path: Path) -> tuple[Path, str] | None:
+        """Where there is what equals `piece`, byte for byte; if nowhere, remembers `piece`."""
+        data = piece.data
+        if data.size < _LEAST_DUPLICATE:
+            return None
+        ends = zlib.crc32(data[-2048:], zlib.crc32(data[:2048]))
+        seen = self._seen.setdefault((data.size, piece.dtype, ends), [])
+        for other, file, name in seen:
+            if np.array_equal(other, data):
+                return file, name
+        seen.append((data, path, piece.name))
         return None
 
-    def longest(self, pieces: Sequence[Piece], path: Path) -> Of:
-        """What takes as much room as any that `find` may give for these pieces."""
-        seen = [entry for entries in self._seen.values() for entry in entries]
-        files = {os.path.relpath(file, path.parent) for _, file, _ in seen if file != path}
-        names = {p.name for p in pieces} | {t.name for _, _, t in seen}
-        file, name = (max(x, key=lambda x: len(json.dumps(x)), default="") for x in (files, names))
-        return Of("folder", file, name, 2**32 - 1)
-
-    def add(self, piece: Piece, path: Path, packed: Tensor) -> None:
-        """Remembers a piece, whose bytes must stay as they are, and what became of it."""
-        self._seen.setdefault(_key(piece), []).append((piece.data, path, packed))
-
-
-def _key(piece: Piece) -> tuple[int, str, int]:
-    data = piece.data
-    return data.size, piece.dtype, zlib.crc32(data[-2048:], zlib.crc32(data[:2048]))
+    def forget(self, path: Path) -> None:
+        """For a file that is not packed after all: with a bound, its tensors are others then."""
+        for seen in self._seen.values():
+            seen[:] = [entry for entry in seen if entry[1] != path]
 
 
 def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
@@ -141,34 +130,32 @@ def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
     A larger bound would leave nothing of it. None if there is no tensor that a bound would be for:
     float32 that are not all equal.
     """
-    found: list[tuple[float, str]] = []
+    every: list[tuple[float, str]] = []
     for piece in pieces:
-        if piece.dtype != "F32" or not piece.data.size:
-            continue
-        total, count, constant = 0.0, 0, True
-        for i in range(0, piece.data.size, BLOCK):
-            block = piece.data[i : i + BLOCK].view(np.float32)
-            finite = block[np.isfinite(block)].astype(np.float64)
+        total, count, varies = 0.0, 0, False
+        for i in range(0, piece.data.size if piece.dtype == "F32" else 0, BLOCK):
+            block = piece.data[i : i + BLOCK]
+            words = block.view(np.float32)
+            finite = words[np.isfinite(words)].astype(np.float64)
             total, count = total + finite @ finite, count + finite.size
-            words, first = block.view(np.uint32), piece.data[:4].view(np.uint32)
-            constant = constant and bool((words == first).all())
-        if total > 0 and not constant:
-            found.append((math.sqrt(total / count), piece.name))
-    return min(found, default=None)
+            varies = varies or bool((block.reshape(-1, 4) != piece.data[:4]).any())
+        if total > 0 and varies:
+            every.append((math.sqrt(total / count), piece.name))
+    return min(every, default=None)
 
 
-def check_bound(path: Path, pieces: Sequence[Piece], bound: float) -> None:
+def check_bound(path: Path, pieces: Sequence[Piece], bound: float | None) -> None:
     """Refuses a bound that would leave nothing of some tensor.
 
     Raises:
         ElvesError: If it is above the root mean square of one.
     """
-    sensible = smallest_rms(pieces)
-    if sensible is not None and bound > sensible[0]:
+    smallest = smallest_rms(pieces) if bound is not None else None
+    if smallest is not None and bound > smallest[0]:
         raise ElvesError(
-            f"the tensor `{sensible[1]}` in {path}: expected a bound of at most its root mean "
-            f"square, {sensible[0]:.3g}, got {bound:.3g}. The largest sensible one for this file "
-            f"is 2^{math.floor(math.log2(sensible[0]))}."
+            f"the tensor `{smallest[1]}` in {path}: expected a bound of at most its root mean "
+            f"square, {smallest[0]:.3g}, got {bound:.3g}. The largest sensible one for this file "
+            f"is 2^{math.floor(math.log2(smallest[0]))}."
         )
 
 
@@ -201,10 +188,10 @@ def pack(
         OSError: If it cannot be written. Nothing is left then.
         RuntimeError: If a block could not be restored: a fault of this package or of the memory.
     """
-    if options.bound is not None:
-        check_bound(path, pieces, options.bound)
+    check_bound(path, pieces, options.bound)
     duplicates = duplicates or Duplicates()
-    planned = {piece.name: _planned(piece, options) for piece in pieces}
+    same = {piece.name: duplicates.find(piece, path) for piece in pieces}
+    planned = {p.name: _planned(p, options, path, same[p.name]) for p in pieces}
     assert len(planned) == len(pieces)
     header = Header(
         SAFETENSORS,
@@ -212,26 +199,32 @@ def pack(
         len(head) + sum(p.data.size for p in pieces),
         0,
         None if base is None else str(base.absolute()),
-        _with_longest(planned, duplicates.longest(pieces, path)),
+        planned,
     )
     length = longest(header)
-    with unfinished(path) as part:
+    with made_whole(path) as part:
         with open(part, "wb") as file, _Encoder(options) as encoder:
             file.seek(length)
             tensors, whole = {}, zlib.crc32(head)
             for piece in pieces:
-                t = _write(file, piece, planned[piece.name], encoder, duplicates, path)
-                tensors[piece.name], whole = t, _combined(whole, t.crc32, t.bytes)
+                t = planned[piece.name]
+                if t.codec == DUPLICATE and t.of is not None:
+                    it = duplicates.packed[same[t.name]]
+                    of = replace(t.of, crc32=it.crc32)
+                    t = replace(t, crc32=it.crc32, error=it.error, of=of)
+                else:
+                    t = _write(file, piece, t, encoder)
+                    duplicates.packed[path, t.name] = t
+                tensors[t.name], whole = t, _combined(whole, t.crc32, t.bytes)
             header = replace(header, tensors=tensors, crc32=whole)
             file.truncate()
-            if only_smaller and file.tell() >= header.bytes:
-                return None
+            smaller = file.tell() < header.bytes
             file.seek(0)
             file.write(encoded(header, length))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_folder(path.parent)
+        if only_smaller and not smaller:
+            part.unlink()
+            duplicates.forget(path)
+            return None
     return header
 
 
@@ -275,48 +268,31 @@ def save(
     pack(Path(path), pieces, Options(bound=bound, threads=threads), head=head)
 
 
-def _planned(piece: Piece, options: Options) -> Tensor:
-    bound, of, near = None, None, piece.near
-    if options.bound is not None and piece.dtype == "F32":
-        bound = float(options.bound)
-    if near is not None:
+def _planned(piece: Piece, options: Options, path: Path, same: tuple[Path, str] | None) -> Tensor:
+    bound = float(options.bound) if options.bound and piece.dtype == "F32" else None
+    codec, of, near = CODECS[0], None, piece.near
+    if same is not None:
+        file = "" if same[0] == path else os.path.relpath(same[0], path.parent)
+        codec, of = DUPLICATE, Of("folder" if file else "file", file, same[1], 0)
+    elif near is not None:
         of = Of("base", near.path, near.tensor, near.file.checksum(near.tensor))
     return Tensor(
-        piece.name, piece.dtype, piece.shape, piece.data.size, CODECS[0], bound, 0.0, 0, of, ()
+        piece.name, piece.dtype, piece.shape, piece.data.size, codec, bound, 0.0, 0, of, ()
     )
 
 
-def _with_longest(planned: Mapping[str, Tensor], longest_of: Of) -> dict[str, Tensor]:
-    """The tensors with the longest that their `of` may become, for the room of the header."""
-    tensors = {}
-    for name, t in planned.items():
-        may = [t.of] if t.of else []
-        may += [longest_of] if t.bytes >= _LEAST_DUPLICATE else []
-        of = max(may, key=lambda x: len(json.dumps(astuple(x))), default=None)
-        tensors[name] = replace(t, of=of)
-    return tensors
-
-
-def _write(
-    file: Any, piece: Piece, t: Tensor, encoder: _Encoder, duplicates: Duplicates, path: Path
-) -> Tensor:
-    if piece.data.size >= _LEAST_DUPLICATE:
-        same = duplicates.find(piece, path)
-        if same is not None:
-            of, error = same
-            return replace(t, codec=DUPLICATE, crc32=of.crc32, of=of, error=error)
+def _write(file: Any, piece: Piece, t: Tensor, encoder: _Encoder) -> Tensor:
     sizes, codecs, checksum, error = [], Counter({0: 0}), 0, 0.0
-    for block, size in encoder.blocks(piece, t):
+    for block in encoder.blocks(piece, t):
         file.write(block.data.data)
+        size = min(BLOCK, t.bytes - len(sizes) * BLOCK)
+        checksum = _combined(checksum, block.crc32, size)
         sizes.append(len(block.data))
         codecs[block.codec] += 1
-        checksum = _combined(checksum, block.crc32, size)
         error = max(error, block.error)
     codec = CODECS[max(codecs, key=lambda codec: (codecs[codec], -codec))]
     of = t.of if codecs[CODECS.index("delta")] else None  # else it need not be there to be read
-    packed = replace(t, codec=codec, blocks=tuple(sizes), crc32=checksum, error=error, of=of)
-    duplicates.add(piece, path, packed)
-    return packed
+    return replace(t, codec=codec, blocks=tuple(sizes), crc32=checksum, error=error, of=of)
 
 
 def _combined(first: int, second: int, length: int) -> int:
@@ -337,48 +313,39 @@ class _Encoder:
     def __init__(self, options: Options):
         self._options = options
         self._idle = deque(Coder() for _ in range(options.threads))
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="elves")
         self._reading = threading.Lock()  # files are for one thread
 
     def __enter__(self) -> _Encoder:
-        if self._options.threads > 1:
-            self._pool = ThreadPoolExecutor(self._options.threads, thread_name_prefix="elves")
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
-    def blocks(self, piece: Piece, t: Tensor) -> Iterator[tuple[Encoded, int]]:
-        """The blocks of a piece in their order, each with the bytes that it restores."""
-        waiting: deque[tuple[Any, int]] = deque()
+    def blocks(self, piece: Piece, t: Tensor) -> Iterator[Encoded]:
+        """The blocks of a piece in their order."""
+        waiting: deque[Future[Encoded]] = deque()
         for begin in range(0, piece.data.size, BLOCK):
-            size = min(BLOCK, piece.data.size - begin)
-            if self._pool is None:
-                yield self._encode(piece, t, begin), size
-                continue
             # No more than are soon needed: what is encoded waits in memory.
             if len(waiting) == 2 * self._options.threads:
-                future, length = waiting.popleft()
-                yield future.result(), length
-            waiting.append((self._pool.submit(self._encode, piece, t, begin), size))
-        for future, length in waiting:
-            yield future.result(), length
+                yield waiting.popleft().result()
+            waiting.append(self._pool.submit(self._encode, piece, t, begin))
+        while waiting:
+            yield waiting.popleft().result()
 
     def _encode(self, piece: Piece, t: Tensor, begin: int) -> Encoded:
         words = Words(t.width, t.dtype in FLOATS, self._options.step if t.bound else None)
+        data, base, near = piece.data[begin : begin + BLOCK], None, piece.near
+        if data.ctypes.data % t.width:  # in files, tensors may be anywhere
+            data = data.copy()
+        if near is not None:
+            ratio = WIDTHS[near.file.tensors[near.tensor].dtype] // t.width
+            with self._reading:
+                base = near.file.read(near.tensor, begin * ratio, (begin + data.size) * ratio)
         coder = self._idle.popleft()
         try:
-            data = piece.data[begin : begin + BLOCK]
-            if data.ctypes.data % t.width:  # in files, tensors may be anywhere
-                data = data.copy()
-            base, near = None, piece.near
-            if near is not None:
-                ratio = WIDTHS[near.file.tensors[near.tensor].dtype] // t.width
-                with self._reading:
-                    base = near.file.read(near.tensor, begin * ratio, (begin + data.size) * ratio)
             block = coder.encode(data, words, base)
-            # With several threads the coder goes on before this one is written.
-            return block if self._pool is None else replace(block, data=block.data.copy())
+            # The coder goes on before this one is written.
+            return replace(block, data=block.data.copy())
         finally:
             self._idle.append(coder)

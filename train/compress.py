@@ -18,7 +18,6 @@ import os
 import re
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,21 +118,17 @@ def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> N
 
 
 def _report(files: Sequence[Result]) -> str:
-    """The largest tensors, then all of each codec, then the whole."""
+    """The largest tensors, then the whole."""
     rows = Table("tensor", "dtype", "codec", "MB", "ratio", "largest error", box=None)
     for column in rows.columns[3:]:
         column.justify = "right"
     tensors = _tensors(files)
-    by_codec: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
-    for t in tensors:
-        by_codec[t.dtype, t.codec].append(t)
     for t in sorted(tensors, key=lambda t: -t.bytes)[:_ROWS]:
-        rows.add_row(t.name, t.dtype, t.codec, *_figures([t]))
+        ratio = f"{t.bytes / t.packed_bytes:.3f}" if t.packed_bytes else "-"
+        error = f"2^{math.log2(t.error):.2f}" if t.error else "0"
+        rows.add_row(t.name, t.dtype, t.codec, f"{t.bytes / 1e6:,.2f}", ratio, error)
     if len(tensors) > _ROWS:
         rows.add_row(f"and {len(tensors) - _ROWS} smaller ones")
-    rows.add_section()
-    for (dtype, codec), alike in sorted(by_codec.items()):
-        rows.add_row(f"{len(alike)} tensors", dtype, codec, *_figures(alike))
     before, after = sum(r.before for r in files), sum(r.after for r in files)
     rows.add_row(
         f"{len(files)} files, headers and all", "", "", _bytes(before)[:-3], f"{before / after:.3f}"
@@ -144,37 +139,21 @@ def _report(files: Sequence[Result]) -> str:
     return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
-def _figures(tensors: Sequence[Tensor]) -> tuple[str, str, str]:
-    """Megabytes, ratio, and largest error."""
-    before, after = sum(t.bytes for t in tensors), sum(t.packed_bytes for t in tensors)
-    error = max(t.error for t in tensors)
-    ratio = f"{before / after:.3f}" if after else "-"
-    return f"{before / 1e6:,.2f}", ratio, f"2^{math.log2(error):.2f}" if error else "0"
-
-
 def _tensors(files: Sequence[Result]) -> list[Tensor]:
     return [t for file in files if file.header for t in file.header.tensors.values()]
 
 
 def _check(command: Command) -> None:
     verbs = [name for name in ("restore", "check", "report") if getattr(command, name)]
-    verb = verbs[0] if verbs else "replace" if command.replace else ""
-    if len(verbs) > 1:
-        raise ElvesError(
-            f"expected one of --restore, --check and --report, got --{' and --'.join(verbs)}. Do "
-            "one after the other."
-        )
-    for name in ("bound", "replace"):
-        if verbs and getattr(command, name):
-            raise ElvesError(
-                f"expected --{name} where something is packed, got it with --{verb}. Leave it out."
-            )
-    if verb in ("", "restore") and command.target is None:
-        raise ElvesError("expected a second path, of what is to be made, got none. Add it.")
-    if verb not in ("", "restore") and command.target is not None:
-        raise ElvesError(
-            f"expected one path with --{verb}, got a second one, {command.target}. Leave it out."
-        )
+    verb = f"--{verbs[0]}" if verbs else "--replace" if command.replace else ""
+    packing = [f"--{name}" for name in ("bound", "replace") if getattr(command, name)]
+    if len(verbs) > 1 or (verbs and packing):
+        others = [f"--{name}" for name in verbs[1:]] + packing
+        raise ElvesError(f"expected {verb} alone, got {' and '.join(others)} as well.")
+    if verb in ("", "--restore") and command.target is None:
+        raise ElvesError("expected a second path, of what is to be made, got none.")
+    if verb not in ("", "--restore") and command.target is not None:
+        raise ElvesError(f"expected one path with {verb}, got a second one, {command.target}.")
     if command.threads is not None and command.threads < 1:
         raise ElvesError(f"`--threads`: expected at least 1, got {command.threads}.")
     if not verbs and (command.source / CHECKSUMS).is_file():

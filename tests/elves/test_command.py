@@ -114,8 +114,11 @@ def test_what_was_packed_is_restored_checked_and_reported(model, tmp_path, capsy
         (["M", "out", "--restore"], "expected packed files in"),
         (["M", "--check"], "expected packed files in"),
         (["M", "out", "--report"], "expected one path with --report"),
-        (["M", "out", "--restore", "--bound", "2^-9"], "expected --bound where something"),
-        (["M", "--check", "--report"], "expected one of"),
+        (
+            ["M", "out", "--restore", "--bound", "2^-9"],
+            "expected --restore alone",
+        ),
+        (["M", "--check", "--report"], "expected --check alone, got --report as well"),
         (["M/config.json", "M/model.safetensors"], "expected a new place"),
         (["M", "out", "--base", "gone"], "`base`: expected a folder"),
     ],

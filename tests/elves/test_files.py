@@ -16,7 +16,7 @@ import elves
 from elves import writing
 from elves.files import PackedFile
 from elves.folders import check_path, pack_path, restore_path, results
-from elves.whole import unfinished
+from elves.whole import made_whole
 from elves.writing import Options
 
 
@@ -335,6 +335,27 @@ def test_a_folder_comes_back_byte_for_byte(tmp_path):
     assert content(tmp_path / "back") == content(source)
 
 
+@pytest.mark.parametrize("first", ["a", "more/a"])
+def test_a_duplicate_is_of_what_became_of_the_other_file(tmp_path, first):
+    source = tmp_path / "in"
+    (source / "more").mkdir(parents=True)
+    shared, alone = noise(70), noise(300, 200)
+    # The one is too small to become smaller, and keeps what the other has within a bound.
+    save_file({"shared": shared}, source / f"{first}.safetensors")
+    save_file({"shared": shared, "alone": alone}, source / "more" / "b.safetensors")
+    save_file({"alone": alone}, source / "b.safetensors")
+    save_file({"alone": alone}, source / "more" / "z.safetensors")
+    found = pack_path(source, tmp_path / "out", Options(bound=2**-20))
+    assert [str(r.path) for r in found if r.header] == [
+        f"{name}.safetensors" for name in ("b", "more/b", "more/z")
+    ]
+    assert found[-1].header.tensors["alone"].of.file == "../b.safetensors"
+    assert check_path(tmp_path / "out")[0] == 3
+    restore_path(tmp_path / "out", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "more" / "b.safetensors")
+    assert 0 < np.abs(back["shared"] - shared).max() <= 2**-20
+
+
 def test_replacing_leaves_packed_files_that_are_restored_to_the_originals(tmp_path):
     source = model(tmp_path / "in")
     before = content(source)
@@ -471,7 +492,8 @@ def test_what_a_kill_has_left_is_removed_but_not_the_old_content_of_a_place(tmp_
 
 
 def test_what_is_being_written_is_left_to_its_writer(tmp_path):
-    with unfinished(tmp_path / "x.safetensors") as part:
+    with made_whole(tmp_path / "x.safetensors") as part:
         elves.save(tmp_path / "x.safetensors", {"w": noise(9)})
         assert part.exists()
+        part.unlink()
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
