@@ -67,17 +67,11 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Words:
-    """What the bytes of a tensor are.
+    """What the bytes of a tensor are."""
 
-    Attributes:
-        width: Bytes of a word: 1, 2, 4 or 8.
-        is_float: Whether a word has its sign on top, then an exponent.
-        step: Of ELF: a power of two; None without a bound. For float32 alone.
-    """
-
-    width: int
-    is_float: bool
-    step: float | None = None
+    width: int  # bytes of a word: 1, 2, 4 or 8
+    is_float: bool  # whether a word has its sign on top, then an exponent
+    step: float | None = None  # of ELF, for float32 alone: a power of two; None without a bound
 
 
 @dataclass(frozen=True)

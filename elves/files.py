@@ -184,9 +184,7 @@ class PackedFile(TensorFile):
     """A packed file.
 
     Args:
-        path: Of the file.
         base: The folder that it was packed against; None for where that was then.
-        threads: That decode blocks.
     """
 
     def __init__(self, path: Path, *, base: Path | None = None, threads: int = 1):

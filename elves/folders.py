@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +30,11 @@ _PREFIX = re.compile(r"^(model|bert)\.")
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one file.
+    """What became of one file."""
 
-    Attributes:
-        path: In the folder; of a single file its name.
-        header: What was packed, None of a file that was copied.
-        before, after: Its bytes.
-    """
-
-    path: Path
-    header: Header | None
-    before: int
+    path: Path  # in the folder; of a single file its name
+    header: Header | None  # None of a file that was copied
+    before: int  # bytes
     after: int
 
 
@@ -50,12 +44,10 @@ def pack_path(
     """Packs a file, or all files of tensors in a folder.
 
     Args:
-        source: The file or folder.
         target: What is made: new, and there only when it is whole; files of a folder that would
             not be smaller are copied. None to replace each file of tensors by the packed one, one
             after the other; a kill leaves some of each, which is read all the same, and the next
             call packs the others.
-        options: How.
         base: A folder, or a file, of a model that `source` has been made from.
 
     Returns:
@@ -79,7 +71,10 @@ def pack_path(
         if not files and packed and target is None:
             return []
         if not files:
-            raise _nothing(source, paths, packed)
+            got = f"{packed[0]}, which is packed already" if packed else "none"
+            raise ElvesError(
+                f"expected safetensors in {source}, got {got}. Convert pickles (.bin, .pt) first."
+            )
         bases = None if base is None else _Bases(base, stack)
         pieces = {name: _pieces(file, bases) for name, file in files.items()}
         if bases is not None and not bases.found:
@@ -94,10 +89,9 @@ def pack_path(
         done, duplicates = [], Duplicates()
         for name, path in paths.items():
             out = path if target is None else target / name if source.is_dir() else target
-            before = path.stat().st_size
-            header = None
+            out.parent.mkdir(parents=True, exist_ok=True)
+            before, header = path.stat().st_size, None
             if name in files:
-                out.parent.mkdir(parents=True, exist_ok=True)
                 header = pack(
                     out,
                     pieces[name],
@@ -109,22 +103,17 @@ def pack_path(
                     only_smaller=source.is_dir(),
                 )
             if header is None and target is not None:
-                _copy(path, out)
+                shutil.copyfile(path, out)
             done.append(Result(name, header, before, out.stat().st_size))
         return done
 
 
 def restore_path(source: Path, target: Path, *, base: Path | None = None, threads: int = 1) -> int:
-    """Makes a packed file, or folder, what it was.
+    """Makes a packed file, or folder, what it was; returns how many packed files there were.
 
     Args:
-        source: As `pack_path` made it.
         target: New; there only when it is whole.
         base: The folder that it was packed against; None for where that was then.
-        threads: That decode a tensor's blocks.
-
-    Returns:
-        How many packed files there were.
 
     Raises:
         ElvesError: If one is damaged, or there is none. Nothing is left then.
@@ -141,12 +130,13 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
         return 1
     with made_whole(target, folder=True) as part:
         for name, header in headers.items():
-            if header is None:
-                _copy(source / name, part / name)
-                continue
-            mere = header.kind == BYTES
-            out = part / name.with_name(name.name.removesuffix(_SUFFIX) if mere else name.name)
+            out = part / name
             out.parent.mkdir(parents=True, exist_ok=True)
+            if header is None:
+                shutil.copyfile(source / name, out)
+                continue
+            if header.kind == BYTES:
+                out = out.with_name(out.name.removesuffix(_SUFFIX))
             _restore_file(source / name, out, base, threads)
     return sum(header is not None for header in headers.values())
 
@@ -159,10 +149,7 @@ def _restore_file(path: Path, target: Path, base: Path | None, threads: int) -> 
 
 
 def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> tuple[int, int]:
-    """Decodes everything that is packed, and writes nothing.
-
-    Returns:
-        The packed files and the bytes that they restore.
+    """Decodes everything that is packed; returns how many files and how many bytes that is.
 
     Raises:
         ElvesError: If something is damaged, or nothing is packed.
@@ -260,31 +247,13 @@ def _files(source: Path) -> dict[Path, Path]:
 
 def _expect_new(source: Path, target: Path) -> None:
     empty = source.is_dir() and target.is_dir() and not any(target.iterdir())
-    if target.exists() and not empty:
-        raise ElvesError(f"expected a new place to write to, got {target}.")
+    if (target.exists() and not empty) or not target.absolute().parent.is_dir():
+        raise ElvesError(f"expected a new place in a folder that is there, got {target}.")
     if source.is_dir() and target.absolute().is_relative_to(source.absolute()):
         raise ElvesError(f"expected a place outside of {source}, got {target}.")
-    if not target.absolute().parent.is_dir():
-        raise ElvesError(f"expected a place in a folder that is there, got {target}.")
-
-
-def _nothing(source: Path, names: Iterable[Path], packed: Sequence[Path]) -> ElvesError:
-    got = f"{packed[0]}, which is packed already" if packed else "none"
-    pickles = [n.name for n in names if n.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-    if pickles:
-        got = f"{pickles[0]}, a pickle, which can run any program when it is read"
-    return ElvesError(
-        f"expected safetensors in {source}, got {got}. Name another file or folder; pickles have "
-        "to be converted first."
-    )
 
 
 def _none_packed(source: Path) -> ElvesError:
     return ElvesError(
         f"expected packed files in {source}, got none. Name what `python -m train.compress` made."
     )
-
-
-def _copy(path: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path, target)

@@ -55,47 +55,28 @@ class ElvesError(Exception):
 
 @dataclass(frozen=True)
 class Of:
-    """The tensor that another one equals, or nearly equals.
+    """The tensor that another one equals, or nearly equals."""
 
-    Attributes:
-        where: "file" (this one), "folder" (`file` is a path from the folder of this one) or "base"
-            (`file` is a path in the folder that was given as `base`).
-        file: "" for this file.
-        tensor: Its name there.
-        crc32: Of its bytes, restored if it is packed itself.
-    """
-
-    where: str
-    file: str
+    where: str  # "file" (this one), or where the path `file` begins: this "folder", or the "base"
+    file: str  # "" for this file
     tensor: str
-    crc32: int
+    crc32: int  # of its bytes, restored if it is packed itself
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as it was, and how it is packed.
-
-    Attributes:
-        name, shape, bytes: As they were.
-        dtype: The name that safetensors has for it.
-        codec: That of most blocks, for people: each block says its own.
-        bound: The largest error that was allowed; None for none.
-        error: The largest one that was made.
-        crc32: Of the restored bytes.
-        of: What it is a duplicate of or differs from.
-        blocks: The size of each block as it is in the file.
-    """
+    """A tensor as it was, and how it is packed."""
 
     name: str
-    dtype: str
+    dtype: str  # the name that safetensors has for it
     shape: tuple[int, ...]
     bytes: int
-    codec: str
-    bound: float | None
-    error: float
-    crc32: int
-    of: Of | None
-    blocks: tuple[int, ...]
+    codec: str  # that of most blocks, for people: each block says its own
+    bound: float | None  # the largest error that was allowed
+    error: float  # the largest one that was made
+    crc32: int  # of the restored bytes
+    of: Of | None  # what it is a duplicate of or differs from
+    blocks: tuple[int, ...]  # the size of each as it is in the file
 
     @property
     def width(self) -> int:
@@ -108,23 +89,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a packed file says of itself.
+    """What a packed file says of itself, and of the file that was packed."""
 
-    Attributes:
-        kind: "safetensors"; or "bytes", as 0.2 wrote for the pieces of other files.
-        head: What is in front of the tensors of the file that was packed, compressed by zlib.
-        bytes: Of the whole file that was packed.
-        crc32: Of it as it is restored.
-        base: The folder of the tensors with `of.where` "base"; None if there are none.
-        tensors: By name, in the order of the file.
-    """
-
-    kind: str
-    head: bytes
+    kind: str  # "safetensors"; or "bytes", as 0.2 wrote for the pieces of other files
+    head: bytes  # what is in front of its tensors, compressed by zlib
     bytes: int
-    crc32: int
-    base: str | None
-    tensors: Mapping[str, Tensor]
+    crc32: int  # of all of it as it is restored
+    base: str | None  # the folder of the tensors with `of.where` "base"
+    tensors: Mapping[str, Tensor]  # in its order
 
     def unpacked_head(self) -> bytes:
         """What is in front of the tensors of the file that was packed."""

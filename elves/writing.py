@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,47 +42,29 @@ _LEAST_DUPLICATE = 256
 _ZEROS = np.zeros(BLOCK, np.uint8)
 
 
-@dataclass(frozen=True)
-class Near:
-    """A tensor that is close to a piece: of its dtype, or the float32 of which it is the cast.
-
-    Attributes:
-        file: Where it is read while packing.
-        tensor: Its name there.
-        path: Of the file, in the folder of the base.
-    """
+class Near(NamedTuple):
+    """A tensor that is close to a piece: of its dtype, or the float32 of which it is the cast."""
 
     file: TensorFile
     tensor: str
-    path: str
+    path: str  # of the file, in the folder of the base
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A tensor to pack.
-
-    Attributes:
-        data: Its bytes: uint8, of one dimension.
-        near: What it is close to; None for nothing.
-    """
+class Piece(NamedTuple):
+    """A tensor to pack."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: np.ndarray
+    data: np.ndarray  # its bytes: uint8, of one dimension
     near: Near | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to pack.
+    """How to pack."""
 
-    Attributes:
-        bound: The largest error that a float32 may get; None for none at all.
-        threads: That encode blocks.
-    """
-
-    bound: float | None = None
+    bound: float | None = None  # the largest error that a float32 may get
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -169,24 +151,17 @@ def pack(
     duplicates: Duplicates | None = None,
     only_smaller: bool = False,
 ) -> Header | None:
-    """Writes one packed file: under another name until all of it is on the disk.
+    """Writes one packed file, in the place of what is at `path`, and returns its header.
 
     Args:
-        path: Of the file; what is there is replaced.
         pieces: All that there is behind `head`, in its order.
-        options: How.
-        head: The bytes in front of the pieces.
         base: The folder of the pieces' `near`.
         duplicates: Of other files that are packed with this one.
-        only_smaller: Whether to write nothing if the file would not be smaller.
-
-    Returns:
-        What was written; None if nothing was.
+        only_smaller: Whether to write nothing, and return None, if it would not be smaller.
 
     Raises:
         ElvesError: If the bound is too large.
         OSError: If it cannot be written. Nothing is left then.
-        RuntimeError: If a block could not be restored: a fault of this package or of the memory.
     """
     check_bound(path, pieces, options.bound)
     duplicates = duplicates or Duplicates()
@@ -234,24 +209,18 @@ def save(
     bound: float | None = None,
     *,
     threads: int = 1,
-    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes arrays as a packed file; restored, it is the safetensors file that has them.
 
     Args:
-        path: Of the file; what is there is replaced.
-        tensors: By name.
         bound: The largest error that a float32 may get; None for none at all.
-        threads: That encode blocks.
-        metadata: Of the safetensors file.
 
     Raises:
         ElvesError: If the bound is no sensible one, or safetensors has not the dtype of an array.
         OSError: If it cannot be written. Nothing is left then.
     """
     names = {dtype: name for name, dtype in NUMPY.items()}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    pieces, end = [], 0
+    header, pieces, end = {}, [], 0
     for name, x in tensors.items():
         if x.dtype not in names:
             raise ElvesError(
@@ -260,8 +229,8 @@ def save(
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         pieces.append(Piece(name, names[x.dtype], tuple(x.shape), data))
         begin, end = end, end + data.size
-        said = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
-        header[name] = said
+        place = {"shape": list(x.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": names[x.dtype]} | place
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text

@@ -417,7 +417,7 @@ def test_a_base_of_other_tensors_is_refused(tmp_path):
         ("in", "in/more/out", "expected a place outside"),
         ("in/one.safetensors", "base", "expected a new place"),
         ("in", "gone/out", "in a folder that is there"),
-        ("pickles", "out", "got weights.bin, a pickle"),
+        ("pickles", "out", "got none. Convert pickles"),
         ("in/config.json", "out", "expected safetensors in .*, got none"),
     ],
 )
