@@ -193,7 +193,7 @@ def bounds(path: Path) -> None:
         rows += [(f"2^{power}", Options(bound=2.0**power)) for power in range(-24, -8, 2)]
         sensible = smallest_rms(_pieces(file))
         if sensible is not None:
-            print(f"largest sensible bound 2^{math.log2(sensible[0]):.0f}, for {sensible[1]}")
+            print(f"largest sensible bound 2^{math.log2(sensible[0]):.2f}, for {sensible[1]}")
         for name, options in rows:
             if options.bound and sensible and options.bound > sensible[0]:
                 continue

@@ -102,17 +102,12 @@ class Coder:
         self._block = np.empty(HEAD + BLOCK, np.uint8)
 
     def encode(self, data: np.ndarray, words: Words, base: np.ndarray | None = None) -> Encoded:
-        """The smallest of what the codecs make of a block.
+        """The smallest of what the codecs make of a block, which is decoded and compared.
 
         Args:
-            data: uint8, of whole words, at least one of them and at most `BLOCK`.
-            words: What they are.
+            data: uint8, of whole words, at least one of them and at most `BLOCK` bytes.
             base: For "delta": as many words of the same width, or where that is 2 of float32, whose
                 casts to bfloat16 are meant; uint8 as well.
-
-        Raises:
-            RuntimeError: If what was written does not restore the block: a fault of this module or
-                of the memory.
         """
         x = data.view(_UNSIGNED[words.width])
         candidates: list[tuple[int, Any]] = [(STORED, data.data)]
@@ -148,13 +143,11 @@ class Coder:
         base: Callable[[], np.ndarray] | None,
         out: np.ndarray,
     ) -> None:
-        """Restores a block.
+        """Restores a block to `out`, which has as many bytes as there were.
 
         Args:
-            block: uint8, as it was written.
             words: As it was encoded with; of `step` only whether there is one.
             base: Gives the words for "delta", if the tensor has any.
-            out: Where to, of as many bytes as there were.
 
         Raises:
             Damaged: If the block is not what was written.
@@ -170,7 +163,8 @@ class Coder:
             raise Damaged("expected codecs without errors in a tensor without a bound, got another")
         if codec == DELTA and (base is None or words.width not in (2, 4)):
             raise Damaged("expected no differences in a tensor without a base, got some")
-        self._decode(codec, block[HEAD:], words, base() if codec == DELTA else None, out)
+        other = base() if codec == DELTA and base is not None else None
+        self._decode(codec, block[HEAD:], words, other, out)
         if (restored := zlib.crc32(out)) != checksum:
             raise Damaged(f"expected to restore bytes with the checksum {checksum}, got {restored}")
 

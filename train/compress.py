@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from elves.folders import Result, check_path, pack_path, restore_path, results
 from elves.header import ElvesError, Tensor
@@ -119,24 +117,20 @@ def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> N
 
 def _report(files: Sequence[Result]) -> str:
     """The largest tensors, then the whole."""
-    rows = Table("tensor", "dtype", "codec", "MB", "ratio", "largest error", box=None)
-    for column in rows.columns[3:]:
-        column.justify = "right"
-    tensors = _tensors(files)
-    for t in sorted(tensors, key=lambda t: -t.bytes)[:_ROWS]:
+    tensors = sorted(_tensors(files), key=lambda t: -t.bytes)
+    before, after = sum(r.before for r in files), sum(r.after for r in files)
+    rows = [("tensor", "dtype", "codec", "MB", "ratio", "largest error")]
+    for t in tensors[:_ROWS]:
         ratio = f"{t.bytes / t.packed_bytes:.3f}" if t.packed_bytes else "-"
         error = f"2^{math.log2(t.error):.2f}" if t.error else "0"
-        rows.add_row(t.name, t.dtype, t.codec, f"{t.bytes / 1e6:,.2f}", ratio, error)
-    if len(tensors) > _ROWS:
-        rows.add_row(f"and {len(tensors) - _ROWS} smaller ones")
-    before, after = sum(r.before for r in files), sum(r.after for r in files)
-    rows.add_row(
-        f"{len(files)} files, headers and all", "", "", _bytes(before)[:-3], f"{before / after:.3f}"
+        rows.append((t.name, t.dtype, t.codec, f"{t.bytes / 1e6:,.2f}", ratio, error))
+    whole = f"all {len(tensors)} tensors, {len(files)} files, headers and all"
+    rows.append((whole, "", "", f"{before / 1e6:,.2f}", f"{before / after:.3f}", ""))
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(
+        f"{name:{width}}  {dtype:8} {codec:9} {size:>10} {ratio:>9} {error:>14}".rstrip()
+        for name, dtype, codec, size, ratio, error in rows
     )
-    console = Console(width=120)
-    with console.capture() as text:
-        console.print(rows, highlight=False, markup=False)
-    return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
 def _tensors(files: Sequence[Result]) -> list[Tensor]:

@@ -97,7 +97,7 @@ def test_what_was_packed_is_restored_checked_and_reported(model, tmp_path, capsy
         assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
     assert compress.main(["--report", packed]) == 0
     out = capsys.readouterr().out
-    assert " w " in out
+    assert "\nw  " in out
     assert "files, headers and all" in out
 
 
