@@ -31,13 +31,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.collectives import Collective, collectives
+from zenflow_jax import planning
 from zenflow_jax._device import boundary
 from zenflow_jax._device.samples import abstract_samples
-from zenflow_jax._exchange.device_memory import device_memory
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._plan.groups import of_group
-from zenflow_jax._planner import compiled as described
-from zenflow_jax._planner.compiled import peak_bytes
+from zenflow_jax.planning._memory import device_memory
 
 
 class Shape(NamedTuple):
@@ -216,7 +215,7 @@ _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1,
 
 def described_mesh(gpu: str = "h200", **sizes: int) -> Mesh:
     """GPUs that need not be there, in one node."""
-    return described.described_mesh(gpu, sizes)
+    return planning.described_mesh(gpu, sizes)
 
 
 def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any]:
@@ -271,13 +270,12 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
 
 
 def report(compiled: Any, params: Any) -> Report:
-    peak, temporary = peak_bytes(compiled)
     text = compiled.as_text()
     copies, matmuls = _copies(text)
     return Report(
         parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
-        peak_bytes=peak,
-        temporary_bytes=temporary,
+        peak_bytes=planning.peak_bytes(compiled),
+        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
         copies=copies,
         matmuls=matmuls,
         collectives=collectives(text),

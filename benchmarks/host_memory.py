@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 import zenflow_jax
 from benchmarks.save_memory import WIDTH
 from benchmarks.watched import Most, most_resident
-from zenflow_jax._exchange.host_memory import host_memory
+from zenflow_jax.planning._memory import host_memory
 
 INTERVAL, RATIO = 4, 0.05
 BEFORE, AFTER = 8, 4  # steps before the save and after it

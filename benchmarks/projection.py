@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
-from zenflow_jax._exchange.host_memory import host_memory
 from zenflow_jax._exchange.mailbox import buffers
-from zenflow_jax._planner.gpus import GPUS
-from zenflow_jax._planner.plan import EFFICIENCY
+from zenflow_jax.planning._gpus import GPUS
+from zenflow_jax.planning._memory import host_memory
+from zenflow_jax.planning._plans import EFFICIENCY
 
 INTERVAL = 4
 RATIO = 0.05

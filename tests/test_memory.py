@@ -12,8 +12,7 @@ from benchmarks import projection
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import worker
-from zenflow_jax._exchange.device_memory import device_memory
-from zenflow_jax._exchange.host_memory import host_memory
+from zenflow_jax.planning._memory import device_memory, host_memory
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 

@@ -1,12 +1,12 @@
 """What ends a run of the script early: signals, at any time; memory that does not suffice."""
 
+import dataclasses
 import json
 import os
 import re
 import signal
 import subprocess
 import threading
-import types
 from pathlib import Path
 
 import jax
@@ -18,7 +18,8 @@ from benchmarks import kill_test
 from tests import warm
 from tests.processes import environment, reserved_port
 from train import finetune, models
-from train.memory import check_batch, check_model, is_lack_of_memory, lack_of_memory
+from train.data import check_batch
+from train.memory import check_memory, is_lack_of_memory, lack_of_memory
 from train.sayings import how_to_go_on
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest
@@ -145,23 +146,21 @@ def test_under_slurm_the_last_line_names_the_run_and_no_command(monkeypatch):
 # --- memory ---------------------------------------------------------------------------------
 
 
-def sizes(**changed):
-    return Settings(**({"batch_size": 10**8, "sequence_length": 512} | changed))
-
-
 def test_a_batch_larger_than_the_data_is_refused():
     with pytest.raises(SettingsError, match="`batch_size`: expected at most 70, .*got 71: .*Pass"):
-        check_batch(sizes(batch_size=71), examples=70, vocabulary=0, parts=1)
-    check_batch(sizes(batch_size=70), examples=70, vocabulary=256, parts=1)
+        check_batch(71, 70)
+    check_batch(70, 70)
 
 
 def test_a_batch_whose_logits_have_no_room_is_refused():
     # 4 bytes x 32,000 x 512 x 10**8 sequences.
-    words = {"examples": 10**9, "vocabulary": 32_000, "parts": 1}
+    settings = Settings(batch_size=10**8, sequence_length=512)
     with pytest.raises(SettingsError, match=r"logits alone take 6,103,515.6 GiB .*--micro-batches"):
-        check_batch(sizes(), **words)
+        check_memory(settings, 0, 32_000, None)
+    settings = dataclasses.replace(settings, micro_batches=2)
     with pytest.raises(SettingsError, match="in 2 micro-batches, .*3,051,757.8 GiB"):
-        check_batch(sizes(micro_batches=2), **words)
+        check_memory(settings, 0, 32_000, None)
+    check_memory(settings, 0, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +168,14 @@ def test_a_batch_whose_logits_have_no_room_is_refused():
     [("adamw", r"takes 29,802.3 GiB .*--optimizer zenflow"), ("zenflow", "a smaller one")],
 )
 def test_a_model_that_has_no_room_is_refused_before_it_is_made(optimizer, expected):
-    weights = {"w": jax.ShapeDtypeStruct((2 * 10**6, 10**6), jnp.float32)}
+    settings = Settings(optimizer=optimizer)
     with pytest.raises(SettingsError, match=f"2,000,000,000,000 parameters .*{expected}"):
-        check_model(Settings(optimizer=optimizer), weights, devices=1)
-    check_model(Settings(), {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32)}, devices=1)
+        check_memory(settings, 2 * 10**12, 0, None)
+    check_memory(settings, 100, 0, None)
     # 42 TB, of which not one array is made.
     settings = Settings(optimizer=optimizer, width=2**20, heads=2**10, ffn=2**20, layers=1)
     with pytest.raises(SettingsError, match="expected one that has room"):
-        models.make(settings, types.SimpleNamespace(labels=()), None, None)
+        check_memory(settings, models.parameters(settings, None), 0, None)
 
 
 @pytest.mark.parametrize(

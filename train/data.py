@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from train.settings import SettingsError
 from train.sharding import batch_sharding, own_rows
 
 Batch = dict[str, Any]  # of NumPy arrays, or on a mesh of arrays over its devices
@@ -27,6 +28,20 @@ ROWS = "rows"
 
 class DataError(ValueError):
     """There is not the data that was asked for; the message is meant to be shown as it is."""
+
+
+def check_batch(batch_size: int, examples: int) -> None:
+    """Refuses a batch that is larger than the training data.
+
+    Raises:
+        SettingsError: If there are fewer examples than the batch takes.
+    """
+    if batch_size > examples:
+        raise SettingsError(
+            f"`batch_size`: expected at most {examples}, which is all the training data, got "
+            f"{batch_size}: some examples would be in every batch several times. Pass a "
+            "smaller --batch-size, or more data."
+        )
 
 
 class Source(Protocol):

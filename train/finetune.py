@@ -41,11 +41,10 @@ import zenflow_jax
 from train import models, processes
 from train.checkpoints import Checkpoints
 from train.command_line import read_command_line, to_toml
-from train.data import Batches, DataError, Sample
+from train.data import Batches, DataError, Sample, check_batch
 from train.evaluation import check_alone, evaluate
 from train.export import export
-from train.fitting import check_fits
-from train.memory import check_batch, lack_behind, lack_of_memory
+from train.memory import check_memory, lack_behind, lack_of_memory
 from train.meter import Meter, Row
 from train.optimizers import in_force, make_optimizer, skipped_steps, with_deepspeed
 from train.peers import Peers
@@ -112,7 +111,7 @@ def train(
         peers: Hears of the end of other processes.
         fresh: Refuse to go on with anything.
         timeline: Where to write what the last steps were made of; the ending says how.
-        force: Start although the run cannot fit by its plan.
+        force: Start although the run cannot have room on this machine.
 
     Raises:
         SettingsError: If zenflow rejects its options, the mesh does not fit the devices, the batch
@@ -145,16 +144,14 @@ def train(
         check_alone(settings, timeline)
     origin = None if settings.model is None else read_folder(Path(settings.model))
     texts = models.texts_of(settings)  # as they are now, which is how they are learned from
-    if settings.steps != 0 and not force:
-        check_fits(settings, origin, mesh)
+    if not force:
+        classifies = origin is not None and origin.architecture == "encoder"
+        vocabulary = 0 if classifies else models.vocabulary(origin)
+        check_memory(settings, models.parameters(settings, origin), vocabulary, mesh)
     task = make_task(settings, origin)
     where = {"seed": settings.seed, "mesh": mesh, "buckets": settings.length_buckets}
-    check_batch(
-        settings,
-        examples=None if settings.steps == 0 else len(task.train),
-        vocabulary=0 if task.labels else models.vocabulary(origin),
-        parts=batch_parts(mesh),
-    )
+    if settings.steps != 0:
+        check_batch(settings.batch_size, len(task.train))
     # In micro-batches as well: what the device has room for.
     parts, most = settings.micro_batches, settings.eval_batches
     samples = {
@@ -177,7 +174,7 @@ def train(
     settings, of_warm_up = with_saved_rounds(settings)
     processes.check_same(to_toml(settings), task.checksum)
 
-    model = models.make(settings, task, mesh, origin, force=force)
+    model = models.make(settings, task, mesh, origin)
     params = model.params
     parameters = sum(p.size for p in jax.tree.leaves(params))
     tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)

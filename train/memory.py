@@ -2,88 +2,70 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
+from train.optimizers import weight_dtype
 from train.settings import Settings, SettingsError
+from train.sharding import batch_parts
 
 
-def check_batch(settings: Settings, *, examples: int | None, vocabulary: int, parts: int) -> None:
-    """Refuses a batch that cannot be, by its sizes alone.
+def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mesh | None) -> None:
+    """Refuses a run that cannot have room here, by the least that it needs however it is laid out.
+
+    One that needs more than that fails later; `--plan` knows before.
 
     Args:
         settings: Of the run.
-        examples: In the training data; None if there is no training.
+        parameters: Of the model.
         vocabulary: For each token of a batch a language model computes so many float32 logits; 0
             for a model that does not.
-        parts: Among so many devices a batch is divided.
-
-    Raises:
-        SettingsError: If there are fewer examples than the batch takes, or if what is computed of a
-            micro-batch is more than the memory of the device.
-    """
-    if examples is not None and settings.batch_size > examples:
-        raise SettingsError(
-            f"`batch_size`: expected at most {examples}, which is all the training data, got "
-            f"{settings.batch_size}: some examples would be in every batch several times. Pass a "
-            "smaller --batch-size, or more data."
-        )
-    tokens = settings.batch_size * settings.sequence_length / (settings.micro_batches * parts)
-    needed, there = 4 * vocabulary * tokens, device_bytes()
-    if there is not None and needed > there:
-        raise SettingsError(
-            f"`batch_size`: expected a micro-batch whose logits have room in the device's "
-            f"{_gib(there)}, got {settings.batch_size} sequences of {settings.sequence_length} in "
-            f"{settings.micro_batches} micro-batches, whose logits alone take {_gib(needed)} on "
-            "each device. Pass a smaller --batch-size, or more --micro-batches."
-        )
-
-
-def check_model(settings: Settings, weights: Any, *, devices: int) -> None:
-    """Refuses a model that cannot be trained here, by the sizes of its leaves alone.
-
-    By the least that is needed however it is laid out. One that needs more than that fails later.
-
-    Args:
-        settings: Of the run.
-        weights: A tree of arrays, or of anything with a shape and a dtype.
-        devices: Among which it may be divided.
+        mesh: The devices; None for one.
 
     Raises:
         SettingsError: If weights and gradients, or with adamw its moments too, are more than the
-            memory of the devices, or the state on the host is more than the machine's.
+            memory of the devices; the state on the host is more than the machine's; or the logits
+            of a micro-batch are more than a device's memory.
     """
-    leaves = jax.tree.leaves(weights)
-    parameters = sum(math.prod(x.shape) for x in leaves)
-    once = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-    adamw = settings.optimizer == "adamw"
-    device = 2 * once + (8 * parameters if adamw else 0)
+    devices, processes = 1 if mesh is None else mesh.size, jax.process_count()
+    adamw, trains = settings.optimizer == "adamw", settings.steps != 0
+    once = np.dtype(weight_dtype(settings)).itemsize * parameters
+    device = (2 * once + (8 * parameters if adamw else 0)) if trains else once
     # Master and moments of what is not selected; of several processes each has a part of them.
     ratio = settings.topk_ratio if settings.optimizer == "zenflow" else 0.0
-    host = 0 if adamw else 12 * (1 - min(max(ratio, 0.0), 1.0)) * parameters / jax.process_count()
-    if settings.steps == 0:  # a validation alone
-        device, host = once, 0.0
+    state = 6 if settings.host_state == "compact" else 12
+    host = 0.0 if adamw or not trains else state * (1 - min(max(ratio, 0.0), 1.0)) * parameters
     if jax.local_devices()[0].platform == "cpu":
-        host += device / jax.process_count()
+        host += device
     here = f"a model of {parameters:,} parameters with {settings.optimizer}"
     there = device_bytes()
     if there is not None and device / devices > there:
-        others = "" if not adamw else ", --optimizer zenflow, which keeps most of that on the host,"
         raise SettingsError(
             f"`model`: expected one that has room in {_gib(there)} on each of {devices} device(s), "
             f"got {here}, which takes {_gib(device)} without anything else. Take a smaller one"
-            f"{others} or more devices (--mesh)."
+            f"{', --optimizer zenflow' if adamw else ''} or more devices (--mesh); --force starts "
+            "it all the same."
         )
-    if host > host_bytes():
+    if host / processes > host_bytes():
         raise SettingsError(
             f"`model`: expected one whose state has room in the host's {_gib(host_bytes())}, got "
-            f"{here}, which takes {_gib(host)} there without anything else. Take a smaller one, or "
-            "more machines (docs/multi_host.md)."
+            f"{here}, which takes {_gib(host / processes)} there without anything else. Take a "
+            "smaller one, --host-state compact, or more machines (docs/multi_host.md); --force "
+            "starts it all the same."
+        )
+    tokens = settings.batch_size * settings.sequence_length / settings.micro_batches
+    logits = 4 * vocabulary * tokens / batch_parts(mesh)
+    if there is not None and logits > there:
+        raise SettingsError(
+            f"`batch_size`: expected a micro-batch whose logits have room in the device's "
+            f"{_gib(there)}, got {settings.batch_size} sequences of {settings.sequence_length} in "
+            f"{settings.micro_batches} micro-batches, whose logits alone take {_gib(logits)} on "
+            "each device. Pass a smaller --batch-size, or more --micro-batches."
         )
 
 

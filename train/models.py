@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from train.checkpoint_arrays import name_of
 from train.decoder import Decoder, DecoderConfig
 from train.hf_saving import save_folder
 from train.hf_tensors import DTYPES
-from train.memory import check_model
 from train.optimizers import weight_dtype
 from train.saved_checkpoints import CheckpointError
 from train.settings import Settings, SettingsError
@@ -48,8 +48,6 @@ def make(
     task: Task,
     mesh: Mesh | None,
     origin: pretrained.Pretrained | None,
-    *,
-    force: bool = False,
 ) -> Model:
     """The model of the settings, of the same weights with any mesh and with none.
 
@@ -58,11 +56,9 @@ def make(
         task: What it is to learn.
         mesh: The devices.
         origin: The folder of `settings.model`.
-        force: Whether to make one that has no room, too.
 
     Raises:
-        SettingsError: If the model or the batch does not divide by the mesh, or the model has no
-            room.
+        SettingsError: If the model or the batch does not divide by the mesh.
         ModelError: If the weights cannot be read.
     """
     build = builder(settings, mesh, origin, labels=len(task.labels))
@@ -72,8 +68,6 @@ def make(
         return graphdef, nnx.as_pure(params)
 
     graphdef, shapes = jax.eval_shape(split)
-    if not force:
-        check_model(settings, shapes, devices=1 if mesh is None else mesh.size)
     if mesh is None and origin is None:
         graphdef, params = split()
         return Model(graphdef, committed(params), None)
@@ -94,6 +88,15 @@ def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
     names = [str(named.get(str(i), f"LABEL_{i}")).lower() for i in range(len(labels))]
     unnamed = [f"label_{i}" for i in range(len(labels))]
     return names in (unnamed, [label.lower() for label in labels])
+
+
+def parameters(settings: Settings, origin: pretrained.Pretrained | None) -> int:
+    """How many a model has, of one that is made here but for its norms; nothing is made or read."""
+    if origin is not None:
+        return sum(math.prod(tensor.shape) for tensor in origin.tensors.values())
+    config = own_config(settings)
+    layer = 4 * config.width**2 + 3 * config.width * config.ffn
+    return config.layers * layer + 2 * config.vocabulary * config.width
 
 
 def vocabulary(origin: pretrained.Pretrained | None) -> int:

@@ -13,13 +13,22 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-import zenflow_jax
 from train.planning import RunPlan, Way
 from train.sayings import PROGRAM
 from train.settings import Planning
-from zenflow_jax._planner.plan import EFFICIENCY, HOST_RESERVE, PINNED, UNASKED, USABLE, gb
+from zenflow_jax.planning import (
+    EFFICIENCY,
+    HOST_RESERVE,
+    INSTALL,
+    PINNED,
+    TEMPORARIES,
+    UNASKED,
+    USABLE,
+    Plan,
+    gb,
+)
 
-CLASSES = ("weights", "optimizer state", "gradients", "activations, temporaries")
+CLASSES = ("weights", "optimizer state", TEMPORARIES)
 OF_ENGINE = ("mail under way", "uploads")
 OF_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over", "a save")
 
@@ -78,10 +87,13 @@ def said(found: RunPlan, arguments: Sequence[str]) -> list[str]:
     lines = [f"{settings.optimizer}: {chosen.advice}"]
     if found.largest_batch is not None:
         lines.append(f"The largest batch that fits the device: {found.largest_batch}.")
-    elif found.ways:
+    elif chosen.by == "compiler":
         lines.append("With these settings no batch fits the device.")
+    else:
+        lines.append(f"The largest batch depends on activations, which {INSTALL} adds.")
     if found.ways:
-        lines.append("What fits:")
+        alone = "" if chosen.by == "compiler" else " (without gradients and activations)"
+        lines.append(f"What fits{alone}:")
         for way in found.ways:
             needs = f"device {gb(way.memory.device)}, host {gb(way.memory.host)}"
             lines.append(f"  {command_line(found, way, arguments)}  # {needs}")
@@ -175,7 +187,7 @@ def write_picture(found: RunPlan, path: Path) -> None:
     figure.savefig(path)
 
 
-def _of_one(x: zenflow_jax.Plan) -> dict[str, Any]:
+def _of_one(x: Plan) -> dict[str, Any]:
     return {
         "fits": x.fits,
         "device_bytes": dict(x.device),
@@ -201,11 +213,11 @@ def _of_one(x: zenflow_jax.Plan) -> dict[str, Any]:
     }
 
 
-def _by(plan: zenflow_jax.Plan) -> str:
-    return "the compiler" if plan.by == "compiler" else "formula"
+def _by(plan: Plan) -> str:
+    return "the compiler" if plan.by == "compiler" else "shapes: no gradients, no activations"
 
 
-def _smallest(plan: zenflow_jax.Plan) -> str:
+def _smallest(plan: Plan) -> str:
     if not plan.of_intervals:
         return ""
     return "none" if plan.smallest_interval is None else str(plan.smallest_interval)

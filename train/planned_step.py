@@ -19,6 +19,7 @@ from train.pretrained import Pretrained
 from train.settings import Settings
 from train.sharding import batch_sharding, weight_shardings
 from train.step import PER_EXAMPLE, make_train_step
+from zenflow_jax import planning
 
 #: Of a run whose steps follow from its data, which is not looked at: no size depends on them.
 STEPS = 1000
@@ -82,7 +83,7 @@ def planned_step(
         where = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
     placement = None
     if mesh is not None and (divided is not None or placed):
-        params, opt_state = _on(mesh, params), _on(mesh, opt_state)
+        params, opt_state = planning.placed((params, opt_state), mesh)
         placement = jax.tree.map(lambda x: x.sharding, (params, opt_state))
     step = make_train_step(
         graphdef,
@@ -132,14 +133,3 @@ def _beside(tx: Any, params: Any, mesh: Mesh) -> Any:
         return _at(x, next((where[end] for end in ends if end in where), everywhere))
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))
-
-
-def _on(mesh: Mesh, tree: Any) -> Any:
-    """The same shapes on a mesh, of which nothing is in host memory: jit drops blank mail."""
-
-    def one(x: Any) -> jax.ShapeDtypeStruct:
-        known = getattr(x, "sharding", None)
-        spec = known.spec if isinstance(known, NamedSharding) else PartitionSpec()
-        return _at(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(one, tree)

@@ -3,13 +3,14 @@
     python -m train.finetune CONFIG --model DIR --plan
 
 Nothing of the weights is read, and no device is needed. The arithmetic is the library's
-(`zenflow_jax.plan`); here are the run's model, the search for its largest batch, and what a start
-is refused for. What is shown is in `plan_report.py`.
+(`zenflow_jax.planning`); here are the run's model, what the compiler is asked, and the searches for
+the largest batch and for ways to fit. What is shown is in `plan_report.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,26 +19,30 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh
 
-import zenflow_jax
 from train.memory import host_bytes
+from train.models import own_config
 from train.optimizers import with_deepspeed
 from train.planned_step import PlannedStep, folder_of_config, planned_step, with_batch
+from train.pretrained import Pretrained
 from train.settings import Planning, Settings, SettingsError
 from train.sharding import batch_parts, mesh_axes
-from zenflow_jax._planner.compiled import described_mesh, has_compiler
-from zenflow_jax._planner.gpus import gpu_of_kind
+from zenflow_jax import find_state, planning
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
-#: How often the compiler may be asked for the largest batch.
-COMPILATIONS = 6
-#: Traces for the same by formula, and sequences that are more than anybody takes.
-_POINTS, _MOST = 5, 2**20
+#: Layers of the models that are compiled in place of a deeper one that is written out. The line
+#: through the first two is extended if the third is as near to it as this.
+DEPTHS, NEAR = (2, 4, 8), 0.03
+#: How often the compiler may be asked for the largest batch, and one that nobody takes.
+COMPILATIONS, _MOST = 4, 2**20
 #: How many ways to make a run fit are named.
 WAYS = 3
 
 
 class Memory(NamedTuple):
-    """What a run with some settings takes, in bytes, and whether there is so much."""
+    """What a run with some settings takes, in bytes, and whether there is so much.
+
+    Without a compiler gradients and activations are not in it.
+    """
 
     device: float
     host: float
@@ -56,13 +61,13 @@ class RunPlan(NamedTuple):
     """What is planned of a run."""
 
     settings: Settings
-    of_optimizers: Mapping[str, zenflow_jax.Plan]
+    of_optimizers: Mapping[str, planning.Plan]
     largest_batch: int | None  # of the settings' optimizer; None if not even the least fits
     measured: bool  # whether the host's bandwidth was
     ways: tuple[Way, ...]  # that fit, the best first; () where the settings themselves do
 
     @property
-    def chosen(self) -> zenflow_jax.Plan:
+    def chosen(self) -> planning.Plan:
         return self.of_optimizers[self.settings.optimizer]
 
 
@@ -74,8 +79,7 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
         asked: For which device and host.
 
     Raises:
-        SettingsError, ModelError: If the settings or the model's config cannot be followed; or if
-            the compiler is asked for and not installed.
+        SettingsError, ModelError: If the settings or the model's config cannot be followed.
     """
     if (settings.model is None) != (settings.task == "standard_library"):
         raise SettingsError(
@@ -91,95 +95,146 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
                 f"`sequence_length`: expected at most {most}, for which the model has positions, "
                 f"got {settings.sequence_length}. Pass a smaller --sequence-length."
             )
-    here = gpu_of_kind(jax.local_devices()[0].device_kind)
+    here = planning.gpu_of_kind(jax.local_devices()[0].device_kind)
     device = asked.device
     if device is None:
-        kinds = [name for name, gpu in zenflow_jax.GPUS.items() if gpu is here]
+        kinds = [name for name, gpu in planning.GPUS.items() if gpu is here]
         device = kinds[0] if kinds else "h100"
-    by_compiler = {"auto": has_compiler(), "compiler": True, "formula": False}[asked.plan_by]
+    by_compiler = planning.has_compiler()
     mesh = mesh_of(settings, device, described=by_compiler)
     bandwidth, measured = asked.host_bandwidth, False
     if bandwidth is not None:
         rate = None if bandwidth == "here" else float(bandwidth) * 1e9
     else:
         devices = math.prod(mesh_axes(settings.mesh).values()) if settings.mesh else 1
-        gpu = zenflow_jax.GPUS[device]
+        gpu = planning.GPUS[device]
         rate = None if here is gpu else gpu.host_beside(devices)[0]
     if rate is None:
         planned = planned_step(dataclasses.replace(settings, optimizer="zenflow"), origin, None)
-        state = zenflow_jax.find_state(planned.opt_state)
-        rate = zenflow_jax.host_bandwidth(
+        state = find_state(planned.opt_state)
+        rate = planning.host_bandwidth(
             state.leaves, threads=settings.threads, host_state=settings.host_state
         )
         measured = True
     host = None if asked.host_memory is None else int(asked.host_memory * 1e9)
-    if host is None and here is zenflow_jax.GPUS[device]:
+    if host is None and here is planning.GPUS[device]:
         host = host_bytes()
 
-    made: dict[tuple[Settings, bool], PlannedStep] = {}
+    made: dict[Settings, PlannedStep] = {}
 
-    def steps(settings: Settings, *, placed: bool) -> PlannedStep:
+    def step_of(settings: Settings) -> PlannedStep:
         if settings.mesh is not None:  # which batches of another size divide otherwise
-            return planned_step(settings, origin, mesh, placed=placed)
+            return planned_step(settings, origin, mesh, placed=by_compiler)
         # Neither the batch nor what the host keeps changes model and state.
         alike = dataclasses.replace(
             settings, batch_size=settings.micro_batches, host_state="float32"
         )
-        which = alike, placed
-        if which not in made:
-            made[which] = planned_step(settings, origin, mesh, placed=placed)
-        return with_batch(made[which], settings.batch_size)
+        if alike not in made:
+            made[alike] = planned_step(settings, origin, mesh, placed=by_compiler)
+        return with_batch(made[alike], settings.batch_size)
 
-    def one(settings: Settings, *, compile_it: bool) -> zenflow_jax.Plan:
-        planned = steps(settings, placed=compile_it)
-        step: Any = planned.step
-        arguments = planned[1:]
-        compiled = step.lower(*arguments).compile() if compile_it else None
-        return zenflow_jax.plan(
-            step,
-            *arguments,
+    def by_shapes(settings: Settings) -> planning.Plan:
+        return planning.plan(
+            *step_of(settings),
             device=device,
             host_memory_bytes=host,
             bandwidth=rate,
             host_state=settings.host_state,
-            compiled=compiled,
         )
 
-    def chosen(batch: int, *, compile_it: bool) -> zenflow_jax.Plan:
-        return one(dataclasses.replace(settings, batch_size=batch), compile_it=compile_it)
+    @functools.cache
+    def peak_of(settings: Settings) -> int:
+        return peak(settings, origin, mesh)
 
-    found = {
-        name: one(dataclasses.replace(settings, optimizer=name), compile_it=by_compiler)
-        for name in OPTIMIZERS
-    }
+    def one(settings: Settings) -> planning.Plan:
+        plan = by_shapes(settings)
+        return plan.with_peak(peak_of(settings)) if by_compiler else plan
+
+    plans = {name: one(dataclasses.replace(settings, optimizer=name)) for name in OPTIMIZERS}
+    plan = plans[settings.optimizer]
     parts = batch_parts(mesh if settings.mesh else None)
     unit = settings.micro_batches * parts
-    largest = largest_batch(
-        settings.batch_size,
-        unit,
-        found[settings.optimizer],
-        lambda batch: chosen(batch, compile_it=False),
-        (lambda batch: chosen(batch, compile_it=True)) if by_compiler else None,
-    )
+
+    def in_all(batch: int) -> int:
+        """Bytes of the device with another batch, on which nothing but the peak depends."""
+        return plan.with_peak(peak_of(dataclasses.replace(settings, batch_size=batch))).device_bytes
+
+    largest = None
+    if by_compiler:
+        largest = largest_batch(settings.batch_size, unit, plan.device_bytes_there, in_all)
     ways: list[Way] = []
-    if not (plan := found[settings.optimizer]).fits:
-        # The formula, made to agree with the compiler at these settings.
-        off = 1.0
-        if by_compiler:
-            off = plan.device_bytes / one(settings, compile_it=False).device_bytes
+    if not plan.fits:
+        most = max(settings.batch_size, unit)
 
         def memory_of(other: Settings) -> Memory | None:
             try:
                 if with_deepspeed(other, parts)[0] != other:
                     return None  # its config goes over what is changed here
-                found = one(other, compile_it=False)
+                # What is exact depends on neither; the trace of a deep model takes seconds.
+                found = by_shapes(dataclasses.replace(other, batch_size=unit, remat=settings.remat))
+                if found.fits and by_compiler:
+                    found = found.with_peak(between(other, unit, most, peak_of))
             except SettingsError:
                 return None
-            fits = off * found.device_bytes <= found.device_bytes_there and found.fits_host
-            return Memory(off * found.device_bytes, found.host_bytes, fits)
+            return Memory(found.device_bytes, found.host_bytes, found.fits)
 
         ways = ways_that_fit(settings, unit, memory_of)
-    return RunPlan(settings, found, largest, measured, tuple(ways))
+    return RunPlan(settings, plans, largest, measured, tuple(ways))
+
+
+def peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | None) -> int:
+    """Bytes of one device at the peak of a step, by the compiler.
+
+    To compile many layers that are written out takes minutes. They are alike, so as a rule a few
+    of them say what many take.
+    """
+    config = own_config(settings) if origin is None else origin.config
+    if not settings.scan_layers and config.layers > DEPTHS[-1]:
+        few = {n: compiled_peak(*with_layers(settings, origin, n), mesh) for n in DEPTHS}
+        found = extended(few, config.layers)
+        if found is not None:
+            return found
+    return compiled_peak(settings, origin, mesh)
+
+
+def extended(peaks: Mapping[int, int], layers: int) -> int | None:
+    """The peak with so many layers, by those of `DEPTHS`; None if they are not on one line.
+
+    They are not where the logits are larger than the layers, or XLA orders a step badly.
+    """
+    (few, _), (some, low), (many, high) = sorted(peaks.items())
+    line = (low - peaks[few]) / (some - few)
+    if abs(low + (many - some) * line - high) > NEAR * high:
+        return None
+    return high + math.ceil((layers - many) * (high - low) / (many - some))
+
+
+def with_layers(
+    settings: Settings, origin: Pretrained | None, layers: int
+) -> tuple[Settings, Pretrained | None]:
+    """The same run of a model with so many layers."""
+    if origin is None:
+        return dataclasses.replace(settings, layers=layers), None
+    return settings, origin._replace(config=origin.config._replace(layers=layers))
+
+
+def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | None) -> int:
+    """The same, of all the layers that the model has."""
+    planned = planned_step(settings, origin, mesh, placed=True)
+    step: Any = planned.step
+    return planning.peak_bytes(step.lower(*planned[1:]).compile())
+
+
+def between(settings: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
+    """The peak with a batch between two others, on the line through theirs.
+
+    A peak is the highest of several sums, each linear in the batch: it is not above that line.
+    """
+    low, high = (
+        peak_of(dataclasses.replace(settings, host_state="float32", batch_size=batch))
+        for batch in (least, most)
+    )
+    return math.ceil(low + (high - low) * (settings.batch_size - least) / max(most - least, 1))
 
 
 def ways_that_fit(
@@ -232,90 +287,42 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
                 yield dict(chosen)
 
 
-def largest_batch(
-    now: int,
-    unit: int,
-    known: zenflow_jax.Plan,
-    by_formula: Callable[[int], zenflow_jax.Plan],
-    by_compiler: Callable[[int], zenflow_jax.Plan] | None,
-) -> int | None:
-    """The largest batch, in multiples of `unit`, that fits on the device.
+def largest_batch(now: int, unit: int, there: int, needs: Callable[[int], int]) -> int | None:
+    """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
 
-    By formula a search of its own. The compiler is asked at most `COMPILATIONS` times: where the
-    formula, made to agree with it at the batch that is known, says that the limit is, and by
-    bisection between the largest batch known to fit and the smallest known not to.
+    What a batch needs is asked at most `COMPILATIONS` times beside the run's own and the smallest,
+    between the largest known to fit and the smallest known not to.
 
     Args:
         now: The run's batch.
         unit: What a batch is a multiple of.
-        known: The plan of that batch.
-        by_formula, by_compiler: Plans of others; without a compiler the formula decides.
+        there: Bytes that the device has.
+        needs: Bytes that it needs with a batch.
     """
-    there = known.device_bytes_there
-    found: dict[int, float] = {}
-
-    def needs(units: int) -> float:
-        if units not in found:
-            found[units] = by_formula(units * unit).device_bytes
-        return found[units]
-
-    start = max(now // unit, 1)
-    off = known.device_bytes / max(needs(start), 1)
-    low = _last_that_fits(lambda units: off * needs(units), there, start)
-    if by_compiler is None:
-        return low * unit or None
-    asked: dict[int, float] = {start: known.device_bytes}
-    guess = max(low, 1)
+    asked = {units: needs(units * unit) for units in {1, max(now // unit, 1)}}
     for _ in range(COMPILATIONS):
-        if guess in asked:
-            break
-        asked[guess] = by_compiler(guess * unit).device_bytes
         good = max((x for x, size in asked.items() if size <= there), default=0)
         bad = min((x for x, size in asked.items() if size > there), default=_MOST)
         if bad - good <= max(good // 64, 1):
             break
         # On the line through the two that are next to the limit; between what fits and what does
         # not, in the middle if the line leaves that.
-        one, other = sorted(asked, key=lambda x: abs(asked[x] - there))[:2]
-        slope = (asked[one] - asked[other]) / (one - other)
-        guess = int(one + (there - asked[one]) / slope) if slope > 0 else 0
+        guess = 0
+        if len(asked) > 1:
+            one, other = sorted(asked, key=lambda x: abs(asked[x] - there))[:2]
+            slope = (asked[one] - asked[other]) / (one - other)
+            guess = int(one + (there - asked[one]) / slope) if slope > 0 else 0
         if not good < guess < bad:
             guess = (good + bad) // 2 if bad < _MOST else 2 * good
+        asked[guess] = needs(guess * unit)
     return max((x for x, size in asked.items() if size <= there), default=0) * unit or None
-
-
-def _last_that_fits(needs: Callable[[int], float], there: float, start: int) -> int:
-    """The largest count that needs no more than there is, to a hundredth; 0 if not even one does.
-
-    What is needed grows with the count, nearly as a straight line does: a few points are enough.
-    """
-    low, high = (start, 2 * start) if needs(start) <= there else (max(start // 2, 1), start)
-    guess = low
-    for _ in range(_POINTS):
-        at_low, at_high = needs(low), needs(high)
-        slope = (at_high - at_low) / max(high - low, 1)
-        if slope <= 0:
-            return _MOST if at_high <= there else 0
-        guess = min(max(int(low + (there - at_low) / slope), 0), _MOST)
-        if guess == 0:
-            return int(low == 1 and at_low <= there)
-        near = abs(guess - high) <= max(high // 100, 0) or abs(guess - low) <= max(low // 100, 0)
-        low, high = sorted((high if abs(guess - high) < abs(guess - low) else low, guess))
-        if near or low == high:
-            break
-    while guess and needs(guess) > there:
-        guess -= max(guess // 100, 1)
-    return guess
 
 
 def mesh_of(settings: Settings, device: str, *, described: bool) -> Mesh | None:
     """The mesh of the settings, of GPUs that need not be there or of this machine's devices."""
     sizes = mesh_axes(settings.mesh) if settings.mesh else {"data": 1}
     if described:
-        try:
-            return described_mesh(device, sizes)
-        except RuntimeError as error:
-            raise SettingsError(f"`--plan-by`: {error}") from error
+        return planning.described_mesh(device, sizes)
     if settings.mesh is None:
         return None
     count = math.prod(sizes.values())

@@ -384,9 +384,6 @@ class Planning:
     """Write the plan to that file as well, as JSON."""
     plan_picture: str | None = None
     """Draw the plan's memory into that file: .png, .svg or .pdf."""
-    plan_by: Literal["auto", "compiler", "formula"] = "auto"
-    """Who says what a step needs on the device. compiler: XLA, for a GPU that need not be there,
-    with jax's CUDA plugin. auto: the compiler where that plugin is installed, else the formula."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
     """The GPU that is planned for. Left out: the one that is here, else h100."""
     host_memory: float | None = None
@@ -396,7 +393,7 @@ class Planning:
     """GB/s that host updates get out of the host's memory. here: measured in two seconds.
     Left out: measured if the GPU is here, else what is usual beside it."""
     force: bool = False
-    """Start a run although it cannot fit by its plan."""
+    """Start a run although it cannot have room on this machine."""
 
     def __post_init__(self):
         for name in ("host_memory", "host_bandwidth"):

@@ -22,9 +22,7 @@ from zenflow_jax._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zenflow_jax._checkpoint.handler import EngineCheckpointHandler, EngineRestore, EngineSave
-    from zenflow_jax._planner.gpus import GPUS, Gpu
-    from zenflow_jax._planner.host_work import host_bandwidth
-    from zenflow_jax._planner.plan import Hiding, Plan, hiding, plan
+    from zenflow_jax.planning import GPUS, Gpu, Hiding, Plan, hiding, host_bandwidth, plan
 
 __all__ = [
     "GPUS",
@@ -63,13 +61,13 @@ _WHERE = {
     "EngineCheckpointHandler": "_checkpoint.handler",
     "EngineRestore": "_checkpoint.handler",
     "EngineSave": "_checkpoint.handler",
-    "GPUS": "_planner.gpus",
-    "Gpu": "_planner.gpus",
-    "Hiding": "_planner.plan",
-    "Plan": "_planner.plan",
-    "hiding": "_planner.plan",
-    "host_bandwidth": "_planner.host_work",
-    "plan": "_planner.plan",
+    "GPUS": "planning",
+    "Gpu": "planning",
+    "Hiding": "planning",
+    "Plan": "planning",
+    "hiding": "planning",
+    "host_bandwidth": "planning",
+    "plan": "planning",
 }
 
 _MODULES = ("deepspeed",)

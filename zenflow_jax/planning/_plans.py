@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,18 +13,17 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState, find_state, with_interval
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import check_host_state
-from zenflow_jax._exchange.device_memory import device_memory
-from zenflow_jax._exchange.host_memory import host_memory
-from zenflow_jax._planner.compiled import peak_bytes
-from zenflow_jax._planner.gpus import GPUS, Gpu
-from zenflow_jax._planner.host_work import (
+from zenflow_jax.planning._compiled import INSTALL, peak_bytes
+from zenflow_jax.planning._device_work import products
+from zenflow_jax.planning._gpus import GPUS, Gpu
+from zenflow_jax.planning._host_work import (
     BUSY,
     INTERVALS,
     busy_share,
     host_work,
     smallest_that_hides,
 )
-from zenflow_jax._planner.traced import Traced, of_step
+from zenflow_jax.planning._memory import device_memory, host_memory
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, as in
 #: `benchmarks/projection.py`; and of its memory's bandwidth.
@@ -45,7 +44,8 @@ class Plan:
     Attributes:
         gpu: The device that it is planned for.
         devices: How many of them.
-        by: Who says what the step's temporaries take: "compiler" or "formula".
+        by: "compiler" if XLA has said what gradients and activations take, "shapes" if they are not
+            in the plan.
         device: Bytes of one device at the peak of a step, by what they are for.
         host: Bytes of the host at most, likewise; all devices together. jax pins "mail" and
             "hand-over, pinned".
@@ -88,6 +88,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
+        """At the peak of a step, or of all but gradients and activations: see `by`."""
         return sum(self.device.values())
 
     @property
@@ -137,8 +138,8 @@ class Plan:
         lacks = []
         if not self.fits_device:
             lacks.append(
-                f"the device lacks {gb(-spare)} (needs {gb(self.device_bytes)}, has "
-                f"{gb(self.device_bytes_there)} for jax)"
+                f"the device lacks {gb(-spare)} (needs {gb(self.device_bytes)}{self._without()}, "
+                f"has {gb(self.device_bytes_there)} for jax)"
             )
         if not self.fits_host:
             short = self.host_bytes + HOST_RESERVE - self.host_bytes_there
@@ -151,7 +152,22 @@ class Plan:
         text = f"Fits with {gb(spare)} of the device to spare"
         if self.device_bytes > UNASKED * self.gpu.memory:
             text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE} is set"
+        if self.by == "shapes":
+            text += f"{self._without()}, which {INSTALL} adds to the plan"
         return f"{text}."
+
+    def _without(self) -> str:
+        return " without gradients and activations" if self.by == "shapes" else ""
+
+    def with_peak(self, peak: int) -> "Plan":
+        """The same plan with gradients and activations.
+
+        Args:
+            peak: What `peak_bytes` says of the step, compiled for such a device.
+        """
+        known = self.device["weights"] + self.device["optimizer state"]
+        device = {**self.device, TEMPORARIES: max(peak - known, 0)}
+        return dataclasses.replace(self, by="compiler", device=device)
 
     def _of_time(self) -> list[str]:
         if not self.overlaps:
@@ -170,6 +186,8 @@ class Plan:
 
 #: Of the classes of host memory, those that jax pins.
 PINNED = ("mail", "hand-over, pinned")
+#: Of the classes of device memory, the one that only a compiler knows.
+TEMPORARIES = "gradients, activations"
 
 
 def said_of_windows(interval: int, busy: float, smallest: int | None) -> str:
@@ -284,8 +302,8 @@ def plan(
         bandwidth: Bytes a second that host updates get out of the host's memory;
             `host_bandwidth()` measures it. None: what is assumed beside such a device.
         host_state: As for `HostEngine`.
-        compiled: The step compiled for such a device, if there is one: then XLA says what its
-            temporaries take, and not a formula.
+        compiled: The step compiled for such a device, as for `described_mesh`. None: gradients and
+            activations are not in the plan.
 
     Returns:
         Memory by class in bytes, bytes that cross, and seconds to hide.
@@ -321,15 +339,19 @@ def plan(
         )
     check_host_state(host_state)
     gpu = GPUS[device] if isinstance(device, str) else device
-    found = step.trace(params, opt_state, *arguments)
-    given_away = [x.donated for x in jax.tree.leaves(found.args_info)]
-    shapes = {x.shape for x in jax.tree.leaves(params)}
-    traced = of_step(found.jaxpr, given_away, shapes)
+    work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
     devices, parts = _devices(params), _parts(arguments)
+    weights = jax.tree.leaves(params)
+    known = {
+        "weights": sum(map(nbytes_here, weights)),
+        "optimizer state": sum(map(nbytes_here, on_device(opt_state))),
+    }
+    # Weights and state are read and written as well.
+    moved = work.moved_bytes / parts + 2 * sum(known.values())
     step_s = max(
         1e-9,
-        traced.flops / parts / (EFFICIENCY * gpu.flops),
-        traced.moved_bytes / parts / (OF_BANDWIDTH * gpu.bandwidth),
+        work.flops / parts / (EFFICIENCY * gpu.flops),
+        moved / (OF_BANDWIDTH * gpu.bandwidth),
     )
     usual, room = gpu.host_beside(devices)
     rate = bandwidth or usual
@@ -337,24 +359,20 @@ def plan(
     beside = _Beside()
     if states:
         beside = _beside(states[0], gpu, devices, rate, step_s, host_state)
-    weights = jax.tree.leaves(params)
     saved = [*weights, *on_device(opt_state)]
     if beside.host:
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
-    return Plan(
+    found = Plan(
         gpu=gpu,
         devices=devices,
-        by="formula" if compiled is None else "compiler",
-        device={
-            **_of_step(traced, weights, opt_state, devices, parts, compiled),
-            **beside.device,
-        },
+        by="shapes",
+        device={**known, **beside.device},
         host=beside.host,
         checkpoint=sum(map(_nbytes, saved)),
         to_host=beside.to_host,
         to_device=beside.to_device,
         parameters=sum(math.prod(x.shape) for x in weights),
-        flops=traced.flops / parts,
+        flops=work.flops / parts,
         step_s=step_s,
         host_s=beside.host_s,
         busy=beside.busy,
@@ -365,38 +383,7 @@ def plan(
         host_bytes_there=host_memory_bytes or room,
         host_bandwidth=rate,
     )
-
-
-def _of_step(
-    traced: Traced, weights: Sequence[Any], opt_state: Any, devices: int, parts: int, compiled: Any
-) -> dict[str, int]:
-    """Bytes of one device at the peak of a step, but for what an engine has there.
-
-    Args:
-        traced: What was found in the step.
-        weights: The parameters.
-        opt_state: The optimizer's state.
-        devices: How many there are.
-        parts: Among how many of them a batch is divided.
-        compiled: As of `plan`.
-    """
-    whole, mine = sum(map(_nbytes, weights)), sum(map(nbytes_here, weights))
-    state_bytes = sum(map(nbytes_here, on_device(opt_state)))
-    gradients = int(traced.gradient_bytes * mine / max(whole, 1))
-    if compiled is not None:
-        peak, temporary = peak_bytes(compiled)
-        gradients = min(gradients, temporary)
-        others = max(peak - mine - state_bytes - gradients, 0)
-    else:
-        others = int((traced.temporary_bytes - traced.gradient_bytes) / parts)
-        others += _between_devices(weights) if devices > 1 else 0
-        gradients += int(traced.result_bytes * mine / max(whole, 1))
-    return {
-        "weights": mine,
-        "optimizer state": state_bytes,
-        "gradients": gradients,
-        "activations, temporaries": others,
-    }
+    return found if compiled is None else found.with_peak(peak_bytes(compiled))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,17 +450,6 @@ def _crossing(state: ZenFlowState, devices: int) -> tuple[float, float]:
     updates = sum(math.prod(x.shape) * x.dtype.itemsize for x in parts)
     steps = window if state.send_gradients.sums_on_device else 1
     return mails / steps / devices, updates / window / devices
-
-
-def _between_devices(weights: Any) -> int:
-    """Bytes of what devices have of each other for a moment: whole weights, and whole gradients.
-
-    Of a stack of layers those of one layer; of other leaves, as a rule embedding and head, those
-    of the two largest: XLA holds no more at a time, as far as was seen (`benchmarks/LOG.md`).
-    """
-    stacks = sum(_nbytes(x) // x.shape[0] for x in weights if len(x.shape) > 2)
-    others = sorted(_nbytes(x) for x in weights if len(x.shape) == 2)
-    return 2 * stacks + sum(others[-2:])
 
 
 def _states(opt_state: Any) -> list[ZenFlowState]:

@@ -1,7 +1,4 @@
-"""Steps compiled for GPUs that need not be there: what XLA itself says of their memory.
-
-`pip install "jax[cuda12]"` is enough, on any x86 machine.
-"""
+"""Steps compiled for GPUs that need not be there: what XLA itself says of their memory."""
 
 import functools
 import math
@@ -13,7 +10,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zenflow_jax._planner.gpus import GPUS
+from zenflow_jax.planning._gpus import GPUS
+
+#: What brings the compiler for GPUs, on any x86 machine.
+INSTALL = 'pip install "jax[cuda12]"'
 
 
 def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
@@ -35,8 +35,7 @@ def described_mesh(gpu: str, sizes: Mapping[str, int]) -> Mesh:
     except Exception as error:  # noqa: BLE001
         raise RuntimeError(
             "expected jax's CUDA plugin, with which a step can be compiled for a GPU that is not "
-            f"there, got: {str(error).splitlines()[0][:200]}. Install it "
-            '(pip install "jax[cuda12]"), or plan by formula.'
+            f"there, got: {str(error).splitlines()[0][:200]}. Install it: {INSTALL}."
         ) from error
     auto = (AxisType.Auto,) * len(sizes)
     devices = np.array(topology.devices).reshape(tuple(sizes.values()))
@@ -68,13 +67,12 @@ def placed(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree)
 
 
-def peak_bytes(compiled: Any) -> tuple[int, int]:
-    """The memory of one device that a compiled step takes: at its peak, and of it temporaries."""
+def peak_bytes(compiled: Any) -> int:
+    """The memory of one device that a compiled step takes at its peak, its arguments included."""
     memory = compiled.memory_analysis()
-    peak = (
+    return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
-    return peak, memory.temp_size_in_bytes

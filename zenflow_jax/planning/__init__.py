@@ -1,0 +1,46 @@
+"""Whether a run fits, and whether its host work hides, before there is a device to try it on.
+
+`plan` needs the shapes of a step's arguments. What the step's gradients and activations take
+follows from no shapes: `described_mesh` and `peak_bytes` ask XLA's compiler, for a GPU that need
+not be there.
+"""
+
+from zenflow_jax.planning._compiled import INSTALL, described_mesh, has_compiler, peak_bytes, placed
+from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_of_kind
+from zenflow_jax.planning._host_work import host_bandwidth
+from zenflow_jax.planning._plans import (
+    EFFICIENCY,
+    HOST_RESERVE,
+    PINNED,
+    TEMPORARIES,
+    UNASKED,
+    USABLE,
+    Hiding,
+    Plan,
+    gb,
+    hiding,
+    plan,
+)
+
+__all__ = [
+    "EFFICIENCY",
+    "GPUS",
+    "HOST_RESERVE",
+    "INSTALL",
+    "PINNED",
+    "TEMPORARIES",
+    "UNASKED",
+    "USABLE",
+    "Gpu",
+    "Hiding",
+    "Plan",
+    "described_mesh",
+    "gb",
+    "gpu_of_kind",
+    "has_compiler",
+    "hiding",
+    "host_bandwidth",
+    "peak_bytes",
+    "placed",
+    "plan",
+]
