@@ -4,8 +4,8 @@
     python -m benchmarks.plan_accuracy --scanned --only zenflow --layers 32
 
 Compiles the script's training steps for an NVIDIA H200 that need not be there: `pip install
-"jax[cuda12]"` is enough. Prints the peak of one device with few layers and with all, and how far
-from that the plan and the lines through two depths are. Models have the sizes of those that their
+"jax[cuda12]"` is enough. Prints the peaks of one device with few layers and with all, and how far
+from the last the lines through two of the others are. Models have the sizes of those that their
 names say. Answers: `benchmarks/LOG.md`.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from train.decoder import DecoderConfig
-from train.planning import DEPTHS, compiled_peak, extended, mesh_of
+from train.planning import compiled_peak, mesh_of, with_layers
 from train.pretrained import Pretrained
 from train.settings import Settings
 
@@ -46,6 +46,7 @@ MODELS = {
         **{"ffn": 4864, "tied": True, "qkv_bias": True},
     ),
 }
+FEW, LINES = (2, 4, 8), ((2, 4), (4, 8))
 BASE = Settings(
     task="language",
     model="x",
@@ -65,8 +66,10 @@ def main() -> None:
     parser.add_argument("--scanned", action="store_true", help="layers scanned, not written out")
     parser.add_argument("--only", default="", help="cases whose line has this text")
     asked = parser.parse_args()
-    print(f"jax {jax.__version__}, compiled for an H200; GB of one device with {DEPTHS} layers,")
-    print(f"with {asked.layers}; off: the line through the first two, through the last two, a plan")
+    print(
+        f"jax {jax.__version__}, compiled for an H200; GB of one device with {FEW} layers and with"
+    )
+    print(f"{asked.layers}; how far off the lines through {LINES} are; seconds to compile")
     for name, config in MODELS.items():
         for optimizer in ("zenflow", "adamw"):
             for remat in (True, False):
@@ -80,24 +83,18 @@ def main() -> None:
 def one(line: str, settings: Settings, config: DecoderConfig, layers: int) -> None:
     """Prints a row."""
     mesh = mesh_of(settings, "h200", described=True)
-
-    def peak(layers: int) -> int:
-        origin = Pretrained(Path("x"), "decoder", config._replace(layers=layers), {}, None, {})
-        return compiled_peak(settings, origin, mesh)
-
-    start = time.perf_counter()
-    few = {depth: peak(depth) for depth in DEPTHS}
-    middle = time.perf_counter()
-    there = peak(layers)
-    seconds = f"{middle - start:4.0f} s, {time.perf_counter() - middle:4.0f} s"
-    lines = [
-        few[high] + (layers - high) * (few[high] - few[low]) / (high - low)
-        for low, high in zip(DEPTHS, DEPTHS[1:], strict=False)
-    ]
-    plan = extended(few, layers)
-    off = [f"{x / there - 1:+6.1%}" if x else " whole" for x in (*lines, plan)]
-    sizes = [f"{x / 1e9:6.2f}" for x in (*few.values(), there)]
-    print(f"{line:28} {' '.join(sizes)}  {' '.join(off)}  {seconds}", flush=True)
+    origin = Pretrained(Path("x"), "decoder", config, {}, None, {})
+    peaks, seconds = {}, []
+    for depth in (*FEW, layers):
+        start = time.perf_counter()
+        peaks[depth] = compiled_peak(*with_layers(settings, origin, depth), mesh)
+        seconds.append(f"{time.perf_counter() - start:.0f}")
+    off = []
+    for few, many in LINES:
+        found = peaks[many] + (layers - many) * (peaks[many] - peaks[few]) / (many - few)
+        off.append(f"{found / peaks[layers] - 1:+7.1%}")
+    sizes = (f"{x / 1e9:6.2f}" for x in peaks.values())
+    print(f"{line:28} {' '.join(sizes)} {' '.join(off)}  {', '.join(seconds)} s", flush=True)
 
 
 if __name__ == "__main__":

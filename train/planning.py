@@ -29,11 +29,10 @@ from train.sharding import batch_parts, mesh_axes
 from zenflow_jax import find_state, planning
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
-#: Layers of the models that are compiled in place of a deeper one that is written out. The line
-#: through the first two is extended if the third is as near to it as this.
-DEPTHS, NEAR = (2, 4, 8), 0.03
+#: Layers of the two models that are compiled in place of a deeper one that is written out.
+DEPTHS = (2, 4)
 #: How often the compiler may be asked for the largest batch, and one that nobody takes.
-COMPILATIONS, _MOST = 4, 2**20
+COMPILATIONS, _MOST = 3, 2**20
 #: How many ways to make a run fit are named.
 WAYS = 3
 
@@ -142,13 +141,35 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
             host_state=settings.host_state,
         )
 
-    @functools.cache
-    def peak_of(settings: Settings) -> int:
-        return peak(settings, origin, mesh)
+    layers = (own_config(settings) if origin is None else origin.config).layers
 
-    def one(settings: Settings) -> planning.Plan:
-        plan = by_shapes(settings)
-        return plan.with_peak(peak_of(settings)) if by_compiler else plan
+    @functools.cache
+    def at_depth(run: Settings, layers: int) -> int:
+        return compiled_peak(*with_layers(run, origin, layers), mesh)
+
+    def by_few(run: Settings) -> int:
+        low, high = (at_depth(run, few) for few in DEPTHS)
+        return extended(low, high, layers)
+
+    def of_step(run: Settings) -> Settings:
+        """The same without what no step's gradients and activations depend on."""
+        return dataclasses.replace(
+            run, host_state="float32", update_interval=settings.update_interval
+        )
+
+    def peak_of(run: Settings) -> int:
+        run, own = of_step(run), of_step(settings)
+        if run == own or run.scan_layers or layers <= 2 * DEPTHS[-1]:
+            return at_depth(run, layers)
+        # Many layers written out take the compiler minutes. How far off a few are with the run's
+        # own batch, they are taken to be with others.
+        if dataclasses.replace(run, batch_size=own.batch_size) == own:
+            return math.ceil(by_few(run) * at_depth(own, layers) / by_few(own))
+        return by_few(run)
+
+    def one(run: Settings) -> planning.Plan:
+        plan = by_shapes(run)
+        return plan.with_peak(peak_of(run)) if by_compiler else plan
 
     plans = {name: one(dataclasses.replace(settings, optimizer=name)) for name in OPTIMIZERS}
     plan = plans[settings.optimizer]
@@ -161,7 +182,8 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
 
     largest = None
     if by_compiler:
-        largest = largest_batch(settings.batch_size, unit, plan.device_bytes_there, in_all)
+        least = by_shapes(settings).device_bytes
+        largest = largest_batch(settings.batch_size, unit, plan.device_bytes_there, least, in_all)
     ways: list[Way] = []
     if not plan.fits:
         most = max(settings.batch_size, unit)
@@ -182,31 +204,10 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
     return RunPlan(settings, plans, largest, measured, tuple(ways))
 
 
-def peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | None) -> int:
-    """Bytes of one device at the peak of a step, by the compiler.
-
-    To compile many layers that are written out takes minutes. They are alike, so as a rule a few
-    of them say what many take.
-    """
-    config = own_config(settings) if origin is None else origin.config
-    if not settings.scan_layers and config.layers > DEPTHS[-1]:
-        few = {n: compiled_peak(*with_layers(settings, origin, n), mesh) for n in DEPTHS}
-        found = extended(few, config.layers)
-        if found is not None:
-            return found
-    return compiled_peak(settings, origin, mesh)
-
-
-def extended(peaks: Mapping[int, int], layers: int) -> int | None:
-    """The peak with so many layers, by those of `DEPTHS`; None if they are not on one line.
-
-    They are not where the logits are larger than the layers, or XLA orders a step badly.
-    """
-    (few, _), (some, low), (many, high) = sorted(peaks.items())
-    line = (low - peaks[few]) / (some - few)
-    if abs(low + (many - some) * line - high) > NEAR * high:
-        return None
-    return high + math.ceil((layers - many) * (high - low) / (many - some))
+def extended(low: int, high: int, layers: int) -> int:
+    """The peak with so many layers, on the line through those of `DEPTHS`: layers are alike."""
+    few, many = DEPTHS
+    return high + math.ceil((layers - many) * (high - low) / (many - few))
 
 
 def with_layers(
@@ -219,22 +220,19 @@ def with_layers(
 
 
 def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | None) -> int:
-    """The same, of all the layers that the model has."""
+    """Bytes of one device at the peak of a step, by the compiler."""
     planned = planned_step(settings, origin, mesh, placed=True)
     step: Any = planned.step
     return planning.peak_bytes(step.lower(*planned[1:]).compile())
 
 
-def between(settings: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
+def between(run: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
     """The peak with a batch between two others, on the line through theirs.
 
     A peak is the highest of several sums, each linear in the batch: it is not above that line.
     """
-    low, high = (
-        peak_of(dataclasses.replace(settings, host_state="float32", batch_size=batch))
-        for batch in (least, most)
-    )
-    return math.ceil(low + (high - low) * (settings.batch_size - least) / max(most - least, 1))
+    low, high = (peak_of(dataclasses.replace(run, batch_size=batch)) for batch in (least, most))
+    return math.ceil(low + (high - low) * (run.batch_size - least) / max(most - least, 1))
 
 
 def ways_that_fit(
@@ -287,19 +285,25 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
                 yield dict(chosen)
 
 
-def largest_batch(now: int, unit: int, there: int, needs: Callable[[int], int]) -> int | None:
+def largest_batch(
+    now: int, unit: int, there: int, least: int, needs: Callable[[int], int]
+) -> int | None:
     """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
 
-    What a batch needs is asked at most `COMPILATIONS` times beside the run's own and the smallest,
-    between the largest known to fit and the smallest known not to.
+    What a batch needs is asked at most `COMPILATIONS` times beside the run's own, between the
+    largest known to fit and the smallest known not to.
 
     Args:
         now: The run's batch.
         unit: What a batch is a multiple of.
         there: Bytes that the device has.
+        least: Bytes that it needs whatever the batch.
         needs: Bytes that it needs with a batch.
     """
-    asked = {units: needs(units * unit) for units in {1, max(now // unit, 1)}}
+    if least > there:
+        return None
+    start = max(now // unit, 1)
+    asked = {0: least, start: needs(start * unit)}
     for _ in range(COMPILATIONS):
         good = max((x for x, size in asked.items() if size <= there), default=0)
         bad = min((x for x, size in asked.items() if size > there), default=_MOST)
@@ -307,11 +311,9 @@ def largest_batch(now: int, unit: int, there: int, needs: Callable[[int], int]) 
             break
         # On the line through the two that are next to the limit; between what fits and what does
         # not, in the middle if the line leaves that.
-        guess = 0
-        if len(asked) > 1:
-            one, other = sorted(asked, key=lambda x: abs(asked[x] - there))[:2]
-            slope = (asked[one] - asked[other]) / (one - other)
-            guess = int(one + (there - asked[one]) / slope) if slope > 0 else 0
+        one, other = sorted(asked, key=lambda x: abs(asked[x] - there))[:2]
+        slope = (asked[one] - asked[other]) / (one - other)
+        guess = int(one + (there - asked[one]) / slope) if slope > 0 else 0
         if not good < guess < bad:
             guess = (good + bad) // 2 if bad < _MOST else 2 * good
         asked[guess] = needs(guess * unit)
