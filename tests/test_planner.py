@@ -393,7 +393,7 @@ def with_compiler(monkeypatch):
     return compiled
 
 
-def test_of_a_deep_model_the_run_itself_is_compiled_and_others_by_a_few_layers(
+def test_of_a_deep_model_the_run_itself_is_compiled_and_other_optimizers_by_a_few_layers(
     tmp_path, with_compiler
 ):
     raw = json.loads((FIXTURES / "llama3" / "config.json").read_text())
@@ -409,11 +409,13 @@ def test_of_a_deep_model_the_run_itself_is_compiled_and_others_by_a_few_layers(
         there[name] = sum(plan["device_bytes"][x] for x in ("weights", "optimizer state"))
         there[name] += plan["device_bytes"][TEMPORARIES]
     assert there == {"adamw": 28 * 10**6, "offload": 28 * 10**6, "zenflow": 23 * 10**6}
-    assert {x for x in with_compiler if x[2] > 4} == {("zenflow", 16, 12)}
-    assert len(set(with_compiler)) == len(with_compiler)  # nothing twice
-    # What is left beside weights and state, of which each example takes 1 MB x 23 / 28.
-    limit = 0.95 * GPUS["h100"].memory / 1e6 * 28 / 23 - 12
-    assert found["largest_batch"] == pytest.approx(limit, rel=0.02)
+    assert {name for name, _, layers in with_compiler if layers == 12} == {"zenflow"}
+    assert {layers for name, _, layers in with_compiler if name != "zenflow"} == {2, 4}
+    assert len(set(with_compiler)) == len(with_compiler) <= 4 + 1 + planning.COMPILATIONS
+    limit = (
+        0.95 * GPUS["h100"].memory - found["plans"]["zenflow"]["device_bytes"]["uploads"]
+    ) / 1e6
+    assert 0.95 * limit - 7 <= found["largest_batch"] <= limit - 7
 
 
 def test_the_command_plans_from_config_json_alone(tmp_path, capsys, monkeypatch, without_compiler):

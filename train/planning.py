@@ -29,7 +29,8 @@ from train.sharding import batch_parts, mesh_axes
 from zenflow_jax import find_state, planning
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
-#: Layers of the two models that are compiled in place of a deeper one that is written out.
+#: Layers of the two models that are compiled in place of a deeper one that is written out, to
+#: compare a run with other optimizers.
 DEPTHS = (2, 4)
 #: How often the compiler may be asked for the largest batch, and one that nobody takes.
 COMPILATIONS, _MOST = 3, 2**20
@@ -147,25 +148,17 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
     def at_depth(run: Settings, layers: int) -> int:
         return compiled_peak(*with_layers(run, origin, layers), mesh)
 
-    def by_few(run: Settings) -> int:
-        low, high = (at_depth(run, few) for few in DEPTHS)
-        return extended(low, high, layers)
-
-    def of_step(run: Settings) -> Settings:
-        """The same without what no step's gradients and activations depend on."""
-        return dataclasses.replace(
+    def peak_of(run: Settings) -> int:
+        # No step's gradients and activations depend on these.
+        run = dataclasses.replace(
             run, host_state="float32", update_interval=settings.update_interval
         )
-
-    def peak_of(run: Settings) -> int:
-        run, own = of_step(run), of_step(settings)
-        if run == own or run.scan_layers or layers <= 2 * DEPTHS[-1]:
+        # Many layers written out take the compiler a minute. For comparing, a few will do.
+        alike = run.optimizer == settings.optimizer
+        if alike or run.scan_layers or layers <= DEPTHS[-1]:
             return at_depth(run, layers)
-        # Many layers written out take the compiler minutes. How far off a few are with the run's
-        # own batch, they are taken to be with others.
-        if dataclasses.replace(run, batch_size=own.batch_size) == own:
-            return math.ceil(by_few(run) * at_depth(own, layers) / by_few(own))
-        return by_few(run)
+        low, high = (at_depth(run, few) for few in DEPTHS)
+        return extended(low, high, layers)
 
     def one(run: Settings) -> planning.Plan:
         plan = by_shapes(run)
