@@ -86,7 +86,7 @@ def said(found: RunPlan, arguments: Sequence[str]) -> list[str]:
     )
     lines = [f"{settings.optimizer}: {chosen.advice}"]
     if found.largest_batch is not None:
-        lines.append(f"The largest batch that fits the device: {found.largest_batch}.")
+        lines.append(f"The largest batch that was found to fit the device: {found.largest_batch}.")
     elif chosen.by == "compiler":
         lines.append("With these settings no batch fits the device.")
     else:
