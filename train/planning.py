@@ -222,7 +222,7 @@ def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | No
 def between(run: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
     """The peak with a batch between two others, on the line through theirs.
 
-    A peak is the highest of several sums, each linear in the batch: it is not above that line.
+    As a rule it is below that line: a peak grows faster with a larger batch.
     """
     low, high = (peak_of(dataclasses.replace(run, batch_size=batch)) for batch in (least, most))
     return math.ceil(low + (high - low) * (run.batch_size - least) / max(most - least, 1))
