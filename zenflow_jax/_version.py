@@ -2,7 +2,7 @@
 
 import re
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 #: The number of the layout of what is saved of a run: the arrays of `ZenFlowState`, the tree of
 #: `HostEngine.state`, and the files of `EngineSave`. Raise it by one whenever a released version

@@ -51,8 +51,10 @@ def split_gradient(
     if not crosses:
         rank = len(spec.shape)
     signs = signs and not spec.resident
+    # The gradient of a stack is there as a whole when its scan ends: packing it saves nothing.
+    packs = crosses and not (offloaded and spec.stack)
     see = on_each_device(
-        partial(_split, rank=rank if offloaded else None, signs=signs, packs=crosses),
+        partial(_split, rank=rank if offloaded else None, signs=signs, packs=packs),
         spec,
         [layout.part, layout.channels],
         GradientParts(
