@@ -288,7 +288,7 @@ def continued(training, **changes):
         ({"rolling": False, "staleness": 1}, "`rolling` as in the saved run, 1, got 0"),
         ({"window_scaling": 0.0}, "`window_scaling` as in the saved run, 0.5, got 0"),
         ({"window_scaling": None}, "`window_scaling` as in the saved run, 0.5, got "),
-        ({"provisional_share": 0.1}, "`provisional_share` as in the saved run, 0, got 0.1"),
+        ({"provisional_share": 0.1}, "`provisional_share` as in the saved run, 0.5, got 0.1"),
         (
             {"send_gradients": "per_window"},
             "`send_gradients` as in the saved run, another value, got .per_window.",

@@ -224,4 +224,4 @@ def test_the_command_ends_with_that_message(tmp_path):
     process = kill_test.start(config, "large")
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 2
-    assert re.fullmatch(r"error: `batch_size`: expected at most .*got 100000000: .*\n", text)
+    assert re.fullmatch(r"error: `batch_size`: expected a micro-batch .*got 100000000 .*\n", text)
