@@ -144,8 +144,8 @@ PARAMS = {
 OPTIONS = {"topk_ratio": 0.25, "update_interval": 2, "select_interval": 4}
 
 
-def train(behind, params=PARAMS, **options):
-    """A run with something behind zenflow."""
+def train(behind, params=PARAMS, between=lambda t, params: params, **options):
+    """A run with something behind zenflow, or between its steps."""
     tx = optax.chain(zenflow_jax.zenflow(1e-2, **{**OPTIONS, **options}), *behind)
 
     @jax.jit
@@ -166,6 +166,7 @@ def train(behind, params=PARAMS, **options):
     with zenflow_jax.HostEngine(params, state, host_kernel="numpy") as engine:
         for t in range(24):
             params, state = engine.exchange(*step(params, state, jnp.float32(t)))
+            params = between(t, params)
         return engine.flush(params, state)[0]
 
 
@@ -201,6 +202,18 @@ def test_what_acts_behind_zenflow_is_refused(behind, options):
     params = {name: p for name, p in PARAMS.items() if p.ndim > 1} if options else PARAMS
     with pytest.raises(RuntimeError, match=f"{REFUSED}.*Let zenflow be the last of its chain"):
         train([behind], params, **options)
+
+
+def test_weights_of_some_steps_ago_are_no_provisional_step():
+    """They are no further than provisional steps may move them, but by no multiple of one."""
+    seen = []
+
+    def some_steps_ago(t, params):
+        seen.append(params["wide"])
+        return params | {"wide": seen[t - 4]} if t == 14 else params
+
+    with pytest.raises(RuntimeError, match=f"{REFUSED} .'wide'."):
+        train([], between=some_steps_ago, update_interval=4, rolling=False)
 
 
 @pytest.mark.parametrize(

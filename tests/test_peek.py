@@ -37,8 +37,10 @@ def casts(training):
             {"prefetch_bytes": 0},
             marks=pytest.mark.slow,
         ),
+        # Channels that have left are in no update that is under way.
+        (FIRST, {"rolling": False, "select_interval": 4}, {}),
     ],
-    ids=["first, donated", "second, added up on the device"],
+    ids=["first, donated", "second, added up on the device", "all at once"],
 )
 def test_a_peek_is_the_cast_of_every_master_and_does_not_change_a_bit_of_the_run(
     leaves, changes, options

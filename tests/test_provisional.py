@@ -18,7 +18,7 @@ OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "offload": False, "provisio
 
 def trained(params, gradients, **options):
     """The parameters after each step."""
-    tx = zenflow_jax.zenflow(RATE, **{**OPTIONS, **options})
+    tx = zenflow_jax.zenflow(**{"learning_rate": RATE, **OPTIONS, **options})
     state, seen = tx.init(params), []
 
     @jax.jit
@@ -46,6 +46,14 @@ def test_each_deferred_weight_moves_against_its_sign_by_the_share_of_the_rate(dt
         step = np.float32(SHARE * RATE) * np.sign(np.asarray(gradient, np.float32)[2:])
         old = np.asarray(jnp.asarray(old - step, dtype), np.float32)
         np.testing.assert_array_equal(now, old)
+
+
+def test_no_step_makes_a_small_float16_zero():
+    params = jnp.full((8, 3), 3e-5, jnp.float16)
+    first, second = trained(params, [params] * 2, learning_rate=2.0**-20)
+    np.testing.assert_array_equal(first[2:], np.float32(np.float16(3e-5)))
+    moved = np.float16(np.float32(np.float16(3e-5)) - np.float32(2.0**-21))
+    np.testing.assert_array_equal(second[2:], np.float32(moved))
 
 
 def test_the_first_step_a_warm_up_and_a_skipped_step_move_no_deferred_weight():

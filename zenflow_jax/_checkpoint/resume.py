@@ -208,7 +208,11 @@ def _check_options(
 
 
 #: What a negative number stands for.
-_OTHERWISE = {"window_scaling": "None", "staleness": "the next boundary"}
+_OTHERWISE = {
+    "window_scaling": "None",
+    "provisional_share": "None",
+    "staleness": "the next boundary",
+}
 
 
 def _in_words(name: str, option: np.ndarray) -> str:

@@ -142,7 +142,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         selects = (select, 0, 0)
     specs = [leaf.spec for leaf in state.leaves]
     rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
-    scaling = schedule.window_scaling
+    scaling, share = schedule.window_scaling, schedule.provisional_share
     return {
         # The number, the kind of rule, and the rule's share.
         "update_interval": np.array(windows, np.float32),
@@ -153,7 +153,7 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         "staleness": np.array(-1 if schedule.staleness is None else schedule.staleness, np.int32),
         # -1 for None.
         "window_scaling": np.array(-1 if scaling is None else scaling, np.float32),
-        "provisional_share": np.array(schedule.provisional_share or 0, np.float32),
+        "provisional_share": np.array(-1 if share is None else share, np.float32),
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges.

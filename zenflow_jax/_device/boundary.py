@@ -25,10 +25,11 @@ from zenflow_jax._device.ranges import cut, cut_state, put, put_state
 from zenflow_jax._device.rows import abstract_rows, join, row, split
 from zenflow_jax._device.samples import differ, sample_row, split_samples
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.state import LeafState, Reach
 from zenflow_jax._device.statistics import kept_share
-from zenflow_jax._device.step import furthest
+from zenflow_jax._device.step import strays
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.schedule import Schedule
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
@@ -63,9 +64,10 @@ def _merge(
     before: Array,
     now: Array,
     samples: Array,
-    reach: Array | None,
+    reach: Reach | None,
     *,
     specs: Specs,
+    schedule: Schedule | None,
 ) -> Merged:
     """The parameters, with a window's update on the channels that it covers.
 
@@ -77,6 +79,7 @@ def _merge(
         now: Channels that are selected since the window closed.
         samples: Samples of the parameters, from their last merge.
         reach: As the state has it.
+        schedule: The run's, if it takes provisional steps.
         specs: The leaves, or ranges of leaves.
     """
 
@@ -91,7 +94,11 @@ def _merge(
     ) -> tuple[Array, Array, Array]:
         selected = _selected(here, before, now)
         new = jnp.where(selected, weight, here.gather(upload))
-        return new, sample_row(new), _changed(here, weight, selected, sample, *reach)
+        return (
+            new,
+            sample_row(new),
+            _changed(here, weight, selected, sample, *reach, schedule=schedule),
+        )
 
     two = {True: iter(used_up), False: iter(others)}
     new, seen, changed = [], [], []
@@ -112,8 +119,9 @@ def _merge(
 
 # A merge uses up uploads, never the caller's parameters: those may be in use elsewhere. An upload
 # becomes the new parameter where it is as large as that.
-merge = jax.jit(_merge, static_argnames="specs", donate_argnames="used_up")
-merge_and_keep = jax.jit(_merge, static_argnames="specs")
+_STATIC = ("specs", "schedule")
+merge = jax.jit(_merge, static_argnames=_STATIC, donate_argnames="used_up")
+merge_and_keep = jax.jit(_merge, static_argnames=_STATIC)
 
 
 @partial(jax.jit, static_argnames="specs")
@@ -164,7 +172,13 @@ def _selected(here: Here, before: Array, now: Array) -> Array:
 
 
 def _changed(
-    here: Here, weight: Array, selected: Array, sample: Array, reach: Array | None
+    here: Here,
+    weight: Array,
+    selected: Array,
+    sample: Array,
+    reach: Reach | None,
+    *,
+    schedule: Schedule | None,
 ) -> Array:
     """How many samples of deferred channels are not where a step may have left them.
 
@@ -174,19 +188,21 @@ def _changed(
     now = sample_row(weight)
     changed = differ(now, sample, weight.dtype) & ~moved
     if reach is not None:
-        changed &= ~(jnp.abs(now - sample) <= furthest(reach))
+        assert schedule is not None
+        changed &= strays(now, sample, reach, weight.dtype, schedule)
     return here.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
 
 
-@partial(jax.jit, static_argnames="specs")
+@partial(jax.jit, static_argnames=_STATIC)
 def compare(
     weights: Arrays,
     before: Array,
     now: Array,
     samples: Array,
-    reach: Array | None,
+    reach: Reach | None,
     *,
     specs: Specs,
+    schedule: Schedule | None,
 ) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
@@ -194,7 +210,9 @@ def compare(
         here: Here, weight: Array, before: Array, now: Array, sample: Array, *reach: Any
     ) -> tuple[Array, Array]:
         selected = _selected(here, before, now)
-        return sample_row(weight), _changed(here, weight, selected, sample, *reach)
+        return sample_row(weight), _changed(
+            here, weight, selected, sample, *reach, schedule=schedule
+        )
 
     made = [
         on_each_device(

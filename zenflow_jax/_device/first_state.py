@@ -19,7 +19,7 @@ from zenflow_jax._device.channels import first_channels, take
 from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host
 from zenflow_jax._device.placing import with_shardings
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
+from zenflow_jax._device.state import LeafState, Reach, ZenFlowState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
@@ -108,7 +108,7 @@ def _build(
         if offload
         else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
         schedule_state=_first_schedule_state(specs, schedule, offload),
-        reach=jnp.zeros((), jnp.float32)
+        reach=Reach(*(jnp.zeros((), jnp.float32) for _ in Reach._fields))
         if offload and schedule.provisional_share is not None
         else None,
         layout={LAYOUT_NAME: jnp.array(version_number(), jnp.int32)},

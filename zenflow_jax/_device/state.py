@@ -7,7 +7,7 @@ shardings, shapes and wrapped variables use the same classes.
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -69,6 +69,18 @@ class LeafState(AsTuple):
         return f"{spec.name} {spec.dtype}[{shape}], {kind}: {named(self._asdict())}"
 
 
+class Reach(NamedTuple):
+    """The last provisional steps, of which older ones fade: float32 scalars.
+
+    Those of the last two windows count by more than a third. Scalars, because jit may write the
+    sharding of a vector in another way than it came.
+    """
+
+    total: Any  # the sum of their lengths
+    last: Any  # the last length
+    drift: Any  # the sum of the changes from one length to the next
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class ZenFlowState(AsTuple):
@@ -90,8 +102,8 @@ class ZenFlowState(AsTuple):
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
         schedule_state: What an adaptive schedule decides by; None with any other, or with an
             engine.
-        reach: float32 (). A measure of how far provisional steps have moved weights lately, as
-            `next_reach` makes it; None without such steps, or with `offload=False`.
+        reach: What is known of the last provisional steps; None without such steps, or with
+            `offload=False`.
         layout: int32 (), in a dict under a name that says which layout the state has
             (`_version.py`): the version of zenflow_jax that began the run.
         schedule: When windows close and channels are selected. Static.

@@ -21,7 +21,7 @@ from zenflow_jax._device.channels import (
 )
 from zenflow_jax._device.memory import to_host
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState, leaf_layout
+from zenflow_jax._device.state import LeafState, Reach, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule
@@ -143,19 +143,38 @@ def finite_and_clip_factor(
     return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
 
 
-def next_reach(reach: jax.Array, length: jax.Array, schedule: Schedule) -> jax.Array:
-    """The sum of the provisional steps' lengths, of which older ones fade.
+def next_reach(reach: Reach, length: jax.Array, schedule: Schedule) -> Reach:
+    """What is known of the last provisional steps after one of this length; 0 is none."""
+    length = jnp.abs(length)
+    fade = 1 - 1 / (2 * schedule.longest_window)
+    last = jnp.where(length > 0, length, reach.last)
+    drift = reach.drift * fade + jnp.where(reach.last > 0, jnp.abs(last - reach.last), 0)
+    return Reach(reach.total * fade + length, last, drift)
 
-    Those of the last two windows count by more than a third, so three times the sum is no less than
-    how far a weight can have moved since its last update.
+
+def strays(
+    now: jax.Array, before: jax.Array, reach: Reach, dtype: Any, schedule: Schedule
+) -> jax.Array:
+    """Bool: where a weight is not where provisional steps since its last update can have left it.
+
+    These are steps of nearly one length, up or down: a weight has moved by a multiple of it. In low
+    precision each step is rounded, by more than its length if that is short.
+
+    Args:
+        now: Values of a leaf of `dtype`, in float32.
+        before: The same after the update.
+        reach: As the state has it.
+        schedule: Of the run.
     """
-    return reach * (1 - 1 / (2 * schedule.longest_window)) + length
-
-
-def furthest(reach: Any) -> Any:
-    """No weight is further from its last update than this, given the state's `reach`."""
+    steps, kind = 2 * schedule.longest_window, jnp.finfo(dtype)
+    far, last = jnp.abs(now - before), reach.last
+    # What faded counts by more than a third.
+    slack = 3 * reach.drift * steps + steps * float(kind.eps) * (jnp.abs(now) + jnp.abs(before))
+    slack = slack + steps * float(kind.smallest_subnormal)
+    times = jnp.round(far / jnp.where(last > 0, last, 1))
+    on_grid = jnp.abs(far - times * last) <= slack
     # A step that is rounded is at most twice as long as it should be, or nothing.
-    return 6 * reach
+    return ~((far <= 6 * reach.total + slack) & on_grid)
 
 
 def step_selected(
@@ -283,8 +302,11 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
         return -step
     kind, old = jnp.finfo(p.dtype), p.astype(jnp.float32)
     # Not a pair of casts, which a compiler may leave out: the change is then not the difference of
-    # two numbers that `p` can be.
-    new = jax.lax.reduce_precision(old - step, kind.nexp, kind.nmant)
+    # two numbers that `p` can be. It makes subnormal numbers zero, though.
+    new = old - step
+    normal = jnp.abs(new) >= float(kind.smallest_normal)
+    rounded = jax.lax.reduce_precision(new, kind.nexp, kind.nmant)
+    new = jnp.where(normal, rounded, new.astype(p.dtype).astype(jnp.float32))
     return new - old
 
 

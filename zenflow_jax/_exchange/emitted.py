@@ -30,9 +30,9 @@ from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule
 
 #: Leaves that are compared together, and the least steps from one comparison to the next. Each leaf
-#: costs the dispatch of two small programs.
+#: costs the dispatch of two small programs. A prime, so that looks fall on all steps of a window.
 LEAVES_PER_LOOK = 8
-APART = 8
+APART = 7
 #: Channels that are compared in each stack entry.
 _CHANNELS = 4
 #: How far two programs may differ, relatively: in a step, whose `1 - b**n` may be off by a few

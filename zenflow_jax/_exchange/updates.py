@@ -48,6 +48,7 @@ from zenflow_jax._exchange.parts import (
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.schedule import Schedule
 
 
 @dataclasses.dataclass
@@ -115,7 +116,8 @@ class Updates:
             seen = abstract_samples(mine, group.specs)
             key = ("merge", number)
             reach = jax.tree.map(abstract, state.reach)
-            self._ahead.prepare(key, merge, mine, *two, rows, rows, seen, reach, specs=group.specs)
+            static = {"specs": group.specs, "schedule": _of_provisional_steps(state)}
+            self._ahead.prepare(key, merge, mine, *two, rows, rows, seen, reach, **static)
             if measures:
                 scores, channels = [s.scores for s in states], [s.channels for s in states]
                 key = ("measure", number)
@@ -219,7 +221,8 @@ class Updates:
                 # changed until now, as `before` is gone, which knew the channels that left.
                 rows, mine = self._both_rows(number, before), group.pick(weights)
                 old = self._samples[number]
-                seen, changed = compare(mine, *rows, old, state.reach, specs=group.specs)
+                static = {"specs": group.specs, "schedule": _of_provisional_steps(state)}
+                seen, changed = compare(mine, *rows, old, state.reach, **static)
             else:
                 uploads = self._fetch_rest(group, uploads, state.step)
                 new, seen, changed = self._merge(number, weights, uploads, before, state)
@@ -259,8 +262,8 @@ class Updates:
             if not uploads:
                 continue
             uploads = self._fetch_rest(group, uploads, state.step)
-            before = None if pending is None else pending.before
-            merged = self._merge(number, weights, uploads, before, state, keep=True)
+            # Not by the channels of then: those that have left since may have moved provisionally.
+            merged = self._merge(number, weights, uploads, None, state, keep=True)
             for i, weight in zip(group.leaves, merged.weights, strict=True):
                 weights[i] = weight
         return weights
@@ -301,10 +304,11 @@ class Updates:
         rows = self._both_rows(number, before)
         two = uploads_in_two(new, group.specs)
         arrays = (mine, *two, *rows, self._samples[number], state.reach)
+        static = {"specs": group.specs, "schedule": _of_provisional_steps(state)}
         if keep:  # rare, and compiled where it is called
-            merged = merge_and_keep(*arrays, specs=group.specs)
+            merged = merge_and_keep(*arrays, **static)
         else:
-            merged = self._ahead.call(("merge", number), merge, *arrays, specs=group.specs)
+            merged = self._ahead.call(("merge", number), merge, *arrays, **static)
         placed = (as_before(x, weight) for x, weight in zip(merged.weights, mine, strict=True))
         return merged._replace(weights=list(placed))
 
@@ -480,6 +484,10 @@ class Updates:
             ]
             like = abstract_channel_rows(group.pick(weights), group.specs)
             self._pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
+
+
+def _of_provisional_steps(state: ZenFlowState) -> Schedule | None:
+    return None if state.reach is None else state.schedule
 
 
 def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:
