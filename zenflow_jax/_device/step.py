@@ -169,8 +169,10 @@ def strays(
     steps, kind = 2 * schedule.longest_window, jnp.finfo(dtype)
     far, last = jnp.abs(now - before), reach.last
     # What faded counts by more than a third.
-    slack = 3 * reach.drift * steps + steps * float(kind.eps) * (jnp.abs(now) + jnp.abs(before))
-    slack = slack + steps * float(kind.smallest_subnormal)
+    # A weight may have been further away in between, and was rounded there.
+    largest = jnp.abs(now) + jnp.abs(before) + 3 * reach.total
+    rounding = float(kind.eps) * largest + float(kind.smallest_subnormal)
+    slack = steps * (3 * reach.drift + rounding)
     times = jnp.round(far / jnp.where(last > 0, last, 1))
     on_grid = jnp.abs(far - times * last) <= slack
     # A step that is rounded is at most twice as long as it should be, or nothing.
