@@ -265,10 +265,8 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     rows = boundary.abstract_channel_rows(mine, specs)
     two = boundary.uploads_in_two(uploads, specs)
     samples = abstract_samples(mine, specs)
-    schedule = state.schedule if state.reach is not None else None
-    merge = boundary.merge.lower(
-        mine, *two, rows, rows, samples, state.reach, specs=specs, schedule=schedule
-    )
+    static = {"specs": specs, "window": state.schedule.longest_window}
+    merge = boundary.merge.lower(mine, *two, rows, rows, samples, state.reach, **static)
     return report(merge.compile(), params)
 
 

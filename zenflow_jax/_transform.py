@@ -290,7 +290,8 @@ def zenflow(
         reach, length = state.reach, None
         if share is not None:
             length = state.schedule.provisional_step(step, scalars.learning_rate, finite, jnp)
-            reach = None if reach is None else next_reach(reach, length, state.schedule)
+            if reach is not None:
+                reach = next_reach(reach, length, state.schedule.longest_window)
 
         stepped = [
             step_selected(p, s, leaf, scalars, factor, finite, length)

@@ -29,7 +29,6 @@ from zenflow_jax._device.state import LeafState, Reach
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._device.step import strays
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.schedule import Schedule
 
 Arrays = Sequence[Array]
 Specs = tuple[LeafSpec, ...]
@@ -67,7 +66,7 @@ def _merge(
     reach: Reach | None,
     *,
     specs: Specs,
-    schedule: Schedule | None,
+    window: int,
 ) -> Merged:
     """The parameters, with a window's update on the channels that it covers.
 
@@ -79,8 +78,8 @@ def _merge(
         now: Channels that are selected since the window closed.
         samples: Samples of the parameters, from their last merge.
         reach: As the state has it.
-        schedule: The run's, if it takes provisional steps.
         specs: The leaves, or ranges of leaves.
+        window: The most steps of a window.
     """
 
     def one(
@@ -90,15 +89,11 @@ def _merge(
         before: Array,
         now: Array,
         sample: Array,
-        *reach: Any,
+        reach: Reach | None,
     ) -> tuple[Array, Array, Array]:
         selected = _selected(here, before, now)
         new = jnp.where(selected, weight, here.gather(upload))
-        return (
-            new,
-            sample_row(new),
-            _changed(here, weight, selected, sample, *reach, schedule=schedule),
-        )
+        return new, sample_row(new), _changed(here, weight, selected, sample, reach, window)
 
     two = {True: iter(used_up), False: iter(others)}
     new, seen, changed = [], [], []
@@ -117,9 +112,9 @@ def _merge(
     return Merged(tuple(new), join(seen), jnp.stack(changed))
 
 
+_STATIC = ("specs", "window")
 # A merge uses up uploads, never the caller's parameters: those may be in use elsewhere. An upload
 # becomes the new parameter where it is as large as that.
-_STATIC = ("specs", "schedule")
 merge = jax.jit(_merge, static_argnames=_STATIC, donate_argnames="used_up")
 merge_and_keep = jax.jit(_merge, static_argnames=_STATIC)
 
@@ -177,8 +172,7 @@ def _changed(
     selected: Array,
     sample: Array,
     reach: Reach | None,
-    *,
-    schedule: Schedule | None,
+    window: int,
 ) -> Array:
     """How many samples of deferred channels are not where a step may have left them.
 
@@ -188,8 +182,7 @@ def _changed(
     now = sample_row(weight)
     changed = differ(now, sample, weight.dtype) & ~moved
     if reach is not None:
-        assert schedule is not None
-        changed &= strays(now, sample, reach, weight.dtype, schedule)
+        changed &= strays(now, sample, reach, weight.dtype, window)
     return here.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
 
 
@@ -202,17 +195,20 @@ def compare(
     reach: Reach | None,
     *,
     specs: Specs,
-    schedule: Schedule | None,
+    window: int,
 ) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
     def one(
-        here: Here, weight: Array, before: Array, now: Array, sample: Array, *reach: Any
+        here: Here,
+        weight: Array,
+        before: Array,
+        now: Array,
+        sample: Array,
+        reach: Reach | None,
     ) -> tuple[Array, Array]:
         selected = _selected(here, before, now)
-        return sample_row(weight), _changed(
-            here, weight, selected, sample, *reach, schedule=schedule
-        )
+        return sample_row(weight), _changed(here, weight, selected, sample, reach, window)
 
     made = [
         on_each_device(

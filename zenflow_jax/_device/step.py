@@ -24,7 +24,6 @@ from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
 
@@ -143,18 +142,19 @@ def finite_and_clip_factor(
     return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
 
 
-def next_reach(reach: Reach, length: jax.Array, schedule: Schedule) -> Reach:
-    """What is known of the last provisional steps after one of this length; 0 is none."""
+def next_reach(reach: Reach, length: jax.Array, window: int) -> Reach:
+    """What is known of the last provisional steps after one of this length; 0 is none.
+
+    `window` is the most steps of a window.
+    """
     length = jnp.abs(length)
-    fade = 1 - 1 / (2 * schedule.longest_window)
+    fade = 1 - 1 / (2 * window)
     last = jnp.where(length > 0, length, reach.last)
     drift = reach.drift * fade + jnp.where(reach.last > 0, jnp.abs(last - reach.last), 0)
     return Reach(reach.total * fade + length, last, drift)
 
 
-def strays(
-    now: jax.Array, before: jax.Array, reach: Reach, dtype: Any, schedule: Schedule
-) -> jax.Array:
+def strays(now: jax.Array, before: jax.Array, reach: Reach, dtype: Any, window: int) -> jax.Array:
     """Bool: where a weight is not where provisional steps since its last update can have left it.
 
     These are steps of nearly one length, up or down: a weight has moved by a multiple of it. In low
@@ -164,9 +164,9 @@ def strays(
         now: Values of a leaf of `dtype`, in float32.
         before: The same after the update.
         reach: As the state has it.
-        schedule: Of the run.
+        window: The most steps of a window.
     """
-    steps, kind = 2 * schedule.longest_window, jnp.finfo(dtype)
+    steps, kind = 2 * window, jnp.finfo(dtype)
     far, last = jnp.abs(now - before), reach.last
     # What faded counts by more than a third.
     # A weight may have been further away in between, and was rounded there.

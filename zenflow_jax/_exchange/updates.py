@@ -48,7 +48,6 @@ from zenflow_jax._exchange.parts import (
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.schedule import Schedule
 
 
 @dataclasses.dataclass
@@ -116,7 +115,7 @@ class Updates:
             seen = abstract_samples(mine, group.specs)
             key = ("merge", number)
             reach = jax.tree.map(abstract, state.reach)
-            static = {"specs": group.specs, "schedule": _of_provisional_steps(state)}
+            static = {"specs": group.specs, "window": state.schedule.longest_window}
             self._ahead.prepare(key, merge, mine, *two, rows, rows, seen, reach, **static)
             if measures:
                 scores, channels = [s.scores for s in states], [s.channels for s in states]
@@ -221,7 +220,7 @@ class Updates:
                 # changed until now, as `before` is gone, which knew the channels that left.
                 rows, mine = self._both_rows(number, before), group.pick(weights)
                 old = self._samples[number]
-                static = {"specs": group.specs, "schedule": _of_provisional_steps(state)}
+                static = {"specs": group.specs, "window": state.schedule.longest_window}
                 seen, changed = compare(mine, *rows, old, state.reach, **static)
             else:
                 uploads = self._fetch_rest(group, uploads, state.step)
@@ -304,7 +303,7 @@ class Updates:
         rows = self._both_rows(number, before)
         two = uploads_in_two(new, group.specs)
         arrays = (mine, *two, *rows, self._samples[number], state.reach)
-        static = {"specs": group.specs, "schedule": _of_provisional_steps(state)}
+        static = {"specs": group.specs, "window": state.schedule.longest_window}
         if keep:  # rare, and compiled where it is called
             merged = merge_and_keep(*arrays, **static)
         else:
@@ -484,10 +483,6 @@ class Updates:
             ]
             like = abstract_channel_rows(group.pick(weights), group.specs)
             self._pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
-
-
-def _of_provisional_steps(state: ZenFlowState) -> Schedule | None:
-    return None if state.reach is None else state.schedule
 
 
 def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:
