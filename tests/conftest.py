@@ -2,11 +2,10 @@
 
 Nothing here chooses a platform. A test that needs another set-up starts a process of its own.
 
-Compiling is most of the work of these tests. So the compiler for CPUs does not optimize here, nor
-in the processes that tests start: the programs are the same down to the instructions of XLA, and
-only the machine code of each is simpler. How optimized code rounds, which is what users have, is
-held to what is trusted where `runs.OPTIMIZED` stands. `XLA_FLAGS=--xla_backend_optimization_level=3
-make test` optimizes everything, and takes thrice as long.
+Compiling is most of the work of these tests. So the compiler for CPUs does not optimize, here or in
+the processes that tests start, but in the modules of `OPTIMIZED`, which compare bits: their steps
+are compiled as users have them. `XLA_FLAGS=--xla_backend_optimization_level=3 make test` optimizes
+everything, and takes thrice as long.
 
 Many tests compile the same programs: workers of pytest-xdist, and the processes that tests start.
 So jax's compilation cache, in a folder that lives as long as the tests run, is shared by all of
@@ -23,12 +22,24 @@ import tempfile
 from importlib.metadata import entry_points
 
 import jax
+import jaxtyping
 import pytest
 from hypothesis import settings
 
-from tests.checked_types import check_types, limit_checks
-from tests.processes import QUICK_TO_COMPILE
-from tests.shared_context import share_context
+from tests import processes
+
+# Modules of tests that compare bits between programs or with a reference.
+OPTIMIZED = {
+    "test_elastic",
+    "test_engine_save",
+    "test_equality",
+    "test_loaded_weights",
+    "test_peek",
+    "test_placements",
+    "test_provisional",
+    "test_resume",
+    "test_several_processes",
+}
 
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -39,10 +50,14 @@ if importlib.util.find_spec("tunix") is None:
 
 # XLA reads them when jax starts its first backend. That for GPUs has none but optimized code, so
 # where it may be used, which is where a plugin of jax is installed, they stay away.
-if "optimization_level" not in os.environ.get("XLA_FLAGS", "") and not entry_points(
-    group="jax_plugins"
+if (
+    not os.environ.get("NOQ")
+    and "optimization_level" not in os.environ.get("XLA_FLAGS", "")
+    and not entry_points(group="jax_plugins")
 ):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} {processes.QUICK_TO_COMPILE}".strip()
+    )
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that started this one set it
     folder = tempfile.mkdtemp(prefix="zenflow_jax-compiled-")
@@ -61,9 +76,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that start
 # depends on them, and the compilation cache does not look at them.
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
-
-share_context()
-limit_checks()
 
 # Most tests make few steps: what an engine compiles ahead they would never call. Those of
 # `test_ahead.py` do.
@@ -93,8 +105,13 @@ def no_picture(monkeypatch):
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Each annotated function of the library is called by some test that is not slow.
-    check_types(item.get_closest_marker("slow") is None)
+    # The annotations of the library are checked in tests that are not slow, which call each
+    # annotated function. What a slow test has traced would not be traced again.
+    slow = item.get_closest_marker("slow") is not None
+    if jaxtyping.config.jaxtyping_disable and not slow:
+        jax.clear_caches()
+    jaxtyping.config.update("jaxtyping_disable", slow)
+    processes.optimized = item.path.stem in OPTIMIZED
     # Asked only when a marked test is about to run: asking starts jax's backends.
     if item.get_closest_marker("gpu") and all(d.platform == "cpu" for d in jax.devices()):
         pytest.skip(f"needs an accelerator; jax.devices() has only {jax.devices()}")

@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests import warm
-
 # A seventh of the time that XLA takes for a step by default. The last one, which is no flag of its
 # own, leaves out what writes each fused loop by way of MLIR. Checked on jax 0.10.2 and 0.11.2, with
 # `xla_backend_extra_options` and without; a version that does not know it ignores it.
@@ -23,19 +21,19 @@ QUICK_TO_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 
+# Whether the test that runs compares bits: its steps, and the processes that it starts, are
+# compiled as users have it. `conftest.py` says so before each test.
+optimized = False
+
 
 def start_process(
     module: str, function: str, *args: Any, devices: int | None = None
 ) -> subprocess.Popen:
-    """`function` of a module of these tests in an interpreter of its own.
-
-    With so many devices it has imported already; without a number it is an interpreter as anybody
-    starts it.
-    """
+    """Calls a function of one of the test modules in a new interpreter."""
     code = f"from tests import {module}; {module}.{function}(*{args!r})"
     settings = environment(devices)
     return subprocess.Popen(
-        [*(warm.interpreter(settings) if devices else [sys.executable]), "-c", code],
+        [sys.executable, "-c", code],
         cwd=Path(__file__).parents[1],
         env=settings,
         stdout=subprocess.PIPE,
@@ -45,14 +43,12 @@ def start_process(
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
-    """That of a process whose CPU is so many devices to jax.
-
-    Programs of several devices are divided as ever, but the machine code is not optimized. How it
-    rounds where it is optimized is seen on one device.
-    """
+    """The environment of a process whose CPU is so many devices to jax."""
     if devices is None:
         return dict(os.environ)
-    flags = f"--xla_force_host_platform_device_count={devices} {QUICK_TO_COMPILE}"
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    if not optimized:
+        flags += f" {QUICK_TO_COMPILE}"
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
@@ -104,7 +100,7 @@ class Group:
         code, settings = "from tests import processes; processes.serve()", environment(self.size[1])
         with self._output(me).open("ab") as output:
             return subprocess.Popen(
-                [*warm.interpreter(settings), "-c", code],
+                [sys.executable, "-c", code],
                 cwd=Path(__file__).parents[1],
                 env=settings,
                 stdin=subprocess.PIPE,

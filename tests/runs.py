@@ -18,6 +18,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import zenflow_jax
+from tests import processes
 from tests.reference import Reference, Settings
 
 # Float32, the same operations in another order; parameters up to 4, where a unit in the last place
@@ -200,7 +201,7 @@ def programs(
 ) -> tuple[Any, Any]:
     """Transformation and jitted step, compiled once however many runs use them."""
     tx = transformation(leaves, settings, offload=offload, partition_replicated=partition)
-    return tx, jitted(tx, donate=donate, optimized=optimized)
+    return tx, jitted(tx, donate=donate)
 
 
 @functools.cache
@@ -217,7 +218,7 @@ def init_on_devices(
     return jax.jit(tx.init)
 
 
-# What XLA does by default, and `processes.QUICK_TO_COMPILE` has switched off: these go over it.
+# What XLA does by default; `processes.QUICK_TO_COMPILE` switches it off.
 OPTIMIZED = {
     "xla_backend_optimization_level": 3,
     "xla_cpu_parallel_codegen_split_count": 32,
@@ -225,13 +226,13 @@ OPTIMIZED = {
 }
 
 
-def jitted(tx: Any, *, donate: bool = False, optimized: bool = False) -> Any:
+def jitted(tx: Any, *, donate: bool = False) -> Any:
     """A user's training step, (params, state, gradients) to (params, state)."""
 
     @functools.partial(
         jax.jit,
         donate_argnums=(0, 1) if donate else (),
-        compiler_options=OPTIMIZED if optimized else None,
+        compiler_options=OPTIMIZED if processes.optimized else None,
     )
     def step(params, state, gradients):
         with jax.numpy_dtype_promotion("standard"):
@@ -256,7 +257,6 @@ class Training:
         shardings: Of each leaf, a `NamedSharding`; None is one device.
         partition: Whether devices that hold the same share the work on it.
         send_gradients: In place of what the settings say.
-        optimized: Whether the step is compiled as users have it; it takes seven times as long.
         gradients: Makes those of a step, as `gradients` does.
         initial: Makes the parameters, as `initial_values` does.
         engine: Arguments of the engine.
@@ -273,7 +273,6 @@ class Training:
         shardings: Any = None,
         partition: bool = True,
         send_gradients: str | None = None,
-        optimized: bool = False,
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
         initial: Callable[..., dict[str, np.ndarray]] = initial_values,
         **engine: Any,
@@ -282,7 +281,9 @@ class Training:
             settings = dataclasses.replace(settings, send_gradients=send_gradients)
         self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
-        self.tx, self.program = programs(leaves, settings, offload, donate, partition, optimized)
+        self.tx, self.program = programs(
+            leaves, settings, offload, donate, partition, processes.optimized
+        )
         self.params = place(initial(leaves, seed), shardings)
         init = self.tx.init
         if offload and shardings is not None:  # else as most users call it, outside of jit

@@ -27,7 +27,6 @@ from safetensors.numpy import load_file
 import zenflow_jax
 from benchmarks import kill_test
 from tests import runs as optimizer_runs
-from tests import warm
 from tests.cut_short import cut_short
 from tests.processes import environment
 from tests.runs import Leaf, Training
@@ -53,16 +52,14 @@ def runs(tmp_path_factory):
     The first comes after a save, the second while one is written, the third at the start.
     """
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", warm.executable(environment(1)))
-        return folder, kill_test.kill_test(folder, kills=3, seed=41, start_s=1.0)
+    return folder, kill_test.kill_test(folder, kills=3, seed=41)
 
 
 def start(config: Path, run: str, *options: str) -> subprocess.Popen:
     """As `kill_test.start`."""
     settings = environment(1)
     return subprocess.Popen(
-        [*warm.interpreter(settings), "-m", "train.finetune", config, "--run", run, *options],
+        [sys.executable, "-m", "train.finetune", config, "--run", run, *options],
         cwd=kill_test.ROOT,
         env=settings,
         stdout=subprocess.PIPE,

@@ -1,11 +1,11 @@
 """Runs the tests of `eight_devices/`, which need as many, in a process that has them."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.processes import environment
 
 FOLDER = Path(__file__).parent / "eight_devices"
@@ -17,11 +17,9 @@ FOLDER = Path(__file__).parent / "eight_devices"
 @pytest.mark.slow
 def test_on_eight_devices():
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
-    # Plugins of pytest's are among what the process has imported already.
-    options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     settings = environment(8)
     run = subprocess.run(
-        [*warm.interpreter(settings), "-m", "pytest", *options, str(FOLDER)],
+        [sys.executable, "-m", "pytest", *options, str(FOLDER)],
         cwd=FOLDER.parents[1],
         env=settings,
         capture_output=True,

@@ -32,19 +32,18 @@ WARM = dict(
 )
 
 
-def modes(leaves, options, seed, *, optimized=False):
+def modes(leaves, options, seed):
     """The run in-graph, and with an engine; its kernel and threads go by the seed."""
-    more = {"seed": seed, "optimized": optimized}
-    yield Training(leaves, options, offload=False, **more)
+    yield Training(leaves, options, seed=seed, offload=False)
     # Numba compiles each pair of dtypes anew; `test_host_adam.py` has those that differ.
     kernel = "numpy" if options.transfer_dtype else KERNELS[seed]
-    yield Training(leaves, options, host_kernel=kernel, threads=1 + seed, **more)
+    yield Training(leaves, options, seed=seed, host_kernel=kernel, threads=1 + seed)
 
 
 def assert_equals_adamw(leaves, options, steps=STEPS):
     for seed in SEEDS:
         expected = runs.adamw(leaves, options.max_grad_norm, options.weight_decay, steps, seed)
-        for training in modes(leaves, options, seed, optimized=True):
+        for training in modes(leaves, options, seed):
             with training:
                 runs.assert_close([p for _, p in training.follow(Plan(steps))], expected)
 
@@ -267,7 +266,7 @@ def test_neither_donating_nor_when_gradients_leave_changes_a_bit():
     histories = []
     for sending in ("during_step", "after_step"):
         for donate in (False, True):
-            more = {"donate": donate, "send_gradients": sending, "optimized": True}
+            more = {"donate": donate, "send_gradients": sending}
             with Training(runs.FEW[:2], options, host_kernel="numpy", **more) as training:
                 histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
     for history in histories[1:]:
@@ -285,7 +284,7 @@ def test_a_sum_on_the_device_of_one_step_is_its_gradient():
             provisional_share=0.5,
             send_gradients=sending,
         )
-        with Training(runs.FEW, options, optimized=True, host_kernel="numpy") as training:
+        with Training(runs.FEW, options, host_kernel="numpy") as training:
             histories.append(training.history(Plan(7, bad=(3,), flush_at=(5,))))
     runs.assert_same_bits(*histories)
 

@@ -23,7 +23,6 @@ from benchmarks.gpu_stages.plan import Machine
 from benchmarks.on_gpu import STAGES
 from benchmarks.step_time_model import llama, make_model
 from benchmarks.step_time_peers import PEERS
-from tests import warm
 from tests.failing_stages import failing
 from zenflow_jax._exchange import mailbox
 
@@ -48,13 +47,7 @@ def run(stages, out, *, seconds=100.0):
 def rehearse(name, out, cache):
     """Runs one stage as the command does; what it found, by title."""
     (stage,) = [stage for stage in STAGES if stage.name == name]
-    with pytest.MonkeyPatch.context() as patch:
-        # It has imported, and so has what the stage starts.
-        settings = on_gpu._environment(cache, rehearse=True)
-        patch.setattr(sys, "executable", warm.executable(settings))
-        (outcome,) = on_gpu.run(
-            [stage], out, seconds=600, rehearse=True, command="a test", cache=cache
-        )
+    (outcome,) = on_gpu.run([stage], out, seconds=600, rehearse=True, command="a test", cache=cache)
     text = (out / "report.md").read_text(encoding="utf-8")
     assert outcome.ended == "done", text + (out / "log.txt").read_text(encoding="utf-8")
     assert "A rehearsal on a CPU" in text

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 
 from benchmarks import kill_test
-from tests import warm
 from tests.processes import environment, reserved_port
 from train import finetune, models
 from train.data import check_batch
@@ -73,7 +73,7 @@ def test_a_signal_is_answered_at_once_and_the_next_one_aborts(number, counts_as)
 def stuck(phase):
     settings = environment(1)
     process = subprocess.Popen(
-        [*warm.interpreter(settings), "-c", STUCK, phase],
+        [sys.executable, "-c", STUCK, phase],
         env=settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -123,7 +123,7 @@ def test_in_several_processes_sigterm_is_answered_at_once_and_reaches_the_others
     settings = environment(1)
     with reserved_port() as port:
         done = subprocess.run(
-            [*warm.interpreter(settings), "-c", ONE_OF_TWO, str(port)],
+            [sys.executable, "-c", ONE_OF_TWO, str(port)],
             env=settings,
             capture_output=True,
             text=True,

@@ -10,6 +10,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +19,6 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from tests import warm
 from tests.processes import environment, reserved_port
 from train import finetune, models, processes, sharding
 from train.command_line import load_settings, read_command_line
@@ -341,7 +341,7 @@ def config_file(folder: Path, **settings) -> str:
 def start(*command: str, devices: int) -> subprocess.Popen:
     settings = environment(devices)
     return subprocess.Popen(
-        [*warm.interpreter(settings), *command],
+        [sys.executable, *command],
         cwd=ROOT,
         env=settings,
         stdout=subprocess.PIPE,
