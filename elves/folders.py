@@ -16,8 +16,8 @@ from pathlib import Path
 
 from elves.files import Info, PackedFile, PlainFile, open_tensors
 from elves.header import BYTES, ElvesError, Header, is_packed, read_header
-from elves.whole import is_unfinished, made_whole
 from elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
+from train.whole import is_unfinished, made_whole
 
 SAFE = ".safetensors"
 # Behind the name of a packed file that was no safetensors: 0.2 wrote such ones of checkpoints.

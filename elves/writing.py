@@ -35,7 +35,7 @@ from elves.header import (
     encoded,
     longest,
 )
-from elves.whole import made_whole
+from train.whole import made_whole
 
 # Of a smaller tensor a copy costs no more than to say what it is a copy of.
 _LEAST_DUPLICATE = 256

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from train import whole
-from train.whole import exchange, remove_leftovers, replace_text, unfinished
+from train.whole import exchange, made_whole, remove_leftovers, replace_text
 
 
 def of_user(folder):
@@ -24,7 +24,7 @@ def names(folder):
 def test_what_is_not_whole_is_removed_and_nothing_else(tmp_path):
     before = of_user(tmp_path)
     for folder in (False, True):
-        with pytest.raises(ZeroDivisionError), unfinished(tmp_path / "x", folder=folder) as part:
+        with pytest.raises(ZeroDivisionError), made_whole(tmp_path / "x", folder=folder) as part:
             _ = 1 / (part.is_dir() - folder)
     assert names(tmp_path) == before
     replace_text(tmp_path / "x", "new")
@@ -36,9 +36,9 @@ def test_what_is_not_whole_is_removed_and_nothing_else(tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from train.whole import unfinished
+from train.whole import made_whole
 place = Path(sys.argv[1])
-with unfinished(place, folder=True) as part:
+with made_whole(place, folder=True) as part:
     (part / "half").write_text("x")
     if len(sys.argv) > 2:
         place.rename(part / part.name)

@@ -26,10 +26,10 @@ import tyro
 
 from elves.folders import Result, check_path, pack_path, restore_path, results
 from elves.header import ElvesError, Tensor
-from elves.whole import finished
 from elves.writing import Options
 from train.arguments import read_arguments
 from train.checksums import CHECKSUMS, UNPACKED
+from train.whole import finished
 
 PROGRAM = "python -m train.compress"
 # Rows of single tensors in a report: the largest ones.

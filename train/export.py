@@ -24,7 +24,7 @@ from train.run_description import description_of_model
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 from train.settings import Settings, SettingsError
 from train.tasks.chosen import labels_and_best
-from train.whole import unfinished
+from train.whole import made_whole
 
 
 def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:
@@ -101,12 +101,11 @@ def _build(settings, origin, labels):
 def _copy(model: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished(target, folder=True) as part:
+        with made_whole(target, folder=True) as part:
             if model.is_dir():
                 shutil.copytree(model, part, dirs_exist_ok=True)
             else:
                 shutil.copyfile(model, part / model.name)
-            part.rename(target)
     except OSError as error:
         raise CheckpointError(
             f"expected to copy {model} to {target}, got: {error}. Make room there, see to its "

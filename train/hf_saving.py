@@ -7,7 +7,6 @@ model.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from train.hf_tensors import (
 )
 from train.pretrained import Pretrained
 from train.tensor_file import Entry, write_file
-from train.whole import exchange, unfinished
+from train.whole import exchange, made_whole
 
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
 
@@ -101,7 +100,7 @@ def save_folder(
         if processes.is_first():
             _check_replaceable(path, pretrained.folder)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished(path, folder=True) as part:
+            with made_whole(path, folder=True) as part:
                 entries = [
                     Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
                     for of, dtype in zip(sources, dtypes, strict=True)
@@ -109,16 +108,14 @@ def save_folder(
                 ]
                 _write_tensors(part, entries, tensors, max_shard_bytes)
                 content = _config(pretrained, dict(leaves), entries, labels)
-                _write(part / CONFIG, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
                 for name in COPIED:
                     if (pretrained.folder / name).is_file():
                         shutil.copyfile(pretrained.folder / name, part / name)
-                for name, text in (texts or {}).items():
-                    _write(part / name, text)
+                config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+                for name, text in {CONFIG: config, **(texts or {})}.items():
+                    (part / name).write_text(text, encoding="utf-8")
                 if path.exists():
                     exchange(part, path)
-                else:
-                    part.rename(path)
     except OSError as error:
         raise ModelError(
             f"expected to write the model to {path}, got: {error}. Make room there, see to its "
@@ -168,7 +165,7 @@ def _write_tensors(
         files |= dict.fromkeys((entry.name for entry in shard), name)
     total = sum(entry.bytes for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    _write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _config(
@@ -216,10 +213,3 @@ def _check_replaceable(path: Path, origin: Path) -> None:
             f"expected a new folder or one with nothing but a model to write to, got {path}, which "
             f"holds {', '.join(sorted(others)[:3])}. Name a new folder."
         )
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

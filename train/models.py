@@ -25,7 +25,7 @@ from train.settings import Settings, SettingsError
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
 from train.tensor_file import Entry, write_file
-from train.whole import unfinished
+from train.whole import made_whole
 
 # Where the trained weights go, in the folder of the run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
@@ -222,9 +222,8 @@ def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) 
     tensors = (np.ascontiguousarray(processes.whole(x), np.float32) for x in values)
     try:
         if processes.is_first():
-            with unfinished(path) as part:
+            with made_whole(path) as part:
                 write_file(part, entries, tensors)
-                part.replace(path)
     except OSError as error:
         raise CheckpointError(
             f"expected to write the model to {path}, got: {error}. Make room there or see to its "

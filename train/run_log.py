@@ -36,7 +36,7 @@ from tensorboardX.record_writer import RecordWriter
 from train.meter import Row
 from train.run_folder import naming
 from train.schedule import ScheduleRow
-from train.whole import unfinished
+from train.whole import made_whole
 
 # TensorBoard looks every 30 s.
 BOARD_EVERY_S = 30.0
@@ -223,10 +223,9 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
 def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
     """A CSV file with these lines in it, open for the next ones."""
     # Whole before it has its name: a run that is killed in between still has the old one.
-    with naming(path), unfinished(path) as part:
+    with naming(path), made_whole(path) as part:
         with open(part, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(lines)
-        part.replace(path)
     return open(path, "a", newline="", encoding="utf-8")
 
 

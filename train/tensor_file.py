@@ -10,7 +10,6 @@ References:
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,5 +53,3 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarra
             value = next(tensors)
             assert (value.dtype, value.shape) == (entry.dtype, entry.shape)
             file.write(value.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -20,16 +20,75 @@ _NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 
 
 @contextmanager
-def unfinished(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """A new, empty file or folder beside `path`, to be renamed to it when it is whole.
+def made_whole(path: Path, *, folder: bool = False) -> Iterator[Path]:
+    """Yields a new, empty file or folder beside `path`.
 
-    What has not been renamed is removed at the end.
+    When the block ends it is put on the disk and gets its name, in the place of a file or an empty
+    folder that has it. After an error it is removed. The block may remove it, or move it elsewhere.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If it cannot be made or written.
     """
     path = path.absolute()
     remove_leftovers(path)
+    with _part_of(path, folder) as part:
+        yield part
+        if part.exists():
+            _sync_all(part)
+            part.replace(path)
+            _sync(path.parent)
+
+
+def exchange(new: Path, path: Path) -> None:
+    """Puts a folder in the place of another one, which is removed.
+
+    Raises:
+        OSError: If that fails. The old one is in its place then.
+    """
+    path = path.absolute()
+    if new.exists():
+        _sync_all(new)
+    with _part_of(path, folder=True) as part:
+        path.rename(_old(part))
+        new.rename(path)
+        _sync(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file that is the old one or the new one, whenever the process is killed."""
+    with made_whole(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed processes have left of `path`, and puts back what they had moved."""
+    for left in list(path.parent.iterdir()):
+        match = _NAME.fullmatch(left.name)
+        if match is None or match[1] != path.name:
+            continue
+        # A reader that cannot lock it cannot know that its writer is gone.
+        with suppress(OSError):
+            file = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _put_back(left)
+                _remove(left)
+            finally:
+                os.close(file)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path is in, or is, what `made_whole` has made."""
+    return any(map(_NAME.fullmatch, path.parts))
+
+
+def finished(path: Path) -> Path:
+    """The path that something in `made_whole`'s file or folder will have; any other as it is."""
+    return Path(*(m[1] if (m := _NAME.fullmatch(name)) else name for name in path.parts))
+
+
+@contextmanager
+def _part_of(path: Path, folder: bool) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     if folder:
         part.mkdir()
@@ -47,49 +106,14 @@ def unfinished(path: Path, *, folder: bool = False) -> Iterator[Path]:
             os.close(file)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Removes what killed processes have left of `path`, and puts back what they had moved."""
-    for left in list(path.parent.iterdir()):
-        match = _NAME.fullmatch(left.name)
-        if match is None or match[1] != path.name:
-            continue
-        # Who cannot lock it cannot know that its writer is gone.
-        with suppress(OSError):
-            file = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _put_back(left)
-                _remove(left)
-            finally:
-                os.close(file)
-
-
-def exchange(new: Path, path: Path) -> None:
-    """Puts a folder in the place of another one, which is removed.
-
-    Raises:
-        OSError: If that fails. The old one is in its place then.
-    """
-    with unfinished(path, folder=True) as part:
-        path.rename(_old(part))
-        new.rename(path)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file that is the old one or the new one, whenever the process is killed."""
-    with unfinished(path) as part:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-
-
 def _old(part: Path) -> Path:
-    """In such a folder, what was at the place before."""
+    """The place in such a folder of what was at the path before."""
     return part / part.name
 
 
 def _put_back(part: Path) -> None:
     """Ends an exchange that was not finished. If it fails, nothing may be removed."""
-    place = part.with_name(_NAME.fullmatch(part.name)[1])
+    place = finished(part)
     if _old(part).exists() and not place.exists():
         _old(part).rename(place)
 
@@ -100,3 +124,17 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
+
+
+def _sync_all(path: Path) -> None:
+    for written in [*path.rglob("*"), path]:
+        _sync(written)
+
+
+def _sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import elves
-from elves import whole, writing
+from elves import writing
 from elves.files import PackedFile
 from tests.hf_models import FIXTURES, assert_same_bits, load
-from train import compress, hf_tensors
+from train import compress, hf_tensors, whole
 from train.checksums import damage
 from train.pretrained import ModelError, read_folder
 

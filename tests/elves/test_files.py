@@ -16,7 +16,6 @@ import elves
 from elves import writing
 from elves.files import PackedFile
 from elves.folders import check_path, pack_path, restore_path, results
-from elves.whole import made_whole
 from elves.writing import Options
 
 
@@ -476,24 +475,3 @@ def test_what_a_kill_has_left_in_a_folder_is_none_of_its_files(tmp_path):
     found = pack_path(source, None, Options())
     assert [r.path for r in found] == sorted(before)
     assert not left.exists()
-
-
-def test_what_a_kill_has_left_is_removed_but_not_the_old_content_of_a_place(tmp_path):
-    source = model(tmp_path / "in")
-    killed, exchanged = (tmp_path / f".out.{digit * 16}.part" for digit in "01")
-    killed.mkdir()
-    (killed / "half").write_text("half")
-    # The scripts move what they are about to replace into such a folder.
-    (exchanged / exchanged.name).mkdir(parents=True)
-    (exchanged / exchanged.name / "model").write_text("precious")
-    pack_path(source, tmp_path / "out", Options())
-    assert not killed.exists()
-    assert (exchanged / exchanged.name / "model").read_text() == "precious"
-
-
-def test_what_is_being_written_is_left_to_its_writer(tmp_path):
-    with made_whole(tmp_path / "x.safetensors") as part:
-        elves.save(tmp_path / "x.safetensors", {"w": noise(9)})
-        assert part.exists()
-        part.unlink()
-    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
