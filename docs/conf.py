@@ -22,7 +22,7 @@ author = "The zenflow_jax authors"
 version = release = zenflow_jax.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["files.md"]  # for those who have the repository
+exclude_patterns = ["files.md", "style.md"]  # for those who have the repository
 root_doc = "index"
 
 html_theme = "furo"
