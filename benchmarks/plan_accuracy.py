@@ -82,7 +82,7 @@ def main() -> None:
 
 def one(line: str, settings: Settings, config: DecoderConfig, layers: int) -> None:
     """Prints a row."""
-    mesh = mesh_of(settings, "h200", described=True)
+    mesh = mesh_of(settings.mesh, "h200", described=True)
     origin = Pretrained(Path("x"), "decoder", config, {}, None, {})
     peaks, seconds = {}, []
     for depth in (*FEW, layers):

@@ -101,7 +101,7 @@ def promotion_as_users_have_it():
 @pytest.fixture
 def no_picture(monkeypatch):
     """Runs of the script in this process do not draw their losses, a quarter of a short run."""
-    monkeypatch.setattr("train.finetune.write_picture", lambda *_: None)
+    monkeypatch.setattr("train.run.write_picture", lambda *_: None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

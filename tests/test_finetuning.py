@@ -135,20 +135,25 @@ def assert_learned(run: Path, given: Path, *, least: float | None) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"model": None}, "`model`: expected a path, for sst2, got none"),
-        ({"data": None}, "`data`: expected a path, for sst2, got none"),
-        ({"task": "standard_library"}, "`model`: expected none, as the task standard_library"),
+        ({"model": None}, "`model`: expected a path, for sst2, got None"),
+        ({"data": None}, "`data`: expected a path, for sst2, got None"),
+        ({"task": "standard_library"}, "`model`: expected none for standard_library"),
+        ({"chat_template": "x"}, "`chat_template`: expected none for sst2"),
         ({"task": "language"}, r"expected a folder with a model of the kind decoder"),
         ({"model": "nowhere"}, "nowhere"),
         ({"data": "nowhere"}, "nowhere"),
         ({"micro_batches": 3}, "`micro_batches`: expected a number that divides batch_size, 4"),
         ({"sequence_length": 600}, "`sequence_length`: expected at most 20, for which the model"),
+        ({"deepspeed": {"optimizer": {"type": "Lion"}}}, "`deepspeed`: "),
+        ({"deepspeed": {"train_batch_size": "eight"}}, "train_batch_size"),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("promotion_as_users_have_it")
 def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys, changed, expected):
     folder = write_model(tmp_path / "given", "bert")
+    if "deepspeed" in changed:
+        changed = {"deepspeed": deepspeed_config(tmp_path, **changed["deepspeed"])}
     settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
     settings = {name: value for name, value in settings.items() if value is not None}
     assert finetune.main([str(write_config(tmp_path, **settings))]) == 2
@@ -214,12 +219,13 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
         ({}, "zenflow"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload"),
         ({"zero_optimization": {"stage": 2}}, "adamw"),
+        ({"zero_optimization": {}}, "offload"),  # says nothing of it: the settings' own
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, kind):
     path = deepspeed_config(tmp_path, gradient_accumulation_steps="auto", **changed)
-    given = Settings(deepspeed=path, steps=20, micro_batches=2, weight_decay=0.5)
+    given = Settings(deepspeed=path, steps=20, micro_batches=2, optimizer="offload")
     settings, _ = with_deepspeed(given, devices=1)
     assert (settings.optimizer, settings.batch_size, settings.dtype) == (kind, 8, "float32")
     # "auto" is what the settings say.
@@ -263,14 +269,6 @@ def test_the_schedule_is_the_settings_where_deepspeeds_config_has_none(tmp_path)
     updates, _ = tx.update(params, tx.init(params), params)
     # Of the peak, which is the config's, the first of ten steps of warm-up and one more.
     np.testing.assert_allclose(updates["scale"], -1e-3 / 11, rtol=1e-3)
-
-
-def test_a_deepspeed_config_that_says_nothing_of_zero_leaves_the_optimizer_alone(tmp_path):
-    path = deepspeed_config(tmp_path, zero_optimization={})
-    settings, _ = with_deepspeed(Settings(deepspeed=path, optimizer="offload", steps=9), devices=1)
-    assert settings.optimizer == "offload"
-    leaf = {"kernel": jax.numpy.ones((4, 4))}
-    assert zenflow_jax.find_state(make_optimizer(settings).init(leaf)).leaves[0].spec.k == 0
 
 
 def test_what_settings_cannot_say_is_the_configs(tmp_path):
@@ -318,22 +316,3 @@ def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path, names, kep
     model = models.make(settings, make_task(settings, origin), None, origin)
     assert bool(np.all(model.params["classifier"]["kernel"] == 1)) == kept
     assert bool(model.drawn) != kept
-
-
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"optimizer": {"type": "Lion"}}, "Lion"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "lr"),
-        ({"train_batch_size": "eight"}, "train_batch_size"),
-    ],
-)
-def test_a_deepspeed_config_that_cannot_be_followed_is_an_error(
-    tmp_path, capsys, changed, expected
-):
-    settings = glue(tmp_path) | {"model": str(tmp_path), "steps": 2}
-    config = write_config(tmp_path, **settings)
-    assert finetune.main([str(config), "--deepspeed", deepspeed_config(tmp_path, **changed)]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: `deepspeed`: ")
-    assert expected in shown

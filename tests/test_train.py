@@ -1,12 +1,9 @@
 """The quickstart job: settings, text, model, and the command itself at a tiny size."""
 
 import csv
-import dataclasses
-import io
 import json
 import re
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -15,15 +12,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from rich.console import Console
 from safetensors.numpy import load_file
 
 from benchmarks import kill_test
-from train import finetune, models
-from train.arguments import THEIRS
+from train import finetune, job, models
 from train.command_line import load_settings, read_command_line, to_toml
 from train.data import Batches
-from train.meter import Meter, Row
+from train.meter import Meter
 from train.optimizers import (
     decayed,
     learning_rate,
@@ -31,16 +26,13 @@ from train.optimizers import (
     skipped_steps,
     weight_dtype,
 )
-from train.report import write_timeline
 from train.run_folder import WRITTEN, new_run_folder
-from train.run_log import RunLog
-from train.schedule import ScheduleRecord, ScheduleRow, selection_rule, window_rule
+from train.schedule import ScheduleRecord
 from train.settings import Settings, SettingsError, Start
 from train.skipping import NotFiniteError, SkippedSteps
-from train.step import of_tokens
 from train.tasks import standard_library
 from train.tasks.standard_library import Windows
-from zenflow_jax import AutoSelect, AutoWindow, EngineStats, EpochSelect, Timeline
+from zenflow_jax import AutoSelect, AutoWindow, EngineStats, EpochSelect, find_state
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 
@@ -82,71 +74,43 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 # --- settings -------------------------------------------------------------------------------
 
 
-def test_the_quickstart_file_holds_every_setting_but_those_it_leaves_at_their_defaults():
-    given = re.findall(r"^(\w+) =", QUICKSTART.read_text(encoding="utf-8"), re.MULTILINE)
-    left_out = {"select_interval", "full_warm_up_share", "threads", "mesh", "run"}
-    left_out |= {"send_gradients", "transfer_dtype", "prefetch_bytes", "max_skipped"}
-    left_out |= {"b1", "b2", "eps", "length_buckets"}
-    left_out |= {"overlap_step", "staleness", "window_scaling", "provisional_share"}
-    left_out |= {
-        "model",
-        "data",
-        "deepspeed",
-        "scan_layers",
-        "remat",
-        "epochs",
-        "micro_batches",
-        "warmup_share",
-    }
-    left_out |= {"packing", "chat_template", "text_column", "second_text_column", "label_column"}
-    settings = asdict(Settings())
-    left_out |= {name for name in settings if name.startswith(("auto_", "fit_"))}
-    assert set(given) == set(settings) - left_out
+def test_the_quickstart_file_names_settings_and_trains_with_zenflow():
     assert load_settings(QUICKSTART).optimizer == "zenflow"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `learning_rate`"),
-        ("top_k_ratio = 0.1", "Did you mean `topk_ratio`"),
-        ("zzz = 1", r"got `zzz`\. Remove it\..*learning_rate"),
-        ('steps = "30"', r"`steps`: expected a whole number, got '30' \(a string\).*quotes"),
-        ("steps = 30.0", r"`steps`: expected a whole number, got 30\.0.*Write 30"),
+        ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
+        ("zzz = 1", r"got `zzz`\..*learning_rate"),
+        ('steps = "30"', r"`steps`: expected a whole number, got '30' \(a string\)"),
+        ("steps = 30.0", r"`steps`: expected a whole number, got 30\.0"),
         ("steps = true", "`steps`: expected a whole number, got True"),
         ("progress = 1", "`progress`: expected true or false, got 1"),
-        ("threads = 1.5", "`threads`: expected a whole number, got 1.5.*leave the key out"),
-        ("[steps]\nmany = 3", "`steps`: expected a whole number, got .*a table.*flat"),
-        ('optimizer = "adam"', '`optimizer`: expected one of "zenflow", "adamw".*mean "adamw"'),
+        ("[steps]\nmany = 3", "`steps`: expected a whole number, got .*a table"),
+        ('optimizer = "adam"', '`optimizer`: expected "zenflow" or "adamw".*got .adam.'),
         ("learning_rate = nan", "`learning_rate`: expected a finite number above 0, got nan"),
         ("batch_size = 0", "`batch_size`: expected a finite number above 0, got 0"),
         ("validation_share = 10", "`validation_share`: expected a share.*got 10"),
-        ("width = 250", "`width`: expected a multiple of 8 .*such as 256, got 250"),
+        ("width = 250", "`width`: expected a multiple of 8.*such as 256, got 250"),
+        ("b1 = 1.0", "`b1`: expected a decay"),
+        ("seed = 4294967296", "`seed`: expected a number below"),
         ("steps = 3\nwidth 4", "expected TOML .*line 2"),
-        (
-            'update_interval = "often"',
-            '`update_interval`: expected a whole number or "auto", got .of',
-        ),
-        ('update_interval = "Auto"', 'a whole number or "auto", got .*mean "auto"'),
-        (
-            'update_interval = "4"',
-            'a whole number or "auto", got .*a string.*Remove the quotes',
-        ),
+        ('run = ".."', "`run`: expected the name of a folder"),
+        ('run = "a/b"', "`run`: expected the name of a folder"),
+        ('update_interval = "often"', 'expected a whole number or "auto", got .often'),
         ("update_interval = true", 'a whole number or "auto", got True'),
-        ('select_interval = "epochs"', 'a whole number, "auto" or "epoch", got .*mean "epoch"'),
-        ("select_interval = 64.0", 'a whole number, "auto" or "epoch", got 64.0.*Write 64'),
-        ("auto_window_max_interval = 0", "`auto_window_max_interval`: .* above 0, got 0"),
-        ("auto_window_share = 0", "`auto_window_share`: expected a share above 0 .*got 0"),
-        ("auto_window_share = 99", "`auto_window_share`: expected a share .* up to 1 .*got 99"),
-        ("auto_select_keep = -0.1", "`auto_select_keep`: expected a share from 0 to 1 .*got -0.1"),
-        ("auto_select_max_windows = 0", "`auto_select_max_windows`: .* above 0, got 0"),
+        ("select_interval = 64.0", 'a whole number or "auto" or "epoch", got 64.0'),
+        ("auto_window_max_interval = 0", "AutoWindow.max_interval.*got 0"),
+        ("auto_window_share = 99", "AutoWindow.share.*got 99"),
+        ("auto_select_keep = -0.1", "AutoSelect.keep.*got -0.1"),
         ("full_warm_up_share = 1", "`full_warm_up_share`: expected a share of the steps .*got 1"),
         ("full_warm_up_share = nan", "`full_warm_up_share`: expected a share .*got nan"),
         (
             "full_warm_up_share = 0.05\nfull_warm_up_rounds = 20",
-            "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: 0.05 and 20.*"
-            "--full-warm-up-rounds 0",
+            "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: 0.05 and 20",
         ),
+        ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: expected it or `warmup_steps`"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, text, expected):
@@ -156,13 +120,10 @@ def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, tex
 
 
 def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
-    meant = config_file(tmp_path, "")
-    with pytest.raises(SettingsError, match=f"no such file.*mean {re.escape(str(meant))}"):
+    config_file(tmp_path, "")
+    with pytest.raises(SettingsError, match="config file .*No such file.*Did you mean job"):
         load_settings(tmp_path / "jobb.toml")
-
-
-def test_a_folder_in_place_of_the_file_is_an_error(tmp_path):
-    with pytest.raises(SettingsError, match="expected a config file .*got a folder"):
+    with pytest.raises(SettingsError, match="config file .*directory"):
         load_settings(tmp_path)
 
 
@@ -189,26 +150,17 @@ def test_intervals_are_numbers_or_words_in_the_file_and_on_the_command_line(tmp_
     assert intervals == [("auto", 64), (2, "epoch")]
 
 
-def test_a_wrong_interval_on_the_command_line_ends_it_with_code_2_and_the_choices(tmp_path, capsys):
-    path = config_file(tmp_path, "")
-    with pytest.raises(SystemExit) as ended:
-        read_command_line([str(path), "--select-interval", "often"], program="train")
-    assert ended.value.code == 2
-    assert re.search(r"--select-interval.*\{auto,epoch\}", capsys.readouterr().err)
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--steps", "-5"], "`steps`: expected a finite number of at least 0, got -5. Change"),
+        (["--steps", "-5"], "`steps`: expected a finite number of at least 0, got -5."),
         (["--learning-rate", "nan"], "`learning_rate`: expected"),
         (["--run", "../../evil"], "`run`: expected the name of a folder in output_dir"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
         (["--steps", "ten"], "--steps: no type matching"),
         (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
-        (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
-        (["--per_device_train_batch_size=4"], "Did you mean --batch-size?"),
+        (["--select-interval", "often"], "{auto,epoch}"),
         (["--qqq"], "unknown option --qqq. All are in"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
@@ -221,14 +173,6 @@ def test_a_mistake_in_the_arguments_is_one_line_and_code_2(arguments, expected, 
     assert error.startswith("error: ")
     assert expected in error
     assert error.count("\n") == 1
-
-
-def test_names_of_other_trainers_are_hinted_at_and_lead_to_options(tmp_path):
-    known = [field.name.replace("_", "-") for field in dataclasses.fields(Settings)]
-    assert set(THEIRS.values()) <= set(known)
-    assert not set(THEIRS) & set(known)
-    with pytest.raises(SettingsError, match="got `max_steps`. Did you mean `steps`"):
-        load_settings(config_file(tmp_path, "max_steps = 5"))
 
 
 def test_a_config_that_begins_with_a_byte_order_mark_is_read(tmp_path):
@@ -254,18 +198,31 @@ def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path, chang
     assert load_settings(config_file(tmp_path, to_toml(settings))) == settings
 
 
-def test_words_for_intervals_become_the_rules_of_the_library():
-    assert window_rule(Settings(update_interval=3)) == 3
-    assert window_rule(Settings(update_interval="auto")) == AutoWindow()
-    changed = {"auto_window_max_interval": 5, "auto_window_share": 0.5}
-    assert window_rule(Settings(update_interval="auto", **changed)) == AutoWindow(5, 0.5)
-
-    assert selection_rule(Settings(select_interval=12), None) == 12
-    assert selection_rule(Settings(), None) is None
-    assert selection_rule(Settings(select_interval="auto"), None) == AutoSelect()
-    changed = {"auto_select_keep": 0.5, "auto_select_max_windows": 7}
-    assert selection_rule(Settings(select_interval="auto", **changed), 3) == AutoSelect(0.5, 7)
-    assert selection_rule(Settings(select_interval="epoch"), 3) == EpochSelect(3)
+@pytest.mark.parametrize(
+    ("words", "window", "select"),
+    [
+        ({"update_interval": 3, "select_interval": 12}, 3, 12),
+        ({"update_interval": "auto", "select_interval": "auto"}, AutoWindow(), AutoSelect()),
+        (
+            {
+                "update_interval": "auto",
+                "auto_window_max_interval": 5,
+                "auto_window_share": 0.5,
+                "select_interval": "auto",
+                "auto_select_keep": 0.5,
+                "auto_select_max_windows": 7,
+            },
+            AutoWindow(5, 0.5),
+            AutoSelect(0.5, 7),
+        ),
+        ({"update_interval": 3, "select_interval": "epoch"}, 3, EpochSelect(6)),
+    ],
+    ids=str,
+)
+def test_words_for_intervals_become_the_rules_of_the_library(words, window, select):
+    tx = make_optimizer(Settings(steps=9, **words), steps_per_epoch=6)
+    schedule = find_state(tx.init({"kernel": jnp.ones((4, 4))})).schedule
+    assert (schedule.window, schedule.select) == (window, select)
 
 
 @pytest.mark.parametrize(
@@ -276,14 +233,9 @@ def test_a_share_of_full_warm_up_is_one_of_the_steps_rounded_up(share, steps, ro
     assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
 
 
-def test_the_learning_rates_warm_up_may_be_a_share_of_the_steps():
+def test_a_warm_up_may_be_a_share_of_the_steps_or_a_number_of_them():
     assert Settings(warmup_share=0.1, steps=45).learning_rate_warm_up == 5
     assert Settings(warmup_steps=3).learning_rate_warm_up == 3
-    with pytest.raises(SettingsError, match="`warmup_share`: expected it or `warmup_steps`"):
-        Settings(warmup_share=0.1, warmup_steps=3)
-
-
-def test_without_a_share_the_full_warm_up_has_the_rounds_that_were_given():
     assert Settings(full_warm_up_rounds=3).warm_up_rounds == 3
 
 
@@ -332,28 +284,14 @@ def library_split(seed: int) -> standard_library.Split:
     )
 
 
-def test_the_split_is_a_function_of_the_seed():
-    assert library_split(3) == library_split(3)
-    assert library_split(3) != library_split(4)
-
-
-def test_no_file_is_on_both_sides_of_the_split_and_none_is_a_skipped_one():
+def test_the_split_follows_the_seed_and_no_file_is_on_both_sides():
     split = library_split(0)
+    assert split == library_split(0) != library_split(4)
     assert set(split.train).isdisjoint(split.validation)
     assert split.train
     assert split.validation
     folders = {part for path in split.train + split.validation for part in path.parts[:-1]}
     assert folders.isdisjoint(standard_library.SKIPPED_FOLDERS)
-
-
-def test_the_split_keeps_to_the_size_and_the_share_up_to_one_file(tmp_path):
-    names = [Path(f"m{i}.py") for i in range(20)]
-    for name in names:
-        (tmp_path / name).write_bytes(b"x" * 100)
-    split = standard_library.split_files(
-        tmp_path, names, seed=0, max_bytes=1000, validation_share=0.2
-    )
-    assert (len(split.train), len(split.validation)) == (8, 2)
 
 
 def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_path):
@@ -371,20 +309,9 @@ def tiny_model(optimizer="zenflow"):
     return models.builder(sizes)()
 
 
-@pytest.fixture
-def windows():
-    return jax.random.randint(jax.random.key(1), (3, 9), 0, 256)
-
-
 @pytest.mark.slow
-def test_a_fresh_model_knows_nothing_about_the_next_byte(windows):
-    found = of_tokens(tiny_model(), {"tokens": windows})
-    mean = found.losses.sum() / found.targets.sum()
-    np.testing.assert_allclose(mean, np.log(256), atol=0.05)  # its logits are near 0, not 0
-
-
-@pytest.mark.slow
-def test_weights_of_all_optimizers_start_from_the_same_draw(windows):
+def test_weights_of_all_optimizers_start_from_the_same_draw():
+    windows = jax.random.randint(jax.random.key(1), (3, 9), 0, 256)
     rounded, master = tiny_model("zenflow"), tiny_model("adamw")
     for low, high in zip(
         jax.tree.leaves(nnx.state(rounded)), jax.tree.leaves(nnx.state(master)), strict=True
@@ -402,7 +329,7 @@ def test_the_adamw_job_keeps_updates_that_bfloat16_weights_would_lose():
     # Near 1 a bfloat16 steps by 2**-8. A hundred updates of 1e-4 must still add up.
     settings = Settings(optimizer="adamw", learning_rate=1e-4, weight_decay=0.0, steps=10**9)
     tx, grads = make_optimizer(settings), {"w": jnp.ones((4, 4))}
-    params = {"w": jnp.ones((4, 4), weight_dtype(settings))}
+    params = {"w": jnp.ones((4, 4), weight_dtype("adamw", "bfloat16"))}
     state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(100):
         updates, state = update(grads, state, params)
@@ -436,27 +363,17 @@ def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
 
 
 def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
-    seconds = iter(range(10))
+    seconds = iter([0, 1, 5, 6, 7])
     monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
     waited = iter([0.0, 0.25, 0.25])
     meter = Meter(log_every=2, waited_s=lambda: next(waited))
     meter.start()  # at second 0
     assert [metered(meter, i) for i in range(3)] == [None] * 3
-    # At second 1 the first four losses exist: four steps of ten tokens.
-    assert metered(meter, 3) == (2, 0.5, 40.0, 0.25, 0)
-    assert meter.since_start() == (2, 20.0, 0.125)
-
-
-def test_the_time_of_a_validation_is_in_no_rate(monkeypatch):
-    seconds = iter([0, 1, 5, 6])
-    monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
-    meter = Meter(log_every=1, waited_s=lambda: 0.0)
-    meter.start()
-    metered(meter, 0)
-    with meter.paused():  # from second 1 to 5
+    with meter.paused():  # from second 1 to 5, which do not count
         pass
-    (row,) = meter.drain()  # at second 6
-    assert row == (1, 0.0, 5.0, 0.0, 0)
+    # At second 6 the first four losses exist: four steps of ten tokens.
+    assert metered(meter, 3) == (2, 0.5, 20.0, 0.125, 0)
+    assert meter.since_start() == (3, 40 / 3, 0.25 / 3)
 
 
 def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
@@ -503,17 +420,6 @@ def test_a_run_goes_on_with_rows_of_other_intervals(before, after):
     np.testing.assert_allclose([row.loss for row in rows], means)
 
 
-def test_a_row_of_the_first_step_alone_shows_no_rate(tmp_path):
-    console = Console(file=io.StringIO(), width=200)
-    with RunLog(tmp_path, steps=2, console=console, progress=False) as log:
-        for step, rate in ((1, 0.0), (2, 5.0)):
-            log.add(Row(step, 3.0, rate, 0.0, 0), ScheduleRow())
-    first, second = console.file.getvalue().splitlines()
-    assert first.startswith("step 1/2  loss 3.000")
-    assert "tokens/s" not in first
-    assert "5 tokens/s" in second
-
-
 # --- steps that are skipped -----------------------------------------------------------------
 
 
@@ -531,7 +437,7 @@ def test_steps_that_are_skipped_change_nothing_in_adamw_and_are_counted():
         state = after
     clipped = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate(Settings(steps=9)), weight_decay=0.01, mask=decayed),
+        optax.adamw(learning_rate(1e-3, 0, 9), weight_decay=0.01, mask=decayed),
     )
     theirs = clipped.init(params)
     for _ in range(2):
@@ -589,12 +495,6 @@ def test_the_record_of_the_schedule_is_of_each_interval_and_carries_a_length_on(
         (2.0, None, 1),  # none has closed in these steps: as before
         (3.0, 0.5, 2),
     ]
-
-
-def test_a_run_without_an_engine_has_no_record_of_a_schedule():
-    record = ScheduleRecord(log_every=2, steps=2, stats=None)
-    record.step(2)
-    assert record.take(2) == (None, None, None)
 
 
 # --- the command ----------------------------------------------------------------------------
@@ -698,22 +598,9 @@ def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
     assert [int(row["reselections"]) for row in rows] == [1, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
-def test_a_run_that_ends_before_its_first_step_has_a_trace_and_no_picture(tmp_path):
-    for name in ("timeline.png", "trace.json"):
-        write_timeline(tmp_path / name, Timeline(()), Console())
-    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("timeline.gif", r"`--timeline`: expected a file that ends in .*got .*gif.*these endings"),
-        ("timeline", "expected a file that ends in"),
-        ("none/timeline.png", "expected a file in a folder that is there, got .*Make the folder"),
-    ],
-)
-def test_a_file_for_the_timeline_that_cannot_be_is_refused_at_the_start(tmp_path, name, expected):
-    with pytest.raises(SettingsError, match=expected):
+@pytest.mark.parametrize("name", ["timeline.gif", "timeline", "none/timeline.png"])
+def test_a_file_for_the_timeline_that_cannot_be_is_refused_at_the_start(tmp_path, name):
+    with pytest.raises(SettingsError, match="`--timeline`: expected a file that ends in .*folder"):
         Start(timeline=str(tmp_path / name))
 
 
@@ -721,7 +608,7 @@ def test_adamw_has_no_timeline(tmp_path, capsys):
     command = [*tiny_command(tmp_path, optimizer="adamw"), "--timeline", str(tmp_path / "x.png")]
     assert finetune.main(command) == 2
     message = capsys.readouterr().err
-    assert re.search("`--timeline`: expected an optimizer with .*got adamw.*Leave it", message)
+    assert re.search("`--timeline`: expected an optimizer with .*got adamw", message)
     assert not (tmp_path / "runs").exists()
 
 
@@ -747,7 +634,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_an_error_and_no_model(tmp_p
 def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, capsys, monkeypatch):
     losses = {0: 5.0, 3: 4.0, 6: 1.0, 9: 2.0, 12: 3.0, 13: 2.0}
     figures = ({"loss": loss} for loss in losses.values())
-    monkeypatch.setattr(finetune, "make_validate", lambda *_: lambda _: next(figures))
+    monkeypatch.setattr(job, "make_validate", lambda *_: lambda _: next(figures))
     command = tiny_command(tmp_path, optimizer="adamw", save_every=3, keep_best=True, keep=2)
     assert finetune.main(command) == 0
     folder = tmp_path / "runs" / "001-adamw"

@@ -74,27 +74,19 @@ def test_a_mesh_is_read_from_the_file_and_the_command_line_goes_over_it(tmp_path
     assert (command.settings.mesh, command.launch) == ("tensor=8", Launch())
 
 
-def test_without_the_setting_there_is_no_mesh():
-    assert sharding.make_mesh(None) is None
-
-
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
         ("data", "expected `axis=size` pairs.*got 'data'"),
         ("", "expected `axis=size` pairs.*got ''"),
-        ("data=1,", "expected `axis=size` pairs"),
-        ("data=0", "expected `axis=size` pairs.*above 0"),
+        ("data=0", "expected `axis=size` pairs"),
         ("data=1.5", "expected `axis=size` pairs"),
-        ("tensr=1", "expected axes of data, fsdp, tensor, got `tensr`.*mean `tensor`"),
+        ("tensr=1", "expected axes of data, fsdp, tensor, got `tensr`"),
         ("data=1,data=1", "expected every axis once, got `data` twice"),
-        (
-            "data=64,fsdp=3",
-            r"expected .* number of devices, here \d+ .*got data=64,fsdp=3, which is 192",
-        ),
+        ("data=64,fsdp=3", r"expected .* number of devices, here \d+ .*, which is 192"),
     ],
 )
-def test_a_mistake_in_the_mesh_is_named_with_a_remedy(mesh, expected):
+def test_a_mistake_in_the_mesh_is_named(mesh, expected):
     with pytest.raises(SettingsError, match=f"^`mesh`: {expected}"):
         sharding.make_mesh(mesh)
 
@@ -132,43 +124,25 @@ def test_an_axis_that_the_mesh_does_not_have_splits_nothing():
 
 
 def test_a_size_that_does_not_divide_is_an_error_that_names_leaf_and_axis():
-    expected = (
-        r"`mesh`: expected a size of `fsdp` that divides dimension 1 of the leaf "
-        r"`blocks/0/attention_out/kernel`, which is 16, got fsdp=3\. Change"
-    )
-    with pytest.raises(SettingsError, match=expected):
+    leaf = "the leaf `blocks/0/attention_out/kernel`, which is 16, got fsdp=3"
+    with pytest.raises(SettingsError, match=f"a size of `fsdp` that divides dimension 1 of {leaf}"):
         sharding.weight_shardings(abstract_mesh(fsdp=3), shapes_of(tiny_settings()))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        ("bias", (4,), r"a rule for the leaf `bias` of shape \(4,\), got none\. Change RULES"),
-        ("norm/scale", (4, 4), r"leaf `norm/scale` .* got one for 1 dimensions"),
-    ],
-)
-def test_a_leaf_without_a_rule_that_fits_is_an_error(name, shape, expected):
-    outer, _, inner = name.rpartition("/")
-    leaf = {inner: jax.ShapeDtypeStruct(shape, np.float32)}
-    with pytest.raises(SettingsError, match=expected):
-        sharding.weight_shardings(abstract_mesh(fsdp=2), {outer: leaf} if outer else leaf)
+@pytest.mark.parametrize(("name", "shape"), [("bias", (4,)), ("norm_scale", (4, 4))])
+def test_a_leaf_without_a_rule_that_fits_is_an_error(name, shape):
+    leaf = {name.replace("_", "/"): jax.ShapeDtypeStruct(shape, np.float32)}
+    with pytest.raises(SettingsError, match=r"a rule .* for the leaf .*, got (none|\(None,\))"):
+        sharding.weight_shardings(abstract_mesh(fsdp=2), leaf)
 
 
 # --- batches --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("axes", "spec"),
-    [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, PartitionSpec(("data", "fsdp"))),
-        ({"tensor": 8}, PartitionSpec(())),
-    ],
-)
-def test_the_batch_is_split_over_data_and_fsdp(axes, spec):
-    assert sharding.batch_sharding(abstract_mesh(**axes), 4).spec == spec
-
-
-def test_a_batch_that_does_not_divide_is_an_error():
+def test_the_batch_is_split_over_data_and_fsdp():
+    both = abstract_mesh(data=2, fsdp=2, tensor=2)
+    assert sharding.batch_sharding(both, 4).spec == PartitionSpec(("data", "fsdp"))
+    assert sharding.batch_sharding(abstract_mesh(tensor=8), 4).spec == PartitionSpec(())
     expected = "`batch_size`: expected a multiple of 6, .*data and fsdp .*got 8.*--batch-size 12"
     with pytest.raises(SettingsError, match=expected):
         sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
@@ -201,15 +175,15 @@ def test_batches_on_a_mesh_hold_the_same_rows():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"processes": 2}, "--processes alone. Add --coordinator and --process,"),
-        ({"coordinator": "a:1", "process": 0}, "--coordinator and --process alone. Add --proce"),
+        ({"processes": 2}, "together or none of them, got --processes alone"),
+        ({"coordinator": "a:1", "process": 0}, "got --coordinator and --process alone"),
         ({"coordinator": "a", "processes": 2, "process": 0}, "expected HOST:PORT, got a"),
         ({"coordinator": "a:b", "processes": 2, "process": 0}, "expected HOST:PORT, got a:b"),
         ({"coordinator": "a:1", "processes": 2, "process": 2}, "from 0 to .*got 2 with .* 2"),
     ],
     ids=str,
 )
-def test_a_mistake_in_the_launch_flags_is_named_with_a_remedy(flags, expected):
+def test_a_mistake_in_the_launch_flags_is_named(flags, expected):
     with pytest.raises(SettingsError, match=expected):
         Launch(**flags)
 
@@ -229,32 +203,38 @@ def set_launcher(monkeypatch, environment):
         monkeypatch.setenv(name, value)
 
 
+TWO = Launch(coordinator="a:1", processes=2, process=1)
+
+
 @pytest.mark.parametrize(
     ("launch", "environment", "arguments", "options"),
     [
-        (Launch(), {}, None, None),
-        (Launch(), {"SLURM_STEP_NUM_TASKS": "1"}, None, None),
-        (Launch(), SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}),
-        (Launch(), SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"}, (), {"local_device_ids": None}),
-        (
-            Launch(coordinator="a:1", processes=2, process=1),
+        pytest.param(Launch(), {}, None, None, id="alone"),
+        pytest.param(Launch(), {"SLURM_STEP_NUM_TASKS": "1"}, None, None, id="alone under SLURM"),
+        pytest.param(
+            Launch(), SLURM_STEP, (), {"local_device_ids": [0, 1, 2, 3]}, id="one per node"
+        ),
+        pytest.param(
+            Launch(),
+            SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "8"},
+            (),
+            {"local_device_ids": None},
+            id="one per GPU",
+        ),
+        pytest.param(
+            TWO,
             SLURM_STEP,
             ("a:1", 2, 1),
             {"cluster_detection_method": "deactivate"},
+            id="flags under SLURM",
         ),
-        (Launch(coordinator="a:2", processes=2, process=1), MPIRUN, ("a:2", 2, 1), {}),
-        (Launch(), SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}),
-        (Launch(), {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None, None),
-    ],
-    ids=[
-        "alone",
-        "alone under SLURM",
-        "one per node",
-        "one per GPU",
-        "flags under SLURM",
-        "flags under mpirun",
-        "srun with the variables of MPICH",
-        "alone under mpirun",
+        pytest.param(TWO, MPIRUN, ("a:1", 2, 1), {}, id="flags under mpirun"),
+        pytest.param(
+            Launch(), SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}, id="srun with MPICH's"
+        ),
+        pytest.param(
+            Launch(), MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None, None, id="alone under mpirun"
+        ),
     ],
 )
 def test_the_processes_are_those_of_the_flags_or_else_of_slurm(
@@ -313,12 +293,11 @@ def test_a_second_process_with_the_same_number_is_refused():
 ON_A_MESH = """
 import sys
 import jax, numpy as np
-from train import finetune, sharding
-from train import models
+from train import finetune, models, run, sharding
 from train.command_line import read_command_line
 from train.tasks.chosen import make_task
 
-finetune.write_picture = lambda *_: None  # a quarter of a short run
+run.write_picture = lambda *_: None  # a quarter of a short run
 settings = read_command_line(sys.argv[1:], program="test").settings
 mesh = sharding.make_mesh(settings.mesh)
 task = make_task(settings, None)

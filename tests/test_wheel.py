@@ -52,8 +52,8 @@ def build(tmp_path_factory):
         code = f"import hatchling.build as b; b.build_{kind}({str(folder)!r})"
         env = os.environ | {"PYTHONPATH": str(backend)}
         done(subprocess.run([sys.executable, "-c", code], cwd=source, env=env, **AS_TEXT))
-        (found,) = folder.iterdir()
-        return found
+        (built,) = folder.iterdir()
+        return built
 
     return make
 
@@ -74,10 +74,18 @@ def described(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_library_its_types_and_licence_and_nothing_else(wheel):
+def test_the_wheel_has_the_library_and_says_what_it_is(wheel):
     names = contents(wheel)
     assert {name for name in names if ".dist-info/" not in name} == SOURCES
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    metadata = described(wheel)
+    assert metadata["Version"] == zenflow_jax.__version__
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    # The cited version is the published one.
+    assert f"\nversion: {metadata['Version']}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## {metadata['Version']} - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -86,10 +94,10 @@ def test_a_wheel_from_the_source_distribution_is_the_wheel_from_the_tree(build, 
     with tarfile.open(sdist) as file:
         file.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
-    found = {x.relative_to(root).as_posix() for x in root.rglob("*") if x.is_file()}
+    names = {x.relative_to(root).as_posix() for x in root.rglob("*") if x.is_file()}
     beside = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"}
-    assert found - SOURCES == beside | {"PKG-INFO", ".gitignore"}
-    assert found >= SOURCES
+    assert names - SOURCES == beside | {"PKG-INFO", ".gitignore"}
+    assert names >= SOURCES
     assert contents(build("wheel", root)) == contents(wheel)
 
 
@@ -99,22 +107,10 @@ def contents(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_says_what_it_is(wheel):
-    found = described(wheel)
-    assert found["Version"] == zenflow_jax.__version__
-    assert found["Requires-Python"] == ">=3.11"
-    assert found["License-Expression"] == "Apache-2.0"
-    assert "Typing :: Typed" in found.get_all("Classifier")
-    # What is cited is what is published.
-    assert f"\nversion: {found['Version']}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
-    assert f"\n## {found['Version']} - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
-
-
-@pytest.mark.slow
 def test_the_readmes_example_runs_on_the_wheel_and_what_it_requires(wheel, tmp_path):
-    there = tmp_path / "installed"
+    installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as file:
-        file.extractall(there)
+        file.extractall(installed)
     required = closure(described(wheel).get_all("Requires-Dist"))
     absent = {
         name
@@ -125,27 +121,27 @@ def test_the_readmes_example_runs_on_the_wheel_and_what_it_requires(wheel, tmp_p
     script = tmp_path / "program.py"
     script.write_text(BARE.format(absent=absent) + program() + WHERE, encoding="utf-8")
     # The kernels of a library that has just been installed are compiled first, as fast as can be.
-    env = os.environ | {"PYTHONPATH": str(there), "JAX_PLATFORMS": "cpu", "NUMBA_OPT": "0"}
+    env = os.environ | {"PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu", "NUMBA_OPT": "0"}
     run = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, **AS_TEXT)
     done(run)
     origin = Path(run.stdout.splitlines()[-1])
-    assert origin.is_relative_to(there), "the source tree was imported"
+    assert origin.is_relative_to(installed), "the source tree was imported"
 
 
 def closure(requirements):
     """The names of all distributions that these requirements bring, without extras."""
-    found, waiting = {"zenflow-jax"}, list(requirements)
+    names, waiting = {"zenflow-jax"}, list(requirements)
     while waiting:
         requirement = waiting.pop()
         name = normal(re.match(r"[\w.-]+", requirement)[0])
-        if "extra ==" in requirement or name in found:
+        if "extra ==" in requirement or name in names:
             continue
         try:
             waiting += importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue  # for another platform or Python
-        found.add(name)
-    return found
+        names.add(name)
+    return names
 
 
 def normal(name):
@@ -158,7 +154,7 @@ def test_make_removes_no_folder_that_it_did_not_make(tmp_path, target):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("precious")
     command = ["make", "-C", str(ROOT), target, f"VENV={tmp_path / 'mine'}"]
-    found = subprocess.run(command, **AS_TEXT)
-    assert found.returncode == 2
-    assert "was not made by this Makefile; remove it" in found.stderr
+    run = subprocess.run(command, **AS_TEXT)
+    assert run.returncode == 2
+    assert "was not made by this Makefile; remove it" in run.stderr
     assert len(list(tmp_path.rglob("thesis.txt"))) == 2

@@ -1,4 +1,4 @@
-"""Command lines: read by tyro, and what is wrong in one is said in one line."""
+"""Reads command lines by tyro, and says in one line what is wrong in one."""
 
 from __future__ import annotations
 
@@ -12,94 +12,64 @@ from typing import Any, get_type_hints
 
 import tyro
 
-# What transformers' Trainer, torchtune, TRL and DeepSpeed call our options.
-THEIRS = {
-    "adam-beta1": "b1",
-    "adam-beta2": "b2",
-    "adam-epsilon": "eps",
-    "bf16": "dtype",
-    "dataset": "data",
-    "dataset-name": "data",
-    "eval-steps": "evaluate-every",
-    "gradient-accumulation-steps": "micro-batches",
-    "gradient-checkpointing": "remat",
-    "gradient-clipping": "max-grad-norm",
-    "load-best-model-at-end": "keep-best",
-    "logging-steps": "log-every",
-    "lr": "learning-rate",
-    "max-length": "sequence-length",
-    "max-seq-length": "sequence-length",
-    "max-steps": "steps",
-    "model-name-or-path": "model",
-    "num-train-epochs": "epochs",
-    "optim": "optimizer",
-    "per-device-train-batch-size": "batch-size",
-    "resume-from-checkpoint": "run",
-    "save-steps": "save-every",
-    "save-total-limit": "keep",
-    "train-batch-size": "batch-size",
-    "train-file": "data",
-    "warmup-ratio": "warmup-share",
-}
-
 
 def read_arguments(
     kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
 ) -> Any:
-    """What the arguments say, as an object of the dataclass `kind`.
+    """Reads the arguments into an object of the dataclass `kind`.
 
     Args:
         kind: The dataclass, for tyro.
         argv: The arguments; None for those of the process.
-        program: How the command is called, for the help text.
+        program: The command's name in the help text.
         default: An object whose values are the defaults; None for those of `kind`.
 
     Raises:
         SystemExit: With code 2 after a mistake, which is said on stderr, and with 0 after `--help`.
     """
     options = {} if default is None else {"default": default}
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            found, unknown = tyro.cli(
+        with contextlib.redirect_stderr(printed):
+            values, unknown = tyro.cli(
                 kind, prog=program, args=argv, return_unknown_args=True, **options
             )
     except SystemExit as end:
-        if end.code:
-            sys.stderr.write(f"error: {_of_box(said.getvalue())}\n")
-        else:
-            sys.stderr.write(said.getvalue())
+        text = printed.getvalue()
+        sys.stderr.write(f"error: {_of_box(text)}\n" if end.code else text)
         raise
-    sys.stderr.write(said.getvalue())  # warnings
+    sys.stderr.write(printed.getvalue())  # warnings
     if unknown:
         name = next((x for x in unknown if x.startswith("-")), unknown[0])
-        near = " or ".join(f"--{x}" for x in meant(name, _names(kind)))
-        hint = f" Did you mean {near}?" if near else ""
-        sys.stderr.write(f"error: unknown option {name}.{hint} All are in {program} --help\n")
+        sys.stderr.write(
+            f"error: unknown option {name}.{did_you_mean(name, _options(kind), prefix='--')} All "
+            f"are in {program} --help\n"
+        )
         raise SystemExit(2)
-    return found
+    return values
 
 
-def meant(name: str, known: Sequence[str]) -> list[str]:
-    """Which of the options `known` may be meant by another name, the best first."""
-    name = name.lstrip("-").partition("=")[0].replace("_", "-")
-    if THEIRS.get(name) in known:
-        return [THEIRS[name]]
-    return difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
+    """A question that names the most similar of the `known`; "" if none is similar."""
+    # As in an option, a key of a file, or `--name=value`.
+    name = name.lstrip("-").partition("=")[0]
+    name = name.replace("_", "-") if prefix else name.replace("-", "_")
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
 
 
-def _names(kind: Any) -> list[str]:
-    """The options of a dataclass and those within it."""
-    found = []
+def _options(kind: Any) -> list[str]:
+    """The options of a dataclass and of those within it."""
+    names = []
     hints = get_type_hints(kind)
     for field in fields(kind):
         hint = hints[field.name]
-        found += _names(hint) if is_dataclass(hint) else [field.name.replace("_", "-")]
-    return found
+        names += _options(hint) if is_dataclass(hint) else [field.name.replace("_", "-")]
+    return names
 
 
 def _of_box(text: str) -> str:
-    """The sentence in a box of tyro's, without the hints behind it."""
+    """The sentence in a box of tyro's, without the hints that follow it."""
     rows = []
     for line in text.splitlines():
         row = line.strip(" │")

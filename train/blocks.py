@@ -24,13 +24,9 @@ INIT_STD = 0.02  # `initializer_range` of nearly every model here
 def make_blocks(
     make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, scan_layers: bool, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """`layers` blocks, each as `make` gives it; the same weights in either form.
+    """`layers` blocks, each made by `make`: one block whose leaves are stacks, or a list.
 
-    Args:
-        make: Makes one block from a source of random numbers.
-        layers: How many.
-        scan_layers: Whether as one block whose leaves are stacks, or as a list.
-        rngs: Source of the initial weights.
+    The weights are the same in either form.
     """
     keys = jax.random.split(rngs.params(), layers)
     if scan_layers:
@@ -45,14 +41,9 @@ def run_blocks(
     remat: bool,
     sharding: Sharding | None,
 ) -> jax.Array:
-    """`x` after all blocks, each called with `x` and `args`.
+    """The residual stream `x` `(b, t, width)` after all blocks, each called with `x` and `args`.
 
-    Args:
-        blocks: As `make_blocks` made them.
-        x: The residual stream `(b, t, width)`; every block keeps its shape and dtype.
-        args: What each block gets besides.
-        remat: Whether to rematerialize.
-        sharding: Where the residual stream lies between blocks; None leaves it to the compiler.
+    `sharding` is that of the stream between blocks; None leaves it to the compiler.
     """
 
     def run(graphdef, params, x):
@@ -65,8 +56,7 @@ def run_blocks(
             return run(graphdef, params, x), None
 
         if remat:
-            # Inside of a scan the compiler cannot merge the two computations, so nothing has to
-            # hold it off.
+            # Inside a scan the compiler cannot merge the two computations.
             body = jax.checkpoint(body, prevent_cse=False)
         return jax.lax.scan(body, x, stacks)[0]
 
@@ -118,5 +108,5 @@ def rounded_normal(key, shape, dtype, **options):
     """Weights drawn in float32 and then rounded: every dtype starts from the same draw."""
     draw = jax.random.normal(key, shape, jnp.float32, **options)
     # Under jit the compiler would first multiply `INIT_STD` with a factor that ends `normal`, and
-    # so round otherwise than without.
+    # round otherwise.
     return (jax.lax.optimization_barrier(draw) * INIT_STD).astype(dtype)

@@ -1,8 +1,8 @@
-"""The arrays of a checkpoint, by name; what is made anew when it is restored is none of them."""
+"""The arrays of a checkpoint, by name, without those that are made anew when it is restored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from train.settings import SettingsError
 def split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that a checkpoint has, by name, and the others.
 
-    Others are the blank mail, of which the library says that it is no state, and what is empty,
-    which orbax refuses. With "per_window" the mail is no blank but the open window's sum.
+    The others are the blank mail, which is no state, and empty arrays, which orbax refuses. With
+    "per_window" the mail is the open window's sum, and is saved.
     """
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
@@ -26,8 +26,8 @@ def split(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, blank))}
     saved, others = {}, {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        where = others if id(x) in mail or x.size == 0 else saved
-        where[name_of(path)] = x
+        place = others if id(x) in mail or x.size == 0 else saved
+        place[name_of(path)] = x
     return saved, others
 
 
@@ -36,7 +36,7 @@ def _is_zenflow(x: Any) -> bool:
 
 
 def join(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """`trees` with the arrays that `split` made of other ones."""
+    """`trees` with the arrays that `split` returned for trees like them."""
 
     def one(path, _):
         name = name_of(path)
@@ -56,7 +56,7 @@ def name_of(path: Any) -> str:
 
 
 def templates_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Where each array of a checkpoint is to go."""
+    """Where to put each array of a checkpoint."""
     return {
         name: x
         if isinstance(x, np.ndarray)
@@ -69,45 +69,15 @@ def described(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
 
 
-def layout_in(arrays: Iterable[str]) -> str | None:
-    """The layout of the optimizer state among arrays, by their names; None if they name none.
-
-    Examples:
-        >>> layout_in(["params.w", "opt_state.0.layout.layout_1_of_zenflow_jax_0_2"])
-        'layout_1_of_zenflow_jax_0_2'
-        >>> layout_in(["params.w"])
-    """
-    return next((name.split(".")[-1] for name in arrays if ".layout.layout_" in name), None)
-
-
-def check_layout(folder: Path, saved: Iterable[str], version: str | None, here: str | None) -> None:
-    """Refuses a checkpoint whose optimizer state has another layout than that of now.
-
-    Args:
-        folder: The checkpoint's.
-        saved: The names of its arrays.
-        version: Of the zenflow_jax that wrote it; None before 0.2.0, which did not say.
-        here: The layout of now; None for an optimizer of which zenflow_jax knows none.
-
-    Raises:
-        SettingsError: If it has.
-    """
-    there = layout_in(saved)
-    if here is not None and there != here:
-        wrote = f"zenflow_jax {version}" if version else "a version of zenflow_jax before 0.2.0"
-        raise SettingsError(
-            f"expected a checkpoint with {here}, which zenflow_jax {zenflow_jax.__version__} "
-            f"reads, got {folder} with {there or 'a layout that has no number'}, which {wrote} "
-            f"wrote. Go on with that run by {wrote if version else 'that version'}, or name "
-            "another --run to begin a new one."
-        )
-
-
-def check_arrays(folder: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
-    for name in [*here, *saved]:
-        if saved.get(name) != here.get(name):
+def check_arrays(
+    folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str], version: str
+) -> None:
+    """Refuses the checkpoint in `folder` if it has other arrays, or a layout of another version."""
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
             raise SettingsError(
                 f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
-                f"got {here.get(name, 'none')}. That checkpoint is of another model or optimizer: "
-                "name another --run to begin a new one."
+                f"got {wanted.get(name, 'none')}: that checkpoint is of another model or "
+                f"optimizer, or of another layout (zenflow_jax {version} wrote it, this is "
+                f"{zenflow_jax.__version__}). Name another --run to begin a new one."
             )

@@ -1,17 +1,17 @@
-"""Checkpoints of a run: what is in one, and how it is written beside the training.
+"""Writes the checkpoints of a run beside the training.
 
-    checkpoints/300/state   parameters and optimizer state, by orbax; mail is left out
+    checkpoints/300/state   parameters and optimizer state, by orbax, without mail
     checkpoints/300/engine  the engine's state, which is written from its own memory
     checkpoints/300/run     step, settings, names of the arrays, open figures of the metrics (JSON)
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
-    checkpoints/damaged-400   one that was found damaged; nothing here reads it again
+    checkpoints/damaged-400   a checkpoint that was found damaged, and is not read again
 
-The position in the data is the step: a batch is a function of the seed and its number alone
-(`data.py`), so there is no iterator whose state could be saved. Nothing here is ever unpickled.
+The step is the position in the data: a batch depends on the seed and its number alone (`data.py`).
+Nothing is ever unpickled.
 
 A checkpoint is written under another name, checksums last, and renamed when it is whole. orbax
-notices files that are missing or cut off, but decodes most flipped bits without complaint; hence
-the checksums. They are compared before anything is restored (`saved_checkpoints.py`).
+notices files that are missing or cut off, but decodes most flipped bits without complaint. So the
+checksums are compared before anything is restored (`saved_checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,12 @@ from train.checksums import CHECKSUMS, checksums
 from train.run_description import MAY_CHANGE
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 
-# In front of the name of a checkpoint that was found damaged: behind it, `_seal` would take the
-# folder for the one that is being written.
-DAMAGED = "damaged-"
-
 
 class Checkpoints(SavedCheckpoints):
     """The checkpoints of the run that writes them. Use with `with`.
 
     Args:
-        folder: As of `SavedCheckpoints`, as are those that are not named here.
+        folder: As for `SavedCheckpoints`, like those that are not named here.
         keep: How many of the newest are kept.
         keep_best: Whether the one with the best figure of the validation is kept as well.
     """
@@ -59,8 +55,8 @@ class Checkpoints(SavedCheckpoints):
         super().__init__(folder, **reading)
         self._keep = keep
         self._keep_best = keep_best
-        self._writing: int | None = None  # the step of a save that was not heard of since
-        self._failed: str | None = None  # what was wrong with the last save
+        self._writing: int | None = None  # the step of the save that is under way
+        self._failed: str | None = None  # the error of the last save
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -77,18 +73,17 @@ class Checkpoints(SavedCheckpoints):
     def set_aside(self) -> None:
         """Renames the damaged checkpoints that `newest` has passed over.
 
-        The run will write others in their place. Call it before the first save, and when the start
-        is known to be a valid one: until then it could be of another run, and a renamed checkpoint
-        is one that it lacks.
+        The run will write others in their place. Call it before the first save, and only when the
+        start is known to be a valid one of this run.
         """
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)
-                new = old.with_name(f"{DAMAGED}{step}")
-                again = 1
+                # `_seal` would take a name that begins with the step for that of a new save.
+                new, number = old.with_name(f"damaged-{step}"), 1
                 while new.exists():
-                    again += 1
-                    new = old.with_name(f"{DAMAGED}{step}-{again}")
+                    number += 1
+                    new = old.with_name(f"damaged-{step}-{number}")
                 old.rename(new)
                 self._say(f"renamed the damaged checkpoint {old} to {new.name}; delete it at will")
         processes.from_first("")  # renamed, before another process looks
@@ -104,17 +99,17 @@ class Checkpoints(SavedCheckpoints):
     ) -> None:
         """Starts to write a checkpoint; training may go on, and donate what was given, at once.
 
-        Waits for the save before, and until the device has done `step`: from there on the writer
-        has copies of its own. On a CPU, where a copy would be in the same memory, it looks at the
-        arrays themselves, and the runtime does not donate what is looked at (checked on jax 0.10.2
-        and 0.11.2 with orbax 0.12.8). A failure is said and not raised: the next save tries again.
+        Waits for the save before, and until the device has done `step`; the writer then has its own
+        copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
+        (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is said and not raised: the
+        next save tries again.
 
         Args:
-            step: Of the run, of which the rest is the state.
+            step: Step of the run.
             params, opt_state: As the last `exchange`, or without an engine the step, returned them.
-            engine: Theirs. Where it comes to what is not saved yet, it waits.
+            engine: Their engine, which waits where it would change what is not saved yet.
             progress: Anything that JSON can hold.
-            figure: Of the validation, if there was one: what says which checkpoint is best.
+            figure: Figure of the validation, if there was one, which decides what is best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -142,7 +137,7 @@ class Checkpoints(SavedCheckpoints):
             self._opened().save(step, args=ocp.args.Composite(**items), force=True)
 
     def poll(self) -> None:
-        """Says so if the save that was under way has failed. Does not wait."""
+        """Says so if the save that was under way has failed, without waiting."""
         if self._writing is not None and not self._opened().is_saving_in_progress():
             self.wait()
 
@@ -165,17 +160,17 @@ class Checkpoints(SavedCheckpoints):
             raise CheckpointError(self._failed)
 
     def rate(self, step: int, figure: float) -> None:
-        """Says how well the weights after a step do; what was said of it before is forgotten."""
+        """Sets the figure of the weights after a step."""
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
-        """Which of the checkpoints that are there did best, or the weights after `or_step`.
+        """The step of the best checkpoint, or `or_step`, which needs none, if that is better.
 
-        These need no checkpoint. Without `keep_best` it is always they.
+        Without `keep_best` it is always `or_step`.
         """
         if not self._keep_best:
             return or_step
-        # Of process 0, which has also removed what was not to be kept.
+        # Process 0 has also removed what was not to be kept.
         step = self._best_of([*self.steps(), or_step]) if processes.is_first() else None
         return int(processes.from_first(str(step or or_step)))
 
@@ -195,8 +190,7 @@ class Checkpoints(SavedCheckpoints):
                     timeout_secs=4 * 3600,
                 ),
             )
-            # What is not compressed is written from where it is; compressed, all of it is in memory
-            # once more (benchmarks/LOG.md; both on orbax 0.12.8).
+            # Compressed, all of it would be in memory once more (benchmarks/LOG.md, orbax 0.12.8).
             handlers = {
                 "state": ocp.PyTreeCheckpointHandler(use_compression=False),
                 "run": ocp.JsonCheckpointHandler(),
@@ -208,15 +202,15 @@ class Checkpoints(SavedCheckpoints):
         return self._manager
 
     def _seal(self) -> None:
-        # Called by orbax's thread on process 0, when all processes have written all their files and
-        # before the folder gets its name (checked on orbax 0.12.8; there is no other such hook).
+        # Called by orbax's thread on process 0, when all processes have written their files and
+        # before the folder gets its name (checked on orbax 0.12.8, which has no other such hook).
         (folder,) = self._unnamed(self._writing)
         text = json.dumps(checksums(folder), indent=1)
         (folder / CHECKSUMS).write_text(text, encoding="utf-8")
 
     def _unnamed(self, step: int | None) -> list[Path]:
         """The checkpoint of that step under the name that orbax gives it until it is whole."""
-        # Nothing else that begins with the number: a user's copy, say, of a checkpoint.
+        # Not all that begins with the number: that could be a user's copy.
         return list(self._folder.glob(f"{step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     @contextlib.contextmanager
@@ -231,8 +225,8 @@ class Checkpoints(SavedCheckpoints):
                 "room there or see to its permissions; older checkpoints are as they were."
             )
             self._say(f"error: {self._failed}")
-            # Writes of that save that had not begun are dropped, of which Python says at its end,
-            # behind the message that counts, that they were never awaited (orbax 0.12.8).
+            # Of writes that had not begun Python says at its end, behind the message that counts,
+            # that they were never awaited (orbax 0.12.8).
             unwritten = r"coroutine '(async_serialize|.*write_fragment).*' was never awaited"
             warnings.filterwarnings("ignore", unwritten, RuntimeWarning)
             # It would keep the arrays that it has not written (orbax 0.12.8).
@@ -249,10 +243,10 @@ class Checkpoints(SavedCheckpoints):
 
 @dataclasses.dataclass
 class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Which checkpoints are kept.
+    """Decides which checkpoints are kept.
 
-    Not orbax's `BestN`: it knows a figure only if that was there when the checkpoint was saved, and
-    keeps all that have none.
+    orbax's `BestN` knows a figure only if it was known when the checkpoint was saved, and keeps all
+    that have none.
     """
 
     newest: int
@@ -267,11 +261,10 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
 
 
 def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
-    """For `sys.unraisablehook`: what orbax leaves behind after a write that has failed is no news.
+    """For `sys.unraisablehook`: passes over what orbax leaves behind after a failed write.
 
-    The other writes of that save are then still under way in tensorstore. As each ends it wakes an
-    event loop that orbax has closed, and Python would show a traceback for each, in front of the
-    message that says what is wrong (orbax 0.12.8).
+    The other writes of that save are still under way in tensorstore. Each wakes an event loop that
+    orbax has closed, of which Python would show a traceback (orbax 0.12.8).
     """
     error = unraisable.exc_value
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: the sizes and checksums of its files, beside them in JSON."""
+"""Tells whether a checkpoint is whole, by the sizes and checksums of its files in JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ CHECKSUMS = "checksums.json"
 #: In a checkpoint that an earlier version has packed, the checksums of what it was.
 UNPACKED = "unpacked.json"
 
-# What every checkpoint is made of, each in a folder of its own.
+# The folders that every checkpoint has.
 ITEMS = ("run", "state")
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Of each file in the folders of the items its size and CRC-32."""
+    """Size and CRC-32 of each file in the folders of the items."""
     return {p.relative_to(folder).as_posix(): _checksum(p) for p in _files(folder)}
 
 
 def _files(folder: Path) -> list[Path]:
-    # Those beside the items, orbax writes when all is sealed, and does not need to read them.
+    # Not those beside the items, which orbax writes when all is sealed, and need not read.
     return sorted(p for p in folder.glob("*/**/*") if p.is_file())
 
 
@@ -46,25 +46,25 @@ def damage(folder: Path) -> str | None:
         return f"{CHECKSUMS} cannot be read"
     if not _is_listing(listed):
         return f"{CHECKSUMS} is no list of files with their sizes and checksums"
-    there = {path.relative_to(folder).as_posix() for path in _files(folder)}
+    files = {path.relative_to(folder).as_posix() for path in _files(folder)}
     for item in ITEMS:
         if not any(name.startswith(f"{item}/") for name in listed):
             return f"{CHECKSUMS} has no file of {item}/"
-    if missing := sorted(listed.keys() - there):
+    if missing := sorted(listed.keys() - files):
         return f"{missing[0]} is missing"
-    if unknown := sorted(there - listed.keys()):
+    if unknown := sorted(files - listed.keys()):
         return f"{unknown[0]} is not in {CHECKSUMS}"
     for name, (size, checksum) in listed.items():
-        found = _checksum(folder / name)
-        if found[0] != size:
-            return f"{name} has {found[0]} bytes in place of {size}"
-        if found[1] != checksum:
+        actual = _checksum(folder / name)
+        if actual[0] != size:
+            return f"{name} has {actual[0]} bytes in place of {size}"
+        if actual[1] != checksum:
             return f"{name} has another checksum"
     return None
 
 
 def _is_listing(value: Any) -> bool:
-    """Whether that is what `checksums` gives, as JSON has it."""
+    """Whether that is what `checksums` returns, in JSON."""
     return isinstance(value, dict) and all(
         isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
         for pair in value.values()

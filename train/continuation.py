@@ -41,16 +41,16 @@ def continued(
     sampling: Sampling = LIKELIEST,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens that follow on a prompt, each as soon as it is known.
+    """The tokens that continue a prompt, each as soon as it is known.
 
     Args:
-        graphdef: Of a `Decoder` with stacked blocks.
+        graphdef: Definition of a `Decoder` with stacked blocks.
         params: Its weights.
         prompt: At least one token.
-        most: How many tokens at most, at least 1.
-        ends: Those after which nothing follows; such a one is the last that comes.
-        sampling: How each is chosen.
-        seed: Of the draws.
+        most: The most tokens, at least 1.
+        ends: Tokens that end the continuation, as its last.
+        sampling: How each token is chosen.
+        seed: Seed of the draws.
 
     Raises:
         LogitsError: If the logits are not finite.
@@ -60,8 +60,8 @@ def continued(
     choose = partial(_extend, graphdef, sampling, params, key)
     token, cache = choose(cache, jnp.asarray(np.asarray(prompt, np.int32)), 0)
     for start in range(len(prompt), len(prompt) + most):
-        # The device goes on before it is known here whether it must: a step too many costs less
-        # than to wait at each.
+        # The device goes on before it is known whether it must: a step too many costs less than to
+        # wait at each.
         following = token
         if start < len(prompt) + most - 1:
             following, cache = choose(cache, token, start)
@@ -69,8 +69,7 @@ def continued(
         if number < 0:
             raise LogitsError(
                 "expected finite logits, got some that are not: a weight of the model is infinite "
-                "or no number, or --dtype is too narrow for it. Try --dtype float32, or take "
-                "another checkpoint."
+                "or no number, or --dtype is too narrow for it."
             )
         yield number
         if number in ends:

@@ -1,9 +1,9 @@
 """Batches of examples: shuffled, on the devices that they belong to, and the same after a resume.
 
 An example is a dict of NumPy arrays, each of the same shape and dtype in all examples of a source
-(`tasks/` says which there are); a batch is the same dict with a leading axis. Batch `i` is a
-function of the seed and `i` alone, on any number of devices and processes, so the position in the
-data is the number of the step, and a resumed run sees what it would have seen.
+(`tasks/` lists them); a batch is the same dict with a leading axis. Batch `i` depends on the seed
+and `i` alone, on any number of devices and processes. So the position in the data is the number of
+the step, and a resumed run sees the same batches.
 """
 
 from __future__ import annotations
@@ -27,20 +27,15 @@ ROWS = "rows"
 
 
 class DataError(ValueError):
-    """There is not the data that was asked for; the message is meant to be shown as it is."""
+    """The data cannot be used; the message is shown as it is."""
 
 
 def check_batch(batch_size: int, examples: int) -> None:
-    """Refuses a batch that is larger than the training data.
-
-    Raises:
-        SettingsError: If there are fewer examples than the batch takes.
-    """
+    """Refuses a batch that is larger than the training data."""
     if batch_size > examples:
         raise SettingsError(
             f"`batch_size`: expected at most {examples}, which is all the training data, got "
-            f"{batch_size}: some examples would be in every batch several times. Pass a "
-            "smaller --batch-size, or more data."
+            f"{batch_size}."
         )
 
 
@@ -54,10 +49,10 @@ class Source(Protocol):
 
 @runtime_checkable
 class Padded(Protocol):
-    """A source whose examples are of different lengths, and are filled up behind to the same one.
+    """A source whose examples have different lengths, and are padded to the same one.
 
-    `lengths` `(n,)` says how many tokens each has, and `longest` to how many they are filled up. A
-    batch need not have more positions than its longest example has tokens.
+    `lengths` `(n,)` counts the tokens of each, and `longest` is their length with padding. A batch
+    need not have more positions than its longest example has tokens.
     """
 
     lengths: np.ndarray
@@ -68,20 +63,23 @@ class Batches:
     """Batches of a source for training: without end, every epoch in an order of its own.
 
     Those of a `Padded` source have as many positions as their longest example needs, rounded up to
-    one of a few lengths, as each length is compiled by itself.
+    one of a few lengths, each of which is compiled by itself.
 
-    Indexing starts no thread and no process; every process indexes alike, and reads the rows that
-    lie on its own devices and no others. A batch as small as the quickstart's takes 0.15 ms.
+    Indexing starts no thread and no process. Every process reads the rows that lie on its own
+    devices. A batch as small as the quickstart's takes 0.15 ms.
 
     Args:
         source: The same in every process.
         batch_size: Examples in a batch, all devices together.
         seed: Fixes the orders.
         mesh: The devices; None for batches of NumPy arrays.
-        buckets: How many lengths a batch may have: so many parts of `longest`, one more at a time.
+        buckets: How many lengths a batch may have: 1 to `buckets` parts of `longest`.
 
     Raises:
         SettingsError: If the batch does not divide by the mesh.
+
+    Attributes:
+        per_epoch: Batches until every example was in one; the last may begin the next epoch.
     """
 
     def __init__(
@@ -94,14 +92,13 @@ class Batches:
         buckets: int = 1,
     ):
         self._source = source
-        # The numbers of the examples. Of a few hundred, one takes longer to find than to read.
+        # To find the number of an example takes longer than to read it.
         self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed).repeat()
         self._last: tuple[int, list[int]] = (-1, [])
         self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
         self._size = batch_size
         self._place = _Place(batch_size, mesh)
         self.per_epoch = math.ceil(len(source) / batch_size)
-        """Batches until every example was in one; the last of them may begin the next epoch."""
 
     def __getitem__(self, i: int) -> Batch:
         rows = self._place.rows
@@ -112,11 +109,11 @@ class Batches:
         return self._place.batch(self._padding.cut(batch, numbers))
 
     def tokens(self, i: int) -> int | None:
-        """How many tokens batch `i` has, all devices together; None if none of it is padding."""
+        """The tokens of batch `i`, all devices together; None if none of it is padding."""
         return self._padding.tokens(self._numbers(i)) if self._padding else None
 
     def length(self, i: int) -> int | None:
-        """How many positions its examples have; None if all batches have the same."""
+        """The positions of its examples; None if all batches have the same."""
         return self._padding.bucket(self._numbers(i)) if self._padding else None
 
     def _numbers(self, i: int) -> list[int]:
@@ -131,15 +128,14 @@ class Batches:
 
 
 class Sample:
-    """The same batches at every turn, each example once: for validation.
+    """The same batches in every iteration, each example once: for validation.
 
     The last batch is filled up with copies of the first example. In `ROWS` a batch has 1 for
     examples and 0 for such copies.
 
     Args:
-        source, batch_size, seed, mesh: As for `Batches`.
+        source, batch_size, seed, mesh, buckets: As for `Batches`.
         batches: How many at most, drawn with the seed; None for all examples.
-        buckets: As for `Batches`.
     """
 
     def __init__(
@@ -160,8 +156,7 @@ class Sample:
         self.examples = len(source)
         if batches is not None:
             self.examples = min(self.examples, batches * batch_size)
-        # The first of them, as far as they were asked for: the same at every turn.
-        self._numbers = np.full(self.examples, -1)
+        self._numbers = np.full(self.examples, -1)  # the first of the order, as far as known
 
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, self.examples, self._size):
@@ -170,39 +165,38 @@ class Sample:
             wanted = [n if r else 0 for n, r in zip(numbers, real, strict=True)]
             own = [self._source[self._number(n)] for n in wanted]
             if self._padding:
-                # The first one fills up, here or on another process.
+                # The first example fills up, on this or another process.
                 last = min(first + self._size, self.examples)
                 own = self._padding.cut(own, [self._number(n) for n in (0, *range(first, last))])
             rows = [{ROWS: np.asarray(r, np.float32)} for r in real]
             yield self._place.batch([e | r for e, r in zip(own, rows, strict=True)])
 
     def _number(self, n: int) -> int:
-        """That of the example at place `n`."""
+        """The number of the example at place `n`."""
         if self._numbers[n] < 0:
             self._numbers[n] = self._order[n]
         return int(self._numbers[n])
 
 
 class _Padding:
-    """How many positions the batches of a padded source have."""
+    """The lengths of the batches of a padded source; `numbers` are those of a batch's examples."""
 
     def __init__(self, source: Padded, buckets: int):
         self._lengths, self._longest = source.lengths, source.longest
         self._part = math.ceil(source.longest / buckets)
 
     def tokens(self, numbers: list[int]) -> int:
-        """In the examples with these numbers."""
         return int(self._lengths[numbers].sum())
 
     def bucket(self, numbers: list[int]) -> int:
-        """For a batch of these examples."""
+        """The positions of a batch of these examples."""
         needed = math.ceil(int(self._lengths[numbers].max()) / self._part) * self._part
         return min(max(needed, self._part), self._longest)
 
     def cut(
         self, examples: list[dict[str, np.ndarray]], numbers: list[int]
     ) -> list[dict[str, np.ndarray]]:
-        """The examples of a batch, of these numbers all together, without needless padding."""
+        """Some examples of a batch without needless padding."""
         if not (behind := self._longest - self.bucket(numbers)):
             return examples
         return [{n: x[:-behind] if x.ndim else x for n, x in e.items()} for e in examples]

@@ -1,17 +1,16 @@
 """The Llama family: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral are one decoder with other options.
 
-RMSNorm in front of each half of a block, rotary positions, attention in which groups of query heads
-share a key head, SwiGLU. `pretrained.py` reads the weights of a folder. What differs between the
-models is in `DecoderConfig`. Matrices are `(in, out)`.
+RMSNorm in front of each half of a block, rotary positions, attention in which several query heads
+share a key head, SwiGLU. `DecoderConfig` has the differences between the models. Matrices are
+`(in, out)`.
 
 Weights are kept in `weight_dtype`, matrix products run in `compute_dtype`; norms, rotations, the
-softmax of attention and the logits are float32 whatever these are.
+softmax of attention and the logits are always float32.
 
-`Decoder.extend` is the same function a few positions at a time, for `generate.py`: what attention
-needs of the positions before is in a `Cache`.
+`Decoder.extend` is the same function a few positions at a time, for `generate.py`.
 
-Letters: `b` sequences in a batch, `t` positions, `s` of them that a cache has room for, `h` heads,
-`d` width of a head.
+Letters: `b` sequences in a batch, `t` positions, `s` positions in a cache, `h` heads, `d` width of
+a head.
 
 References:
     Touvron et al., Llama 2, https://arxiv.org/abs/2307.09288, 2023.
@@ -35,7 +34,7 @@ from train.blocks import embedding, linear, make_blocks, placed, run_blocks
 
 
 class LinearRope(NamedTuple):
-    """All rotations slower by `factor`, so that as many more positions turn as far as before."""
+    """All rotations slower by `factor`, so that so many more positions turn as far as before."""
 
     factor: float
 
@@ -54,7 +53,7 @@ class Llama3Rope(NamedTuple):
 
 
 class DecoderConfig(NamedTuple):
-    """The sizes of a model, and what it does otherwise than its relatives."""
+    """The sizes and options of a model."""
 
     vocabulary: int
     width: int  # of the residual stream
@@ -74,9 +73,9 @@ class DecoderConfig(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions that were seen, of one block or stacked for all of them."""
+    """Keys and values of earlier positions, of one block or stacked for all of them."""
 
-    keys: jax.Array  # (b, s, kv_heads, d), turned; in front of that an axis over the blocks, if any
+    keys: jax.Array  # ([blocks,] b, s, kv_heads, d), turned
     values: jax.Array  # likewise
 
 
@@ -85,12 +84,12 @@ class Decoder(nnx.Module):
 
     Args:
         config: Sizes and options.
-        weight_dtype: In which matrices, biases and embeddings are kept. Norms are float32.
-        compute_dtype: In which matrices are multiplied, and of the residual stream.
+        weight_dtype: Dtype in which matrices, biases and embeddings are kept. Norms are float32.
+        compute_dtype: Dtype in which matrices are multiplied, and of the residual stream.
         scan_layers: Whether the blocks are stacked and scanned, see `blocks.py`.
         remat: Whether the backward pass computes the inside of each block again.
         rngs: Source of the initial weights.
-        stream_sharding: On a mesh, where the stream `(b, t, width)` lies between blocks.
+        stream_sharding: On a mesh, the sharding of the stream `(b, t, width)` between blocks.
     """
 
     def __init__(
@@ -127,16 +126,13 @@ class Decoder(nnx.Module):
             )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """The logits behind each token.
+        """The logits behind each token, float32 `(b, t, vocabulary)`.
 
         Args:
             tokens: `(b, t)`, any integer dtype.
             positions: Where several texts share a row, the position of each token in its text:
                 `(b, t)`, any integer dtype, 0 where a text begins. A text sees nothing of the
                 others. None where each row is one text.
-
-        Returns:
-            float32 `(b, t, vocabulary)`.
         """
         x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
         text = None  # the number of each token's text in its row
@@ -149,7 +145,7 @@ class Decoder(nnx.Module):
         return self._logits(x)
 
     def empty_cache(self, b: int, s: int) -> Cache:
-        """One for `b` sequences of at most `s` tokens, before the first of them."""
+        """An empty cache for `b` sequences of at most `s` tokens."""
         config = self.config
         shape = (config.layers, b, s, config.kv_heads, config.head_width)
         dtype = self.embed.dtype
@@ -158,19 +154,15 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: jax.Array, cache: Cache, start: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """The logits behind the last of some more tokens, and the cache with them.
+        """The float32 logits `(b, vocabulary)` behind `tokens` `(b, t)`, and the cache with them.
 
-        Only for stacked blocks (`scan_layers`): each token would else be a program as long as the
-        model is deep.
+        Only for stacked blocks (`scan_layers`): otherwise the program of a token would be as long
+        as the model is deep.
 
         Args:
-            tokens: `(b, t)`, any integer dtype.
-            cache: Has the tokens before them; `start + t` is at most `s`.
-            start: How many these are.
-
-        Returns:
-            float32 logits `(b, vocabulary)` of the token that follows, and a cache of the same
-            shape.
+            tokens: Any integer dtype.
+            cache: Has the tokens before them.
+            start: The number of these; `start + t` is at most `s`.
         """
         x = self.embed(tokens.astype(jnp.int32))
         cos, sin = rotations(self.config, (start + jnp.arange(tokens.shape[1]))[None])
@@ -220,18 +212,16 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, text: jax.Array | None
     ) -> jax.Array:
-        """Maps `(b, t, width)` to the same shape and dtype.
+        """Maps the residual stream `(b, t, width)` to the same shape and dtype.
 
-        Args:
-            x: The residual stream.
-            cos, sin: As of `rotations`.
-            text: `(b, t)`; tokens see those of the same number alone. None: all of their row.
+        `cos` and `sin` are as of `rotations`; a token sees only those of the same number in `text`
+        `(b, t)`, if there is one.
         """
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
         t, window = x.shape[1], self.config.window
         # Before and after the token itself, which the window counts and jax does not.
         local = None if window is None or window >= t else (window - 1, 0)
-        # Made in each block from what is small: kept for the backward pass, it would be (t, t).
+        # Made anew in each block: kept for the backward pass, it would be (t, t).
         mask = None if text is None else (text[:, :, None] == text[:, None, :])[:, None]
         mixed = jax.nn.dot_product_attention(
             q, k, v, mask=mask, is_causal=True, local_window_size=local
@@ -241,13 +231,13 @@ class DecoderBlock(nnx.Module):
     def extend(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: Cache, start: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """The same for positions from `start` on; `cache` has those before, and then these too."""
+        """The same for positions from `start` on; the cache has those before, then these too."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
         cache = Cache(
             jax.lax.dynamic_update_slice_in_dim(cache.keys, k, start, axis=1),
             jax.lax.dynamic_update_slice_in_dim(cache.values, v, start, axis=1),
         )
-        # How far each token is behind each place of the cache.
+        # The distance of each token behind each place of the cache.
         behind = start + jnp.arange(x.shape[1])[:, None] - jnp.arange(cache.keys.shape[1])[None]
         seen = behind >= 0
         if self.config.window is not None:
@@ -269,7 +259,7 @@ class DecoderBlock(nnx.Module):
         return q, k, v
 
     def _mixed_in(self, x, mixed):
-        """The stream after the block, of what attention has mixed: `(b, t, heads, d)`."""
+        """The stream after the block, from the output of attention `(b, t, heads, d)`."""
         x = x + self.attention_out(mixed.reshape(*x.shape[:2], -1))
         return x + self._swiglu(self.ffn_norm(x))
 
@@ -278,11 +268,9 @@ class DecoderBlock(nnx.Module):
 
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of how far pairs of channels turn: float32 `(b, t, d / 2)` each.
+    """Cosine and sine of the angles by which pairs of channels turn: float32 `(b, t, d / 2)` each.
 
-    Args:
-        config: Of the model.
-        positions: `(b, t)`, any integer dtype; `b` is 1 where all sequences have the same.
+    `positions` are `(b, t)`, any integer dtype; `b` is 1 where all sequences have the same.
 
     References:
         Su et al., RoFormer, https://arxiv.org/abs/2104.09864, 2021.
@@ -320,18 +308,10 @@ def rotation_speeds(config: DecoderConfig) -> np.ndarray:
 
 
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Queries or keys, each turned by an angle that grows with its position.
+    """Queries or keys `(b, t, h, d)`, each turned by an angle that grows with its position.
 
-    The scalar product of a turned query at `i` with a turned key at `j` depends on the position
-    through `i - j` alone.
-
-    Args:
-        x: `(b, t, h, d)`, any float dtype. Pairs are `(i, i + d/2)`.
-        cos: `(b, t, d / 2)`, float32, as of `rotations`; or 1 in place of `b`.
-        sin: Likewise.
-
-    Returns:
-        The same shape and dtype; each vector keeps its length.
+    Pairs of channels are `(i, i + d/2)`. The scalar product of a turned query at `i` with a turned
+    key at `j` depends on the position through `i - j` alone.
     """
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

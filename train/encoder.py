@@ -1,12 +1,11 @@
 """BERT with a head that classifies: each token sees every other one, both before and after it.
 
-The model of `transformers`' BertForSequenceClassification, but for dropout: there is none, in
-training neither, so a run is a function of its inputs. `pretrained.py` reads the weights of a
-folder. Matrices are `(in, out)` and have a bias; every norm follows the sum it normalizes
-(post-norm, as published).
+The model of `transformers`' BertForSequenceClassification without dropout, so that a run is a
+function of its inputs. Matrices are `(in, out)` and have a bias; every norm follows the sum it
+normalizes (post-norm, as published).
 
 Weights are kept in `weight_dtype`, matrix products run in `compute_dtype`; norms, the softmax of
-attention and the logits are float32 whatever these are.
+attention and the logits are always float32.
 
 Letters: `b` sequences in a batch, `t` positions, `h` heads, `d` width of a head.
 
@@ -45,13 +44,8 @@ class BertClassifier(nnx.Module):
 
     Args:
         config: Sizes.
-        labels: Number of labels; 1 for a figure to be regressed.
-        weight_dtype: In which matrices, biases and embeddings are kept. Norms are float32.
-        compute_dtype: In which matrices are multiplied, and of the stream between the blocks.
-        scan_layers: Whether the blocks are stacked and scanned, see `blocks.py`.
-        remat: Whether the backward pass computes the inside of each block again.
-        rngs: Source of the initial weights.
-        stream_sharding: On a mesh, where the stream `(b, t, width)` lies between blocks.
+        labels: Number of labels.
+        weight_dtype, compute_dtype, scan_layers, remat, rngs, stream_sharding: As of `Decoder`.
     """
 
     def __init__(
@@ -92,21 +86,18 @@ class BertClassifier(nnx.Module):
 
         Args:
             tokens: `(b, t)`, any integer dtype; the first of a sequence stands for all of it.
-            types: `(b, t)`, any integer dtype: which segment a token belongs to.
-            mask: `(b, t)`, integers or booleans: not 0 where there is a token, 0 where padding.
-
-        Raises:
-            ValueError: If there are more positions than the model has learned.
+            types: `(b, t)`, any integer dtype: the segment of each token.
+            mask: `(b, t)`, integers or booleans: 0 for padding.
         """
         return self.classifier(self.pooled(self.stream(tokens, types, mask)))
 
     def stream(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
-        """What the last block gives, `(b, t, width)` in `compute_dtype`; arguments as of a call."""
+        """The output of the last block, `(b, t, width)` in `compute_dtype`."""
         t = tokens.shape[1]
         if t > self.config.positions:
             raise ValueError(
                 f"expected at most {self.config.positions} tokens in a sequence, for which the "
-                f"model has positions, got {t}. Choose a smaller `sequence_length`."
+                f"model has positions, got {t}."
             )
         x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
         x = x + self.positions(jnp.arange(t))[None]

@@ -1,12 +1,11 @@
-"""The weights of one checkpoint, written by themselves: `--export best DIR`, `--export 300 DIR`.
+"""Writes the weights of one checkpoint by themselves: `--export best DIR`, `--export 300 DIR`.
 
-They are the parameters as they were after that step, which is what its validation has looked at:
-without the updates that were on their way then. Neither the data nor a device is needed.
+They are the parameters after that step, which its validation has seen: without the updates that
+were on their way. Neither the data nor a device is needed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax import nnx
 
 from train import models
 from train.hf_saving import save_folder
@@ -31,8 +29,8 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     """Writes the weights of a checkpoint.
 
     Args:
-        settings: Of the run, with its name.
-        which: The number of its step, or "best" for that which did best in the validations.
+        settings: Settings of the run, with its name.
+        which: The number of its step, or "best" for the best in the validations.
         target: A new or empty folder. It gets a `model.safetensors`, and where the model was read
             from a folder all else that such a folder has.
         say: Shows a line to the user.
@@ -42,14 +40,9 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         CheckpointError, ModelError: If the weights cannot be read or written.
     """
     if settings.run is None:
-        raise SettingsError(
-            "`--export`: expected the name of a run, got none. Pass --run and the name of a folder "
-            f"in {settings.output_dir}."
-        )
+        raise SettingsError("`--export`: expected the name of a run (--run), got none.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(
-            f"`--export`: expected a new or an empty folder, got {target}. Name another one."
-        )
+        raise SettingsError(f"`--export`: expected a new or an empty folder, got {target}.")
     target = target.absolute()  # as "." has no name
     folder = Path(settings.output_dir) / settings.run
     origin = None if settings.model is None else read_folder(Path(settings.model))
@@ -61,30 +54,28 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         say=say,
     )
     labels = labels or checkpoints.labels()
-    shapes = jax.eval_shape(lambda: nnx.as_pure(nnx.state(_build(settings, origin, labels))))
-    like = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
-    # The run's end, with all windows closed, which its checkpoint has open.
+    # The end of the run, with all windows closed, which its checkpoint has open.
     summary = read_summary(folder)
     end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
     rival, has_end = math.nan, False
     if summary is not None and summary.best_step in (None, summary.steps) and end.exists():
-        has_end = True
-        rival = summary.validation_after.get(best, math.nan)
+        has_end, rival = True, summary.validation_after.get(best, math.nan)
     step = checkpoints.find(which, rival=rival)
     if step is None:
         _copy(end, target)
         say(f"{target} has the model of {folder}, of step {summary.steps}, which did best")
         return
-    weights = checkpoints.weights(step, like)
+    build = models.builder(settings, None, origin, labels=len(labels))
+    _, shapes = jax.eval_shape(lambda: models.split(build()))
+    weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
     if origin is None:
         target.mkdir(parents=True, exist_ok=True)
         models.write_weights(target / models.WEIGHTS, weights)
     else:
-        # That of the run, whatever the settings say now.
-        template = folder / models.CHAT_TEMPLATE
-        if template.is_file():
-            settings = dataclasses.replace(settings, chat_template=str(template))
-        options = {"labels": labels, "texts": models.texts_of(settings)}
+        # The run's template, whatever the settings say now.
+        copy = folder / models.CHAT_TEMPLATE
+        template = str(copy) if copy.is_file() else settings.chat_template
+        options = {"labels": labels, "texts": models.texts_of(template)}
         save_folder(target, origin, weights, dtype=models.dtype_of(origin), **options)
     said = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":
@@ -92,10 +83,6 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         if has_end and step == summary.steps:
             said += f"; {end} has them"
     say(said)
-
-
-def _build(settings, origin, labels):
-    return models.builder(settings, None, origin, labels=len(labels))()
 
 
 def _copy(model: Path, target: Path) -> None:
@@ -107,7 +94,4 @@ def _copy(model: Path, target: Path) -> None:
             else:
                 shutil.copyfile(model, part / model.name)
     except OSError as error:
-        raise CheckpointError(
-            f"expected to copy {model} to {target}, got: {error}. Make room there, see to its "
-            "permissions, or name another folder."
-        ) from error
+        raise CheckpointError(f"expected to copy {model} to {target}, got: {error}.") from error

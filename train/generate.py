@@ -1,4 +1,4 @@
-"""Shows what a model writes behind a prompt.
+"""Writes what a model makes of a prompt.
 
     python -m train.generate --model runs/NAME/model "The cat"
     python -m train.generate --model runs/NAME/model "The cat" --temperature 0.8 --top-p 0.95
@@ -40,7 +40,7 @@ from train.tokenizer import Tokenizer, TokenizerError, all_end_tokens, read_toke
 
 PROGRAM = "python -m train.generate"
 
-# Those whose message is all that is to be shown.
+# Errors whose message is all that is shown.
 FAILURES = (SettingsError, ModelError, TokenizerError, DataError, LogitsError)
 
 # What decoding makes of bytes that are no whole character yet.
@@ -52,7 +52,7 @@ FORMATS = {"language": "text", "alpaca": "alpaca", "chat": "chat"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Continues a prompt with a decoder that lies in a Hugging Face folder, as a run writes one."""
+    """Continues a prompt with a decoder in a Hugging Face folder, as a run writes one."""
 
     prompt: tyro.conf.Positional[str]
     """Text to continue, or an instruction: see --format."""
@@ -77,32 +77,19 @@ class Options:
     """Of weights and products. Left out: that of the folder."""
 
     def check(self) -> None:
-        """Checks what no type says.
-
-        Raises:
-            SettingsError: If a value is impossible.
-        """
-        checks = {
-            "max_tokens": (self.max_tokens >= 1, "a number of at least 1"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "a number of at least 1"),
-            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "a share above 0 and up to 1"),
-            "temperature": (
-                self.temperature is None
-                or (self.temperature >= 0 and math.isfinite(self.temperature)),
-                "a finite number of at least 0",
-            ),
-            "seed": (0 <= self.seed < 2**32, "a number from 0 to below 2**32"),
-        }
-        for name, (fits, wanted) in checks.items():
+        """Raises `SettingsError` if a value is impossible."""
+        for name, fits, expected in (
+            ("max_tokens", self.max_tokens >= 1, "a number of at least 1"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "a number of at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "a share above 0 and up to 1"),
+            ("temperature", 0 <= (self.temperature or 0) < math.inf, "a finite number from 0 on"),
+            ("seed", 0 <= self.seed < 2**32, "a number from 0 to below 2**32"),
+        ):
             if not fits:
-                raise SettingsError(
-                    f"`{name}`: expected {wanted}, got {getattr(self, name)}. Pass another "
-                    f"--{name.replace('_', '-')}."
-                )
+                raise SettingsError(f"`{name}`: expected {expected}, got {getattr(self, name)}.")
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
         temperature = self.temperature
         if temperature is None:
             temperature = 0.0 if self.top_k is None and self.top_p is None else 1.0
@@ -113,16 +100,16 @@ class Prompt(NamedTuple):
     """What the model is to continue."""
 
     tokens: list[int]
-    ends: frozenset[int]  # tokens behind which nothing is to follow
+    ends: frozenset[int]  # tokens that end the continuation
     said: str  # of how it was made
 
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Writes what follows on the prompt.
+    """Writes the continuation of the prompt.
 
     Args:
-        options: Of the command.
-        write: Takes the text, part after part.
+        options: The command's.
+        write: Takes the text, piece by piece.
         say: Shows a line about it.
 
     Raises:
@@ -137,45 +124,34 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     origin = read_folder(folder)
     if origin.architecture != "decoder":
         raise SettingsError(
-            f"`model`: expected a folder with a decoder, which writes text, got {folder}, which "
-            f"has one of the kind {origin.architecture} ({origin.raw['model_type']}). What that "
-            "has learned shows in a validation: train.finetune with --steps 0."
+            f"`model`: expected a folder with a decoder, got {folder}, which has one of the kind "
+            f"{origin.architecture} ({origin.raw['model_type']})."
         )
     tokenizer = read_tokenizer(folder, vocabulary=origin.config.vocabulary)
     prompt = read_prompt(options, tokenizer)
     room = origin.config.positions - len(prompt.tokens)
     if room < 1 or not prompt.tokens:
-        wanted = f"one token at least and at most {origin.config.positions - 1}"
         raise SettingsError(
-            f"`prompt`: expected {wanted}, as the model in {folder} has "
-            f"{origin.config.positions} positions, got {len(prompt.tokens)}. "
-            f"{'Shorten it.' if prompt.tokens else 'Write something into it.'}"
+            f"`prompt`: expected one token at least and at most {origin.config.positions - 1}, for "
+            f"which the model in {folder} has positions, got {len(prompt.tokens)}."
         )
     say(f"{len(prompt.tokens)} tokens of prompt, {prompt.said}")
     graphdef, params = _load(origin, options.dtype)
     most = min(options.max_tokens, room)
     begin = time.perf_counter()
-    first = begin
+    times: list[float] = []
     numbers: list[int] = []
 
     def counted(tokens: Iterable[int]) -> Iterator[int]:
-        nonlocal first
         for number in tokens:
-            first = first if numbers else time.perf_counter()
+            times.append(time.perf_counter())
             numbers.append(number)
             yield number
 
-    tokens = continued(
-        graphdef,
-        params,
-        prompt.tokens,
-        most=most,
-        ends=prompt.ends,
-        sampling=options.sampling,
-        seed=options.seed,
-    )
-    for part in texts(tokenizer.tokens, counted(tokens)):
-        write(part)
+    choice = {"ends": prompt.ends, "sampling": options.sampling, "seed": options.seed}
+    tokens = continued(graphdef, params, prompt.tokens, most=most, **choice)
+    for text in texts(tokenizer.tokens, counted(tokens)):
+        write(text)
     write("\n")
     if numbers[-1] in prompt.ends:
         reason = f"ended by {tokenizer.tokens.id_to_token(numbers[-1])}"
@@ -183,13 +159,13 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
         reason = f"cut off where the model's {origin.config.positions} positions end"
     else:
         reason = f"cut off by --max-tokens {options.max_tokens}"
-    seconds = time.perf_counter() - first
+    seconds = time.perf_counter() - times[0]
     rate = f", {(len(numbers) - 1) / seconds:.1f} tokens/s" if len(numbers) > 1 else ""
-    say(f"{len(numbers)} tokens{rate} after {first - begin:.1f} s for the first: {reason}")
+    say(f"{len(numbers)} tokens{rate} after {times[0] - begin:.1f} s for the first: {reason}")
 
 
 def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
-    """The prompt as tokens, in the format that the options ask for or the folder's run says."""
+    """The prompt as tokens, in the format that the options ask for, or else the folder's run."""
     folder = Path(options.model)
     form, because = options.format, ""
     if form == "auto":
@@ -214,7 +190,7 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
         start, stop = (whole := template.conversation(answered)).answers[0]
     except ConversationError as error:
         raise SettingsError(f"`format`: {error}, or take --format text.") from error
-    # What ends an answer, if that is a special token, need not be what ends a text.
+    # The special tokens that end an answer need not be those that end a text.
     ending = whole.text[start:stop].rpartition("Yes")[2]
     decoder = tokenizer.tokens.get_added_tokens_decoder()
     ids = tokenizer.tokens.encode(ending, add_special_tokens=False).ids
@@ -227,9 +203,9 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
 
 
 def texts(tokenizer: tokenizers.Tokenizer, numbers: Iterable[int]) -> Iterator[str]:
-    """The text of tokens, in parts that are whole characters; special tokens have none."""
-    # What a token adds to a text can depend on the one before it, such as a space in front. So the
-    # last part is decoded again with the new tokens, and what is behind it is new.
+    """The text of tokens, in pieces of whole characters; special tokens have none."""
+    # The text of a token can depend on the token before it, such as a space in front. So the last
+    # piece is decoded again with the new tokens.
     last: list[int] = []
     new: list[int] = []
 
@@ -241,48 +217,43 @@ def texts(tokenizer: tokenizers.Tokenizer, numbers: Iterable[int]) -> Iterator[s
 
     for number in numbers:
         new.append(number)
-        if (part := added()) and not part.endswith(UNKNOWN):
-            yield part
+        if (text := added()) and not text.endswith(UNKNOWN):
+            yield text
             last, new = new, []
-    if part := added():
-        yield part
+    if text := added():
+        yield text
 
 
 def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
-    there = models.dtype_of(origin)
     if dtype is None:
         # What overflows in float16 does not in these.
-        dtype = "bfloat16" if there == jnp.bfloat16 else "float32"
+        dtype = "bfloat16" if models.dtype_of(origin) == jnp.bfloat16 else "float32"
     options = {"weight_dtype": np.dtype(dtype), "compute_dtype": np.dtype(dtype)}
 
-    def split():
-        model = pretrained.make_model(
+    def build():
+        return pretrained.make_model(
             origin, labels=0, scan_layers=True, rngs=nnx.Rngs(0), **options
         )
-        graphdef, params = nnx.split(model)
-        return graphdef, nnx.as_pure(params)
 
-    graphdef, shapes = jax.eval_shape(split)
+    graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
     return graphdef, pretrained.load_weights(origin, shapes)
 
 
 def _format_of(folder: Path) -> tuple[str, str]:
-    """The format of the prompts that the folder's run was trained on, and why it is that."""
+    """The format of the prompts that the folder's run was trained on, and the reason."""
     record = folder.absolute().parent / "settings.toml"
     if folder.absolute().name != models.FOLDER or not record.is_file():
         return "text", ""
     try:
         task = load_settings(record).task
     except SettingsError:  # of another version, or of something else
-        return "text", f": {record} says nothing else"
+        return "text", ""
     form = FORMATS.get(task, "text")
-    return form, f", as the run was trained ({task}); --format text takes it as it is" * (
-        form != "text"
-    )
+    return form, "" if form == "text" else f", as the run was trained ({task})"
 
 
 def _check_folder(folder: Path) -> None:
-    """Says of a run's own folder which one is meant."""
+    """Explains which folder is meant if this one is a run's own."""
     if (folder / "config.json").exists():
         return
     if (folder / models.FOLDER / "config.json").exists():
@@ -290,28 +261,26 @@ def _check_folder(folder: Path) -> None:
             f"`model`: expected a folder with a config.json, got {folder}, a run whose model is in "
             f"a folder below. Pass --model {folder / models.FOLDER}"
         )
-    if (folder / "settings.toml").exists():
-        has = (folder / models.WEIGHTS).exists()
+    if (folder / models.WEIGHTS).exists():
         raise SettingsError(
             f"`model`: expected a folder with a config.json and a tokenizer, got {folder}, a run "
-            + (
-                "of the task standard_library, whose model has neither. Take a run that has begun "
-                "with a model of its own (docs/finetuning.md)."
-                if has
-                else "that has no model yet. Wait for its end, or write one from a checkpoint: "
-                f"train.finetune with --run {folder.name} --export best DIR"
-            )
+            "of the task standard_library, whose model has neither."
+        )
+    if (folder / "settings.toml").exists():
+        raise SettingsError(
+            f"`model`: expected a folder with a config.json, got {folder}, a run that has no model "
+            f"yet. Write one: train.finetune with --run {folder.name} --export best DIR"
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, or 2 after a mistake that the message explains."""
+    """Runs the command. Returns its exit code: 0, or 2 after a mistake that is explained."""
 
     def say(line: str) -> None:
         sys.stderr.write(f"[{line}]\n")
 
-    def write(part: str) -> None:
-        sys.stdout.write(part)
+    def write(text: str) -> None:
+        sys.stdout.write(text)
         sys.stdout.flush()
 
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -324,10 +293,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         write("\n")
         return 130
-    except BrokenPipeError:  # who reads it has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (MemoryError, RuntimeError) as error:  # of which jax's are some
+    except (MemoryError, RuntimeError) as error:  # jax's errors are among these
         lack = lack_behind(error)
         if lack is None:
             raise

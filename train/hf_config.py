@@ -1,8 +1,8 @@
-"""What the config.json of a Hugging Face folder says: which model, and of what sizes.
+"""Reads the config.json of a Hugging Face folder: which model, and its sizes.
 
 A key whose value would make another function of the model than the one built here is an error, not
-a difference that shows in the loss. Keys that say nothing of the function (dropout, the initial
-weights, versions) are passed over.
+a difference that shows in the loss. Keys that do not change the function (dropout, the initial
+weights, versions) are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from train.encoder import EncoderConfig
 
 CONFIG = "config.json"
 
-# What is built: `model_type` of the config, and the kind of model that it is here.
+# The models that are built here: `model_type` of the config, and the kind of model.
 ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
     "llama": "decoder",
     "mistral": "decoder",
@@ -27,10 +27,10 @@ ARCHITECTURES: Mapping[str, Literal["decoder", "encoder"]] = {
     "bert": "encoder",
 }
 
-# Of these alone a config may ask for windows of attention in some of the layers.
+# Only these may ask for windows of attention in some of the layers.
 QWEN = ("qwen2", "qwen3")
 
-# Values that a key must have if it is there, because the models here know no other.
+# Values that a key must have if it is present, because the models here know no other.
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "decoder": {
         "hidden_act": "silu",
@@ -48,12 +48,9 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-# Where the config says none, as in the classes of `transformers`.
+# The defaults of the classes of `transformers`.
 ROPE_BASE = 10_000.0
 QWEN3_HEAD_WIDTH = 128
-
-NOT_BUILT = "The models in train/ do nothing else: choose another model"
-MISTAKE = "No model has such a config: copy the file again"
 
 
 class ModelError(ValueError):
@@ -61,26 +58,17 @@ class ModelError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ModelError: If the file is missing, or holds anything else.
-    """
+    """Reads the object in a JSON file, or raises `ModelError`."""
     try:
         content = strict_json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
-            f"expected the file {path} of a Hugging Face model, got: {error.strerror}. Name the "
-            "folder that holds config.json, model.safetensors and tokenizer.json."
+            f"expected the file {path} of a Hugging Face model, got: {error.strerror}."
         ) from error
     except ValueError as error:  # no UTF-8, or no JSON
-        raise ModelError(
-            f"expected JSON in {path}, got what cannot be read ({error}). Copy the file again."
-        ) from error
+        raise ModelError(f"expected JSON in {path}, got what cannot be read ({error}).") from error
     if not isinstance(content, dict):
-        raise ModelError(
-            f"expected a JSON object in {path}, got {type(content).__name__}. Copy the file again."
-        )
+        raise ModelError(f"expected a JSON object in {path}, got {type(content).__name__}.")
     return content
 
 
@@ -88,7 +76,7 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderCo
     """The sizes and options of the model.
 
     Args:
-        path: Of the file, for messages.
+        path: The file, for messages.
         raw: Its content.
 
     Raises:
@@ -98,22 +86,17 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderCo
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(
-            f"`model_type` in {path}: expected one of {', '.join(ARCHITECTURES)}, got {kind!r}. "
-            "Other models are not built in train/: choose a folder with one of these."
+            f"`model_type` in {path}: expected one of {', '.join(ARCHITECTURES)}, got {kind!r}."
         )
     keys = _Keys(path, raw)
     for key, value in FIXED[ARCHITECTURES[kind]].items():
-        if raw.get(key) is not None and raw[key] != value:
-            raise keys.error(key, f"{value!r} or nothing", NOT_BUILT)
-    if ARCHITECTURES[kind] == "encoder":
-        return _encoder(keys)
-    return _decoder(keys, kind)
+        keys.check(key, raw.get(key) in (None, value), f"{value!r}, as the models here have it")
+    return _encoder(keys) if ARCHITECTURES[kind] == "encoder" else _decoder(keys, kind)
 
 
 def _encoder(keys: _Keys) -> EncoderConfig:
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
-    if width % heads:
-        raise keys.error("num_attention_heads", f"a divisor of `hidden_size`, {width}", MISTAKE)
+    keys.check("num_attention_heads", width % heads == 0, f"a divisor of `hidden_size`, {width}")
     return EncoderConfig(
         vocabulary=keys.count("vocab_size"),
         width=width,
@@ -130,18 +113,15 @@ def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
     width, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     layers = keys.count("num_hidden_layers")
     kv_heads = keys.count("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise keys.error(
-            "num_key_value_heads", f"a divisor of `num_attention_heads`, {heads}", MISTAKE
-        )
+    divisor = f"a divisor of `num_attention_heads`, {heads}"
+    keys.check("num_key_value_heads", heads % kv_heads == 0, divisor)
     if kind == "qwen3":
         head_width = keys.count("head_dim", QWEN3_HEAD_WIDTH)
     else:
-        if keys.raw.get("head_dim") is None and width % heads:
-            raise keys.error("num_attention_heads", f"a divisor of `hidden_size`, {width}", MISTAKE)
+        divides = keys.raw.get("head_dim") is not None or width % heads == 0
+        keys.check("num_attention_heads", divides, f"a divisor of `hidden_size`, {width}")
         head_width = keys.count("head_dim", width // heads)
-    if head_width % 2:
-        raise keys.error("head_dim", "an even number, for rotary positions", MISTAKE)
+    keys.check("head_dim", head_width % 2 == 0, "an even number, for rotary positions")
     rope_base, rope_scaling = _rope(keys)
     return DecoderConfig(
         vocabulary=keys.count("vocab_size"),
@@ -164,20 +144,17 @@ def _decoder(keys: _Keys, kind: str) -> DecoderConfig:
 
 def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
     """Base and scaling of the rotations, from the keys of old configs and of new ones."""
-    raw = keys.raw
     # From transformers 5 on `rope_parameters`, with the base inside; before it `rope_scaling`
     # beside `rope_theta`, of which the former is null for none.
-    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    scaling = raw.get(name)
-    if scaling is None:
-        return keys.positive("rope_theta", ROPE_BASE), None
-    if not isinstance(scaling, dict):
-        raise keys.error(name, "an object", MISTAKE)
-    inner = _Keys(keys.path, scaling, name + ".")
+    name = "rope_parameters" if keys.raw.get("rope_parameters") is not None else "rope_scaling"
+    scaling = keys.raw.get(name)
     outer_base = keys.positive("rope_theta", ROPE_BASE)
+    if scaling is None:
+        return outer_base, None
+    keys.check(name, isinstance(scaling, dict), "an object")
+    inner = _Keys(keys.path, scaling, name + ".")
     base = inner.positive("rope_theta", outer_base)
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise inner.error("partial_rotary_factor", "1.0 or nothing", NOT_BUILT)
+    inner.check("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0) == 1.0, "1.0")
     kind_key = "type" if "rope_type" not in scaling and "type" in scaling else "rope_type"
     match scaling.get(kind_key):
         case "default":
@@ -186,11 +163,10 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
             return base, LinearRope(inner.positive("factor"))
         case "llama3":
             low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
-            if not low < high:
-                raise inner.error("high_freq_factor", f"more than {low}, the low one", MISTAKE)
+            inner.check("high_freq_factor", low < high, f"more than {low}, the low one")
             positions = inner.count("original_max_position_embeddings")
             return base, Llama3Rope(inner.positive("factor"), low, high, positions)
-    raise inner.error(kind_key, "'default', 'linear' or 'llama3'", NOT_BUILT)
+    raise inner.error(kind_key, "'default', 'linear' or 'llama3'")
 
 
 def _window(keys: _Keys, kind: str, layers: int) -> int | None:
@@ -207,12 +183,8 @@ def _window(keys: _Keys, kind: str, layers: int) -> int | None:
         sliding = [layer >= raw.get("max_window_layers", 28) for layer in range(layers)]
         if isinstance(raw.get("layer_types"), list):
             sliding = [name == "sliding_attention" for name in raw["layer_types"]]
-    if any(sliding) and not all(sliding):
-        raise keys.error(
-            "use_sliding_window",
-            "the same attention in all layers",
-            NOT_BUILT,
-        )
+    alike = all(sliding) or not any(sliding)
+    keys.check("use_sliding_window", alike, "the same attention in all layers")
     return window if any(sliding) else None
 
 
@@ -224,30 +196,29 @@ class _Keys:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, "a whole number above 0", MISTAKE)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        self.check(key, is_count, "a whole number above 0")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, "a number above 0", MISTAKE)
-        if not (value > 0 and math.isfinite(value)):
-            raise self.error(key, "a number above 0", MISTAKE)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        self.check(key, is_number and 0 < value < math.inf, "a number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false", MISTAKE)
+        self.check(key, isinstance(value, bool), "true or false")
         return value
 
-    def error(self, key: str, expected: str, remedy: str) -> ModelError:
-        got = repr(self.raw[key]) if key in self.raw else "nothing"
-        return ModelError(
-            f"`{self.prefix}{key}` in {self.path}: expected {expected}, got {got}. {remedy}."
-        )
+    def check(self, key: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise self.error(key, expected)
 
-    def _get(self, key, default):
+    def error(self, key: str, expected: str) -> ModelError:
+        got = repr(self.raw[key]) if key in self.raw else "nothing"
+        return ModelError(f"`{self.prefix}{key}` in {self.path}: expected {expected}, got {got}.")
+
+    def _get(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)
         return default if value is None else value

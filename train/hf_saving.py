@@ -75,22 +75,21 @@ def save_folder(
     All processes must call it; the first writes, under another name until the folder is whole.
 
     Args:
-        path: Of the folder. If it exists, it is replaced, provided that there is nothing in it but
-            a model.
-        pretrained: What the model was loaded from.
+        path: The folder. If it exists and holds nothing but a model, it is replaced.
+        pretrained: The folder that the model was loaded from.
         params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
-        dtype: Of all tensors; None for that of each leaf. Loading what was saved in the dtypes of
-            the leaves gives the same bits.
-        labels: Names of the labels of a classification in the order of their ids. () for the names
-            that the folder has if there are as many, LABEL_0 and so on otherwise.
-        max_shard_bytes: Of tensors in one file; what is more goes to further files, with an index.
-        values: What to write in place of each leaf of `params`, in their order; each is asked for
-            when it is written.
-        texts: Files of the folder, by name, that are not to be copied from where it was read.
+        dtype: Dtype of all tensors; None for that of each leaf, which keeps the bits.
+        labels: Names of the classes in the order of their ids. () for the names that the folder
+            has if there are as many, LABEL_0 and so on otherwise.
+        max_shard_bytes: Most bytes of tensors in one file; with more there are several, and an
+            index.
+        values: The arrays to write in place of the leaves of `params`, in their order; each is
+            asked for when it is written.
+        texts: Files of the folder, by name, that are not copied from the one that was read.
 
     Raises:
-        ModelError: In the first process, if `path` holds anything else than a model, or it cannot
-            be written.
+        ModelError: In the first process, if `path` holds anything else than a model, or cannot be
+            written.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
@@ -117,12 +116,9 @@ def save_folder(
                 if path.exists():
                     exchange(part, path)
     except OSError as error:
-        raise ModelError(
-            f"expected to write the model to {path}, got: {error}. Make room there, see to its "
-            "permissions, or name another folder."
-        ) from error
+        raise ModelError(f"expected to write the model to {path}, got: {error}.") from error
     finally:
-        # To gather is the work of all processes: they would wait for one that has failed.
+        # All processes gather: they would wait for one that has failed.
         for _ in tensors:
             pass
 
@@ -138,8 +134,9 @@ def _gathered(
         for one in value if of.stacked else value[None]:
             one = np.ascontiguousarray(one, dtype)
             if of.transposed:
-                there, one = one, np.empty(of.shape, dtype)
-                transpose(there, one)
+                saved = np.empty(of.shape, dtype)
+                transpose(one, saved)
+                one = saved
             yield one
 
 
@@ -174,7 +171,7 @@ def _config(
     entries: Sequence[Entry],
     labels: Sequence[str],
 ) -> dict[str, Any]:
-    """The config of the folder that was read, with what is different now."""
+    """The config of the folder that was read, brought up to date."""
     config = dict(pretrained.raw)
     config["architectures"] = [CLASSES[config["model_type"]]]
     widest = max(entries, key=lambda entry: entry.bytes)
@@ -199,8 +196,7 @@ def _check_replaceable(path: Path, origin: Path) -> None:
         return
     if path.resolve() == origin.resolve():
         raise ModelError(
-            f"expected another folder than {origin}, from which the model was read, got that one. "
-            "Name a new folder."
+            f"expected another folder than {origin}, from which the model was read, got that one."
         )
     others = [
         file.name
@@ -211,5 +207,5 @@ def _check_replaceable(path: Path, origin: Path) -> None:
     if others:
         raise ModelError(
             f"expected a new folder or one with nothing but a model to write to, got {path}, which "
-            f"holds {', '.join(sorted(others)[:3])}. Name a new folder."
+            f"holds {', '.join(sorted(others)[:3])}."
         )

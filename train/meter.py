@@ -1,8 +1,8 @@
-"""Speed and stalls of a training loop, without stalling it.
+"""Measures speed and stalls of a training loop without stalling it.
 
 The loop hands over the loss of every step as a device scalar that may not exist yet. The meter
-reads a loss only when its step is a whole interval old, so the device always has work queued. How
-fast the steps go is counted in tokens of steps whose loss exists, not of those dispatched.
+reads a loss only when its step is a whole interval old, so the device always has work queued. Rates
+count tokens of steps whose loss exists, not of those dispatched.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import jax
 
 
 class Row(NamedTuple):
-    """What is known of one interval of steps. Rates are over it and the interval before."""
+    """The figures of one interval of steps. Rates are over it and the interval before."""
 
     step: int  # the last step of the interval, counted from 1
-    loss: float  # mean over its steps that were not skipped, nats per token or label; NaN of none
+    loss: float  # mean over its steps that were not skipped, nats per token or label; NaN if none
     tokens_per_s: float  # without padding
     wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
     skipped: int  # steps of the interval whose gradient was not finite
@@ -36,7 +36,7 @@ class Totals(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A moment, and how many tokens had been trained on by then."""
+    """A moment, and the tokens that had been trained on by then."""
 
     tokens_done: int
     time_s: float
@@ -47,7 +47,7 @@ class Taken(NamedTuple):
     """A step that is in no row yet."""
 
     loss: jax.Array | float
-    skipped: jax.Array | int  # how many steps had been skipped after it
+    skipped: jax.Array | int  # the number of steps that had been skipped after it
     tokens: int
 
 
@@ -59,9 +59,9 @@ class Meter:
 
     Args:
         log_every: Steps in an interval.
-        waited_s: Gives the seconds, since any fixed moment, that the loop waited for the host.
+        waited_s: Returns the seconds, since any fixed moment, that the loop waited for the host.
         steps_done: Steps before the first that `step` takes, of a run that goes on.
-        state: What `state` gave after these.
+        state: What `state` returned after these.
     """
 
     def __init__(
@@ -82,22 +82,22 @@ class Meter:
         self._paused_s = 0.0
 
     def start(self) -> None:
-        """Starts the clock. Steps of before are to have no tokens, as they are in no rate."""
+        """Starts the clock. Earlier steps must have no tokens, as they are in no rate."""
         self._started = Mark(0, self._now(), self._waited_s())
-        # Two intervals, because the last one of a run is sometimes done when it is first looked
-        # at, and steps that took no time have no rate.
+        # Two intervals: the last one of a run may be done when it is first looked at, and steps
+        # that took no time have no rate.
         self._last_two = deque([self._started], maxlen=2)
 
     def step(self, loss: jax.Array, *, skipped: jax.Array, tokens: int) -> Row | None:
-        """Takes a step; once per interval, gives the row of the interval before.
+        """Takes a step; once per interval, returns the row of the interval before.
 
-        Blocks, when it gives a row, until the device has done all but the last `log_every` steps.
-        Does not block otherwise.
+        When it returns a row, it blocks until the device has done all but the last `log_every`
+        steps; otherwise it does not.
 
         Args:
-            loss: Of its batch, a scalar.
-            skipped: How many steps of the run had been skipped after it, a scalar.
-            tokens: In its batch, without padding.
+            loss: Scalar.
+            skipped: The number of steps of the run that had been skipped after it, a scalar.
+            tokens: Tokens of its batch, without padding.
         """
         self._unread.append(Taken(loss, skipped, tokens))
         enough = self._to_next_row() + self._log_every
@@ -105,7 +105,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time in here is in no rate. The device must have no step to do."""
+        """The time in this context is in no rate. The device must have no step to do."""
         begin = time.perf_counter()
         try:
             yield
@@ -113,7 +113,7 @@ class Meter:
             self._paused_s += time.perf_counter() - begin
 
     def catch_up(self) -> list[Row]:
-        """The rows of whole intervals that were not given yet. Blocks until these are done."""
+        """The rows of whole intervals that are left. Blocks until these are done."""
         rows = []
         while len(self._unread) >= self._to_next_row():
             rows.append(self._next_row())
@@ -127,7 +127,7 @@ class Meter:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """The steps that are in no row yet, as JSON has it. Blocks until they are done."""
+        """The steps that are in no row yet, for JSON. Blocks until they are done."""
         taken = jax.device_get(list(self._unread))
         return {
             "losses": [float(one.loss) for one in taken],
@@ -158,8 +158,8 @@ class Meter:
         return Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
 
     def _mark(self) -> Mark:
-        # Those that are not read by now are arrays, but for those that a resumed run begins with,
-        # of no tokens.
+        # The unread losses are arrays, but for those that a resumed run begins with, which have no
+        # tokens.
         done = sum(
             x.tokens
             for x in self._unread

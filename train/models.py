@@ -27,7 +27,7 @@ from train.tasks import Task, standard_library
 from train.tensor_file import Entry, write_file
 from train.whole import made_whole
 
-# Where the trained weights go, in the folder of the run.
+# The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
 FOLDER = "model"  # of one that was read from a folder: such a folder again
 
@@ -38,50 +38,43 @@ class Model(NamedTuple):
     """A model at the start of a run."""
 
     graphdef: nnx.GraphDef
-    params: Any  # its weights, each where it belongs
-    origin: pretrained.Pretrained | None  # the folder that they are from
+    params: Any  # its weights, each in its place
+    origin: pretrained.Pretrained | None  # the folder of the weights
     drawn: tuple[str, ...] = ()  # names of the leaves that the folder does not have
 
 
 def make(
-    settings: Settings,
-    task: Task,
-    mesh: Mesh | None,
-    origin: pretrained.Pretrained | None,
+    settings: Settings, task: Task, mesh: Mesh | None, origin: pretrained.Pretrained | None
 ) -> Model:
-    """The model of the settings, of the same weights with any mesh and with none.
-
-    Args:
-        settings: Of the run.
-        task: What it is to learn.
-        mesh: The devices.
-        origin: The folder of `settings.model`.
+    """Makes the model of the settings, of the same weights with any mesh and with none.
 
     Raises:
         SettingsError: If the model or the batch does not divide by the mesh.
         ModelError: If the weights cannot be read.
     """
     build = builder(settings, mesh, origin, labels=len(task.labels))
-
-    def split():
-        graphdef, params = nnx.split(build())
-        return graphdef, nnx.as_pure(params)
-
-    graphdef, shapes = jax.eval_shape(split)
+    graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
-        graphdef, params = split()
+        graphdef, params = split(build())
         return Model(graphdef, committed(params), None)
-    # Each device draws or reads its own part, so the model need not fit on any of them.
+    # Each device draws or reads its own shards, so the model need not fit on any of them.
     shardings = mesh and weight_shardings(mesh, shapes)
     if origin is None:
-        return Model(graphdef, jax.jit(lambda: split()[1], out_shardings=shardings)(), None)
+        params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
+        return Model(graphdef, params, None)
     anew = () if _has_head_for(origin, task.labels) else ("classifier",)
     params = pretrained.load_weights(origin, shapes, shardings, anew=anew, seed=settings.seed)
     return Model(graphdef, params, origin, pretrained.drawn_anew(origin, shapes, anew=anew))
 
 
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
+    """The definition of a model, and its parameters as pure arrays."""
+    graphdef, params = nnx.split(model)
+    return graphdef, nnx.as_pure(params)
+
+
 def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
-    """Whether the folder has a head for these labels, in this order as far as it names them."""
+    """Whether the folder has a head for these labels, in this order if it names them."""
     if origin.labels != len(labels):
         return False
     named = origin.raw.get("id2label") or {}
@@ -91,7 +84,7 @@ def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
 
 
 def parameters(settings: Settings, origin: pretrained.Pretrained | None) -> int:
-    """How many a model has, of one that is made here but for its norms; nothing is made or read."""
+    """The number of a model's parameters, without norms; nothing is made or read."""
     if origin is not None:
         return sum(math.prod(tensor.shape) for tensor in origin.tensors.values())
     config = own_config(settings)
@@ -100,8 +93,10 @@ def parameters(settings: Settings, origin: pretrained.Pretrained | None) -> int:
 
 
 def vocabulary(origin: pretrained.Pretrained | None) -> int:
-    """How many tokens a model of that folder, or the own one, tells apart."""
-    return standard_library.VOCABULARY if origin is None else origin.config.vocabulary
+    """The number of logits of a token; 0 for a classifier, which has none."""
+    if origin is None:
+        return standard_library.VOCABULARY
+    return 0 if origin.architecture == "encoder" else origin.config.vocabulary
 
 
 def builder(
@@ -113,7 +108,7 @@ def builder(
 ) -> Callable[[], nnx.Module]:
     """A function that makes the model of the settings with weights drawn at random."""
     options = {
-        "weight_dtype": weight_dtype(settings),
+        "weight_dtype": weight_dtype(settings.optimizer, settings.dtype),
         "compute_dtype": jnp.dtype(settings.dtype),
         "scan_layers": settings.scan_layers,
         "remat": settings.remat,
@@ -163,43 +158,38 @@ def write(
     """Writes the trained weights into the run's `folder`; all processes must call it.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         model: What was trained.
         params: Its parameters.
-        values: Their weights to write, in the order of their leaves: each is asked for when it is
+        values: The weights to write, in the order of the leaves: each is asked for when it is
             written, so that the devices never have all of them.
-        labels: Names of the classes that it has learned to tell.
+        labels: Names of the classes that it has learned.
         texts: As for `hf_saving.save_folder`.
 
     Returns:
-        The name of what was written.
+        The name of the file or folder.
 
     Raises:
-        CheckpointError, ModelError: If it could not be written.
+        CheckpointError, ModelError: If it cannot be written.
     """
     if model.origin is None:
         write_weights(folder / WEIGHTS, params, values)
         return WEIGHTS
-    dtype = dtype_of(model.origin)
-    options = {"dtype": dtype, "labels": labels, "values": values, "texts": texts}
-    save_folder(folder / FOLDER, model.origin, params, **options)
+    options = {"labels": labels, "values": values, "texts": texts}
+    save_folder(folder / FOLDER, model.origin, params, dtype=dtype_of(model.origin), **options)
     return FOLDER
 
 
-def texts_of(settings: Settings) -> dict[str, str]:
-    """The files of a folder that the settings put in place of those of the model's.
-
-    Raises:
-        SettingsError: If one cannot be read.
-    """
-    if settings.chat_template is None:
+def texts_of(chat_template: str | None) -> dict[str, str]:
+    """The files, by name, that replace those of the model's folder in the trained one."""
+    if chat_template is None:
         return {}
     try:
-        return {CHAT_TEMPLATE: Path(settings.chat_template).read_text(encoding="utf-8")}
+        return {CHAT_TEMPLATE: Path(chat_template).read_text(encoding="utf-8")}
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
-            f"`chat_template`: expected a file with a template, got {settings.chat_template}, "
-            f"which cannot be read ({error}). Name another --chat-template."
+            f"`chat_template`: expected a file with a template, got {chat_template}, which cannot "
+            f"be read ({error})."
         ) from error
 
 
@@ -209,12 +199,9 @@ def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) 
     All processes must call it; the first writes, under another name until the file is whole.
 
     Args:
-        path: Of the file.
-        params: A tree of arrays: the weights, unless there are `values`.
-        values: As for `write`.
-
-    Raises:
-        CheckpointError: If it cannot be written.
+        path: The file.
+        params: A tree of arrays: the weights, unless there are `values`, as for `write`.
+        values: See there.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     entries = [Entry(name_of(name), np.dtype(np.float32), x.shape) for name, x in leaves]
@@ -230,12 +217,12 @@ def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) 
             "permissions, and start the run again: it goes on from its last checkpoint."
         ) from error
     finally:
-        # To gather is the work of all processes: they would wait for one that has failed.
+        # All processes gather: they would wait for one that has failed.
         for _ in tensors:
             pass
 
 
 def dtype_of(origin: pretrained.Pretrained) -> np.dtype:
-    """That of most of the folder's tensors: what loaded that one has room for the trained one."""
+    """The dtype of most of the folder's tensors."""
     dtypes = Counter(tensor.dtype for tensor in origin.tensors.values())
     return DTYPES[dtypes.most_common(1)[0][0]]

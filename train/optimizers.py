@@ -1,7 +1,4 @@
-"""The optimizers to choose from, and in which dtype the weights of each are kept.
-
-What is to be used is in the settings, or in a DeepSpeed config that they name.
-"""
+"""The optimizers, made of the settings, or of a DeepSpeed config that the settings name."""
 
 from __future__ import annotations
 
@@ -16,31 +13,27 @@ import optax
 from jax.typing import DTypeLike
 
 import zenflow_jax
-from train.schedule import selection_rule, window_rule
 from train.settings import Settings, SettingsError
 from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 
 
-def weight_dtype(settings: Settings) -> DTypeLike:
-    """In which dtype the matrices of the model are kept on the device.
+def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
+    """The dtype in which the device keeps the model's matrices.
 
-    All optimizers run the same forward and backward pass on matrices of `settings.dtype`; what
-    differs is where the float32 master weights are. zenflow keeps them (of the selected channels on
-    the device, of the others on the host), so its parameters are the rounded matrices themselves.
-    optax.adamw keeps none, and on bfloat16 parameters it would lose every update smaller than half
-    a unit of their last place; so its parameters are the float32 masters, and each step rounds a
-    working copy of them (the model does, in its `compute_dtype`).
+    All optimizers run the same forward and backward pass on matrices of `dtype`. zenflow keeps
+    float32 masters of them, so its parameters are the rounded matrices. optax.adamw keeps none, and
+    would lose small updates of bfloat16 parameters; so its parameters are the float32 masters, and
+    the model rounds a copy of them in each step.
     """
-    return jnp.float32 if settings.optimizer == "adamw" else jnp.dtype(settings.dtype)
+    return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
 
-def learning_rate(settings: Settings) -> optax.Schedule:
+def learning_rate(peak: float, warm_up: int, steps: int) -> optax.Schedule:
     """Linear warm-up to the peak, then a cosine down to a tenth of it at the last step."""
-    peak, warm_up = settings.learning_rate, settings.learning_rate_warm_up
     return optax.join_schedules(
         [
             optax.linear_schedule(peak / (warm_up + 1), peak, max(warm_up, 1)),
-            optax.cosine_decay_schedule(peak, max(settings.steps - warm_up, 1), alpha=0.1),
+            optax.cosine_decay_schedule(peak, max(steps - warm_up, 1), alpha=0.1),
         ],
         [warm_up],
     )
@@ -55,14 +48,15 @@ def make_optimizer(
     """The optimizer that the settings ask for.
 
     Args:
-        settings: Of the run, with `steps`.
-        deepspeed: What `in_force` gave, for the schedules that settings cannot say.
-        steps_per_epoch: Needed where zenflow is to select channels once per epoch.
+        settings: Settings of the run, with `steps`.
+        deepspeed: What `in_force` returned, for schedules that settings cannot express.
+        steps_per_epoch: Needed where zenflow selects channels once per epoch.
 
     Raises:
         SettingsError: If zenflow rejects its options.
     """
-    rate, norm = learning_rate(settings), settings.max_grad_norm
+    rate = learning_rate(settings.learning_rate, settings.learning_rate_warm_up, settings.steps)
+    norm = settings.max_grad_norm
     if deepspeed is not None and deepspeed.scheduler is not None:
         rate = deepspeed.learning_rate
     adam = {"b1": settings.b1, "b2": settings.b2, "eps": settings.eps}
@@ -96,9 +90,8 @@ class SkipState(NamedTuple):
 def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner`, without the steps whose gradient's norm is not finite: these change nothing.
 
-    What zenflow does by itself, for the others. A skipped step does not count for the schedule of
-    `inner`. `optax.apply_if_finite` is the same by a `cond`, for which a GPU waits and which keeps
-    the state twice.
+    zenflow does the same by itself. A skipped step does not count for the schedule of `inner`.
+    `optax.apply_if_finite` needs a `cond`, for which a GPU waits and which keeps the state twice.
     """
 
     def init(params):
@@ -116,20 +109,20 @@ def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTra
 
 
 def skipped_steps(opt_state: Any) -> jax.Array:
-    """How many steps have been skipped, int32, by the state of one of `make_optimizer`'s."""
+    """The number of skipped steps, int32, in a state of `make_optimizer`'s."""
     if isinstance(opt_state, SkipState):
         return opt_state.skipped
     return zenflow_jax.find_state(opt_state).skipped
 
 
 def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
-    """What zenflow is told about channels, windows and selections."""
+    """zenflow's arguments about channels, windows and selections."""
     if settings.optimizer == "offload":
         return {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
     return {
         "topk_ratio": settings.topk_ratio,
-        "update_interval": window_rule(settings),
-        "select_interval": selection_rule(settings, steps_per_epoch),
+        "update_interval": _window_rule(settings),
+        "select_interval": _selection_rule(settings, steps_per_epoch),
         "full_warm_up_rounds": settings.warm_up_rounds,
         "overlap_step": settings.overlap_step,
         "rolling": settings.rolling,
@@ -139,20 +132,40 @@ def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]
     }
 
 
+def _window_rule(settings: Settings) -> int | zenflow_jax.AutoWindow:
+    if settings.update_interval != "auto":
+        return settings.update_interval
+    return zenflow_jax.AutoWindow(
+        max_interval=settings.auto_window_max_interval, share=settings.auto_window_share
+    )
+
+
+def _selection_rule(
+    settings: Settings, steps_per_epoch: int | None
+) -> int | zenflow_jax.AutoSelect | zenflow_jax.EpochSelect | None:
+    if settings.select_interval == "auto":
+        return zenflow_jax.AutoSelect(
+            keep=settings.auto_select_keep, max_windows=settings.auto_select_max_windows
+        )
+    if settings.select_interval == "epoch":
+        return zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
+    return settings.select_interval
+
+
 def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpeedOptions | None]:
     """Reads the DeepSpeed config that the settings name, and puts its values in their place.
 
     Two of them depend on the number of steps, which may follow from the batch size: see `in_force`.
 
     Args:
-        settings: Of the run.
-        devices: Among how many a batch is divided.
+        settings: Settings of the run.
+        devices: Number of devices among which a batch is divided.
 
     Returns:
         The settings, and the config; None if they name none.
 
     Raises:
-        SettingsError: If the config cannot be read or asks for what cannot be had.
+        SettingsError: If the config cannot be read or followed.
     """
     if settings.deepspeed is None:
         return settings, None
@@ -172,6 +185,11 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpee
             )
     except (ValueError, OSError) as error:
         raise SettingsError(f"`deepspeed`: {error}") from error
+    return with_values_of(options, settings), options
+
+
+def with_values_of(options: DeepSpeedOptions, settings: Settings) -> Settings:
+    """The settings with the values of a DeepSpeed config in their place."""
     open_or_not = {
         "optimizer": options.kind if options.has_zero else None,
         "batch_size": options.batch_size,
@@ -186,7 +204,7 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpee
     values = {name: arguments[name] for name in ("b1", "b2", "eps", "weight_decay")}
     if settings.optimizer == options.kind == "zenflow":
         values |= _as_settings(arguments)
-    return dataclasses.replace(settings, **values), options
+    return dataclasses.replace(settings, **values)
 
 
 def in_force(
@@ -194,11 +212,10 @@ def in_force(
 ) -> tuple[Settings, DeepSpeedOptions | None]:
     """Both results of `with_deepspeed`, with the rest of the config's values in place.
 
-    For the record of a run, and for comparing it with the checkpoints that it goes on from. What a
-    setting cannot say, such as the shape of a learning rate's schedule, only the config has.
+    Some of the config, such as the shape of a learning rate's schedule, no setting can express.
 
     Args:
-        settings: As `with_deepspeed` gave them, with `steps`.
+        settings: As `with_deepspeed` returned them, with `steps`.
         deepspeed: Likewise.
         steps_per_epoch: Batches in a pass over the data.
 
@@ -227,6 +244,30 @@ def in_force(
     except ValueError as error:
         raise SettingsError(f"`deepspeed`: {error}") from error
     return dataclasses.replace(settings, **values), deepspeed
+
+
+def said_of_deepspeed(
+    asked: Settings, settings: Settings, deepspeed: DeepSpeedOptions | None
+) -> list[str]:
+    """Which settings the DeepSpeed config has changed, and which of its keys are not followed.
+
+    Args:
+        asked: The settings without it.
+        settings: Those in force.
+        deepspeed: The config, if there is one.
+    """
+    if deepspeed is None:
+        return []
+    lines = []
+    names = [field.name for field in dataclasses.fields(settings) if field.name != "steps"]
+    changed = [n for n in names if getattr(asked, n) != getattr(settings, n)]
+    if changed:
+        listed = ", ".join(f"{name} {getattr(settings, name)}" for name in changed)
+        lines.append(f"{settings.deepspeed} sets: {listed}")
+    if deepspeed.not_translated:
+        listed = ", ".join(f"`{name}`" for name in deepspeed.not_translated)
+        lines.append(f"{settings.deepspeed}: not followed (docs/deepspeed.md): {listed}")
+    return lines
 
 
 def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:

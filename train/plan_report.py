@@ -1,4 +1,4 @@
-"""What is shown of a plan: a table, a line of JSON for programs, a picture."""
+"""Shows a plan: a table and sentences, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from train.command_line import PROGRAM
 from train.planning import RunPlan, Way
-from train.sayings import PROGRAM
 from train.settings import Planning
 from zenflow_jax.planning import (
     EFFICIENCY,
@@ -28,91 +27,97 @@ from zenflow_jax.planning import (
     gb,
 )
 
-CLASSES = ("weights", "optimizer state", TEMPORARIES)
-OF_ENGINE = ("mail under way", "uploads")
-OF_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over", "a save")
+ON_DEVICE = ("weights", "optimizer state", TEMPORARIES, "mail under way", "uploads")
+ON_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over", "a save")
 
 
-def show(found: RunPlan, arguments: Sequence[str], console: Console) -> None:
+def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
     """Prints the plan; `arguments` are those of the command."""
-    chosen, settings = found.chosen, found.settings
+    chosen, settings = run_plan.chosen, run_plan.settings
     devices = "" if chosen.devices == 1 else f" on {chosen.devices} devices"
+    by = "the compiler" if chosen.by == "compiler" else "shapes: no gradients, no activations"
     table = Table(
         title=(
             f"{chosen.parameters:,} parameters, {settings.batch_size} x "
-            f"{settings.sequence_length} tokens{devices}, {chosen.gpu.name}, by {_by(chosen)}"
+            f"{settings.sequence_length} tokens{devices}, {chosen.gpu.name}, by {by}"
         ),
         title_justify="left",
     )
     table.add_column("GB")
-    plans = found.of_optimizers
-    for name in plans:
-        is_it = name == settings.optimizer
-        table.add_column(name, justify="right", style="bold" if is_it else None)
-    for name in (*CLASSES, *OF_ENGINE):
-        _row(table, f"device: {name}", [x.device.get(name) for x in plans.values()])
-    _row(table, "device, in all", [x.device_bytes for x in plans.values()], "bold")
-    _row(table, "  of", [x.device_bytes_there for x in plans.values()], end=True)
-    for name in OF_HOST:
+    for name in run_plan.of_optimizers:
+        style = "bold" if name == settings.optimizer else None
+        table.add_column(name, justify="right", style=style)
+    plans = list(run_plan.of_optimizers.values())
+
+    def row(name: str, amounts: Sequence[int | None], style: str | None = None) -> None:
+        if any(amounts):
+            table.add_row(name, *("" if x is None else _in_gb(x) for x in amounts), style=style)
+
+    for name in ON_DEVICE:
+        row(f"device: {name}", [x.device.get(name) for x in plans])
+    row("device, in all", [x.device_bytes for x in plans], "bold")
+    row("  of", [x.device_bytes_there for x in plans])
+    table.add_section()
+    for name in ON_HOST:
         pinned = " (pinned)" if name == "mail" else ""
-        _row(table, f"host: {name}{pinned}", [x.host.get(name) for x in plans.values()])
-    _row(table, "host, in all", [x.host_bytes or None for x in plans.values()], "bold")
-    there = [x.host_bytes_there - HOST_RESERVE for x in plans.values()]
-    _row(table, "  of", there, end=True)
-    _row(table, "a checkpoint on disk", [x.checkpoint for x in plans.values()])
-    _row(table, "a step, device to host", [x.to_host or None for x in plans.values()])
-    _row(table, "a step, host to device", [x.to_device or None for x in plans.values()], end=True)
-    _text(table, "a step must take, s", [f"{x.step_s:.3g}" for x in plans.values()])
-    hosts = [x.host_s for x in plans.values()]
-    _text(table, "its host work, s", [f"{x:.3g}" if x else "" for x in hosts])
-    hidden = [f"{x.hidden:.0%}" if x.host else "" for x in plans.values()]
-    _text(table, "of it hidden", hidden)
-    smallest = [_smallest(x) for x in plans.values()]
-    _text(table, "smallest update_interval to hide", smallest, end=True)
-    _text(table, "fits", ["yes" if x.fits else "no" for x in plans.values()], style="bold")
+        row(f"host: {name}{pinned}", [x.host.get(name) for x in plans])
+    row("host, in all", [x.host_bytes or None for x in plans], "bold")
+    row("  of", [x.host_bytes_there - HOST_RESERVE for x in plans])
+    table.add_section()
+    row("a checkpoint on disk", [x.checkpoint for x in plans])
+    row("a step, device to host", [x.to_host or None for x in plans])
+    row("a step, host to device", [x.to_device or None for x in plans])
+    table.add_section()
+    table.add_row("a step must take, s", *(f"{x.step_s:.3g}" for x in plans))
+    table.add_row("its host work, s", *(f"{x.host_s:.3g}" if x.host_s else "" for x in plans))
+    table.add_row("of it hidden", *(f"{x.hidden:.0%}" if x.host else "" for x in plans))
+    table.add_row("smallest update_interval to hide", *map(_smallest, plans))
+    table.add_section()
+    table.add_row("fits", *("yes" if x.fits else "no" for x in plans), style="bold")
     console.print(table)
-    for line in said(found, arguments):
+    for line in said(run_plan, arguments):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def said(found: RunPlan, arguments: Sequence[str]) -> list[str]:
+def said(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     """The plan in sentences."""
-    chosen, settings = found.chosen, found.settings
-    how = "measured here" if found.measured else "assumed"
-    efficiency = (
-        f"Taken: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "
-        f"{chosen.gpu.bus / 1e9:.0f} GB/s of bus each way, {chosen.host_bandwidth / 1e9:.0f} GB/s "
-        f"of host memory ({how})."
-    )
+    chosen, settings = run_plan.chosen, run_plan.settings
+    how = "measured here" if run_plan.measured else "assumed"
     lines = [f"{settings.optimizer}: {chosen.advice}"]
-    if found.largest_batch is not None:
-        lines.append(f"The largest batch that was found to fit the device: {found.largest_batch}.")
+    if run_plan.largest_batch is not None:
+        batch = run_plan.largest_batch
+        lines.append(f"The largest batch that was found to fit the device: {batch}.")
     elif chosen.by == "compiler":
         lines.append("With these settings no batch fits the device.")
     else:
         lines.append(f"The largest batch depends on activations, which {INSTALL} adds.")
-    if found.ways:
+    if run_plan.ways:
         alone = "" if chosen.by == "compiler" else " (without gradients and activations)"
         lines.append(f"What fits{alone}:")
-        for way in found.ways:
+        for way in run_plan.ways:
             needs = f"device {gb(way.memory.device)}, host {gb(way.memory.host)}"
-            lines.append(f"  {command_line(found, way, arguments)}  # {needs}")
+            lines.append(f"  {command_line(run_plan, way, arguments)}  # {needs}")
     elif not chosen.fits:
         lines.append(
             "Nor does it with a smaller batch, --host-state compact, another --update-interval, "
             "--remat or --no-scan-layers: take a smaller model, or more devices (--mesh)."
         )
-    return [*lines, efficiency]
+    lines.append(
+        f"Taken: {EFFICIENCY:.0%} of {chosen.gpu.flops / 1e12:.0f} TFLOP/s, "
+        f"{chosen.gpu.bus / 1e9:.0f} GB/s of bus each way, {chosen.host_bandwidth / 1e9:.0f} GB/s "
+        f"of host memory ({how})."
+    )
+    return lines
 
 
-def command_line(found: RunPlan, way: Way, arguments: Sequence[str]) -> str:
+def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
     """The command that trains in this way, made of the one that asked for the plan."""
     changes = dict(way.changes)
-    if way.batch_size != found.settings.batch_size:
+    if way.batch_size != run_plan.settings.batch_size:
         changes = {"batch_size": way.batch_size} | changes
     dropped = {field.name for field in dataclasses.fields(Planning)} | changes.keys()
     words, keep = PROGRAM.split(), True
-    if way.memory.device > UNASKED * found.chosen.gpu.memory:
+    if way.memory.device > UNASKED * run_plan.chosen.gpu.memory:
         words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}")
     for word in arguments:
         if word.startswith("--"):
@@ -129,62 +134,32 @@ def command_line(found: RunPlan, way: Way, arguments: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def as_dict(found: RunPlan, arguments: Sequence[str]) -> dict[str, Any]:
-    """The plan for programs: bytes, seconds, shares; `arguments` are those of the command."""
-    chosen = found.chosen
-    return {
+def write_json(run_plan: RunPlan, arguments: Sequence[str], path: Path) -> None:
+    """Writes the plan for programs: bytes, seconds, shares."""
+    chosen = run_plan.chosen
+    content = {
         "device": chosen.gpu.name,
         "devices": chosen.devices,
         "by": chosen.by,
         "parameters": chosen.parameters,
-        "batch_size": found.settings.batch_size,
-        "sequence_length": found.settings.sequence_length,
-        "optimizer": found.settings.optimizer,
-        "largest_batch": found.largest_batch,
+        "batch_size": run_plan.settings.batch_size,
+        "sequence_length": run_plan.settings.sequence_length,
+        "optimizer": run_plan.settings.optimizer,
+        "largest_batch": run_plan.largest_batch,
         "host_bandwidth": chosen.host_bandwidth,
-        "host_bandwidth_measured": found.measured,
+        "host_bandwidth_measured": run_plan.measured,
         "advice": chosen.advice,
         "what_fits": [
             {
-                "command": command_line(found, way, arguments),
+                "command": command_line(run_plan, way, arguments),
                 "device_bytes": way.memory.device,
                 "host_bytes": way.memory.host,
             }
-            for way in found.ways
+            for way in run_plan.ways
         ],
-        "plans": {name: _of_one(x) for name, x in found.of_optimizers.items()},
+        "plans": {name: _of_one(x) for name, x in run_plan.of_optimizers.items()},
     }
-
-
-def write_json(found: RunPlan, arguments: Sequence[str], path: Path) -> None:
-    path.write_text(json.dumps(as_dict(found, arguments), indent=2) + "\n", encoding="utf-8")
-
-
-def write_picture(found: RunPlan, path: Path) -> None:
-    """Stacked bars of the memory of each optimizer, against what there is."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    sides = figure.subplots(1, 2)
-    plans = found.of_optimizers
-    chosen = found.chosen
-    names = list(plans)
-    bars = (
-        ((*CLASSES, *OF_ENGINE), [x.device for x in plans.values()], chosen.device_bytes_there),
-        (OF_HOST, [x.host for x in plans.values()], chosen.host_bytes_there - HOST_RESERVE),
-    )
-    titles = (f"{chosen.gpu.name}, by {_by(chosen)}", "host")
-    for axes, title, (classes, of_plans, there) in zip(sides, titles, bars, strict=True):
-        bottom = [0.0] * len(names)
-        for kind in classes:
-            heights = [x.get(kind, 0) / 1e9 for x in of_plans]
-            if any(heights):
-                axes.bar(names, heights, bottom=bottom, label=kind)
-            bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-        axes.axhline(there / 1e9, color="black", linestyle="--", label="there is")
-        axes.set_title(title)
-        axes.set_ylabel("GB")
-        axes.set_ylim(0, 1.5 * max(there / 1e9, max(sum(x.values()) for x in of_plans) / 1e9))
-        axes.legend(fontsize="small", ncols=2, loc="upper left")
-    figure.savefig(path)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _of_one(x: Plan) -> dict[str, Any]:
@@ -213,37 +188,13 @@ def _of_one(x: Plan) -> dict[str, Any]:
     }
 
 
-def _by(plan: Plan) -> str:
-    return "the compiler" if plan.by == "compiler" else "shapes: no gradients, no activations"
-
-
 def _smallest(plan: Plan) -> str:
     if not plan.of_intervals:
         return ""
     return "none" if plan.smallest_interval is None else str(plan.smallest_interval)
 
 
-def _row(
-    table: Table,
-    name: str,
-    amounts: Sequence[int | None],
-    style: str | None = None,
-    *,
-    end: bool = False,
-) -> None:
-    if any(amounts) or end:
-        cells = ["" if x is None else _in_gb(x) for x in amounts]
-        table.add_row(name, *cells, style=style, end_section=end)
-
-
 def _in_gb(nbytes: int) -> str:
     amount = nbytes / 1e9
-    return (
-        f"{amount:,.1f}" if amount >= 10 else f"{amount:.3f}" if amount < 0.1 else f"{amount:.2f}"
-    )
-
-
-def _text(
-    table: Table, name: str, cells: Sequence[str], *, style: str | None = None, end: bool = False
-) -> None:
-    table.add_row(name, *cells, style=style, end_section=end)
+    digits = 1 if amount >= 10 else 3 if amount < 0.1 else 2
+    return f"{amount:,.{digits}f}"

@@ -1,4 +1,4 @@
-"""The training step of a run as shapes: on devices that need not be there, of weights not read."""
+"""The training step of a run as shapes: on devices that need not exist, without weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train import models
@@ -21,10 +20,8 @@ from train.sharding import batch_sharding, weight_shardings
 from train.step import PER_EXAMPLE, make_train_step
 from zenflow_jax import planning
 
-#: Of a run whose steps follow from its data, which is not looked at: no size depends on them.
-STEPS = 1000
-#: Likewise of classes.
-LABELS = 2
+# For a run whose steps and classes follow from its data: no size depends on the steps.
+STEPS, LABELS = 1000, 2
 
 
 class PlannedStep(NamedTuple):
@@ -37,11 +34,7 @@ class PlannedStep(NamedTuple):
 
 
 def folder_of_config(model: str) -> Pretrained:
-    """The folder of a model, of which `config.json` alone need be there.
-
-    Raises:
-        ModelError: If the config cannot be read, or its model is none that is built here.
-    """
+    """A model's folder, of which only `config.json` is read."""
     path = Path(model) / CONFIG
     raw = read_json(path)
     config = read_config(path, raw)
@@ -54,10 +47,10 @@ def planned_step(
     """The step that a run of these settings would compile.
 
     Args:
-        settings: Of the run.
+        settings: Settings of the run.
         origin: The folder of `settings.model`.
         mesh: The devices; None for one.
-        placed: Whether arguments say where they are although the settings name no mesh.
+        placed: Whether arguments have placements although the settings name no mesh.
 
     Raises:
         SettingsError: If zenflow rejects its options, or the model or the batch does not divide.
@@ -67,20 +60,16 @@ def planned_step(
         settings = dataclasses.replace(settings, steps=STEPS)
     divided = mesh if settings.mesh else None
     build = models.builder(settings, divided, origin, labels=LABELS)
-
-    def split():
-        graphdef, params = nnx.split(build())
-        return graphdef, nnx.as_pure(params)
-
-    graphdef, params = jax.eval_shape(split)
+    graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
     if divided is not None:
         params = jax.tree.map(_at, params, weight_shardings(divided, params))
-        opt_state = tx.init(params) if _is_ours(settings) else _beside(tx, params, divided)
-        where = batch_sharding(divided, settings.batch_size, settings.micro_batches)
+        is_adamw = settings.optimizer == "adamw"
+        opt_state = _beside(tx, params, divided) if is_adamw else tx.init(params)
+        sharding = batch_sharding(divided, settings.batch_size, settings.micro_batches)
     else:
         opt_state = jax.eval_shape(tx.init, params)
-        where = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
+        sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
     placement = None
     if mesh is not None and (divided is not None or placed):
         params, opt_state = planning.placed((params, opt_state), mesh)
@@ -94,7 +83,7 @@ def planned_step(
     )
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((settings.batch_size, *shape), jnp.int32, sharding=where)
+        return jax.ShapeDtypeStruct((settings.batch_size, *shape), jnp.int32, sharding=sharding)
 
     length = settings.sequence_length
     if kind == "decoder":
@@ -108,14 +97,10 @@ def planned_step(
 def with_batch(planned: PlannedStep, batch_size: int) -> PlannedStep:
     """The same step of a run without a mesh, for batches of another size.
 
-    Model and state do not depend on it, and for a large model to make both takes seconds.
+    For a large model it takes seconds to make shapes of model and state, which are the same.
     """
     sizes = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), planned.batch)
     return planned._replace(batch=sizes)
-
-
-def _is_ours(settings: Settings) -> bool:
-    return settings.optimizer != "adamw"
 
 
 def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -125,11 +110,11 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 def _beside(tx: Any, params: Any, mesh: Mesh) -> Any:
     """A state whose moments lie as their parameters do, and everything else on each device."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    where = {tuple(path): leaf.sharding for path, leaf in leaves}
+    shardings = {tuple(path): leaf.sharding for path, leaf in leaves}
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def one(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         ends = (tuple(path[i:]) for i in range(len(path)))
-        return _at(x, next((where[end] for end in ends if end in where), everywhere))
+        return _at(x, next((shardings[end] for end in ends if end in shardings), everywhere))
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))

@@ -1,10 +1,10 @@
-"""Whether a run fits and hides its host work, for the three optimizers side by side.
+"""Plans whether a run fits and hides its host work, for the three optimizers side by side.
 
     python -m train.finetune CONFIG --model DIR --plan
 
-Nothing of the weights is read, and no device is needed. The arithmetic is the library's
-(`zenflow_jax.planning`); here are the run's model, what the compiler is asked, and the searches for
-the largest batch and for ways to fit. What is shown is in `plan_report.py`.
+No weights are read, and no device is needed. The arithmetic is the library's
+(`zenflow_jax.planning`); here are the run's model, the questions to the compiler, and the searches
+for the largest batch and for ways to fit. `plan_report.py` shows the result.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from jax.sharding import AxisType, Mesh
 
 from train.memory import host_bytes
 from train.models import own_config
-from train.optimizers import with_deepspeed
+from train.optimizers import with_values_of
 from train.planned_step import PlannedStep, folder_of_config, planned_step, with_batch
 from train.pretrained import Pretrained
 from train.settings import Planning, Settings, SettingsError
 from train.sharding import batch_parts, mesh_axes
 from zenflow_jax import find_state, planning
+from zenflow_jax.deepspeed import DeepSpeedOptions
 
 OPTIMIZERS = ("adamw", "offload", "zenflow")
 #: Layers of the two models that are compiled in place of a deeper one that is written out, to
 #: compare a run with other optimizers.
 DEPTHS = (2, 4)
-#: How often the compiler may be asked for the largest batch, and one that nobody takes.
+#: How often the compiler may be asked for the largest batch, and a batch that nobody takes.
 COMPILATIONS, _MOST = 3, 2**20
 #: How many ways to make a run fit are named.
 WAYS = 3
@@ -71,12 +72,95 @@ class RunPlan(NamedTuple):
         return self.of_optimizers[self.settings.optimizer]
 
 
-def plan_run(settings: Settings, asked: Planning) -> RunPlan:
-    """What a run of these settings takes.
+class _Planner:
+    """Plans runs of one model on one kind of device; caches shapes and compiled peaks."""
+
+    def __init__(self, settings: Settings, asked: Planning):
+        self.settings = settings
+        self.origin = None if settings.model is None else folder_of_config(settings.model)
+        here = planning.gpu_of_kind(jax.local_devices()[0].device_kind)
+        kinds = [name for name, gpu in planning.GPUS.items() if gpu is here]
+        self.device = asked.device or (kinds[0] if kinds else "h100")
+        is_here = here is planning.GPUS[self.device]
+        self.by_compiler = planning.has_compiler()
+        self.mesh = mesh_of(settings.mesh, self.device, described=self.by_compiler)
+        self.host = host_bytes() if is_here else None
+        if asked.host_memory is not None:
+            self.host = int(asked.host_memory * 1e9)
+        self.rate = self._rate(asked.host_bandwidth, is_here)
+        self.measured = self.rate is None
+        if self.rate is None:
+            self.rate = self._measured_rate()
+        self._steps: dict[Settings, PlannedStep] = {}
+        self._peak_at_depth = functools.cache(self._compile)
+
+    def _rate(self, bandwidth: float | str | None, is_here: bool) -> float | None:
+        """Bytes a second of the host's memory; None if it is to be measured."""
+        if bandwidth is not None:
+            return None if bandwidth == "here" else float(bandwidth) * 1e9
+        if is_here:
+            return None
+        axes = mesh_axes(self.settings.mesh) if self.settings.mesh else {}
+        return planning.GPUS[self.device].host_beside(math.prod(axes.values()))[0]
+
+    def _measured_rate(self) -> float:
+        zenflow = dataclasses.replace(self.settings, optimizer="zenflow")
+        leaves = find_state(planned_step(zenflow, self.origin, None).opt_state).leaves
+        options = {"threads": self.settings.threads, "host_state": self.settings.host_state}
+        return planning.host_bandwidth(leaves, **options)
+
+    def by_shapes(self, run: Settings) -> planning.Plan:
+        """The plan of a run without gradients and activations."""
+        return planning.plan(
+            *self._step(run),
+            device=self.device,
+            host_memory_bytes=self.host,
+            bandwidth=self.rate,
+            host_state=run.host_state,
+        )
+
+    def plan(self, run: Settings) -> planning.Plan:
+        """The plan of a run, with all that can be known here."""
+        plan = self.by_shapes(run)
+        return plan.with_peak(self.peak(run)) if self.by_compiler else plan
+
+    def peak(self, run: Settings) -> int:
+        """Bytes of one device at the peak of a step, by the compiler."""
+        # No step's gradients and activations depend on these.
+        run = dataclasses.replace(
+            run, host_state="float32", update_interval=self.settings.update_interval
+        )
+        layers = (own_config(run) if self.origin is None else self.origin.config).layers
+        # Many layers written out take the compiler a minute. For comparing, a few will do.
+        if run.optimizer == self.settings.optimizer or run.scan_layers or layers <= DEPTHS[-1]:
+            return self._peak_at_depth(run, layers)
+        low, high = (self._peak_at_depth(run, few) for few in DEPTHS)
+        return extended(low, high, layers)
+
+    def _compile(self, run: Settings, layers: int) -> int:
+        return compiled_peak(*with_layers(run, self.origin, layers), self.mesh)
+
+    def _step(self, run: Settings) -> PlannedStep:
+        if run.mesh is not None:  # which batches of another size divide otherwise
+            return planned_step(run, self.origin, self.mesh, placed=self.by_compiler)
+        # Neither the batch nor what the host keeps changes model and state.
+        alike = dataclasses.replace(run, batch_size=run.micro_batches, host_state="float32")
+        if alike not in self._steps:
+            self._steps[alike] = planned_step(
+                alike, self.origin, self.mesh, placed=self.by_compiler
+            )
+        return with_batch(self._steps[alike], run.batch_size)
+
+
+def plan_run(
+    settings: Settings, asked: Planning, deepspeed: DeepSpeedOptions | None = None
+) -> RunPlan:
+    """Plans a run.
 
     Args:
-        settings: Of the run.
-        asked: For which device and host.
+        settings: Settings of the run, with the values of the DeepSpeed config.
+        asked: The device and host to plan for.
+        deepspeed: The config, if there is one.
 
     Raises:
         SettingsError, ModelError: If the settings or the model's config cannot be followed.
@@ -84,117 +168,54 @@ def plan_run(settings: Settings, asked: Planning) -> RunPlan:
     if (settings.model is None) != (settings.task == "standard_library"):
         raise SettingsError(
             "`model`: expected a folder with a config.json, or none with the task standard_library,"
-            f" which makes its own model; got {settings.model or 'none'} with {settings.task}. "
-            "Pass --model DIR, or another --task."
+            f" got {settings.model or 'none'} with {settings.task}."
         )
-    origin = None if settings.model is None else folder_of_config(settings.model)
-    if origin is not None and origin.architecture == "encoder":
-        most = origin.config.positions
-        if settings.sequence_length > most:
-            raise SettingsError(
-                f"`sequence_length`: expected at most {most}, for which the model has positions, "
-                f"got {settings.sequence_length}. Pass a smaller --sequence-length."
-            )
-    here = planning.gpu_of_kind(jax.local_devices()[0].device_kind)
-    device = asked.device
-    if device is None:
-        kinds = [name for name, gpu in planning.GPUS.items() if gpu is here]
-        device = kinds[0] if kinds else "h100"
-    by_compiler = planning.has_compiler()
-    mesh = mesh_of(settings, device, described=by_compiler)
-    bandwidth, measured = asked.host_bandwidth, False
-    if bandwidth is not None:
-        rate = None if bandwidth == "here" else float(bandwidth) * 1e9
-    else:
-        devices = math.prod(mesh_axes(settings.mesh).values()) if settings.mesh else 1
-        gpu = planning.GPUS[device]
-        rate = None if here is gpu else gpu.host_beside(devices)[0]
-    if rate is None:
-        planned = planned_step(dataclasses.replace(settings, optimizer="zenflow"), origin, None)
-        state = find_state(planned.opt_state)
-        rate = planning.host_bandwidth(
-            state.leaves, threads=settings.threads, host_state=settings.host_state
-        )
-        measured = True
-    host = None if asked.host_memory is None else int(asked.host_memory * 1e9)
-    if host is None and here is planning.GPUS[device]:
-        host = host_bytes()
-
-    made: dict[Settings, PlannedStep] = {}
-
-    def step_of(settings: Settings) -> PlannedStep:
-        if settings.mesh is not None:  # which batches of another size divide otherwise
-            return planned_step(settings, origin, mesh, placed=by_compiler)
-        # Neither the batch nor what the host keeps changes model and state.
-        alike = dataclasses.replace(
-            settings, batch_size=settings.micro_batches, host_state="float32"
-        )
-        if alike not in made:
-            made[alike] = planned_step(settings, origin, mesh, placed=by_compiler)
-        return with_batch(made[alike], settings.batch_size)
-
-    def by_shapes(settings: Settings) -> planning.Plan:
-        return planning.plan(
-            *step_of(settings),
-            device=device,
-            host_memory_bytes=host,
-            bandwidth=rate,
-            host_state=settings.host_state,
-        )
-
-    layers = (own_config(settings) if origin is None else origin.config).layers
-
-    @functools.cache
-    def at_depth(run: Settings, layers: int) -> int:
-        return compiled_peak(*with_layers(run, origin, layers), mesh)
-
-    def peak_of(run: Settings) -> int:
-        # No step's gradients and activations depend on these.
-        run = dataclasses.replace(
-            run, host_state="float32", update_interval=settings.update_interval
-        )
-        # Many layers written out take the compiler a minute. For comparing, a few will do.
-        alike = run.optimizer == settings.optimizer
-        if alike or run.scan_layers or layers <= DEPTHS[-1]:
-            return at_depth(run, layers)
-        low, high = (at_depth(run, few) for few in DEPTHS)
-        return extended(low, high, layers)
-
-    def one(run: Settings) -> planning.Plan:
-        plan = by_shapes(run)
-        return plan.with_peak(peak_of(run)) if by_compiler else plan
-
-    plans = {name: one(dataclasses.replace(settings, optimizer=name)) for name in OPTIMIZERS}
+    planner = _Planner(settings, asked)
+    _check_length(settings.sequence_length, planner.origin)
+    plans = {
+        name: planner.plan(dataclasses.replace(settings, optimizer=name)) for name in OPTIMIZERS
+    }
     plan = plans[settings.optimizer]
-    parts = batch_parts(mesh if settings.mesh else None)
+    parts = batch_parts(planner.mesh if settings.mesh else None)
     unit = settings.micro_batches * parts
 
-    def in_all(batch: int) -> int:
-        """Bytes of the device with another batch, on which nothing but the peak depends."""
-        return plan.with_peak(peak_of(dataclasses.replace(settings, batch_size=batch))).device_bytes
+    def device_bytes(batch: int) -> int:
+        """With another batch, on which nothing but the peak depends."""
+        peak = planner.peak(dataclasses.replace(settings, batch_size=batch))
+        return plan.with_peak(peak).device_bytes
 
     largest = None
-    if by_compiler:
-        least = by_shapes(settings).device_bytes
-        largest = largest_batch(settings.batch_size, unit, plan.device_bytes_there, least, in_all)
-    ways: list[Way] = []
-    if not plan.fits:
-        most = max(settings.batch_size, unit)
+    if planner.by_compiler:
+        least = planner.by_shapes(settings).device_bytes
+        memory = plan.device_bytes_there
+        largest = largest_batch(settings.batch_size, unit, memory, least, device_bytes)
 
-        def memory_of(other: Settings) -> Memory | None:
-            try:
-                if with_deepspeed(other, parts)[0] != other:
-                    return None  # its config goes over what is changed here
-                # What is exact depends on neither; the trace of a deep model takes seconds.
-                found = by_shapes(dataclasses.replace(other, batch_size=unit, remat=settings.remat))
-                if found.fits and by_compiler:
-                    found = found.with_peak(between(other, unit, most, peak_of))
-            except SettingsError:
-                return None
-            return Memory(found.device_bytes, found.host_bytes, found.fits)
+    def memory_of(other: Settings) -> Memory | None:
+        try:
+            if deepspeed is not None and with_values_of(deepspeed, other) != other:
+                return None  # its config overrides what is changed here
+            # What is exact depends on neither; the trace of a deep model takes seconds.
+            exact = planner.by_shapes(
+                dataclasses.replace(other, batch_size=unit, remat=settings.remat)
+            )
+            if exact.fits and planner.by_compiler:
+                most = max(settings.batch_size, unit)
+                exact = exact.with_peak(between(other, unit, most, planner.peak))
+        except SettingsError:
+            return None
+        return Memory(exact.device_bytes, exact.host_bytes, exact.fits)
 
-        ways = ways_that_fit(settings, unit, memory_of)
-    return RunPlan(settings, plans, largest, measured, tuple(ways))
+    ways = [] if plan.fits else ways_that_fit(settings, unit, memory_of)
+    return RunPlan(settings, plans, largest, planner.measured, tuple(ways))
+
+
+def _check_length(sequence_length: int, origin: Pretrained | None) -> None:
+    is_encoder = origin is not None and origin.architecture == "encoder"
+    if is_encoder and sequence_length > origin.config.positions:
+        raise SettingsError(
+            f"`sequence_length`: expected at most {origin.config.positions}, for which the model "
+            f"has positions, got {sequence_length}."
+        )
 
 
 def extended(low: int, high: int, layers: int) -> int:
@@ -236,31 +257,30 @@ def ways_that_fit(
     None of them has all the changes of another one and a batch that is no larger.
 
     Args:
-        settings: Of a run that does not fit.
-        unit: What a batch is a multiple of.
-        memory_of: What a run takes; None if its settings cannot be followed.
+        settings: Settings of a run that does not fit.
+        unit: Batches are multiples of it.
+        memory_of: Tells what a run takes; None if its settings cannot be followed.
     """
 
     def fitting(changes: dict[str, Any], batch: int) -> Way | None:
-        other = dataclasses.replace(settings, batch_size=batch, **changes)
-        memory = memory_of(other)
+        memory = memory_of(dataclasses.replace(settings, batch_size=batch, **changes))
         return Way(changes, batch, memory) if memory and memory.fits else None
 
     # What does not fit with the smallest batch fits with none.
     combined = [changes for changes in _changes(settings) if fitting(changes, unit)]
-    found: list[Way] = []
+    ways: list[Way] = []
     batch = settings.batch_size
-    while batch >= unit and len(found) < WAYS:
+    while batch >= unit and len(ways) < WAYS:
         for changes in combined:
-            is_more = any(way.changes.items() <= changes.items() for way in found)
+            is_more = any(way.changes.items() <= changes.items() for way in ways)
             if not is_more and (way := fitting(changes, batch)):
-                found.append(way)
+                ways.append(way)
         batch = batch // 2 // unit * unit
-    return found[:WAYS]
+    return ways[:WAYS]
 
 
 def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
-    """What may be changed beside the batch, and together: few changes first."""
+    """The changes beside the batch, and combinations of them: few changes first."""
     choices: list[tuple[str, Any]] = []
     if settings.optimizer != "adamw" and settings.host_state != "compact":
         choices.append(("host_state", "compact"))
@@ -279,57 +299,55 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def largest_batch(
-    now: int, unit: int, there: int, least: int, needs: Callable[[int], int]
+    start: int, unit: int, memory: int, least: int, needs: Callable[[int], int]
 ) -> int | None:
     """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
 
-    What a batch needs is asked at most `COMPILATIONS` times beside the run's own, between the
-    largest known to fit and the smallest known not to.
+    `needs` is asked at most `COMPILATIONS` times beside the run's own batch, between the largest
+    known to fit and the smallest known not to.
 
     Args:
-        now: The run's batch.
-        unit: What a batch is a multiple of.
-        there: Bytes that the device has.
+        start: The run's batch.
+        unit: Batches are multiples of it.
+        memory: Bytes that the device has.
         least: Bytes that it needs whatever the batch.
-        needs: Bytes that it needs with a batch.
+        needs: Tells the bytes that it needs with a batch.
     """
-    if least > there:
+    if least > memory:
         return None
-    start = max(now // unit, 1)
-    asked = {0: least, start: needs(start * unit)}
+    begin = max(start // unit, 1)
+    asked = {0: least, begin: needs(begin * unit)}
     for _ in range(COMPILATIONS):
-        good = max((x for x, size in asked.items() if size <= there), default=0)
-        bad = min((x for x, size in asked.items() if size > there), default=_MOST)
+        good = max((x for x, size in asked.items() if size <= memory), default=0)
+        bad = min((x for x, size in asked.items() if size > memory), default=_MOST)
         if bad - good <= max(good // 64, 1):
             break
-        # On the line through the two that are next to the limit; between what fits and what does
-        # not, in the middle if the line leaves that.
-        one, other = sorted(asked, key=lambda x: abs(asked[x] - there))[:2]
+        # On the line through the two that are next to the limit; if it leaves the range between
+        # what fits and what does not, in the middle of that.
+        one, other = sorted(asked, key=lambda x: abs(asked[x] - memory))[:2]
         slope = (asked[one] - asked[other]) / (one - other)
-        guess = int(one + (there - asked[one]) / slope) if slope > 0 else 0
+        guess = int(one + (memory - asked[one]) / slope) if slope > 0 else 0
         if not good < guess < bad:
             guess = (good + bad) // 2 if bad < _MOST else 2 * good
         asked[guess] = needs(guess * unit)
-    return max((x for x, size in asked.items() if size <= there), default=0) * unit or None
+    return max((x for x, size in asked.items() if size <= memory), default=0) * unit or None
 
 
-def mesh_of(settings: Settings, device: str, *, described: bool) -> Mesh | None:
-    """The mesh of the settings, of GPUs that need not be there or of this machine's devices."""
-    sizes = mesh_axes(settings.mesh) if settings.mesh else {"data": 1}
+def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
+    """The mesh of a setting: of GPUs that need not exist, or of this machine's CPU devices."""
+    sizes = mesh_axes(text) if text else {"data": 1}
     if described:
         return planning.described_mesh(device, sizes)
-    if settings.mesh is None:
+    if text is None:
         return None
     count = math.prod(sizes.values())
-    # Those of the CPU, of which there may be any number: nothing is computed on them.
-    there = jax.devices("cpu")
-    if count > len(there):
+    devices = jax.devices("cpu")
+    if count > len(devices):
         raise SettingsError(
             f"`--plan`: expected {count} devices of the CPU to lay the model out on, for --mesh "
-            f"{settings.mesh}, got {len(there)}. Set JAX_NUM_CPU_DEVICES={count} in the "
-            "environment."
+            f"{text}, got {len(devices)}. Set JAX_NUM_CPU_DEVICES={count} in the environment."
         )
     auto = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=there[:count]
+        tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices[:count]
     )

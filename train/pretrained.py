@@ -78,29 +78,24 @@ def read_folder(folder: Path) -> Pretrained:
 
     Raises:
         ModelError: If a file is missing or damaged, the model is none that is built here, or a
-            tensor is missing, unexpected, or not of the shape that the config says.
+            tensor is missing, unexpected, or does not have the config's shape.
     """
-    if folder.is_file():
-        raise ModelError(
-            f"expected the folder of a Hugging Face model, got the file {folder}. Name the folder "
-            f"that it is in: {folder.parent}."
-        )
     if not folder.is_dir():
+        got = "which is a file" if folder.is_file() else "where there is none"
         raise ModelError(
-            f"expected the folder of a Hugging Face model, got {folder}, where there is none. If "
-            f"that is the name of a model on the Hub: hf download {folder} --local-dir DIR, and "
-            "give DIR."
+            f"expected the folder of a Hugging Face model, got {folder}, {got}. To fetch one of "
+            f"the Hub: hf download {folder} --local-dir DIR"
         )
     raw = read_json(folder / CONFIG)
     config = read_config(folder / CONFIG, raw)
     architecture = ARCHITECTURES[raw["model_type"]]
-    found = read_headers(folder, architecture)
+    headers = read_headers(folder, architecture)
     unused = UNUSED[architecture]
     if isinstance(config, DecoderConfig) and config.tied:
         unused += r"|^lm_head\.weight$"  # the embedding once more
     if architecture == "encoder" and "BertForSequenceClassification" not in _classes(raw):
         unused += r"|^classifier\."  # of tokens, or of choices
-    tensors = {name: tensor for name, tensor in found.items() if not re.search(unused, name)}
+    tensors = {name: tensor for name, tensor in headers.items() if not re.search(unused, name)}
     head = tensors.get("classifier.bias")
     labels = head.shape[0] if head and len(head.shape) == 1 else None
     pretrained = Pretrained(folder, architecture, config, tensors, labels, raw)
@@ -109,20 +104,14 @@ def read_folder(folder: Path) -> Pretrained:
 
 
 def make_model(pretrained: Pretrained, *, labels: int, **options: Any) -> Decoder | BertClassifier:
-    """The folder's model, with weights drawn at random.
-
-    Args:
-        pretrained: From `read_folder`.
-        labels: Of the head of an encoder; a decoder has none.
-        options: What both kinds of model take.
-    """
-    return _make(pretrained.architecture, pretrained.config, labels=labels, **options)
+    """The folder's model, with weights drawn at random; `labels` are of the head of an encoder."""
+    return _make(pretrained.config, labels, **options)
 
 
 def _make(
-    architecture: str, config: DecoderConfig | EncoderConfig, *, labels: int, **options: Any
+    config: DecoderConfig | EncoderConfig, labels: int, **options: Any
 ) -> Decoder | BertClassifier:
-    if architecture == "decoder":
+    if isinstance(config, DecoderConfig):
         return Decoder(config, **options)
     return BertClassifier(config, labels=labels, **options)
 
@@ -135,19 +124,18 @@ def load_weights(
     anew: Collection[str] = (),
     seed: int = 0,
 ) -> Any:
-    """The weights of the folder as the tree of a model's parameters.
+    """Reads the weights of the folder as the tree of a model's parameters.
 
-    Leaf by leaf: each is read in its dtype, and of it only what the devices of this process hold.
-    More than that needs at most the largest leaf of host memory.
+    Leaf by leaf: each is read in its dtype, and only the shards on the devices of this process.
+    Host memory needs room for the largest leaf.
 
     Args:
         pretrained: From `read_folder`.
-        shapes: Tree of `jax.ShapeDtypeStruct`, as of `nnx.as_pure(nnx.split(model)[1])` under
-            `jax.eval_shape`, scanned or not.
+        shapes: Tree of `jax.ShapeDtypeStruct`, scanned or not.
         shardings: The same tree of shardings; None for all on the first device.
-        anew: Of `pooler` and `classifier`, those to be drawn although the folder has them. What it
+        anew: Which of `pooler` and `classifier` are drawn although the folder has them. What it
             does not have is drawn in any case: kernels normal, biases 0.
-        seed: Of these draws. They depend on neither the mesh nor the number of processes.
+        seed: Seed of these draws, which depend on neither the mesh nor the number of processes.
 
     Raises:
         ModelError: If the folder's head has other labels than the model.
@@ -199,24 +187,22 @@ def _draw(name: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.n
 def _check_tensors(pretrained: Pretrained) -> None:
     """Compares the headers with what the model of the config consists of."""
     expected = {}
-    shapes = _shapes(pretrained.architecture, pretrained.config, pretrained.labels or 1)
+    shapes = _shapes(pretrained.config, pretrained.labels or 1)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = leaf_name(path)
         of = source(pretrained.architecture, name, leaf.shape)
         if name.split("/")[0] not in OPTIONAL or _has(pretrained, name.split("/")[0]):
             expected |= dict.fromkeys(of.names, of.shape)
     folder, tensors = pretrained.folder, pretrained.tensors
-    remedy = "Take weights and config.json from the same model."
     if missing := expected.keys() - tensors.keys():
         raise ModelError(
             f"expected {folder} to hold {some(missing)}, as the model of its config.json has, got "
-            f"none. {remedy}"
+            "none."
         )
     if extra := tensors.keys() - expected.keys():
-        first = tensors[min(extra)]
         raise ModelError(
-            f"expected {first.file} to hold the tensors of the model of config.json alone, got "
-            f"{some(tensors[name].name for name in extra)} besides. {remedy}"
+            f"expected {tensors[min(extra)].file} to hold the tensors of the model of config.json "
+            f"alone, got {some(tensors[name].name for name in extra)} besides."
         )
     for name, shape in expected.items():
         _check_shapes(pretrained, [tensors[name]], shape)
@@ -225,40 +211,30 @@ def _check_tensors(pretrained: Pretrained) -> None:
 def _check_shapes(pretrained: Pretrained, tensors: list[Tensor], shape: tuple[int, ...]) -> None:
     for tensor in tensors:
         if tensor.shape != shape:
-            remedy = "Take weights and config.json from the same model."
-            if tensor.name.startswith("classifier."):
-                remedy = "That head has other labels: draw a new one, or train with as many labels."
             raise ModelError(
                 f"the tensor `{tensor.name}` in {tensor.file}: expected the shape {shape}, got "
-                f"{tensor.shape}. {remedy}"
+                f"{tensor.shape}."
             )
         if tensor.dtype not in DTYPES:
             raise ModelError(
                 f"the tensor `{tensor.name}` in {tensor.file}: expected one of the dtypes "
-                f"{', '.join(DTYPES)}, got {tensor.dtype}. Take the model as it was before it was "
-                "quantized, or convert it."
+                f"{', '.join(DTYPES)}, got {tensor.dtype}."
             )
 
 
 @functools.lru_cache(maxsize=16)
-def _shapes(architecture: str, config: DecoderConfig | EncoderConfig, labels: int) -> Any:
+def _shapes(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
     """The parameters of a model; scanned, because one block is traced faster than many.
 
-    Kept for the next folder with the same config: to trace a model takes longer than to read the
-    headers of its files.
+    Cached, because to trace a model takes longer than to read the headers of its files.
     """
 
-    def split():
-        options = {
-            "weight_dtype": jnp.float32,
-            "compute_dtype": jnp.float32,
-            "scan_layers": True,
-            "rngs": nnx.Rngs(0),
-        }
-        model = _make(architecture, config, labels=labels, **options)
+    def params():
+        dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}
+        model = _make(config, labels, scan_layers=True, rngs=nnx.Rngs(0), **dtypes)
         return nnx.as_pure(nnx.split(model)[1])
 
-    return jax.eval_shape(split)
+    return jax.eval_shape(params)
 
 
 def _classes(raw: Mapping[str, Any]) -> list[str]:

@@ -1,18 +1,14 @@
-"""What a run leaves behind, and what it shows at its end.
+"""The results of a run, in its folder and on the screen.
 
-    metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
-    settings.toml         the settings in full; the command takes it as a config file
-    deepspeed.json        a copy of the DeepSpeed config, if there is one
-    chat_template.jinja   a copy of the file of --chat-template, likewise
-    loss.png              the curves of the loss and of the task's metrics; below them, for zenflow,
-                          the length of its windows
-    summary.json          the figures of the summary table
-    checkpoints/          what the run can go on from (`checkpoints.py`)
-    model.safetensors     the trained weights in float32; of a model that was read from a folder,
-                          model/, such a folder
-
-All of it lies in a folder that the run has to itself (`run_folder.py`), but for the file that
-`--timeline` names.
+metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
+settings.toml         all settings; the command takes it as a config file
+deepspeed.json        copy of the DeepSpeed config, if there is one
+chat_template.jinja   copy of the file of --chat-template, likewise
+loss.png              curves of the loss, the task's metrics and the windows' length
+summary.json          figures of the summary table
+checkpoints/          what the run can go on from (`checkpoints.py`)
+model.safetensors     trained weights in float32; for a model that was read from a folder,
+                      such a folder: model/
 """
 
 from __future__ import annotations
@@ -21,12 +17,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +30,8 @@ from train.meter import Row
 from train.schedule import ScheduleRow
 from train.settings import TRACE
 from train.whole import replace_text
+
+Validations = Sequence[tuple[int, Mapping[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class Summary:
     parameters: int
     target: str  # what a loss is a mean over: token, byte, label
     steps: int
-    skipped: int  # of them those whose gradient was not finite
+    skipped: int  # steps whose gradient was not finite
     best_step: int | None  # with keep_best the step whose weights the model has; else None
     resumed_at: int  # 0 in one piece; otherwise rates and seconds are of the steps after this one
     tokens_per_s: float  # after the first step, which compiles
@@ -67,12 +64,12 @@ class Summary:
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
-    """Writes `summary.json`, which is last of a run's files and so says that all are there."""
+    """Writes `summary.json`, the last of a run's files: it says that all of them are written."""
     replace_text(folder / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """What `write_summary` wrote; None if it did not, or if that is damaged."""
+    """What `write_summary` wrote; None if it did not, or if the file is damaged."""
     try:
         return Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):  # no UTF-8 or JSON; other keys
@@ -82,129 +79,75 @@ def read_summary(folder: Path) -> Summary | None:
 def write_picture(
     folder: Path,
     rows: Sequence[tuple[Row, ScheduleRow]],
-    validations: Sequence[tuple[int, Mapping[str, float]]],
+    validations: Validations,
     summary: Summary,
 ) -> None:
-    """Writes `loss.png`: the loss over the steps, the summary beside it, the schedule below.
-
-    Below are the task's own metrics, the length of the windows, with the intervals in which
-    channels were selected, and the share of the score that is kept: each only where something is
-    known of it.
-    """
-    steps = [row.step for row, _ in rows]
-    schedule = [of_schedule for _, of_schedule in rows]
-    loss = partial(_draw_loss, rows=rows, validations=validations, summary=summary)
-    panels: list[tuple[float, Callable]] = [(3, loss)]
-    if any(row.window_length is not None for row in schedule):
-        panels.append((1.2, partial(_draw_windows, steps=steps, schedule=schedule)))
-    # What is held by the channels that a run starts with, which nobody selected, is of no interest
-    # and would set the scale.
-    kept = [
-        math.nan if not selections or row.kept_share is None else row.kept_share
-        for row, selections in zip(schedule, _selections_before(schedule), strict=True)
-    ]
-    if not all(map(math.isnan, kept)):
-        panels.append((1.2, partial(_draw_kept_share, steps=steps, kept=kept)))
-
-    others = [n for n in summary.validation_after if n.rpartition("/")[2] != "loss"]
-    if others:
-        scores = partial(_draw_scores, validations=validations, names=others)
-        panels.insert(1, (1.8, scores))
-
-    heights = [height for height, _ in panels]
-    # A Figure without pyplot draws with Agg: no display is needed and no global state is left.
-    figure = Figure(figsize=(10, 1 + sum(heights)), layout="constrained")
-    grid = figure.add_gridspec(len(panels), 2, width_ratios=(5, 3), height_ratios=heights)
-    axes = None
-    for place, (_, draw) in enumerate(panels):
-        axes = figure.add_subplot(grid[place, 0], sharex=axes)
+    """Writes `loss.png`: the loss over the steps, below it the task's metrics and the windows."""
+    panels: list[Callable[[Axes], None]] = [lambda axes: _draw_loss(axes, rows, validations)]
+    scores = [name for name in summary.validation_after if not _is_loss(name)]
+    if scores:
+        panels.append(lambda axes: _draw_scores(axes, validations, scores))
+    if any(row.window_length is not None for _, row in rows):
+        panels.append(lambda axes: _draw_windows(axes, rows))
+    heights = [3, 1.5, 1.5][: len(panels)]
+    # A Figure without pyplot needs no display and leaves no global state.
+    figure = Figure(figsize=(8, 1 + sum(heights)), layout="constrained")
+    all_axes = figure.subplots(
+        len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
+    for axes, draw in zip(all_axes, panels, strict=True):
         draw(axes)
         axes.grid(alpha=0.3)
-        axes.tick_params(labelbottom=place == len(panels) - 1)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.align_ylabels()
-    _draw_table(figure.add_subplot(grid[:, 1]), summary)
-    figure.savefig(folder / "loss.png", dpi=120)
-
-
-def _draw_loss(
-    axes: Axes,
-    *,
-    rows: Sequence[tuple[Row, ScheduleRow]],
-    validations: Sequence[tuple[int, Mapping[str, float]]],
-    summary: Summary,
-) -> None:
-    axes.set(
+        axes.legend(fontsize=8)
+    all_axes[0].set(
         title=f"{summary.optimizer}, {summary.parameters / 1e6:.1f} M parameters",
         ylabel=f"loss, nats per {summary.target}",
     )
+    all_axes[-1].set_xlabel("step")
+    all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(folder / "loss.png", dpi=120)
+
+
+def _is_loss(name: str) -> bool:
+    return name.rpartition("/")[2] == "loss"  # with several sets of data `matched/loss`
+
+
+def _draw_loss(
+    axes: Axes, rows: Sequence[tuple[Row, ScheduleRow]], validations: Validations
+) -> None:
     axes.plot([row.step for row, _ in rows], [row.loss for row, _ in rows], ".-", label="training")
-    for name in [n for n in summary.validation_after if n.rpartition("/")[2] == "loss"]:
+    for name in filter(_is_loss, validations[0][1]):
         losses = [figures[name] for _, figures in validations]
-        # `loss`, or where there are several sets of data `matched/loss`.
         label = " ".join(["validation", *name.split("/")[:-1]])
         axes.plot([step for step, _ in validations], losses, "o-", label=label)
-    axes.legend()
 
 
-def _draw_scores(
-    axes: Axes, *, validations: Sequence[tuple[int, Mapping[str, float]]], names: Sequence[str]
-) -> None:
-    """The task's own metrics: accuracy, F1, Matthews correlation."""
+def _draw_scores(axes: Axes, validations: Validations, names: Sequence[str]) -> None:
+    """Draws the task's own metrics: accuracy, F1, Matthews correlation."""
     for place, name in enumerate(names):
         values = [figures[name] for _, figures in validations]
-        label = " ".join(name.split("/"))
-        axes.plot(
-            [step for step, _ in validations], values, "o-", color=f"C{4 + place}", label=label
-        )
+        steps = [step for step, _ in validations]
+        axes.plot(steps, values, "o-", color=f"C{4 + place}", label=name.replace("/", " "))
     axes.set_ylabel("validation")
-    axes.legend(fontsize=8)
 
 
-def _draw_windows(axes: Axes, *, steps: Sequence[int], schedule: Sequence[ScheduleRow]) -> None:
-    lengths = [math.nan if row.window_length is None else row.window_length for row in schedule]
+def _draw_windows(axes: Axes, rows: Sequence[tuple[Row, ScheduleRow]]) -> None:
+    lengths = [math.nan if row.window_length is None else row.window_length for _, row in rows]
     # A row is about the steps before it, back to the row before or the start.
-    axes.step([0, *steps], [lengths[0], *lengths], where="pre", color="C2")
+    axes.step([0, *(row.step for row, _ in rows)], [lengths[0], *lengths], where="pre", color="C2")
     axes.set_ylabel("window,\nsteps")
-    axes.set_ylim(0, 1.6 * max(row.window_length or 0 for row in schedule))  # room for the legend
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    before = _selections_before(schedule)
-    anew = [s for s, row, b in zip(steps, schedule, before, strict=True) if row.reselections > b]
-    height = axes.get_xaxis_transform()  # in shares of the panel's
-    axes.plot(anew, [0.08] * len(anew), "|k", transform=height, label="channels selected")
-    axes.legend(loc="upper right", fontsize=8, frameon=False)
-
-
-def _draw_kept_share(axes: Axes, *, steps: Sequence[int], kept: Sequence[float]) -> None:
-    axes.plot(steps, kept, ".-", color="C3")
-    axes.set_ylabel("share of\nscore kept")
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-
-
-def _selections_before(schedule: Sequence[ScheduleRow]) -> list[int]:
-    """How often channels had been selected before each interval."""
-    return [0, *(row.reselections for row in schedule[:-1])]
-
-
-def _draw_table(axes: Axes, summary: Summary) -> None:
-    axes.axis("off")
-    table = axes.table(
-        [[name, value] for name, value in _figures(summary).items()],
-        colWidths=[0.78, 0.22],
-        cellLoc="left",
-        loc="center",
-    )
-    table.auto_set_font_size(False)
-    table.set_fontsize(8)
-    table.scale(1, 1.6)
+    axes.set_ylim(0, 1.6 * max(row.window_length or 0 for _, row in rows))  # room for the legend
+    before = [0, *(row.reselections for _, row in rows)]
+    selected = [row.step for (row, s), b in zip(rows, before, strict=False) if s.reselections > b]
+    in_panel = axes.get_xaxis_transform()  # heights are shares of the panel's
+    label = "channels selected"
+    axes.plot(selected, [0.08] * len(selected), "|k", transform=in_panel, label=label)
 
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
-    """Writes what the last steps were made of, as a picture or a trace; no picture of no step.
+    """Writes the last steps as a picture or a trace; no picture if there was no step.
 
-    That it cannot be written is said, and no reason for a run to fail.
+    A file that cannot be written is said, and does not make the run fail.
     """
     try:
         if path.suffix == TRACE:
@@ -222,47 +165,33 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
 
 def summary_table(summary: Summary) -> Table:
     """The figures of a run as a table for the terminal."""
-    table = Table("figure", "value", title=f"{summary.optimizer} on {_devices(summary)}")
+    device, first = summary.device, ""
+    if summary.devices > 1:
+        device = f"{summary.devices} x {device}"
+    if summary.processes > 1:
+        device, first = f"{device}, {summary.processes} processes", ", process 0"
+    table = Table("figure", "value", title=f"{summary.optimizer} on {device}")
     table.columns[1].justify = "right"
-    for name, value in _figures(summary).items():
-        table.add_row(name, value)
-    return table
-
-
-def _devices(summary: Summary) -> str:
-    if summary.devices == 1:
-        return summary.device
-    several = f"{summary.devices} x {summary.device}"
-    return f"{several}, {summary.processes} processes" if summary.processes > 1 else several
-
-
-def _figures(summary: Summary) -> dict[str, str]:
-    first = ", process 0" if summary.processes > 1 else ""
-    of_schedule = {}
+    table.add_row("parameters", f"{summary.parameters:,}")
+    table.add_row("steps", f"{summary.steps:,}")
+    if summary.resumed_at:
+        table.add_row("of them before this start", f"{summary.resumed_at:,}")
+    table.add_row("steps skipped, gradient not finite", f"{summary.skipped:,}")
+    table.add_row("tokens/s", f"{summary.tokens_per_s:,.0f}")
+    moved = f"{summary.bytes_per_parameter_and_step:.2f}"
+    table.add_row("bytes moved per parameter and step", moved)
+    table.add_row(f"share of time waiting for the host{first}", f"{summary.wait_share:.1%}")
+    table.add_row(f"host seconds{first}", f"{summary.host_s:.1f}")
     if summary.windows is not None:
-        of_schedule = {
-            "windows": f"{summary.windows:,}",
-            "mean window length, steps": f"{summary.mean_window_length:.2f}",
-            "times that channels were selected": f"{summary.reselections:,}",
-        }
+        table.add_row("windows", f"{summary.windows:,}")
+        table.add_row("mean window length, steps", f"{summary.mean_window_length:.2f}")
+        table.add_row("times that channels were selected", f"{summary.reselections:,}")
     if summary.kept_share is not None:
-        of_schedule["share of the best channels' score kept"] = f"{summary.kept_share:.1%}"
-    return {
-        "parameters": f"{summary.parameters:,}",
-        "steps": f"{summary.steps:,}",
-        **({"of them before this start": f"{summary.resumed_at:,}"} if summary.resumed_at else {}),
-        "steps skipped, gradient not finite": f"{summary.skipped:,}",
-        "tokens/s": f"{summary.tokens_per_s:,.0f}",
-        "bytes moved per parameter and step": f"{summary.bytes_per_parameter_and_step:.2f}",
-        f"share of time waiting for the host{first}": f"{summary.wait_share:.1%}",
-        f"host seconds{first}": f"{summary.host_s:.1f}",
-        **of_schedule,
-        "training seconds": f"{summary.train_s:.1f}",
-        "seconds in all": f"{summary.total_s:.1f}",
-        **_validation("before", summary.validation_before),
-        **_validation("after", summary.validation_after),
-    }
-
-
-def _validation(when: str, figures: Mapping[str, float]) -> dict[str, str]:
-    return {f"validation {name} {when}": f"{value:.3f}" for name, value in figures.items()}
+        table.add_row("share of the best channels' score kept", f"{summary.kept_share:.1%}")
+    table.add_row("training seconds", f"{summary.train_s:.1f}")
+    table.add_row("seconds in all", f"{summary.total_s:.1f}")
+    of_validations = {"before": summary.validation_before, "after": summary.validation_after}
+    for when, figures in of_validations.items():
+        for name, value in figures.items():
+            table.add_row(f"validation {name} {when}", f"{value:.3f}")
+    return table

@@ -1,7 +1,7 @@
-"""What a run must have in common with the one that it goes on from, and with one that it reads.
+"""The description of a run, which a run that goes on from it, or reads its weights, must share.
 
-A checkpoint has a `description` of its run, in JSON: the settings that may not change, a checksum
-of the data, and what the config of the model's folder says. It is compared with that of the start.
+Each checkpoint has one, in JSON: the settings that may not change, a checksum of the data, and the
+config of the model's folder.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import orbax.checkpoint as ocp
 from train import processes
 from train.settings import Settings, SettingsError
 
-# In the folder of a run, a copy of the DeepSpeed config that it goes by.
+# In the folder of a run, a copy of its DeepSpeed config.
 DEEPSPEED = "deepspeed.json"
 
-# What a resumed run may have otherwise than the saved one; the library says the same of its own.
-# Not `eval_batches`: figures of other samples cannot tell which checkpoint is best.
+# Settings that a resumed run may change; the library says the same of its own. `eval_batches` is
+# not one: figures of other samples cannot tell which checkpoint is best.
 MAY_CHANGE = frozenset(
     "model data chat_template deepspeed steps epochs learning_rate warmup_steps warmup_share "
     "weight_decay max_grad_norm host_kernel host_state threads prefetch_bytes send_gradients mesh "
@@ -28,21 +28,18 @@ MAY_CHANGE = frozenset(
     "progress max_skipped b1 b2 eps".split()
 )
 
-# Settings that checkpoints of before do not name, and what the runs of these did.
-OF_BEFORE = {"packing": "joined"}
-
-# What the weights are made for, and how they are laid out.
+# Settings that decide what the weights are made for, and how they are laid out.
 OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
 
 
 def description(
     settings: Settings, data: int, config: Any = None, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What a run must have in common with the one it goes on from: JSON.
+    """What a run must share with the one it goes on from: JSON.
 
     Args:
-        settings: Of the run.
-        data: A checksum of all that it reads.
+        settings: Settings of the run.
+        data: Checksum of all that it reads.
         config: As for `description_of_model`.
         labels: Names of the classes, in the order of their ids.
     """
@@ -52,75 +49,73 @@ def description(
     fixed["send_gradients"] = "per_window" if sums else "during_step"
     if settings.task != "language":
         del fixed["packing"]
-    # However they were given.
+    # In steps, whichever way they were given.
     del fixed["full_warm_up_share"]
     fixed["full_warm_up_rounds"] = settings.warm_up_rounds
     return {
         "settings": fixed,
         "labels": list(labels),  # not compared: the data says the same
         "data": data,
-        "model": _described(config),
-        "deepspeed": settings.deepspeed,  # not compared: it has put its values in the settings
+        "model": _as_strings(config),
+        "deepspeed": settings.deepspeed,  # not compared: its values are in the settings
     }
 
 
 def description_of_model(settings: Settings, config: Any = None) -> dict[str, Any]:
-    """What one must have in common with a run to read its weights: a part of its `description`.
+    """The part of a `description` that whoever reads the run's weights must share.
 
     Args:
-        settings: Of the run.
-        config: Of the folder that its model is from, a NamedTuple; None if it is from none.
+        settings: Settings of the run.
+        config: Config of the model's folder, a NamedTuple; None if the model is from no folder.
     """
     fixed = {name: getattr(settings, name) for name in OF_THE_MODEL}
-    return {"settings": fixed, "model": _described(config)}
+    return {"settings": fixed, "model": _as_strings(config)}
 
 
-def _described(config: Any) -> dict[str, str]:
-    # Not all of it is in the shapes of the arrays: the base of the rotations is not.
+def _as_strings(config: Any) -> dict[str, str]:
+    # The shapes of the arrays do not show all of it: not the base of the rotations, say.
     return {} if config is None else {name: str(x) for name, x in config._asdict().items()}
 
 
 def check_same_run(
-    folder: Path, run: Mapping[str, Any], here: Mapping[str, Any], *, otherwise: str
+    folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
 ) -> None:
     """Compares the run of a checkpoint with this one.
 
     Args:
         folder: The checkpoint's.
-        run: What is saved of its run.
-        here: As `description` or `description_of_model` gave it.
-        otherwise: What to do if another setting is meant: the end of a sentence.
+        saved: The description in the checkpoint.
+        wanted: As `description` or `description_of_model` gave it.
+        otherwise: The remedy if another setting is meant: the end of a sentence.
 
     Raises:
         SettingsError: If it is another run.
     """
-    for name, now in here["settings"].items():
-        saved = run["settings"].get(name, OF_BEFORE.get(name, now))
-        if saved != now:
-            remedy = _remedy(folder.parents[1] / DEEPSPEED, here.get("deepspeed"), name, saved)
+    for name, value in wanted["settings"].items():
+        before = saved["settings"].get(name, value)
+        if before != value:
+            copy = folder.parents[1] / DEEPSPEED
+            remedy = _remedy(copy, wanted.get("deepspeed"), _flags(name, before))
             raise SettingsError(
-                f"`{name}`: expected {saved}, as in the run that {folder} is of, got {now}. "
+                f"`{name}`: expected {before}, as in the run that {folder} is of, got {value}. "
                 f"{remedy}, {otherwise}"
             )
-    for name, now in here["model"].items():
-        saved = run.get("model", {}).get(name, now)
-        if saved != now:
+    for name, value in wanted["model"].items():
+        before = saved.get("model", {}).get(name, value)
+        if before != value:
             raise SettingsError(
-                f"`model`: expected a config.json with the {name} of the run that {folder} is "
-                f"of, {saved}, got {now}: that is another model, whose arrays have the same "
-                "shapes. Name the folder that the run has begun with, or a copy of it."
+                f"`model`: expected a config.json with the {name} of the run that {folder} is of, "
+                f"{before}, got {value}: that is another model."
             )
-    if run["data"] != here.get("data", run["data"]):
+    if saved["data"] != wanted.get("data", saved["data"]):
         raise SettingsError(
-            f"expected the data that the run of {folder} has read, got other data. Go on with "
-            "the same files (of standard_library: with the same Python), the same tokenizer "
-            "and of chats the same template, or name another --run to begin a new one."
+            f"expected the data that the run of {folder} has read, got other data: other files (of "
+            "standard_library: another Python), another tokenizer, or of chats another template."
         )
 
 
-def _remedy(copy: Path, deepspeed: str | None, name: str, value: Any) -> str:
-    """What to do to give that value to a setting, which a DeepSpeed config may have the say in."""
-    flags = _flags(name, value)
+def _remedy(copy: Path, deepspeed: str | None, flags: str) -> str:
+    """How to set what `flags` set, which a DeepSpeed config may override."""
     if deepspeed is None:
         return f"Pass {flags}"
     if not copy.exists():
@@ -131,7 +126,7 @@ def _remedy(copy: Path, deepspeed: str | None, name: str, value: Any) -> str:
 
 
 def _flags(name: str, value: Any) -> str:
-    """What the command line says to give that value to a setting."""
+    """The options of the command line that give a setting this value."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
@@ -140,12 +135,9 @@ def _flags(name: str, value: Any) -> str:
 
 
 def saved_rounds(folder: Path) -> int | None:
-    """The rounds of the full warm-up in the run whose checkpoints are there; None if there is none.
+    """The rounds of full warm-up of the run with these checkpoints; None if there are none.
 
-    A run has the same ones from its start to its end, so any of its checkpoints does.
-
-    Args:
-        folder: The checkpoints'. All processes must call it.
+    They are the same from a run's start to its end. All processes must call this.
     """
     rounds = ""
     if processes.is_first() and folder.is_dir():
@@ -162,28 +154,27 @@ def saved_rounds(folder: Path) -> int | None:
 
 
 def with_saved_rounds(settings: Settings) -> tuple[Settings, str | None]:
-    """The settings, with the full warm-up of the run that they go on with in place of a share.
+    """Replaces a share of full warm-up by the rounds of the run that is gone on with.
 
-    A share is one of the steps that the run was to have when it began.
+    The share was one of the steps that the run was to have when it began.
 
     Args:
-        settings: Of the run, with `steps`. All processes must call it.
+        settings: Settings of the run, with `steps`. All processes must call this.
 
     Returns:
-        The settings, and a sentence to be shown where the share has come to another number.
+        The settings, and a sentence to show where the share is another number by now.
     """
-    if settings.run is None or settings.full_warm_up_share is None:
+    share = settings.full_warm_up_share
+    if settings.run is None or share is None:
         return settings, None
     rounds = saved_rounds(Path(settings.output_dir) / settings.run / "checkpoints")
     if rounds is None:
         return settings, None
-    told = None
+    note = None
     if rounds != settings.warm_up_rounds:
-        told = (
-            f"full_warm_up_share {settings.full_warm_up_share:g} would be {settings.warm_up_rounds}"
-            f" of {settings.steps} steps: the full warm-up has the {rounds} that the run began with"
+        note = (
+            f"full_warm_up_share {share:g} would be {settings.warm_up_rounds} of {settings.steps} "
+            f"steps: the full warm-up has the {rounds} that the run began with"
         )
-    return (
-        dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds),
-        told,
-    )
+    fixed = {"full_warm_up_share": None, "full_warm_up_rounds": rounds}
+    return dataclasses.replace(settings, **fixed), note

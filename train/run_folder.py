@@ -1,20 +1,29 @@
-"""The folder of a run, and the record of its settings in there."""
+"""The folder of a run: its name, its lock, and the record of its settings."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from train import models, processes
 from train.command_line import to_toml
 from train.run_description import DEEPSPEED
-from train.run_lock import LOCK
 from train.settings import Settings, SettingsError
 from train.whole import replace_text
 
-# What a run writes over.
+# In the run's folder; names the process that has the lock. It stays when the run ends.
+LOCK = "lock"
+
+# Errors of file systems that have no locks.
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+
+# The files that a run writes over.
 WRITTEN = {
     DEEPSPEED,
     "loss.png",
@@ -28,30 +37,33 @@ WRITTEN = {
 }
 
 
-def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
+def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
     """The folder of the run below `output_dir`, the same for every process.
 
-    A new one with the next number, or the one named by `run`, which may hold an earlier start.
+    Args:
+        output_dir: Folder of all runs.
+        run: Name of the folder, which may hold an earlier start; None for a new folder.
+        label: Ends the name of a new folder, behind its number.
+        fresh: Refuse a folder that holds a run.
 
     Raises:
-        SettingsError: If it cannot be made, if it holds a run and `fresh` is asked for, if it holds
-            one that has ended and whose checkpoints are gone, or files of no run that this one
-            would write over.
+        SettingsError: If the folder cannot be made, holds a run without checkpoints, or holds files
+            of no run that this one would write over.
     """
     if not processes.is_first():
         return Path(processes.from_first(""))
-    parent = Path(settings.output_dir)
+    parent = Path(output_dir)
     try:
-        if settings.run is None:
-            folder, names = new_run_folder(parent, settings.optimizer), set()
+        if run is None:
+            folder, names = new_run_folder(parent, label), set()
         else:
-            folder = parent / settings.run
+            folder = parent / run
             folder.mkdir(parents=True, exist_ok=True)
             names = {p.name for p in folder.iterdir()}
     except OSError as error:
         raise SettingsError(
-            f"`output_dir`: expected a folder that can be made and written, got "
-            f"{settings.output_dir} ({error.strerror}). Name another one with --output-dir."
+            f"`output_dir`: expected a folder that can be made and written, got {output_dir} "
+            f"({error.strerror}). Name another --output-dir."
         ) from error
     # Every start has made a lock, which a copy of a run may lack.
     is_run = bool(names & {LOCK, "checkpoints"})
@@ -59,30 +71,25 @@ def make_run_folder(settings: Settings, *, fresh: bool) -> Path:
     if not is_run and names & WRITTEN:
         raise SettingsError(
             f"`run`: expected a new folder or one of a run, got {folder}, which is neither and has "
-            f"a {min(names & WRITTEN)}. Name another --run."
+            f"a {min(names & WRITTEN)}."
         )
     if fresh and names:
         raise SettingsError(
             f"`--fresh`: expected {folder} to be new or empty, got a folder with "
-            f"{', '.join(sorted(names)[:4])}. Remove it, name another --run, or leave --fresh out "
-            "to go on with what is in there."
+            f"{', '.join(sorted(names)[:4])}."
         )
     written = names & {models.WEIGHTS, models.FOLDER}
     if written and "checkpoints" not in names:
         raise SettingsError(
             f"`run`: expected a folder with checkpoints to go on from, or a new one, got {folder} "
-            f"with a {written.pop()} and no checkpoints. Name another --run, or remove the folder."
+            f"with a {written.pop()} and no checkpoints."
         )
     processes.from_first(str(folder))
     return folder
 
 
 def new_run_folder(parent: Path, label: str) -> Path:
-    """Makes the folder `parent/NNN-label`; `NNN` follows the highest number in there.
-
-    Raises:
-        OSError: If `parent` cannot be made, or is no folder, or cannot be written.
-    """
+    """Makes the folder `parent/NNN-label`, whose number follows the highest one in `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     numbers = [int(n) for p in parent.iterdir() if (n := p.name.partition("-")[0]).isdecimal()]
     number = max(numbers, default=0) + 1
@@ -96,27 +103,65 @@ def new_run_folder(parent: Path, label: str) -> Path:
             return folder
 
 
-def write_settings(folder: Path, settings: Settings) -> None:
-    """Writes `settings.toml`; of a run that goes on, over those of its last start.
+def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -> None:
+    """Writes `settings.toml`, and copies of a DeepSpeed config and a chat template.
 
-    With a DeepSpeed config or a chat template also a copy of that, which the file names: who goes
-    on with `settings.toml` goes on with what was in force, whatever became of the original.
+    The file names the copies: a run that goes on with it has what was in force, whatever became of
+    the originals.
+
+    Args:
+        folder: Folder of the run.
+        settings: As they are in force.
+        texts: The copies, by name, but for the DeepSpeed config.
     """
     if settings.deepspeed is not None:
         copy = folder / DEEPSPEED
         replace_text(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
         settings = dataclasses.replace(settings, deepspeed=str(copy))
-    for name, text in models.texts_of(settings).items():
+    for name, text in texts.items():
         replace_text(folder / name, text)
         settings = dataclasses.replace(settings, chat_template=str(folder / name))
     replace_text(folder / "settings.toml", to_toml(settings))
 
 
 @contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """An error of the file system has a name, this one if it had none.
+def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keeps a second start of the same run out of its folder.
 
-    Those of `open` have the file's; those of a write to an open file have none.
+    Process 0 locks a file in it while the `with` block lasts. The kernel ends the lock with the
+    process, however that ends.
+
+    Raises:
+        SettingsError: In process 0, if another start of the run is under way.
+    """
+    if not processes.is_first():
+        yield
+        return
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise SettingsError(
+                f"`run`: expected {folder} to be used by one process, got another that trains in "
+                f"it: {file.read().strip() or 'unknown'}. Stop it (on SIGTERM it saves), or name "
+                "another --run."
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            say(f"the file system of {folder} has no locks: start no second process with this run")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Names `path` in an error of the file system that names no file.
+
+    Errors of `open` name theirs; those of writes to an open file do not.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""What a run shows and writes while it goes on.
+"""Shows and writes the metrics of a run while it goes on.
 
-    metrics.csv           one row for every `log_every` steps, written as they come; what is not
-                          known, as with adamw of windows, is blank
+    metrics.csv           one row for every `log_every` steps, written as they come; unknown
+                          figures, such as adamw's of windows, are blank
     validation.csv        the figures of every validation
     events.out.tfevents.* both for TensorBoard
 
@@ -34,12 +34,12 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.record_writer import RecordWriter
 
 from train.meter import Row
-from train.run_folder import naming
 from train.schedule import ScheduleRow
 from train.whole import made_whole
 
-# TensorBoard looks every 30 s.
-BOARD_EVERY_S = 30.0
+BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
+
+Rows = Sequence[tuple[Row, ScheduleRow]]
 
 
 class RunLog:
@@ -50,11 +50,14 @@ class RunLog:
         steps: Length of the run.
         console: Where to show it: a progress bar on a terminal, a line per row elsewhere.
         progress: Whether a terminal gets the bar; without it, lines as well.
-        rows: Those that the run has already, if it goes on: what `read_rows` gave.
+        rows: Rows that the run has already, if it goes on: what `read_rows` returned.
         validations: Likewise, the steps and figures of validations.
 
     Raises:
-        OSError: If a file cannot be written, here and in every call; it names the file.
+        OSError: If a file cannot be written, here and in every call.
+
+    Attributes:
+        rows: All rows, those of earlier starts first.
     """
 
     def __init__(
@@ -64,18 +67,18 @@ class RunLog:
         steps: int,
         console: Console,
         progress: bool,
-        rows: Sequence[tuple[Row, ScheduleRow]] = (),
+        rows: Rows = (),
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
+        self.rows = list(rows)
+        done = rows[-1][0].step if rows else 0
         self._console = console
         self._as_lines = not (progress and console.is_terminal)
-        self._csv_file = _begin(
-            folder / "metrics.csv",
-            [Row._fields + ScheduleRow._fields, *(row + schedule for row, schedule in rows)],
-        )
-        lines = [_VALIDATION, *(line for v in validations for line in _lines(*v))]
+        columns = Row._fields + ScheduleRow._fields
+        self._csv_file = _begin(folder / "metrics.csv", [columns, *(a + b for a, b in rows)])
+        lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         self._validation_file = _begin(folder / "validation.csv", lines)
-        self._board = _Board(folder, purge=rows[-1][0].step + 1 if rows else None)
+        self._board = _Board(folder, purge=done + 1 if rows else None)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -87,7 +90,6 @@ class RunLog:
             console=console,
             disable=self._as_lines,
         )
-        done = rows[-1][0].step if rows else 0
         self._task = self._bar.add_task("train", total=steps, completed=done, figures="compiling")
         self._steps = steps
         self._made = time.monotonic()
@@ -101,99 +103,83 @@ class RunLog:
         self._bar.stop()
         with contextlib.ExitStack() as closing:
             if kind is not None:
-                # What is unwritten because the disk is full fails here again, and would hide the
-                # error that says so.
+                # A full disk fails here again, which would hide the error that says so.
                 closing.enter_context(contextlib.suppress(OSError))
-            for file in (self._csv_file, self._validation_file):
-                closing.enter_context(naming(file.name))
+            for file in (self._csv_file, self._validation_file, self._board):
                 closing.callback(file.close)
-            closing.callback(self._board.close)
 
     def begin(self, step: int) -> None:
-        """The first step of this start is done, and all is compiled that it needs."""
+        """To be called when the first step of this start is compiled and done."""
         self._begun = step, time.monotonic()
-        seconds = self._begun[1] - self._made
-        self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  compiled, {seconds:.1f} s")
+        self.say(f"{self._counted(step)}  compiled, {self._begun[1] - self._made:.1f} s")
 
     def say(self, line: str) -> None:
-        """Shows a line: where there is no bar that moves, a sign of life."""
+        """Shows a line where no bar moves."""
         if self._as_lines:
-            self._line(line)
+            show(self._console, line)
 
     def add(self, row: Row, schedule: ScheduleRow) -> None:
         """Shows and writes the figures of one interval."""
+        self.rows.append((row, schedule))
         # At once, so that a run can be followed, and one that dies leaves a record.
         _write(self._csv_file, [row + schedule])
-        for group, figures in (("train", row), ("schedule", schedule)):
-            self._board.add(group, figures._asdict(), row.step)
+        self._board.add("train", row._asdict(), row.step)
+        self._board.add("schedule", schedule._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
-        if row.tokens_per_s:  # of the first step, which compiles, there is none
+        if row.tokens_per_s:  # unknown for the first step, which compiles
             figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
         if row.skipped:
             figures += f"  {row.skipped} skipped"
         self._bar.update(self._task, completed=row.step, figures=figures)
-        self.say(
-            f"step {row.step:>{len(str(self._steps))}}/{self._steps}  {figures}"
-            f"{self._time_left(row.step)}"
-        )
+        self.say(f"{self._counted(row.step)}  {figures}{self._time_left(row.step)}")
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Shows and writes the figures of the parameters after `step` steps."""
         _write(self._validation_file, _lines(step, figures))
         self._board.add("validation", figures, step)
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        self._line(f"validation after {step} steps: {shown}")
+        values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        show(self._console, f"validation after {step} steps: {values}")
+
+    def _counted(self, step: int) -> str:
+        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
 
     def _time_left(self, step: int) -> str:
-        """By the steps of this start that are done, with their validations and checkpoints."""
+        """Judged by the steps of this start, with their validations and checkpoints."""
         first, since = self._begun
         if not first < step < self._steps:
             return ""
         seconds = (time.monotonic() - since) * (self._steps - step) / (step - first)
         return f"  {datetime.timedelta(seconds=round(seconds))} left"
 
-    def _line(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
 
+class NoLog(contextlib.nullcontext):
+    """In place of a `RunLog`, in a process that does not report."""
 
-class NoLog:
-    """In place of a `RunLog` where another process of the run reports."""
+    rows: Rows = ()
 
-    def __enter__(self) -> NoLog:
-        return self
-
-    def __exit__(self, *exception) -> None:
+    def _ignore(self, *_: Any) -> None:
         pass
 
-    def begin(self, step: int) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        pass
-
-    def add(self, row: Row, schedule: ScheduleRow) -> None:
-        pass
-
-    def validation(self, step: int, figures: Mapping[str, float]) -> None:
-        pass
+    begin = say = add = validation = _ignore
 
 
-def read_rows(
-    folder: Path, *, until: int, say: Callable[[str], None]
-) -> list[tuple[Row, ScheduleRow]]:
-    """The rows of `metrics.csv` up to that step; of a damaged file, those before the damage.
+def show(console: Console, line: str) -> None:
+    """Shows a line that may have brackets, and characters unknown to the terminal."""
+    line = line.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    Args:
-        folder: Of the run.
-        until: The last step of interest.
-        say: Shows a line to the user: that rows are missing.
+
+def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> Rows:
+    """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before the damage.
+
+    `say` shows a line to the user, if rows are missing.
     """
     path = folder / "metrics.csv"
     rows: list[tuple[Row, ScheduleRow]] = []
     try:
         with open(path, newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
-                # A run that was killed can have left a part of its last line.
+                # A run that was killed can have left the beginning of its last line.
                 if None in line.values() or int(line["step"]) > until:
                     break
                 rows.append((_read(Row, line), _read(ScheduleRow, line)))
@@ -205,15 +191,11 @@ def read_rows(
     return rows
 
 
-# How each column is read; blank is None.
-_KINDS: Mapping[str, Callable[[str], Any]] = dict.fromkeys(("step", "skipped", "reselections"), int)
-
-
 def _read(kind: Any, line: Mapping[str, str]) -> Any:
-    return kind(*(_KINDS.get(n, float)(line[n]) if line[n] else None for n in kind._fields))
-
-
-_VALIDATION = ("step", "figure", "value")
+    whole = ("step", "skipped", "reselections")
+    return kind(
+        *((int if n in whole else float)(line[n]) if line[n] else None for n in kind._fields)
+    )
 
 
 def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, float]]:
@@ -221,57 +203,50 @@ def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, floa
 
 
 def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
-    """A CSV file with these lines in it, open for the next ones."""
-    # Whole before it has its name: a run that is killed in between still has the old one.
-    with naming(path), made_whole(path) as part:
+    """Writes a CSV file with these lines, and opens it for the next ones."""
+    # Under another name until it is whole: a run that is killed here still has the old one.
+    with made_whole(path) as part:
         with open(part, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(lines)
     return open(path, "a", newline="", encoding="utf-8")
 
 
 def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
-    with naming(file.name):
-        csv.writer(file).writerows(lines)
-        file.flush()
+    csv.writer(file).writerows(lines)
+    file.flush()
 
 
 class _Board:
     """TensorBoard's file.
 
-    tensorboardX's own `SummaryWriter` writes on a thread, behind a queue of ten: where the disk is
-    full the thread ends with a traceback, and the tenth call after that waits for ever. Its
-    `EventsWriter` does not close the file where the rest cannot be written, and Python 3.13 says so
-    at its end, behind the message that counts.
+    tensorboardX's own `SummaryWriter` writes on a thread, behind a queue of ten. On a full disk the
+    thread ends with a traceback, and the tenth call after that waits for ever. Its `EventsWriter`
+    does not close the file if the rest cannot be written, so Python 3.13 complains at its end.
 
     Args:
         folder: Where the file goes.
-        purge: TensorBoard is told to forget what it knows of this step and all later ones.
+        purge: The step from which on TensorBoard forgets what it knows; None for no step.
     """
 
     def __init__(self, folder: Path, *, purge: int | None):
-        self._folder = folder
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}"
-        with naming(folder):
-            self._file = RecordWriter(str(folder / name))
-            self._write(file_version="brain.Event:2")
-            if purge is not None:
-                self._write(step=purge, session_log=SessionLog(status=SessionLog.START))
+        self._file = RecordWriter(str(folder / name))
+        self._write(file_version="brain.Event:2")
+        if purge is not None:
+            self._write(step=purge, session_log=SessionLog(status=SessionLog.START))
         self._flushed = time.monotonic()
 
-    def add(self, group: str, figures: Mapping[str, float | None], step: int) -> None:
-        # It draws no point for what is no number.
-        known = {n: x for n, x in figures.items() if x is not None and math.isfinite(x)}
-        known.pop("step", None)
-        with naming(self._folder):
-            for name, value in known.items():
-                self._write(step=step, summary=summary.scalar(f"{group}/{name}", value))
-            if time.monotonic() > self._flushed + BOARD_EVERY_S:
-                self._file.flush()
-                self._flushed = time.monotonic()
+    def add(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
+        for name, value in figures.items():
+            # TensorBoard draws no point for a figure that is not finite.
+            if name != "step" and value is not None and math.isfinite(value):
+                self._write(step=step, summary=summary.scalar(f"{label}/{name}", value))
+        if time.monotonic() > self._flushed + BOARD_EVERY_S:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
-        with naming(self._folder):
-            self._file.close()
+        self._file.close()
 
-    def _write(self, **said: Any) -> None:
-        self._file.write(Event(wall_time=time.time(), **said).SerializeToString())
+    def _write(self, **event: Any) -> None:
+        self._file.write(Event(wall_time=time.time(), **event).SerializeToString())

@@ -1,9 +1,4 @@
-"""zenflow's schedule in a run: the rules that the settings ask for, and what came of them.
-
-When windows close and channels are selected is decided by the library; here a word or a number of
-the settings becomes one of its rules, and what its engine has counted becomes a `ScheduleRow` for
-every interval of steps, beside the `Row` of speed and loss that `meter.py` makes.
-"""
+"""zenflow's schedule in a run: what the engine has counted, for every interval of steps."""
 
 from __future__ import annotations
 
@@ -11,36 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import zenflow_jax
-from train.settings import Settings
-
-
-def window_rule(settings: Settings) -> int | zenflow_jax.AutoWindow:
-    """What `zenflow` gets as its `update_interval`."""
-    if settings.update_interval != "auto":
-        return settings.update_interval
-    return zenflow_jax.AutoWindow(
-        max_interval=settings.auto_window_max_interval, share=settings.auto_window_share
-    )
-
-
-def selection_rule(
-    settings: Settings, steps_per_epoch: int | None
-) -> int | zenflow_jax.AutoSelect | zenflow_jax.EpochSelect | None:
-    """What `zenflow` gets as its `select_interval`; `steps_per_epoch` is for "epoch" alone."""
-    if settings.select_interval == "auto":
-        return zenflow_jax.AutoSelect(
-            keep=settings.auto_select_keep, max_windows=settings.auto_select_max_windows
-        )
-    if settings.select_interval == "epoch":
-        return zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
-    return settings.select_interval
 
 
 class ScheduleRow(NamedTuple):
     """What the schedule did in one interval of steps. All None without zenflow."""
 
-    # Mean length, in steps, of the windows that closed in the interval. Where none did, what the
-    # row before says; None before the first.
+    # Mean length, in steps, of the windows that closed in the interval. Where none did, that of the
+    # row before; None before the first.
     window_length: float | None = None
     # Share of the best channels' score that the selected ones hold, as the engine had last read it
     # at the end of the interval: one boundary late. None if never; see `EngineStats.kept_share`.
@@ -49,17 +21,17 @@ class ScheduleRow(NamedTuple):
 
 
 class ScheduleRecord:
-    """Takes down what the engine has counted, at the end of every interval.
+    """Keeps the engine's counts at the end of every interval.
 
     The meter's row of an interval comes when the loop is an interval further, and the engine knows
-    of nothing but the loop's present. So this is asked after every exchange, and its rows are kept
-    until the meter's are there. It never waits for the device.
+    of the loop's present alone. So this is asked after every exchange, and keeps its rows until the
+    meter's arrive. It never waits for the device.
 
     Args:
         log_every: Steps in an interval.
-        steps: Length of the run; its end is the end of an interval too.
-        stats: Gives the engine's counts as of now; None for a run without an engine.
-        state: What `state` gave, of a run that goes on.
+        steps: Length of the run, whose end is the end of an interval too.
+        stats: Returns the engine's counts; None for a run without an engine.
+        state: What `state` returned, of a run that goes on.
     """
 
     def __init__(
@@ -82,7 +54,7 @@ class ScheduleRecord:
             self._windows, self._steps_in_them = state["windows"], state["steps_in_them"]
 
     def state(self) -> dict[str, Any]:
-        """All that it knows, as JSON has it."""
+        """All that it knows, for JSON."""
         return {
             "rows": list(self._rows.items()),
             "last": self._last,
@@ -106,10 +78,10 @@ class ScheduleRecord:
         )
 
     def take(self, step: int) -> ScheduleRow:
-        """The row of the interval that ended with step `step`; can be had once."""
+        """Removes and returns the row of the interval that ended with step `step`."""
         if not self._stats:
             return ScheduleRow()
-        # Of steps of another start, with other intervals, the last one is what is known.
+        # Steps of another start, with other intervals, have the last row.
         last = self._last._replace(reselections=self._last.reselections or 0)
         return self._rows.pop(step, last)
 

@@ -14,6 +14,8 @@ from typing import Literal
 
 import tyro
 
+from zenflow_jax import AutoSelect, AutoWindow
+
 
 class SettingsError(Exception):
     """A mistake in the settings; the message is meant to be shown as it is, without traceback."""
@@ -215,80 +217,67 @@ class Settings:
     task's own metric (GLUE), or the loss."""
 
     def __post_init__(self):
-        # What zenflow itself judges by the same name (its ratio and intervals) is left to it.
-        for name in _ABOVE_ZERO:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise SettingsError(_impossible(name, "a finite number above 0", value))
-        for name in _AT_LEAST_ZERO:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise SettingsError(_impossible(name, "a finite number of at least 0", value))
-        if not self.seed < 2**32:
-            raise SettingsError(_impossible("seed", "a number below 2**32", self.seed))
-        if not (0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)):
-            wanted = "a share between 0 and 1 (0.1 for a tenth; 1 with --steps 0 alone)"
-            raise SettingsError(_impossible("validation_share", wanted, self.validation_share))
-        if not 0 < self.auto_window_share <= 1:
-            wanted = "a share above 0 and up to 1 (0.99 for all but one leaf in a hundred)"
-            raise SettingsError(_impossible("auto_window_share", wanted, self.auto_window_share))
-        if not 0 <= self.auto_select_keep <= 1:
-            wanted = "a share from 0 to 1 (0.9 for nine tenths of the score)"
-            raise SettingsError(_impossible("auto_select_keep", wanted, self.auto_select_keep))
+        # zenflow itself checks its arguments of the same names.
+        for names, least in ((_ABOVE_ZERO, "above 0"), (_AT_LEAST_ZERO, "of at least 0")):
+            for name in names:
+                value = getattr(self, name)
+                fits = value is None or (math.isfinite(value) and value >= 0)
+                self._check(
+                    name, fits and (value != 0 or names is not _ABOVE_ZERO), _FINITE + least
+                )
+        self._check("seed", self.seed < 2**32, "a number below 2**32")
+        all_of_it = (self.validation_share, self.steps) == (1, 0)
+        share = "a share between 0 and 1 (1 with --steps 0 alone)"
+        self._check("validation_share", 0 < self.validation_share < 1 or all_of_it, share)
         for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                wanted = "a decay from 0 to below 1"
-                raise SettingsError(_impossible(name, wanted, getattr(self, name)))
-        self._check_share("full_warm_up_share", "full_warm_up_rounds")
-        self._check_share("warmup_share", "warmup_steps")
-        if self.run is not None and (self.run in ("", ".", "..") or not _NAME.fullmatch(self.run)):
-            wanted = "the name of a folder in output_dir (letters, digits, . _ -)"
-            raise SettingsError(_impossible("run", wanted, repr(self.run)))
-        if self.batch_size % self.micro_batches:
-            wanted = f"a number that divides batch_size, {self.batch_size}"
-            raise SettingsError(_impossible("micro_batches", wanted, self.micro_batches))
+            self._check(name, 0 <= getattr(self, name) < 1, "a decay from 0 to below 1")
+        for name in ("full_warm_up_share", "warmup_share"):
+            value = getattr(self, name)
+            self._check(name, value is None or 0 <= value < 1, "a share of the steps below 1")
+        try:
+            AutoWindow(self.auto_window_max_interval, self.auto_window_share)
+            AutoSelect(self.auto_select_keep, self.auto_select_max_windows)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        self._check_one("full_warm_up_share", "full_warm_up_rounds")
+        self._check_one("warmup_share", "warmup_steps")
+        is_name = self.run is None or (self.run.strip(".") and _NAME.fullmatch(self.run))
+        folder = "the name of a folder in output_dir (letters, digits, . _ -)"
+        self._check("run", bool(is_name), folder)
+        divides = self.batch_size % self.micro_batches == 0
+        self._check(
+            "micro_batches", divides, f"a number that divides batch_size, {self.batch_size}"
+        )
+        # Each head turns pairs of numbers.
         pairs = 2 * self.heads
-        if self.width % pairs:
-            wanted = (
-                f"a multiple of {pairs} (each of the {self.heads} heads turns pairs of numbers), "
-                f"such as {math.ceil(self.width / pairs) * pairs}"
-            )
-            raise SettingsError(_impossible("width", wanted, self.width))
+        such_as = math.ceil(self.width / pairs) * pairs
+        multiple = f"a multiple of {pairs}, twice the number of heads, such as {such_as}"
+        self._check("width", self.width % pairs == 0, multiple)
 
-    def _check_share(self, of_steps: str, count: str) -> None:
-        share, steps = getattr(self, of_steps), getattr(self, count)
-        if share is not None and not 0 <= share < 1:
-            wanted = "a share of the steps from 0 to below 1 (0.05 for a twentieth)"
-            raise SettingsError(_impossible(of_steps, wanted, share))
-        if share is not None and steps:
+    def _check(self, name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise SettingsError(_impossible(name, expected, getattr(self, name)))
+
+    def _check_one(self, share: str, count: str) -> None:
+        values = getattr(self, share), getattr(self, count)
+        if values[0] is not None and values[1]:
             raise SettingsError(
-                f"`{of_steps}`: expected it or `{count}`, got both: {share} and {steps}. Take one "
-                f"out of the config file, or pass {_flag(count)} 0 or {_flag(of_steps)} None."
+                f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}. Pass "
+                f"{_flag(count)} 0 or {_flag(share)} None."
             )
 
     def check_paths(self) -> None:
-        """Checks that the task has the paths that it needs; a file alone need not have them.
-
-        Raises:
-            SettingsError: If one is missing, or there is one too many.
-        """
+        """Checks that the task has the paths that it needs, which a file alone need not have."""
+        own = self.task == "standard_library"
         for name in ("model", "data"):
-            value = getattr(self, name)
-            if self.task != "standard_library" and value is None:
-                raise SettingsError(_impossible(name, f"a path, for {self.task}", "none"))
-            if self.task == "standard_library" and value is not None:
-                raise SettingsError(
-                    f"`{name}`: expected none, as the task standard_library brings its own, got "
-                    f"{value}. Name another --task (language, for text), or leave it out."
-                )
-
-        if self.chat_template is not None and self.task != "chat":
-            wanted = f"none for {self.task}: the task with a template is chat"
-            raise SettingsError(_impossible("chat_template", wanted, self.chat_template))
+            wanted = f"none for {self.task}" if own else f"a path, for {self.task}"
+            self._check(name, own == (getattr(self, name) is None), wanted)
+        wanted = f"none for {self.task}: the task with a template is chat"
+        self._check("chat_template", self.chat_template is None or self.task == "chat", wanted)
 
     @property
     def warm_up_rounds(self) -> int:
-        """Steps of the full warm-up, in whichever way they were given; `steps` must be known."""
+        """Steps of the full warm-up, however they were given; `steps` must be known."""
         return self._steps(self.full_warm_up_share, self.full_warm_up_rounds)
 
     @property
@@ -314,26 +303,25 @@ class Launch:
     """Which of them this is, counted from 0."""
 
     def __post_init__(self):
-        flags = {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
-        missing = [flag for flag, value in flags.items() if value is None]
-        if len(missing) == len(flags):
+        values = dataclasses.asdict(self)
+        given = " and ".join(f"--{name}" for name, value in values.items() if value is not None)
+        if not given:
             return
-        if missing:
-            given = " and ".join(flag for flag, value in flags.items() if value is not None)
+        if None in values.values():
             raise SettingsError(
-                f"expected {', '.join(flags)} together or none of them, got {given} alone. Add "
-                f"{' and '.join(missing)}, or leave all out for a run of one process."
+                f"expected {', '.join(f'--{name}' for name in values)} together or none of them, "
+                f"got {given} alone."
             )
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
                 f"`--coordinator`: expected HOST:PORT, got {self.coordinator}. Name the machine of "
-                "process 0 and a port that is free on it, such as 10.0.0.1:29500."
+                "process 0 and a free port, such as 10.0.0.1:29500."
             )
         if not 0 <= self.process < self.processes:
             raise SettingsError(
                 f"`--process`: expected a number from 0 to one below --processes, got "
-                f"{self.process} with --processes {self.processes}. Processes are counted from 0."
+                f"{self.process} with --processes {self.processes}."
             )
 
 
@@ -358,19 +346,7 @@ class Start:
                 f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}. For "
                 "example: --export best DIR"
             )
-        if self.timeline is None:
-            return
-        path = Path(self.timeline)
-        if path.suffix not in (*PICTURES, TRACE):
-            raise SettingsError(
-                f"`--timeline`: expected a file that ends in {', '.join(PICTURES)} (a picture) or "
-                f"{TRACE} (a trace), got {self.timeline}. Give it one of these endings."
-            )
-        if not path.parent.is_dir() or path.is_dir():
-            raise SettingsError(
-                f"`--timeline`: expected a file in a folder that is there, got {self.timeline}. "
-                "Make the folder, or name another file."
-            )
+        _check_file("timeline", self.timeline, (*PICTURES, TRACE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,8 +358,6 @@ class Planning:
     hide, and what to do. Reads the model's config.json, no weights and no data."""
     plan_json: str | None = None
     """Write the plan to that file as well, as JSON."""
-    plan_picture: str | None = None
-    """Draw the plan's memory into that file: .png, .svg or .pdf."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
     """The GPU that is planned for. Left out: the one that is here, else h100."""
     host_memory: float | None = None
@@ -400,22 +374,9 @@ class Planning:
             value = getattr(self, name)
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise SettingsError(_impossible(name, "a finite number above 0", value))
-        for name in ("plan_json", "plan_picture"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not self.plan:
-                raise SettingsError(
-                    f"`{name}`: expected --plan beside it, got it alone. Add --plan, or leave it "
-                    "out."
-                )
-            ends = (".json",) if name == "plan_json" else PICTURES
-            path = Path(value)
-            if path.suffix not in ends or not path.parent.is_dir() or path.is_dir():
-                raise SettingsError(
-                    f"`{_flag(name)}`: expected a file that ends in {', '.join(ends)}, in a folder "
-                    f"that is there, got {value}. Make the folder, or name another file."
-                )
+        if self.plan_json is not None and not self.plan:
+            raise SettingsError("`plan_json`: expected --plan beside it, got it alone.")
+        _check_file("plan_json", self.plan_json, (".json",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,9 +389,11 @@ class Command:
     planning: tyro.conf.OmitArgPrefixes[Planning]
 
 
+_FINITE = "a finite number "
+
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length length_buckets batch_size micro_batches width layers heads "
-    "ffn epochs learning_rate eps auto_window_max_interval auto_select_max_windows "
+    "ffn epochs learning_rate eps "
     "max_grad_norm threads log_every eval_batches keep max_skipped"
 ).split()
 
@@ -442,9 +405,22 @@ _NAME = re.compile(r"[\w.-]+")
 PICTURES, TRACE = (".png", ".svg", ".pdf"), ".json"
 
 
+def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:
+    if file is None:
+        return
+    path = Path(file)
+    if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
+        raise SettingsError(
+            f"`{_flag(name)}`: expected a file that ends in {', '.join(endings)}, in a folder that "
+            f"exists, got {file}."
+        )
+
+
 def _impossible(name: str, expected: str, got: object) -> str:
-    remedy = f"Change it in the config file or pass {_flag(name)}."
-    return f"`{name}`: expected {expected}, got {got}. {remedy}"
+    got = repr(got) if got == "" else got
+    return (
+        f"`{name}`: expected {expected}, got {got}. Change it in the config or pass {_flag(name)}."
+    )
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Where the arrays of a run lie on a mesh of devices: a table of rules, and what follows from it.
+"""Places the arrays of a run on a mesh of devices, by a table of rules.
 
     --mesh data=2,fsdp=2,tensor=2     eight devices, numbered in this order, the last axis fastest
 
@@ -10,13 +10,12 @@
 A link between nodes is slower than one inside a node. Devices are counted node by node, so name the
 axis that may cross nodes first: `data`, which sends the least.
 
-To shard another model, or this one otherwise, change `RULES`. Whatever they say, the training is
-the same up to the order of sums; what they change is memory, and what the devices send each other.
+To shard another model, or this one otherwise, change `RULES`. The training is the same up to the
+order of sums; what changes is memory, and what the devices send each other.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from typing import Any
@@ -33,7 +32,7 @@ BATCH_AXES = ("data", "fsdp")  # the sequences of a batch are split over these
 
 # A pattern (a regular expression that is searched in the path of a leaf, such as
 # `blocks/0/gate/kernel`) and the mesh axis of each dimension, None for a dimension that is not
-# split. The first pattern that is found decides; axes that the mesh does not have split nothing.
+# split. The first pattern that matches decides; axes that the mesh does not have split nothing.
 # With its blocks stacked, a leaf (`blocks/gate/kernel`) has one dimension more in front, which is
 # not split.
 #
@@ -55,42 +54,32 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"norm/(scale|bias)$", (None,)),  # (width,) or (d,): small, so whole on every device
 )
 
-
-# Leaves that are whole where they do not divide: the vocabulary of a model that was read from a
-# folder cannot be chosen, and BERT's, say, divides by 2 but not by 4.
+# Leaves that are whole where they do not divide: nobody can choose the vocabulary of a model that
+# was read from a folder, and BERT's, say, divides by 2 but not by 4.
 UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 
 def make_mesh(text: str | None) -> Mesh | None:
-    """The mesh that the setting asks for, over all devices of all processes.
+    """The mesh over all devices of all processes; None if `text` is.
 
     Args:
-        text: `axis=size` pairs with commas between them, axes of `MESH_AXES`; None for no mesh.
-
-    Returns:
-        A mesh with the axes in the order of `text`, or None where none is asked for.
+        text: `axis=size` pairs with commas between them, axes of `MESH_AXES`.
 
     Raises:
-        SettingsError: If `text` is not of that form, if the sizes do not multiply to the number of
-            devices, or if there are several processes and no mesh.
+        SettingsError: If `text` is not of that form, the sizes do not multiply to the number of
+            devices, or there are several processes and no mesh.
     """
     devices = jax.devices()
     here = f"{len(devices)} {devices[0].device_kind} device(s) in {jax.process_count()} process(es)"
     if text is None:
         if jax.process_count() > 1:
-            raise _mesh_error(
-                f"a mesh over {here}", "none", f"For example --mesh data={len(devices)}."
-            )
+            raise _mesh_error(f"a mesh over {here}, such as data={len(devices)}", "none")
         return None
     axes = mesh_axes(text)
-    wanted = math.prod(axes.values())
-    if wanted != len(devices):
-        remedy = "Change the sizes, or give the run other devices (docs/multi_host.md)."
-        raise _mesh_error(
-            f"sizes that multiply to the number of devices, here {here}",
-            f"{text}, which is {wanted}",
-            remedy,
-        )
+    product = math.prod(axes.values())
+    if product != len(devices):
+        expected = f"sizes that multiply to the number of devices, here {here}"
+        raise _mesh_error(expected, f"{text}, which is {product}")
     # Auto: the compiler derives placements inside the step from those of its arguments. jax's
     # default is Explicit, where the model would have to name the placement of some results.
     auto = (AxisType.Auto,) * len(axes)
@@ -98,15 +87,7 @@ def make_mesh(text: str | None) -> Mesh | None:
 
 
 def weight_shardings(mesh: Mesh, weights: Any) -> Any:
-    """The tree of `weights` with the sharding of each leaf, by `RULES`.
-
-    Args:
-        mesh: The devices.
-        weights: A tree of arrays, or of anything with a shape.
-
-    Raises:
-        SettingsError: If no rule fits a leaf, or its size does not divide by its axes.
-    """
+    """The sharding of each leaf of `weights`, which may be anything with a shape, by `RULES`."""
 
     def one(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -135,7 +116,7 @@ def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> Named
 
 
 def batch_parts(mesh: Mesh | None) -> int:
-    """In how many parts a batch is split."""
+    """The number of parts in which a batch is split."""
     return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in BATCH_AXES)
 
 
@@ -151,14 +132,13 @@ def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     """The same arrays, each bound to its place.
 
-    What jit returns is bound to a place if any of its arguments is. Were the first ones not, the
+    jit's results are bound to a place if an argument is. If the first arguments were not, the
     second step would differ from the first in that alone, and compile again.
 
     Args:
         tree: Arrays.
-        mesh: Where arrays go that are bound to nothing yet (such as the step counts of an
-            optimizer): a copy to each of its devices. None: each to the device and the memory that
-            it is in.
+        mesh: Arrays that are bound to nothing yet (such as the step counts of an optimizer) go to
+            each of its devices. None: each to the device and the memory that it is in.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
@@ -175,23 +155,17 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """The sizes of the axes that the setting names, in its order.
-
-    Raises:
-        SettingsError: If it is not of the form that `make_mesh` takes.
-    """
-    form = "`axis=size` pairs with commas between them, such as data=2,fsdp=4"
+    """The sizes of the axes that `text` names, in its order; errors as of `make_mesh`."""
     axes: dict[str, int] = {}
     for pair in text.split(","):
         name, _, size = (part.strip() for part in pair.partition("="))
         if not (name and size.isdecimal() and int(size) > 0):
-            raise _mesh_error(form, repr(text), "Sizes are whole numbers above 0.")
+            form = "`axis=size` pairs with commas between them, such as data=2,fsdp=4"
+            raise _mesh_error(form, repr(text))
         if name not in MESH_AXES:
-            near = difflib.get_close_matches(name, MESH_AXES, n=1)
-            remedy = f"Did you mean `{near[0]}`?" if near else "Use one of these."
-            raise _mesh_error(f"axes of {', '.join(MESH_AXES)}", f"`{name}`", remedy)
+            raise _mesh_error(f"axes of {', '.join(MESH_AXES)}", f"`{name}`")
         if name in axes:
-            raise _mesh_error("every axis once", f"`{name}` twice", "Multiply their sizes.")
+            raise _mesh_error("every axis once", f"`{name}` twice")
         axes[name] = int(size)
     return axes
 
@@ -201,27 +175,25 @@ def _spec(mesh: Mesh, name: str, shape: tuple[int, ...]) -> PartitionSpec:
     if rule is not None and re.match(r"blocks/(?!\d)", name):
         rule = (None, *rule)
     if rule is None or len(rule) != len(shape):
-        got = "none" if rule is None else f"one for {len(rule)} dimensions: {rule}"
         raise SettingsError(
-            f"expected a rule for the leaf `{name}` of shape {shape}, got {got}. Change RULES in "
-            "train/sharding.py."
+            f"expected a rule in train/sharding.py for the leaf `{name}` of shape {shape}, got "
+            f"{rule or 'none'}."
         )
-    axes = tuple(axis if axis in mesh.shape else None for axis in rule)
-    if re.search(UNEVEN, name):
-        axes = tuple(
-            axis if axis and size % mesh.shape[axis] == 0 else None
-            for size, axis in zip(shape, axes, strict=True)
-        )
-    for dimension, (size, axis) in enumerate(zip(shape, axes, strict=True)):
-        if axis is not None and size % mesh.shape[axis]:
-            raise _mesh_error(
-                f"a size of `{axis}` that divides dimension {dimension} of the leaf `{name}`, "
-                f"which is {size}",
-                f"{axis}={mesh.shape[axis]}",
-                "Change that size or the model's, or the leaf's rule in train/sharding.py.",
-            )
+    axes = []
+    for dimension, (size, axis) in enumerate(zip(shape, rule, strict=True)):
+        if axis not in mesh.shape:
+            axis = None
+        elif size % mesh.shape[axis]:
+            if not re.search(UNEVEN, name):
+                raise _mesh_error(
+                    f"a size of `{axis}` that divides dimension {dimension} of the leaf `{name}`, "
+                    f"which is {size}",
+                    f"{axis}={mesh.shape[axis]}",
+                )
+            axis = None
+        axes.append(axis)
     return PartitionSpec(*axes)
 
 
-def _mesh_error(expected: str, got: str, remedy: str) -> SettingsError:
-    return SettingsError(f"`mesh`: expected {expected}, got {got}. {remedy}")
+def _mesh_error(expected: str, got: str) -> SettingsError:
+    return SettingsError(f"`mesh`: expected {expected}, got {got}.")

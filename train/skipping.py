@@ -1,8 +1,7 @@
-"""Steps that are skipped, because their gradient is not finite: when they are too many.
+"""Counts steps that are skipped because their gradient is not finite, and ends a run of many.
 
-One such step is no harm, and both halves of zenflow pass over it, as does the script's adamw. But a
-weight that is not a number, or a learning rate that is far too large, makes all of them so: the run
-would go on to its end and write the model that it had begun with.
+One such step does no harm. But a weight that is no number, or a learning rate that is far too
+large, makes all of them so, and the run would write the model that it had begun with.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ class NotFiniteError(Exception):
 
 
 class SkippedSteps:
-    """Looks after the count of skipped steps. Call `step` after each step, and `finish` at the end.
+    """Watches the count of skipped steps. Call `step` after each step, and `finish` at the end.
 
     Args:
-        most: So many skipped steps in a row end the run.
-        first: The first step that it is called after.
-        skipped: Those skipped before that one.
-        remedy: What may have gone wrong, and how to go on.
+        most: This many skipped steps in a row end the run.
+        first: The first step that is counted.
+        skipped: Steps skipped before `first`.
+        remedy: The possible causes, and how to go on.
     """
 
     def __init__(self, *, most: int, first: int, skipped: int, remedy: str):
@@ -42,35 +41,26 @@ class SkippedSteps:
         self._in_a_row = 0
 
     def step(self, total: jax.Array) -> None:
-        """Takes how many steps have been skipped after a step.
+        """Takes the total of skipped steps after a step.
 
         Blocks until the device has done all but the last few steps.
 
         Raises:
-            NotFiniteError: If the last ones that are known were all skipped, and are too many.
+            NotFiniteError: If too many steps in a row were skipped.
         """
         self._unread.append(total)
         if len(self._unread) > BEHIND:
             self._read()
 
     def was_last(self) -> bool:
-        """Whether the last step was skipped. Blocks until the device has done it.
-
-        Raises:
-            NotFiniteError: As `step`.
-        """
+        """Whether the last step was skipped; blocks until the device has done it."""
         while self._unread:
             self._read()
         return self._in_a_row > 0
 
     def finish(self) -> None:
-        """Reads the counts that are left.
-
-        Raises:
-            NotFiniteError: If there are too many in a row, or no step was taken that was not.
-        """
-        while self._unread:
-            self._read()
+        """Reads the counts that are left; raises if every step was skipped, too."""
+        self.was_last()
         taken = self._next - self._begin
         if taken and self.total - self._at_begin == taken:
             self._fail(taken)
@@ -92,18 +82,17 @@ class SkippedSteps:
 
 
 def check_finite(figures: Mapping[str, float], remedy: str) -> None:
-    """Refuses to begin with a model whose loss is not finite.
+    """Raises `NotFiniteError` if a figure of the validation before the first step is not finite."""
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise NotFiniteError(f"expected a finite validation {name}, got {value}. {remedy}")
 
-    Args:
-        figures: Of the validation before the first step.
-        remedy: What may have gone wrong, and how to go on.
 
-    Raises:
-        NotFiniteError: If a figure is not finite.
-    """
-    bad = {name: value for name, value in figures.items() if not math.isfinite(value)}
-    for name, value in bad.items():
-        raise NotFiniteError(
-            f"expected a finite validation {name} before the first step, got {value}: every step "
-            f"would be skipped. {remedy}"
-        )
+def causes_of_infinity(model: str | None, dtype: str, learning_rate: float) -> str:
+    """The possible causes of losses and gradients that are not finite."""
+    weights = "" if model is None else f"a weight in {model}, "
+    computed = "" if dtype == "float32" else f", or {dtype} (--dtype float32)"
+    return (
+        f"Possible causes: {weights}the data, a learning rate that is too large (here "
+        f"{learning_rate:g}){computed}."
+    )

@@ -1,8 +1,8 @@
 """One step of the training, and one of the validation, for every kind of model.
 
-A loss is kept per example, as a sum and the number of terms in it, until the last moment: so the
-mean of a batch is over its tokens however they are spread over examples, micro-batches, devices
-and batches of a validation.
+A loss is kept per example, as a sum and its number of terms, until the last moment. So the mean of
+a batch is over its tokens, however they are spread over examples, micro-batches, devices and
+batches of a validation.
 """
 
 from __future__ import annotations
@@ -30,18 +30,15 @@ class PerExample(NamedTuple):
     """What a model makes of each of the `b` examples of a batch."""
 
     losses: jax.Array  # (b,) float32, cross-entropy in nats, summed over the example's targets
-    targets: jax.Array  # (b,) float32, how many these are
+    targets: jax.Array  # (b,) float32, their number
     predictions: jax.Array | None  # (b,) int32, the most likely label; None for language models
 
 
 def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
-    """A decoder's: the loss of each next token.
+    """The loss of each next token, of a decoder.
 
-    Args:
-        model: Gives logits `(b, t, vocabulary)` for tokens `(b, t)` and, if there are any, their
-            positions.
-        batch: `tokens` `(b, t + 1)`; where not all targets count `weights` `(b, t)`, 0 or 1; where
-            texts share a row `positions` `(b, t)`.
+    A batch has `tokens` `(b, t + 1)`; where not all targets count `weights` `(b, t)`, 0 or 1; where
+    texts share a row `positions` `(b, t)`.
     """
     tokens = batch["tokens"].astype(jnp.int32)
     logits = model(tokens[:, :-1], batch.get("positions"))
@@ -53,11 +50,9 @@ def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
 
 
 def of_labels(model: nnx.Module, batch: Batch) -> PerExample:
-    """A classifier's: the loss of the label.
+    """The loss of the label, of a classifier.
 
-    Args:
-        model: Gives logits `(b, labels)` for `tokens`, `types` and `mask`, each `(b, t)`.
-        batch: These, and `label` `(b,)`.
+    A batch has `tokens`, `types` and `mask`, each `(b, t)`, and `label` `(b,)`.
     """
     logits = model(batch["tokens"].astype(jnp.int32), batch["types"], batch["mask"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -76,35 +71,34 @@ def make_train_step(
     micro_batches: int = 1,
     placement: Any = None,
 ) -> Callable:
-    """The jitted step; nothing in it knows which optimizer it is, or how many devices there are.
+    """The jitted step: it knows neither the optimizer nor the number of devices.
 
-    From parameters, optimizer state and a batch it makes the new parameters and state, the loss,
-    and how many steps of the run have been skipped because their gradient was not finite (int32).
+    It maps parameters, optimizer state and a batch to the new parameters and state, the loss, and
+    the number of steps of the run that were skipped (int32).
 
     Args:
         graphdef: The model's definition.
-        tx: One of `make_optimizer`'s.
+        tx: As `make_optimizer` makes it.
         per_example: `of_tokens` or `of_labels`.
-        micro_batches: Parts of a batch that are gone through one after the other. Their gradients,
-            each in the dtype of its parameter, are summed in float32, which takes 4 bytes a
-            parameter.
+        micro_batches: Parts of a batch that are computed one after the other. Their gradients, each
+            in the dtype of its parameter, are summed in float32, which takes 4 bytes a parameter.
         placement: On a mesh, shardings of the parameters and of the optimizer's state, which the
             compiler would otherwise be free to change.
     """
 
     def loss_of(params, batch):
-        found = per_example(nnx.merge(graphdef, params), batch)
-        targets = found.targets.sum()
+        result = per_example(nnx.merge(graphdef, params), batch)
+        targets = result.targets.sum()
         # No target at all is a loss of zero: answers can be cut off.
-        return found.losses.sum() / jnp.maximum(targets, 1), targets
+        return result.losses.sum() / jnp.maximum(targets, 1), targets
+
+    mean = jax.value_and_grad(loss_of, has_aux=True)
 
     def gradient(params, batch):
-        mean = jax.value_and_grad(loss_of, has_aux=True)
         if micro_batches == 1:
             (loss, _), grads = mean(params, batch)
             return loss, grads
-        # Every device has the rows of each micro-batch that are next to each other in its own part
-        # of the batch: nothing moves.
+        # Every device has the rows of each micro-batch next to each other: nothing moves.
         parts = jax.tree.map(lambda x: _split(x, micro_batches), batch)
 
         def add(total, part):
@@ -156,9 +150,9 @@ def make_validate(
 
     @jax.jit
     def judge(params, batch):
-        found = per_example(nnx.merge(graphdef, params), batch)
+        result = per_example(nnx.merge(graphdef, params), batch)
         rows = batch[ROWS]
-        return (found.losses * rows).sum(), (found.targets * rows).sum(), found.predictions
+        return (result.losses * rows).sum(), (result.targets * rows).sum(), result.predictions
 
     def of_sample(params, sample: Iterable[Batch]) -> dict[str, float]:
         loss = targets = 0.0
@@ -178,8 +172,8 @@ def make_validate(
 
     def validate(params: Any) -> dict[str, float]:
         return {
-            name if len(samples) == 1 else f"{where}/{name}": value
-            for where, sample in samples.items()
+            name if len(samples) == 1 else f"{data}/{name}": value
+            for data, sample in samples.items()
             for name, value in of_sample(params, sample).items()
         }
 
@@ -189,7 +183,7 @@ def make_validate(
 def _ahead(
     dispatch: Callable[[Batch], Any], batches: Iterable[Batch]
 ) -> Iterator[tuple[Batch, Any]]:
-    """Batches and what is computed of them; the device is some batches ahead of who reads that."""
+    """Batches and their results; the device is some batches ahead of the reader."""
     waiting: deque[tuple[Batch, Any]] = deque()
     for batch in batches:
         waiting.append((batch, dispatch(batch)))

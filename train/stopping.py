@@ -1,13 +1,13 @@
 """Signals that ask a run to stop: it saves at the end of its step, and says how to go on.
 
-The answer comes at once, whatever the main thread is at: Python runs a signal's handler on that
-thread, and not before it is out of the compiler or of a wait for the device. So a thread of its own
-hears of signals, through the pipe that `signal.set_wakeup_fd` writes to.
+Python runs a signal's handler on the main thread, and only when that is out of the compiler or of a
+wait for the device. To answer at once, a thread of its own hears of signals, through the pipe that
+`signal.set_wakeup_fd` writes to.
 
-While there is nothing to save, before the first step and after the last one, a signal ends the
-process at once, and so does a second one at any time: what is half written then has no name yet,
-so the last whole checkpoint stays. In a run of several processes one of them may be asked, or all,
-each during another step; jax then finds a step at which all of them can stop.
+Before the first step and after the last one, when there is nothing to save, a signal ends the
+process at once, and so does a second signal at any time. The last whole checkpoint stays. Of
+several processes one may be asked, or all, each during another step; jax then finds a step at which
+all can stop.
 
 SIGUSR1 counts as SIGTERM: many batch scripts of clusters send it ahead of a time limit.
 """
@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
+
+from train.command_line import PROGRAM
 
 
 class Stopped(Exception):
@@ -38,7 +42,7 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Takes down SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread.
+    """Notes SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread.
 
     Args:
         say: Shows a line to the user; from a thread.
@@ -79,13 +83,10 @@ class StopRequest:
             self._nothing_to_save = None
 
     def end(self, why: str) -> int | None:
-        """From now on there is nothing to save any more.
-
-        Args:
-            why: To be shown with the signal that ends the process.
+        """From now on there is nothing to save, for the reason `why`, which a signal then shows.
 
         Returns:
-            The number of the signal that has asked the run to stop before, if one has. Not in
+            The number of the signal that has asked the run to stop before, if one has. None in
             several processes, of which one alone may have heard it.
         """
         with self._lock:
@@ -149,3 +150,13 @@ def _leave(number: int, line: str) -> None:
     # Past `sys.stderr` and the interpreter's end: the main thread may be stuck with either's locks.
     os.write(2, f"{line}\n".encode())
     os._exit(128 + number)
+
+
+def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
+    """The message of a run that a signal has stopped after `step`."""
+    saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
+    if "SLURM_JOB_ID" in os.environ:
+        return f"{saved} Go on with the same sbatch or srun and --run {folder.name}"
+    command = f"{PROGRAM} {shlex.quote(str(folder / 'settings.toml'))} --run {folder.name}"
+    also = " (and --coordinator, --processes, --process)" if jax.process_count() > 1 else ""
+    return f"{saved} Go on with:\n{command}{also}"

@@ -1,0 +1,158 @@
+"""What a run is made of before it has a folder: data, model, optimizer, compiled functions.
+
+`read` checks what needs no weights, `prepare` makes the rest. Everything is alike in every process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from train import models, processes
+from train.command_line import to_toml
+from train.data import Batches, Sample, check_batch
+from train.memory import check_memory
+from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
+from train.pretrained import Pretrained, read_folder
+from train.run_description import with_saved_rounds
+from train.settings import Settings, SettingsError
+from train.sharding import batch_parts, committed, make_mesh
+from train.step import PER_EXAMPLE, make_train_step, make_validate
+from train.tasks import Task
+from train.tasks.chosen import make_task
+from zenflow_jax.deepspeed import DeepSpeedOptions
+
+
+class Sources(NamedTuple):
+    """What a run reads: settings, data, and the config of a model."""
+
+    asked: Settings  # without the values of a DeepSpeed config
+    settings: Settings
+    deepspeed: DeepSpeedOptions | None
+    mesh: Mesh | None
+    origin: Pretrained | None  # the model's folder
+    texts: Mapping[str, str]  # files of the trained folder, as they are when the run begins
+    task: Task
+    samples: Mapping[str, Sample]  # the batches of each set of validation data
+
+
+class Job(NamedTuple):
+    """What a run trains, and how."""
+
+    settings: Settings  # as they are in force
+    mesh: Mesh | None
+    task: Task
+    texts: Mapping[str, str]
+    batches: Batches
+    model: models.Model
+    train_step: Callable
+    validate: Callable[[Any], dict[str, float]]
+    notes: tuple[str, ...]  # to be shown
+
+
+def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
+    """Reads and checks everything but weights; arguments and errors are those of `train`."""
+    settings.check_paths()
+    mesh = make_mesh(settings.mesh)
+    settings, deepspeed = with_deepspeed(asked := settings, batch_parts(mesh))
+    if timeline and settings.optimizer == "adamw":
+        raise SettingsError(
+            "`--timeline`: expected an optimizer with work on the host (zenflow or offload), got "
+            "adamw."
+        )
+    if settings.steps == 0:
+        _check_evaluation(settings.model, settings.run, settings.output_dir, timeline)
+    origin = None if settings.model is None else read_folder(Path(settings.model))
+    texts = models.texts_of(settings.chat_template)
+    if not force:
+        parameters = models.parameters(settings, origin)
+        check_memory(settings, parameters, models.vocabulary(origin), mesh)
+    task = make_task(settings, origin)
+    if settings.steps != 0:
+        check_batch(settings.batch_size, len(task.train))
+    # In micro-batches as well, for which the device has room.
+    parts, most = settings.micro_batches, settings.eval_batches
+    samples = {
+        name: Sample(
+            source,
+            batch_size=settings.batch_size // parts,
+            batches=None if most is None else most * parts,
+            seed=settings.seed,
+            mesh=mesh,
+            buckets=settings.length_buckets,
+        )
+        for name, source in task.validation.items()
+    }
+    return Sources(asked, settings, deepspeed, mesh, origin, texts, task, samples)
+
+
+def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
+    """Makes model and compiled functions, and beside them the first state of the optimizer.
+
+    Args:
+        sources: What `read` returned.
+        check: Called between the batches of a validation; what it raises ends the validation.
+
+    Raises:
+        SettingsError: If zenflow rejects its options, the model does not divide by the mesh, or the
+            processes differ in settings or data.
+        ModelError: If the weights cannot be read.
+    """
+    settings, mesh, task = sources.settings, sources.mesh, sources.task
+    batches = Batches(
+        task.train,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        mesh=mesh,
+        buckets=settings.length_buckets,
+    )
+    if settings.steps is None:
+        steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
+        settings = dataclasses.replace(settings, steps=steps)
+    settings, deepspeed = in_force(settings, sources.deepspeed, batches.per_epoch)
+    settings, of_warm_up = with_saved_rounds(settings)
+    processes.check_same(to_toml(settings), task.checksum)
+
+    model = models.make(settings, task, mesh, sources.origin)
+    tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
+    opt_state = committed(tx.init(model.params), mesh)
+    placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
+    per_example = PER_EXAMPLE[task.kind]
+    train_step = make_train_step(
+        model.graphdef,
+        tx,
+        per_example,
+        micro_batches=settings.micro_batches,
+        placement=placement,
+    )
+    validate = make_validate(model.graphdef, per_example, task, sources.samples, check)
+    notes = [*said_of_deepspeed(sources.asked, settings, deepspeed), *task.notes, *task.overview]
+    if of_warm_up is not None:
+        notes.append(of_warm_up)
+    job = Job(
+        settings, mesh, task, sources.texts, batches, model, train_step, validate, tuple(notes)
+    )
+    return job, opt_state
+
+
+def _check_evaluation(
+    model: str | None, run: str | None, output_dir: str, timeline: Path | None
+) -> None:
+    """Refuses an evaluation of a model that is not clear, or with a timeline."""
+    if run is not None:
+        trained = Path(output_dir) / run / models.FOLDER
+        # The settings of a run name it.
+        if model is None or Path(model).resolve() != trained.resolve():
+            raise SettingsError(
+                f"`steps`: expected some for the run {run}, got 0, which shows the figures of "
+                f"{model or 'a model that is not trained'}. For those of what the run has trained "
+                f"pass --model {trained}; for those of that model pass --run None."
+            )
+    if timeline is not None:
+        raise SettingsError("`--timeline`: expected a training, got --steps 0.")

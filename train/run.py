@@ -1,0 +1,414 @@
+"""A run that is under way: `resume`, `loop`, `finish`, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import zenflow_jax
+from train import models, processes
+from train.checkpoints import Checkpoints
+from train.job import Job
+from train.meter import Meter, Row, Totals
+from train.optimizers import skipped_steps
+from train.report import (
+    Summary,
+    read_summary,
+    summary_table,
+    write_picture,
+    write_summary,
+    write_timeline,
+)
+from train.run_description import description
+from train.run_folder import naming, write_settings
+from train.run_log import NoLog, RunLog, read_rows, show
+from train.schedule import ScheduleRecord, mean_window_length
+from train.settings import SettingsError
+from train.skipping import SkippedSteps, causes_of_infinity, check_finite
+from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
+
+# Steps that a start must have made for its timings to be worth advice.
+LEAST_STEPS = 100
+
+
+class Run:
+    """Trains a job in a folder that this process has locked.
+
+    Args:
+        job: What to train.
+        opt_state: The first state of the optimizer.
+        folder: Folder of the run.
+        console: Where to show progress.
+        stop: Hears the signals that ask for the end.
+        stack: Closes what the run opens.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        opt_state: Any,
+        folder: Path,
+        console: Console,
+        stop: StopRequest,
+        stack: contextlib.ExitStack,
+    ):
+        self.job, self.folder, self.console, self.stop = job, folder, console, stop
+        self.params, self.opt_state = job.model.params, opt_state
+        self.engine: zenflow_jax.HostEngine | None = None
+        self.validations: list[tuple[int, dict[str, float]]] = []  # steps before each, figures
+        self.done = 0  # steps of earlier starts
+        settings, task = job.settings, job.task
+        config = job.model.origin and job.model.origin.config
+        self.checkpoints = stack.enter_context(
+            Checkpoints(
+                folder / "checkpoints",
+                keep=settings.keep,
+                keep_best=settings.keep_best,
+                larger_is_better=task.best != "loss",
+                describe=description(settings, task.checksum, config, task.labels),
+                say=self._say,
+            )
+        )
+
+    def resume(self, stack: contextlib.ExitStack, timeline: Path | None) -> Summary | None:
+        """Restores the newest checkpoint, if there is one, and gets ready for the next step.
+
+        Args:
+            stack: Closes engine and log.
+            timeline: File for a timeline of the last steps; None for none.
+
+        Returns:
+            The summary of a run that has ended already; None if there is something to do.
+        """
+        engine_state, progress = None, {}
+        if (newest := self.checkpoints.newest()) is not None:
+            self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
+                newest, self.params, self.opt_state
+            )
+            self.done = newest
+            self.validations = [(step, figures) for step, figures in progress["validations"]]
+            if summary := self._goes_on():
+                return summary
+        else:
+            self._begins_anew()
+        if self.job.settings.optimizer != "adamw":
+            self._open_engine(engine_state, stack, timeline)
+        self.checkpoints.set_aside()  # this start is a valid one
+        self._open_log(progress, stack)
+        if not self.done:
+            check_finite(self._validated(0), self._causes_of_infinity())
+        elif self._is_validated(self.done):
+            # The last start was stopped before it, or that step was its last one.
+            self.checkpoints.rate(self.done, self._validated(self.done)[self.job.task.best])
+        return None
+
+    def _goes_on(self) -> Summary | None:
+        done, steps = self.done, self.job.settings.steps
+        summary = read_summary(self.folder)
+        if done == steps and summary and summary.steps == done:
+            self._say(
+                f"{self.folder} has done all its {done} steps. Pass a larger --steps to go on with "
+                "it, or name another --run to begin a new one."
+            )
+            return summary
+        self._say(f"going on from checkpoint {done} in {self.folder}")
+        if done > steps:
+            raise SettingsError(
+                f"`steps`: expected at least {done}, which the run in {self.folder} has done, got "
+                f"{steps}."
+            )
+        return None
+
+    def _begins_anew(self) -> None:
+        if (self.folder / "settings.toml").is_file():  # of a start that was ended before it saved
+            self._say(f"no checkpoint to go on from in {self.folder}: the run begins anew")
+        if drawn := self.job.model.drawn:
+            self._say(f"not in {self.job.settings.model}, so drawn at random: {', '.join(drawn)}")
+
+    def _open_engine(
+        self, engine_state: Any, stack: contextlib.ExitStack, timeline: Path | None
+    ) -> None:
+        settings = self.job.settings
+        try:
+            engine = zenflow_jax.HostEngine(
+                self.params,
+                self.opt_state,
+                host_kernel=settings.host_kernel,
+                host_state=settings.host_state,
+                prefetch_bytes=settings.prefetch_bytes,
+                threads=settings.threads,
+                engine_state=engine_state,
+                # This process has nothing to do beside the job, which can be started again.
+                exit_if_stuck=True,
+            )
+        except ValueError as error:  # too little pinned memory, or other options than before
+            raise SettingsError(str(error)) from error
+        self.engine = stack.enter_context(engine)
+        if timeline and processes.is_first():
+            # However the run ends.
+            stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
+
+    def _open_log(self, progress: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
+        """Opens the metrics, going on with those of the last checkpoint."""
+        settings, engine, done = self.job.settings, self.engine, self.done
+        metered, schedule = progress.get("meter"), progress.get("schedule")
+        self.log = NoLog()
+        if processes.is_first():
+            write_settings(self.folder, settings, self.job.texts)
+            in_rows = done - len(metered["losses"]) if metered else 0
+            self.log = RunLog(
+                self.folder,
+                steps=settings.steps,
+                console=self.console,
+                progress=settings.progress,
+                rows=read_rows(self.folder, until=in_rows, say=self._say),
+                validations=self.validations,
+            )
+        stack.enter_context(self.log)
+        self.meter = Meter(
+            log_every=settings.log_every,
+            waited_s=lambda: engine.stats.wait_s if engine else 0.0,
+            steps_done=done,
+            state=metered,
+        )
+        self.record = ScheduleRecord(
+            log_every=settings.log_every,
+            steps=settings.steps,
+            stats=(lambda: engine.stats) if engine else None,
+            state=schedule,
+        )
+        self.skips = SkippedSteps(
+            most=settings.max_skipped,
+            first=done + 1,
+            skipped=int(jax.device_get(skipped_steps(self.opt_state))),
+            remedy=f"{self._causes_of_infinity()} With --run {self.folder.name}, and a lower "
+            "--learning-rate, a start goes on from the last checkpoint, if there is one; another "
+            "--run begins anew.",
+        )
+
+    def loop(self) -> None:
+        """Takes all steps that are left, with their validations and checkpoints.
+
+        Raises:
+            Stopped: If a signal has asked for the end; the run is saved.
+            NotFiniteError: If too many steps in a row have been skipped.
+            CheckpointError: If the last checkpoint cannot be written.
+        """
+        # What blocks in this loop: the first step, until it is compiled and done; a row, until the
+        # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
+        # ahead of the device (one, where windows or selections adapt), or when a window closes
+        # before the host has finished the update of the one before (the share of time waiting is of
+        # this). `_save` blocks until the step is done, on device and host, and copied, and until
+        # the save before is written. The rest is dispatched only.
+        settings, saved = self.job.settings, self.done
+        lengths: set[int | None] = set()  # of batches for which the step is compiled
+        if self.done < settings.steps:
+            self.log.say("compiling the training step")
+        for step in range(self.done + 1, settings.steps + 1):
+            self._step(step, lengths)
+            asked = self.stop.after(step)
+            try:
+                if not asked and self._is_validated(step):
+                    self._validated(step)
+            except Interrupted:
+                asked = self.stop.after(step)
+            if asked:  # by someone who may not wait long
+                self._save(step)
+                self.checkpoints.finish()
+                raise Stopped(how_to_go_on(asked, step, self.folder), signal_number=asked)
+            if is_due(settings.save_every, step):
+                if self.skips.was_last():
+                    # The weights may be useless by now; older checkpoints are what is left.
+                    self._say(f"step {step} was skipped: no checkpoint of it")
+                else:
+                    self._save(saved := step)
+        if saved < settings.steps:
+            # Before the last window is closed early, so that the run can go on with more steps as
+            # if it had had them from the start.
+            self._save(settings.steps)
+        self.checkpoints.wait()
+        if asked := self.stop.end(f"all {settings.steps} steps are done and saved"):
+            raise Stopped(how_to_go_on(asked, settings.steps, self.folder), signal_number=asked)
+
+    def _step(self, step: int, lengths: set[int | None]) -> None:
+        job = self.job
+        length, tokens = job.batches.length(step - 1), job.batches.tokens(step - 1)
+        if tokens is None:
+            tokens = job.settings.batch_size * job.settings.sequence_length
+        with contextlib.ExitStack() as compiling:
+            if is_new := length not in lengths:
+                lengths.add(length)
+                jax.block_until_ready(self.params)
+                compiling.enter_context(self.meter.paused())
+            self.params, self.opt_state, loss, skipped = job.train_step(
+                self.params, self.opt_state, job.batches[step - 1]
+            )
+            if is_new:
+                jax.block_until_ready(self.params)
+                tokens = 0  # a step that compiles is in no rate
+        if self.engine:
+            self.params, self.opt_state = self.engine.exchange(self.params, self.opt_state)
+        self.record.step(step)
+        if step == self.done + 1:
+            jax.block_until_ready(self.params)
+            self.meter.start()
+            self.stop.begin()
+            self.log.begin(step)
+        if row := self.meter.step(loss, skipped=skipped, tokens=tokens):
+            self._report(row)
+        self.skips.step(skipped)
+        self.checkpoints.poll()
+
+    def finish(self, begun_s: float) -> Summary:
+        """Flushes and validates, and writes the model and the summary.
+
+        Args:
+            begun_s: When the command began, by `time.perf_counter`.
+        """
+        settings, steps = self.job.settings, self.job.settings.steps
+        if self.done == steps:
+            self.meter.start()
+        for row in self.meter.drain():
+            self._report(row)
+        self.skips.finish()
+        if self.engine:
+            self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
+        jax.block_until_ready(self.params)  # the last update belongs to the measured time
+        totals = self.meter.since_start()
+        figures = self._validated(steps)
+        self.checkpoints.rate(steps, figures[self.job.task.best])
+        best = self.checkpoints.best(or_step=steps)
+        written = self._write_model(best)
+        self.checkpoints.finish()
+
+        summary = self._summary(totals, best, begun_s)
+        if not processes.is_first():
+            return summary
+        with naming(self.folder):
+            write_picture(self.folder, self.log.rows, self.validations, summary)
+            write_summary(self.folder, summary)
+        self.console.print(summary_table(summary))
+        if self.engine:
+            stats = self.engine.stats
+            hiding = hidden_share(self.opt_state, stats, totals.seconds, settings.host_state)
+            if hiding:
+                self._say(hiding.advice)
+        if settings.keep_best:
+            self._say(f"{written} is that of step {best}, which did best in the validation")
+        self._say(f"metrics, loss curve, settings and {written}: {self.folder}")
+        return summary
+
+    def _write_model(self, best: int) -> str:
+        """Writes the weights of the best step, and returns the name of the file or folder."""
+        if is_end := best == self.job.settings.steps:
+            weights = self.params
+        else:
+            # As they were validated: without the updates that were on their way then.
+            weights = self.checkpoints.weights(best, self.params)
+        values = iter(jax.tree.leaves(weights))
+        if self.engine and is_end:
+            masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
+            values = (x for _, x in masters)
+        return models.write(
+            self.folder,
+            self.job.model,
+            weights,
+            values,
+            labels=self.job.task.labels,
+            texts=self.job.texts,
+        )
+
+    def _summary(self, totals: Totals, best: int, begun_s: float) -> Summary:
+        job, settings = self.job, self.job.settings
+        stats = self.engine.stats if self.engine else None
+        parameters = sum(x.size for x in jax.tree.leaves(self.params))
+        moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
+        moved /= parameters * max(settings.steps - self.done, 1)
+        return Summary(
+            optimizer=settings.optimizer,
+            device=jax.devices()[0].device_kind,
+            devices=job.mesh.size if job.mesh else 1,
+            processes=jax.process_count(),
+            parameters=parameters,
+            target=job.task.target,
+            steps=settings.steps,
+            skipped=self.skips.total,
+            best_step=best if settings.keep_best else None,
+            resumed_at=self.done,
+            tokens_per_s=totals.tokens_per_s,
+            bytes_per_parameter_and_step=processes.sum_over(moved),
+            wait_share=totals.wait_share,
+            host_s=stats.work_s if stats else 0.0,
+            train_s=totals.seconds,
+            total_s=time.perf_counter() - begun_s,
+            validation_before=self.validations[0][1],
+            validation_after=self.validations[-1][1],
+            windows=stats.windows if stats else None,
+            mean_window_length=mean_window_length(stats) if stats else None,
+            reselections=stats.reselections if stats else None,
+            kept_share=stats.kept_share if stats else None,
+        )
+
+    def _report(self, row: Row) -> None:
+        self.log.add(row, self.record.take(row.step))
+
+    def _validated(self, step: int) -> dict[str, float]:
+        """The figures after `step`, which is the last one taken."""
+        if not self.validations or self.validations[-1][0] != step:
+            jax.block_until_ready(self.params)
+            with self.meter.paused():
+                self.validations.append((step, self.job.validate(self.params)))
+            self.log.validation(*self.validations[-1])
+        return self.validations[-1][1]
+
+    def _is_validated(self, step: int) -> bool:
+        """Whether a validation is due; that of the last step comes when all windows are closed."""
+        settings = self.job.settings
+        is_saved = settings.keep_best and is_due(settings.save_every, step)
+        return step < settings.steps and (is_saved or is_due(settings.evaluate_every, step))
+
+    def _save(self, step: int) -> None:
+        for row in self.meter.catch_up():
+            self._report(row)
+        progress = {
+            "validations": self.validations,
+            "meter": self.meter.state(),
+            "schedule": self.record.state(),
+        }
+        at, figures = self.validations[-1] if self.validations else (0, {})
+        figure = figures[self.job.task.best] if at == step else None
+        self.checkpoints.save(
+            step, self.params, self.opt_state, self.engine, progress, figure=figure
+        )
+
+    def _causes_of_infinity(self) -> str:
+        settings = self.job.settings
+        return causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
+
+    def _say(self, line: str) -> None:
+        show(self.console, line)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether what is done every `every` steps, 0 for never, is done after this one."""
+    return every > 0 and step % every == 0
+
+
+def hidden_share(
+    opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
+) -> zenflow_jax.Hiding | None:
+    """The host's load in the steps that were timed, which are all but the first.
+
+    None where that says nothing of a longer run or of a GPU: after few steps, and on a CPU, whose
+    cores the host's work shares with the step.
+    """
+    if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
+        return None
+    of_all = seconds * stats.steps / (stats.steps - 1)
+    return zenflow_jax.hiding(opt_state, stats, of_all, host_state=host_state)
