@@ -5,6 +5,7 @@ Devices are forced CPU devices, each set of them in a process of its own; proces
 """
 
 import csv
+import dataclasses
 import functools
 import json
 import re
@@ -228,7 +229,14 @@ TWO = Launch(coordinator="a:1", processes=2, process=1)
             {"cluster_detection_method": "deactivate"},
             id="flags under SLURM",
         ),
-        pytest.param(TWO, MPIRUN, ("a:1", 2, 1), {}, id="flags under mpirun"),
+        # At another place: this process keeps its number at the first.
+        pytest.param(
+            dataclasses.replace(TWO, coordinator="a:2"),
+            MPIRUN,
+            ("a:2", 2, 1),
+            {},
+            id="flags under mpirun",
+        ),
         pytest.param(
             Launch(), SLURM_STEP | MPICH | {"SLURM_PROCID": "1"}, (), {}, id="srun with MPICH's"
         ),

@@ -1,7 +1,4 @@
-"""The settings of a training run: what there is to set, the defaults, and what is impossible.
-
-How they are read from a file and a command line is in `command_line.py`.
-"""
+"""The settings of a training run, with defaults and limits; `command_line.py` reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from zenflow_jax import AutoSelect, AutoWindow
 
 
 class SettingsError(Exception):
-    """A mistake in the settings; the message is meant to be shown as it is, without traceback."""
+    """A mistake in the settings; the message is shown as it is, without traceback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +25,7 @@ class Settings:
     seed: int = 0
     """Fixes the split, the initial weights and the order of the batches."""
 
-    # What is learned from what.
+    # Task.
     task: Literal[
         "standard_library",
         "language",
@@ -73,7 +70,7 @@ class Settings:
     """Share of the data that is kept for validation, where the data has no part for that.
     With steps 0 it may be 1: all of it."""
     corpus_megabytes: float = 4.0
-    """standard_library: how much text is taken, training and validation together."""
+    """standard_library: size of the text, training and validation together."""
 
     # Model.
     width: int = 256
@@ -85,8 +82,8 @@ class Settings:
     ffn: int = 640
     """standard_library: inner width of the SwiGLU layers."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """In which matrices are multiplied; with zenflow and offload also in which they are kept on the
-    device. adamw keeps float32 and rounds at every step."""
+    """Dtype in which matrices are multiplied; with zenflow and offload also of those that the
+    device keeps. adamw keeps float32 and rounds at every step."""
     scan_layers: bool = False
     """Stack the blocks and loop over them: compiles faster, but gradients then leave the device
     only after the backward pass."""
@@ -108,9 +105,9 @@ class Settings:
     all on the device. offload: every channel on the host and every step waits for it, which is what
     ZeRO-Offload does (zenflow with update_interval 1, topk_ratio 0 and no overlap)."""
     deepspeed: str | None = None
-    """A DeepSpeed JSON config that goes over these settings where it says something of them:
-    optimizer, schedule, clipping, batch size, dtype, zenflow. Its "auto" means what is set here.
-    Keys that are not followed are listed (docs/deepspeed.md)."""
+    """A DeepSpeed JSON config that overrides these settings: optimizer, schedule, clipping, batch
+    size, dtype, zenflow. Its "auto" means what is set here. Keys that are not followed are listed
+    (docs/deepspeed.md)."""
     learning_rate: float = 1e-3
     """Peak of the schedule: linear warm-up, then a cosine down to a tenth of the peak."""
     warmup_steps: int = 0
@@ -201,7 +198,7 @@ class Settings:
     output_dir: str = "runs"
     """Each run has a folder in here and never touches those of other runs."""
     progress: bool = True
-    """Show a progress bar where the output is a terminal; plain lines otherwise."""
+    """Show a progress bar on a terminal; plain lines otherwise."""
     run: str | None = None
     """Name of the run's folder in output_dir. Left out: a new numbered one.
     If it holds checkpoints, the run goes on from the newest that is whole."""
@@ -292,8 +289,8 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Which process of a run this is: all three, or none for a run of one process and under SLURM,
-    which knows."""
+    """Which process of a run this is: all three; or none for a run of one process, and under
+    SLURM."""
 
     coordinator: str | None = None
     """HOST:PORT at which process 0 will listen and the others reach it; the same for all."""
@@ -327,7 +324,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What is of this start alone, not of the run."""
+    """Options of this start alone, not of the run."""
 
     fresh: bool = False
     """Refuse to go on with a run or to write over one: the folder of --run must be empty or new."""
@@ -351,10 +348,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """What a run would take of device and host, before it is started: docs/planning.md."""
+    """What a run would need of device and host, before it is started: docs/planning.md."""
 
     plan: bool = False
-    """Train nothing: say what the run would take of device and host, whether its host work would
+    """Train nothing: say what the run would need of device and host, whether its host work would
     hide, and what to do. Reads the model's config.json, no weights and no data."""
     plan_json: str | None = None
     """Write the plan to that file as well, as JSON."""
@@ -401,7 +398,7 @@ _AT_LEAST_ZERO = "seed steps warmup_steps weight_decay save_every evaluate_every
 
 _NAME = re.compile(r"[\w.-]+")
 
-# What `--timeline` may end in.
+# The endings of `--timeline`.
 PICTURES, TRACE = (".png", ".svg", ".pdf"), ".json"
 
 
