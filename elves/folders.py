@@ -6,7 +6,6 @@ files and a config still fit, and what reads one file after another reads packed
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from elves.files import Info, PackedFile, PlainFile, open_tensors
 from elves.header import BYTES, ElvesError, Header, is_packed, read_header
-from elves.writing import Duplicates, Near, Options, Piece, check_bound, pack
+from elves.writing import Near, Options, Piece, check_bound, pack
 from train.whole import is_unfinished, made_whole
 
 SAFE = ".safetensors"
@@ -86,7 +85,7 @@ def pack_path(
             _check_bound(file.path, pieces[name], options)
         if target is not None and source.is_dir():
             target = stack.enter_context(made_whole(target, folder=True))
-        done, duplicates = [], Duplicates()
+        done = []
         for name, path in paths.items():
             out = path if target is None else target / name if source.is_dir() else target
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,6 @@ def pack_path(
                     options,
                     head=files[name].head,
                     base=bases.folder if bases else None,
-                    duplicates=duplicates,
                     # A file of many small tensors may not be: each has its line in the header.
                     only_smaller=source.is_dir(),
                 )
@@ -121,10 +119,6 @@ def restore_path(source: Path, target: Path, *, base: Path | None = None, thread
     """
     headers = {result.path: result.header for result in results(source)}
     _expect_new(source, target)
-    parent = target.absolute().parent
-    needed = sum(header.bytes for header in headers.values() if header)
-    if needed > (free := shutil.disk_usage(parent).free):
-        raise OSError(errno.ENOSPC, f"{needed} bytes to restore, {free} free", str(parent))
     if not source.is_dir():
         _restore_file(source, target, base, threads)
         return 1

@@ -57,7 +57,8 @@ class ElvesError(Exception):
 class Of:
     """The tensor that another one equals, or nearly equals."""
 
-    where: str  # "file" (this one), or where the path `file` begins: this "folder", or the "base"
+    # "file" (this one), or where the path `file` begins: the "base", or, by 0.2, this "folder"
+    where: str
     file: str  # "" for this file
     tensor: str
     crc32: int  # of its bytes, restored if it is packed itself

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import zlib
 from collections import Counter, deque
@@ -80,30 +79,22 @@ class Options:
         return 2.0 ** min(100, max(-126, math.floor(math.log2(2 * self.bound))))
 
 
-class Duplicates:
-    """The tensors that have been packed already with the same options, by their file and name."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, str, int], list[tuple[np.ndarray, Path, str]]] = {}
-        self.packed: dict[tuple[Path, str], Tensor] = {}
-
-    def find(self, piece: Piece, path: Path) -> tuple[Path, str] | None:
-        """Where there is what equals `piece`, byte for byte; if nowhere, remembers `piece`."""
-        data = piece.data
-        if data.size < _LEAST_DUPLICATE:
-            return None
-        ends = zlib.crc32(data[-2048:], zlib.crc32(data[:2048]))
-        seen = self._seen.setdefault((data.size, piece.dtype, ends), [])
-        for other, file, name in seen:
-            if np.array_equal(other, data):
-                return file, name
-        seen.append((data, path, piece.name))
-        return None
-
-    def forget(self, path: Path) -> None:
-        """For a file that is not packed after all: with a bound, its tensors are others then."""
-        for seen in self._seen.values():
-            seen[:] = [entry for entry in seen if entry[1] != path]
+def _duplicates(pieces: Sequence[Piece]) -> dict[str, str]:
+    """The pieces that equal an earlier one byte for byte, with the name of that."""
+    distinct: dict[tuple[int, str, int], list[Piece]] = {}
+    equal = {}
+    for piece in pieces:
+        if piece.data.size < _LEAST_DUPLICATE:
+            continue
+        ends = zlib.crc32(piece.data[-2048:], zlib.crc32(piece.data[:2048]))
+        similar = distinct.setdefault((piece.data.size, piece.dtype, ends), [])
+        for other in similar:
+            if np.array_equal(other.data, piece.data):
+                equal[piece.name] = other.name
+                break
+        else:
+            similar.append(piece)
+    return equal
 
 
 def smallest_rms(pieces: Sequence[Piece]) -> tuple[float, str] | None:
@@ -148,7 +139,6 @@ def pack(
     *,
     head: bytes = b"",
     base: Path | None = None,
-    duplicates: Duplicates | None = None,
     only_smaller: bool = False,
 ) -> Header | None:
     """Writes one packed file, in the place of what is at `path`, and returns its header.
@@ -156,7 +146,6 @@ def pack(
     Args:
         pieces: All that there is behind `head`, in its order.
         base: The folder of the pieces' `near`.
-        duplicates: Of other files that are packed with this one.
         only_smaller: Whether to write nothing, and return None, if it would not be smaller.
 
     Raises:
@@ -164,9 +153,8 @@ def pack(
         OSError: If it cannot be written. Nothing is left then.
     """
     check_bound(path, pieces, options.bound)
-    duplicates = duplicates or Duplicates()
-    same = {piece.name: duplicates.find(piece, path) for piece in pieces}
-    planned = {p.name: _planned(p, options, path, same[p.name]) for p in pieces}
+    equal = _duplicates(pieces)
+    planned = {p.name: _planned(p, options, equal.get(p.name)) for p in pieces}
     assert len(planned) == len(pieces)
     header = Header(
         SAFETENSORS,
@@ -184,12 +172,11 @@ def pack(
             for piece in pieces:
                 t = planned[piece.name]
                 if t.codec == DUPLICATE and t.of is not None:
-                    it = duplicates.packed[same[t.name]]
-                    of = replace(t.of, crc32=it.crc32)
-                    t = replace(t, crc32=it.crc32, error=it.error, of=of)
+                    first = tensors[t.of.tensor]
+                    of = replace(t.of, crc32=first.crc32)
+                    t = replace(t, crc32=first.crc32, error=first.error, of=of)
                 else:
                     t = _write(file, piece, t, encoder)
-                    duplicates.packed[path, t.name] = t
                 tensors[t.name], whole = t, _combined(whole, t.crc32, t.bytes)
             header = replace(header, tensors=tensors, crc32=whole)
             file.truncate()
@@ -198,7 +185,6 @@ def pack(
             file.write(encoded(header, length))
         if only_smaller and not smaller:
             part.unlink()
-            duplicates.forget(path)
             return None
     return header
 
@@ -237,12 +223,11 @@ def save(
     pack(Path(path), pieces, Options(bound=bound, threads=threads), head=head)
 
 
-def _planned(piece: Piece, options: Options, path: Path, same: tuple[Path, str] | None) -> Tensor:
+def _planned(piece: Piece, options: Options, equal: str | None) -> Tensor:
     bound = float(options.bound) if options.bound and piece.dtype == "F32" else None
     codec, of, near = CODECS[0], None, piece.near
-    if same is not None:
-        file = "" if same[0] == path else os.path.relpath(same[0], path.parent)
-        codec, of = DUPLICATE, Of("folder" if file else "file", file, same[1], 0)
+    if equal is not None:
+        codec, of = DUPLICATE, Of("file", "", equal, 0)
     elif near is not None:
         of = Of("base", near.path, near.tensor, near.file.checksum(near.tensor))
     return Tensor(

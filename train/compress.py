@@ -5,7 +5,6 @@
     python -m train.compress IN OUT --base DIR           as differences from the model in DIR
     python -m train.compress --restore OUT BACK
     python -m train.compress --check OUT
-    python -m train.compress --report OUT
 
 IN is a safetensors file, or a folder as Hugging Face has it. `train/` reads a packed model wherever
 it reads a model. The work is done in `elves/`; docs/smaller_files.md says what it gains.
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import tyro
 
-from elves.folders import Result, check_path, pack_path, restore_path, results
+from elves.folders import Result, check_path, pack_path, restore_path
 from elves.header import ElvesError, Tensor
 from elves.writing import Options
 from train.arguments import read_arguments
@@ -32,8 +31,6 @@ from train.checksums import CHECKSUMS, UNPACKED
 from train.whole import finished
 
 PROGRAM = "python -m train.compress"
-# Rows of single tensors in a report: the largest ones.
-_ROWS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +55,6 @@ class Command:
     """Make of a packed file or folder what it was."""
     check: bool = False
     """Decode a packed file or folder, and say whether it is whole."""
-    report: bool = False
-    """Show what became of each tensor."""
 
 
 def run(command: Command) -> None:
@@ -83,8 +78,6 @@ def run(command: Command) -> None:
             (command.target / UNPACKED).replace(command.target / CHECKSUMS)
         seconds = time.perf_counter() - begin
         print(f"restored {_files(files)} to {command.target} in {seconds:.1f} s")
-    elif command.report:
-        print(_report(results(command.source)))
     else:
         bound = None if command.bound is None else _number(command.bound)
         options = Options(bound=bound, threads=threads)
@@ -115,30 +108,12 @@ def _say_packed(command: Command, packed: Sequence[Result], seconds: float) -> N
         print(f"{len(exact)} tensors of {kinds} keep their bits: a bound is for F32 alone")
 
 
-def _report(files: Sequence[Result]) -> str:
-    """The largest tensors, then the whole."""
-    tensors = sorted(_tensors(files), key=lambda t: -t.bytes)
-    before, after = sum(r.before for r in files), sum(r.after for r in files)
-    rows = [("tensor", "dtype", "codec", "MB", "ratio", "largest error")]
-    for t in tensors[:_ROWS]:
-        ratio = f"{t.bytes / t.packed_bytes:.3f}" if t.packed_bytes else "-"
-        error = f"2^{math.log2(t.error):.2f}" if t.error else "0"
-        rows.append((t.name, t.dtype, t.codec, f"{t.bytes / 1e6:,.2f}", ratio, error))
-    whole = f"all {len(tensors)} tensors, {len(files)} files, headers and all"
-    rows.append((whole, "", "", f"{before / 1e6:,.2f}", f"{before / after:.3f}", ""))
-    width = max(len(row[0]) for row in rows)
-    return "\n".join(
-        f"{name:{width}}  {dtype:8} {codec:9} {size:>10} {ratio:>9} {error:>14}".rstrip()
-        for name, dtype, codec, size, ratio, error in rows
-    )
-
-
 def _tensors(files: Sequence[Result]) -> list[Tensor]:
     return [t for file in files if file.header for t in file.header.tensors.values()]
 
 
 def _check(command: Command) -> None:
-    verbs = [name for name in ("restore", "check", "report") if getattr(command, name)]
+    verbs = [name for name in ("restore", "check") if getattr(command, name)]
     verb = f"--{verbs[0]}" if verbs else "--replace" if command.replace else ""
     packing = [f"--{name}" for name in ("bound", "replace") if getattr(command, name)]
     if len(verbs) > 1 or (verbs and packing):

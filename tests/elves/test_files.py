@@ -53,19 +53,14 @@ def packed(tmp_path_factory):
     return path
 
 
-def test_every_tensor_comes_back_bit_for_bit(packed):
-    with elves.open(packed) as file:
-        assert list(file.keys()) == list(tensors())
-        for name, x in tensors().items():
-            assert same_bits(file[name], x), name
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_write_and_read_the_same_bytes(packed, tmp_path, threads):
-    elves.save(tmp_path / "y.safetensors", tensors(), threads=threads)
+def test_every_tensor_comes_back_bit_for_bit_whatever_the_threads(packed, tmp_path):
+    elves.save(tmp_path / "y.safetensors", tensors(), threads=3)
     assert (tmp_path / "y.safetensors").read_bytes() == packed.read_bytes()
-    with elves.open(packed, threads=threads) as file:
-        assert same_bits(file["w"], tensors()["w"])
+    for threads in (1, 3):
+        with elves.open(packed, threads=threads) as file:
+            assert list(file.keys()) == list(tensors())
+            for name, x in tensors().items():
+                assert same_bits(file[name], x), name
 
 
 def test_a_bound_holds_for_float32_and_all_else_keeps_its_bits(tmp_path):
@@ -104,8 +99,6 @@ def test_a_packed_file_is_a_safetensors_file_of_bytes(packed):
         (slice(None),),
         (slice(500, 600), slice(7, 9)),
         (slice(3, 3), slice(None)),
-        (slice(None), slice(511, None)),
-        (17,),
         (-1, 3),
         (slice(0, 600, 7),),
         (Ellipsis, 2),
@@ -162,7 +155,7 @@ def test_a_change_to_any_byte_is_detected(tmp_path):
     assert undetected == []
 
 
-@pytest.mark.parametrize("share", [0, 5, 0.01, 0.3, 0.99, 0.9999999])
+@pytest.mark.parametrize("share", [0, 5, 0.3, 0.9999999])
 def test_a_file_that_is_cut_off_is_refused_and_nothing_is_restored(packed, tmp_path, share):
     data = packed.read_bytes()
     path = tmp_path / "x.safetensors"
@@ -187,43 +180,31 @@ def rewritten(packed, tmp_path, change):
     return path
 
 
-def _version(said, outer):
-    said["version"] = 2
-
-
-def _overlapping(said, outer):
-    outer["cast"]["data_offsets"][0] -= 100
-
-
-def _too_large(said, outer):
-    said["tensors"]["zeros"]["shape"] = [2**40]
-    said["tensors"]["zeros"]["bytes"] = 2**42
-
-
-def _negative(said, outer):
-    said["tensors"]["w"]["blocks"][0] = -5
-
-
-def _circle(said, outer):
-    said["tensors"]["same"]["of"] = ["file", "", "same", 0]
-
-
-def _elsewhere(said, outer):
-    said["tensors"]["same"]["of"] = ["folder", "gone.safetensors", "odd", 0]
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("keys", "value", "message"),
     [
-        (_version, "expected a packed file of version 1, got .* of version 2"),
-        (_overlapping, "got one that was changed"),
-        (_too_large, r"`zeros` with 2 blocks|bytes, which its tensors do not have"),
-        (_negative, "-5 in place of a whole number"),
-        (_circle, "`same` in .*: expected `same` in"),
-        (_elsewhere, "`same` in .*: expected the file .*gone.safetensors"),
+        (("version",), 2, "expected a packed file of version 1, got .* of version 2"),
+        (("tensors", "zeros", "bytes"), 2**42, r"`zeros`, F32 of the shape .* in 4398046511104"),
+        (("tensors", "mask", "bytes"), 2**42, "`mask` with 1 blocks in place of"),
+        (("tensors", "w", "blocks", 0), -5, "-5 in place of a whole number"),
+        (("tensors", "same", "of"), ["file", "", "same", 0], "`same` in .*: expected `same` in"),
+        (
+            ("tensors", "same", "of"),
+            ["folder", "gone.safetensors", "odd", 0],
+            "`same` in .*: expected the file .*gone.safetensors",
+        ),
+        (None, None, "got one that was changed"),
     ],
 )
-def test_a_forged_header_is_refused(packed, tmp_path, change, message):
+def test_a_forged_header_is_refused(packed, tmp_path, keys, value, message):
+    def change(description, outer):
+        if keys is None:
+            outer["cast"]["data_offsets"][0] -= 100
+            return
+        for key in keys[:-1]:
+            description = description[key]
+        description[keys[-1]] = value
+
     path = rewritten(packed, tmp_path, change)
     with pytest.raises(elves.ElvesError, match=message):
         check_path(path)
@@ -253,13 +234,6 @@ def test_a_file_in_the_papers_codecs_is_refused():
 
 
 # --- a bound that is none ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_bound_that_is_no_error_is_refused(tmp_path, bound):
-    with pytest.raises(elves.ElvesError, match="expected a finite number above 0, got"):
-        elves.save(tmp_path / "x.safetensors", {"w": noise(9)}, bound=bound)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_bound_above_a_tensors_size_names_it_and_the_largest_sensible_one(tmp_path):
@@ -309,7 +283,7 @@ def test_float32_and_bfloat16_weights_reach_their_entropy(tmp_path):
 
 
 def model(folder, seed=0):
-    """A model in two files, one tensor of which both have."""
+    """A model in two files."""
     (folder / "more").mkdir(parents=True)
     shared = noise(64, 32, seed=9)
     first = {"model.a": noise(300, 200, seed=seed), "model.tied": shared}
@@ -325,34 +299,11 @@ def content(folder):
 
 def test_a_folder_comes_back_byte_for_byte(tmp_path):
     source = model(tmp_path / "in")
-    found = pack_path(source, tmp_path / "out", Options(threads=2))
+    pack_path(source, tmp_path / "out", Options(threads=2))
     assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in source.iterdir()}
-    packed = {str(r.path): r.header for r in found if r.header}
-    assert packed["one.safetensors"].tensors["model.tied"].of.where == "folder"
     assert check_path(tmp_path / "out")[0] == 2
     assert restore_path(tmp_path / "out", tmp_path / "back") == 2
     assert content(tmp_path / "back") == content(source)
-
-
-@pytest.mark.parametrize("first", ["a", "more/a"])
-def test_a_duplicate_is_of_what_became_of_the_other_file(tmp_path, first):
-    source = tmp_path / "in"
-    (source / "more").mkdir(parents=True)
-    shared, alone = noise(70), noise(300, 200)
-    # The one is too small to become smaller, and keeps what the other has within a bound.
-    save_file({"shared": shared}, source / f"{first}.safetensors")
-    save_file({"shared": shared, "alone": alone}, source / "more" / "b.safetensors")
-    save_file({"alone": alone}, source / "b.safetensors")
-    save_file({"alone": alone}, source / "more" / "z.safetensors")
-    found = pack_path(source, tmp_path / "out", Options(bound=2**-20))
-    assert [str(r.path) for r in found if r.header] == [
-        f"{name}.safetensors" for name in ("b", "more/b", "more/z")
-    ]
-    assert found[-1].header.tensors["alone"].of.file == "../b.safetensors"
-    assert check_path(tmp_path / "out")[0] == 3
-    restore_path(tmp_path / "out", tmp_path / "back")
-    back = load_file(tmp_path / "back" / "more" / "b.safetensors")
-    assert 0 < np.abs(back["shared"] - shared).max() <= 2**-20
 
 
 def test_replacing_leaves_packed_files_that_are_restored_to_the_originals(tmp_path):

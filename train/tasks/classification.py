@@ -13,8 +13,6 @@ CSV: commas separate columns, or semicolons, tabs or bars, if only with these th
 columns; a text may stand in quotation marks, with line breaks in it. TSV: a line is a row; texts in
 quotation marks lose them, as spreadsheets write them. Rows without text are left out, and the notes
 say which; one without a label is an error.
-
-What is longer than the sequence length is cut on the right, of a pair the longer text first.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from sklearn import metrics
 
 from train.data import DataError
 from train.tasks import Task, tables
-from train.tasks.encoding import Text, encode
+from train.tasks.encoding import Text
 from train.tasks.files import (
     check_share,
     find_files,
@@ -44,8 +42,7 @@ from train.tasks.files import (
     split_examples,
     text_field,
 )
-from train.tasks.glue import Sentences
-from train.tasks.overview import said_of_example
+from train.tasks.sentences import Sentences, check_room
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
@@ -119,13 +116,7 @@ def make(
             file and the line, or labels that are no classes.
     """
     check_share(validation_share)
-    special = tokenizer.tokens.num_special_tokens_to_add(columns.second is not None)
-    if sequence_length <= special:
-        raise DataError(
-            f"expected a `sequence_length` above {special}, the special tokens of an example, got "
-            f"{sequence_length}. Take 64 or more."
-        )
-
+    check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     rows = [_read(paths, columns, notes) for paths in (files.train, files.validation) if paths]
@@ -133,22 +124,12 @@ def make(
     if all(map(tables.is_table, files.train)):
         named = tables.class_names(files.train[0], columns.label)
     classes = named or _classes(rows[0].labels, known, columns.label, data)
-    sources = []
-    for side in rows:
-        numbers = _numbers(side, classes, known, columns.label)
-        encoded = encode(
-            tokenizer.tokens,
-            side.texts,
-            vocabulary=tokenizer.vocabulary,
-            special=True,
-            longest=sequence_length,
-        )
-        pad = tokenizer.pad
-        sources.append(Sentences(encoded, numbers, sequence_length=sequence_length, pad=pad))
+    sources = [
+        Sentences(side.texts, _ids(side, classes, known, columns.label), tokenizer, sequence_length)
+        for side in rows
+    ]
     if len(sources) == 1:
-        sources = split_examples(
-            sources[0], "examples", data, validation_share=validation_share, seed=seed
-        )
+        sources = split_examples(sources[0], data, validation_share=validation_share, seed=seed)
     train, validation = sources
     checksum = zlib.crc32(json.dumps(classes).encode())
     return Task(
@@ -161,7 +142,7 @@ def make(
         best=BEST,
         checksum=validation.checksum(train.checksum(checksum)),
         notes=tuple(notes),
-        overview=(train.said_of_lengths(), *said_of_example(train, tokenizer, labels=classes)),
+        overview=train.overview(tokenizer, classes),
     )
 
 
@@ -174,8 +155,8 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
         classes.sort(key=int)
     if len(classes) < 2:
         raise DataError(
-            f"{data}: expected at least two labels in column {column!r}, got {classes}: there is "
-            "nothing to tell apart. Name the column of the labels with --label-column."
+            f"{data}: expected at least two labels in column {column!r}, got {classes}. Name the "
+            "column of the labels with --label-column."
         )
     if len(classes) > max(MANY_CLASSES, len(labels) // 2):
         listed = ", ".join(shorten(repr(label)) for label in classes[:3])
@@ -187,42 +168,38 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
     return classes
 
 
-def _numbers(side: Rows, classes: list[str], known: Sequence[str], column: str) -> np.ndarray:
+def _ids(side: Rows, classes: list[str], known: Sequence[str], column: str) -> list[int]:
     """The id of each label. The case of letters counts only where the classes are the file's."""
-    ids = {name: i for i, name in enumerate(classes)}
+    exact = {name: i for i, name in enumerate(classes)}
     folded = {name.lower(): i for i, name in enumerate(known)} if classes == list(known) else {}
-    numbers = []
+    ids = []
     for label, place in zip(side.labels, side.places, strict=True):
-        number = ids.get(label, folded.get(label.lower()))
-        if number is None:
+        ids.append(exact.get(label, folded.get(label.lower(), -1)))
+        if ids[-1] < 0:
             raise DataError(
                 f"{place}: expected one of the labels to train on in column {column!r}: "
-                f"{shorten(', '.join(map(repr, ids)))}, got {label!r}. Correct it, or add examples "
-                "of it to train on."
+                f"{shorten(', '.join(map(repr, exact)))}, got {label!r}."
             )
-        numbers.append(number)
-    return np.array(numbers, np.int32)
+    return ids
 
 
 def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
     """The rows of the files; those that are left out are named in the notes."""
-    found = Rows([], [], [])
+    rows = Rows([], [], [])
     for path in paths:
         names = tables.class_names(path, columns.label) if tables.is_table(path) else None
-        before, blank = len(found.labels), []
+        before, blank = len(rows.labels), []
         for where, record in _records(path, columns):
             texts = [_text(where, record, column).strip() for column in columns.texts]
             if not all(texts):
                 blank.append(where.rpartition(" ")[2])
                 continue
-            found.texts.append((texts[0], texts[1]) if len(texts) == 2 else texts[0])
-            found.labels.append(_label(where, record, columns.label, names))
-            found.places.append(where)
-        taken = len(found.labels) - before
+            rows.texts.append((texts[0], texts[1]) if len(texts) == 2 else texts[0])
+            rows.labels.append(_label(where, record, columns.label, names))
+            rows.places.append(where)
+        taken = len(rows.labels) - before
         if not taken and not blank:
-            raise DataError(
-                f"{path}: expected examples, found none. Fetch the file again, or take it away."
-            )
+            raise DataError(f"{path}: expected examples, found none.")
         listed = ", ".join(blank[:NAMED_ROWS]) + (", ..." if len(blank) > NAMED_ROWS else "")
         if blank and len(blank) * BLANK_SHARE > taken + len(blank):
             raise DataError(
@@ -232,7 +209,7 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
             )
         if blank:
             notes.append(f"{path.name}: left out {len(blank)} rows without text: {listed}")
-    return found
+    return rows
 
 
 def _text(where: str, record: dict[str, Any], column: str) -> str:
@@ -258,14 +235,10 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
     elif label is not None:
         raise DataError(
             f"{where}: expected the label of a class in column {column!r}, got "
-            f"{shorten(repr(label))}. Numbers that are no classes cannot be learned here: name "
-            "another column with --label-column."
+            f"{shorten(repr(label))}. Name another column with --label-column."
         )
     if not label:
-        raise DataError(
-            f"{where}: expected a label in column {column!r}, found none. Add it, or take the row "
-            "out."
-        )
+        raise DataError(f"{where}: expected a label in column {column!r}, found none.")
     return label
 
 
@@ -345,7 +318,7 @@ def _row(where: str, names: list[str], cells: list[str], remedy: str) -> dict[st
     if len(cells) != len(names):
         raise DataError(
             f"{where}: expected {len(names)} columns, as the header has, got {len(cells)}: "
-            f"{shorten(repr(cells))}. {remedy}, or correct the row."
+            f"{shorten(repr(cells))}. {remedy}."
         )
     return dict(zip(names, cells, strict=True))
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
+
+from train.tokenizer import Tokenizer, end_token
 
 # A chunk ends with the text that reaches one of these. It is encoded on all cores, a text on each,
 # so it should be of several texts; a million characters take about 150 MB in here.
@@ -66,7 +68,7 @@ def encode(
     dtype = smallest_dtype(vocabulary)
     ids, types, lengths = [np.empty(0, dtype)], [np.empty(0, np.uint8)], [np.zeros(1, np.int64)]
     whole = [np.empty(0, np.int64)]
-    for chunk in _chunks(texts):
+    for chunk in chunks(texts, lambda text: sum(map(len, text if type(text) is tuple else [text]))):
         encodings = tokens.encode_batch_fast(chunk, add_special_tokens=special)
         whole.append(np.array([len(e) for e in encodings], np.int64))
         if cutting is not None:
@@ -86,17 +88,41 @@ def smallest_dtype(vocabulary: int) -> np.dtype:
     """The smallest unsigned dtype that holds every id below `vocabulary`.
 
     Examples:
-        >>> smallest_dtype(32_000)
-        dtype('uint16')
+        >>> smallest_dtype(256), smallest_dtype(257)
+        (dtype('uint8'), dtype('uint16'))
     """
     return np.min_scalar_type(max(vocabulary - 1, 0))
 
 
-def _chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
+def enclose(
+    tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Texts with a begin and an end token around each: all tokens, and where each text begins.
+
+    Args:
+        tokens: Of n texts, without either.
+        starts: `(n + 1,)`, where each begins.
+        tokenizer: Has an end token, and a begin token where the model was trained with one.
+    """
+    begin, end = tokenizer.begin, end_token(tokenizer)
+    starts = starts + (1 if begin is None else 2) * np.arange(len(starts))
+    enclosed = np.empty(starts[-1], tokens.dtype)
+    is_text = np.ones(len(enclosed), bool)
+    is_text[starts[1:] - 1] = False
+    enclosed[starts[1:] - 1] = end
+    if begin is not None:
+        is_text[starts[:-1]] = False
+        enclosed[starts[:-1]] = begin
+    enclosed[is_text] = tokens
+    return enclosed, starts
+
+
+def chunks(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """The items in lists for the tokenizer; `size` says how many characters one has."""
     chunk, characters = [], 0
-    for text in texts:
-        chunk.append(text)
-        characters += len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+    for item in items:
+        chunk.append(item)
+        characters += size(item)
         if len(chunk) >= CHUNK_TEXTS or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from train.data import DataError
 from train.tasks import tables
 
 _VALIDATION = ("valid", "dev")  # how names of such files begin; `valid` covers `validation`
+
+
+Example = TypeVar("Example")
 
 
 class Files(NamedTuple):
@@ -46,32 +49,30 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         return Files([data], [], [])
     kinds = " or ".join("*" + suffix for suffix in suffixes)
     if not data.is_dir():
-        found = f"the file {data}" if data.exists() else f"nothing at {data}"
+        got = f"the file {data}" if data.exists() else f"nothing at {data}"
         raise DataError(
-            f"expected a file {kinds}, or a folder with such files, found {found}. Give another "
-            "path (`data`), or rename the file after what is in it."
+            f"`data`: expected a file {kinds}, or a folder with such files, found {got}."
         )
     if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
         return _of_parts(data, parts)
-    here = sorted(path for path in data.iterdir() if path.is_file() and path.name[0] != ".")
-    found = [path for path in here if path.name.lower().endswith(suffixes)]
-    if not found:
-        names = ", ".join(path.name for path in here[:12]) or "no files"
+    listed = sorted(path for path in data.iterdir() if path.is_file() and path.name[0] != ".")
+    fitting = [path for path in listed if path.name.lower().endswith(suffixes)]
+    if not fitting:
+        names = ", ".join(path.name for path in listed[:12]) or "no files"
         raise DataError(
-            f"expected files {kinds} in {data}, found {names}. Folders in it are not entered: give "
-            "the one with the files (`data`)."
+            f"`data`: expected files {kinds} in {data}, whose folders are not entered, found "
+            f"{names}."
         )
-    train = [path for path in found if path.name.lower().startswith("train")]
-    validation = [path for path in found if path.name.lower().startswith(_VALIDATION)]
+    train = [path for path in fitting if path.name.lower().startswith("train")]
+    validation = [path for path in fitting if path.name.lower().startswith(_VALIDATION)]
     if validation and not train:
         raise DataError(
             f"expected files train*{suffixes[0]} beside {validation[0].name} in {data}, found "
-            "none. Name those to train on so, or take the files for validation out: a share of "
-            "the others is then held back."
+            "none. Without files for validation a share of the others is held back."
         )
     if not train:
-        return Files(found, [], _note_twins(found))
-    out = [path.name for path in found if path not in train and path not in validation]
+        return Files(fitting, [], _note_twins(fitting))
+    out = [path.name for path in fitting if path not in train and path not in validation]
     notes = [f"{data}: left out {', '.join(out)}, since there are train* files"] if out else []
     return Files(train, validation, notes + _note_twins(train + validation))
 
@@ -90,8 +91,8 @@ def _of_parts(data: Path, parts: dict[str, list[Path]]) -> Files:
     validation = [name for name in parts if name.lower().startswith(_VALIDATION)]
     if not train:
         raise DataError(
-            f"expected a part train in {data}, found {', '.join(parts) or 'none'}. Give the folder "
-            "of one part, of which a share is then held back."
+            f"expected a part train in {data}, found {', '.join(parts) or 'none'}. Of the folder "
+            "of a single part a share is held back."
         )
     out = [name for name in parts if name not in train + validation]
     notes = [f"{data}: left out {', '.join(out)}, since there is a part train"] if out else []
@@ -119,12 +120,12 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{path}, line {number}: expected UTF-8, got {line[error.start]:#x} at byte "
-                    f"{error.start + 1} of the line ({error.reason}). Save the file as UTF-8."
+                    f"{error.start + 1} of the line ({error.reason})."
                 ) from error
             if "\0" in text:
                 raise DataError(
-                    f"{path}, line {number}: expected text, got NUL at character "
-                    f"{text.index(chr(0)) + 1} of the line. Save the file as UTF-8 text."
+                    f"{path}, line {number}: expected UTF-8 text, got NUL at character "
+                    f"{text.index(chr(0)) + 1} of the line."
                 )
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
@@ -154,6 +155,23 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield _object(where, _parse(where, line.removesuffix("\n"), line=True))
 
 
+def expect_examples(
+    paths: list[Path], read: Callable[[Path], Iterator[Example]]
+) -> Iterator[Example]:
+    """What `read` gives of each file, which must be something.
+
+    Raises:
+        DataError: If a file has none.
+    """
+    for path in paths:
+        empty = True
+        for example in read(path):
+            yield example
+            empty = False
+        if empty:
+            raise DataError(f"{path}: expected examples, found none.")
+
+
 def text_field(
     where: str, record: dict[str, Any], field: str, *, remedy: str = "Rename the field"
 ) -> str:
@@ -170,23 +188,19 @@ def text_field(
     """
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
-        raise DataError(
-            f"{where}: expected a field {field!r}, found {names}. {remedy}, or take the record out."
-        )
+        raise DataError(f"{where}: expected a field {field!r}, found {names}. {remedy}.")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(
             f"{where}: expected a text in the field {field!r}, got "
-            f"{shorten(json.dumps(text, default=repr))}. Put it between quotation marks, or take "
-            "the record out."
+            f"{shorten(json.dumps(text, default=repr))}."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: expected text in the field {field!r}, got half of a surrogate pair at "
-            f"character {error.start + 1}. Whatever wrote the file cut a character in two: correct "
-            "it, or take the record out."
+            f"character {error.start + 1}."
         ) from error
     return text
 
@@ -222,13 +236,12 @@ def split(
 
 
 def split_examples(
-    examples: Any, what: str, data: Path, *, validation_share: float, seed: int
+    examples: Any, data: Path, *, validation_share: float, seed: int
 ) -> tuple[Any, Any]:
     """The examples that train and those that validate, each counting as one.
 
     Args:
-        examples: Has a length, and `some(indices)`, which gives those.
-        what: The word for them.
+        examples: Has a length, and `taking(indices)`, which gives those.
         data: Where they are from.
         validation_share: As for `split`.
         seed: As for `split`.
@@ -238,19 +251,18 @@ def split_examples(
     """
     if len(examples) < 2 and validation_share < 1:
         raise DataError(
-            f"expected at least two {what} in {data}, one to train and one to validate, got "
-            f"{len(examples)}. Add some."
+            f"expected at least two examples in {data}, one to train and one to validate, got "
+            f"{len(examples)}."
         )
     train, validation = split(np.ones(len(examples)), validation_share=validation_share, seed=seed)
-    return examples.some(train), examples.some(validation)
+    return examples.taking(train), examples.taking(validation)
 
 
 def check_share(validation_share: float) -> None:
     """Raises a DataError if the share for validation is none."""
     if not 0 < validation_share <= 1:
         raise DataError(
-            f"`validation_share` must lie in (0, 1], got {validation_share}. It is a share of the "
-            "data: for a tenth of it give 0.1."
+            f"`validation_share`: expected a share in (0, 1], such as 0.1, got {validation_share}."
         )
 
 
@@ -270,14 +282,13 @@ def _parse(where: str, text: str, *, line: bool = False) -> Any:
             place, reason = where, str(error)
         raise DataError(
             f"{place}: expected JSON ({reason}), got {shorten(text.strip())!r}. A file has one "
-            "object a line, or, as *.json, one list of objects."
+            "object a line, or, as *.json, a list of objects."
         ) from error
 
 
 def _object(where: str, item: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(item, dict):
         raise DataError(
-            f'{where}: expected an object {{"field": ...}}, got {shorten(json.dumps(item))}. '
-            "Correct it, or take it out."
+            f'{where}: expected an object {{"field": ...}}, got {shorten(json.dumps(item))}.'
         )
     return where, item

@@ -31,7 +31,7 @@ import numpy as np
 
 from train.data import DataError
 from train.tasks import Task, tables
-from train.tasks.encoding import CHUNK_CHARACTERS, Encoded, encode
+from train.tasks.encoding import CHUNK_CHARACTERS, enclose, encode
 from train.tasks.files import check_share, find_files, lines, records, split, text_field
 from train.tasks.overview import said_of_example
 from train.tokenizer import Tokenizer, end_token
@@ -75,18 +75,14 @@ def make(
     train = _read(files.train, tokenizer, field, notes)
     if files.validation:
         validation = _read(files.validation, tokenizer, field, notes)
-        advice = "Give more text, or use a shorter `sequence_length`."
     else:
         train, validation = _split(train, validation_share=validation_share, seed=seed)
-        advice = (
-            "Give more text, use a shorter `sequence_length` or another `validation_share` (now "
-            f"{validation_share})."
-        )
     for part, (tokens, _) in (("train", train), ("validation", validation)):
         if len(tokens) <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
                 f"expected text for at least one window of {sequence_length} + 1 tokens in the "
-                f"part for {part} of {data}, got {len(tokens)} tokens. {advice}"
+                f"part for {part} of {data}, got {len(tokens)} tokens. Give more text, or use a "
+                "shorter `sequence_length` or another `validation_share`."
             )
     checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
     if joined:
@@ -112,9 +108,7 @@ class Documents(NamedTuple):
     """Documents, one behind the other."""
 
     tokens: np.ndarray  # (n,), unsigned
-    lengths: (
-        np.ndarray
-    )  # (documents,) int64: how many of the tokens each has, which are all of them
+    lengths: np.ndarray  # (documents,) int64: how many of the tokens each has
 
 
 class Windows:
@@ -162,22 +156,7 @@ def _read(paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str])
         special=False,
     )
     starts = encoded.starts[np.concatenate([[0], np.cumsum(pieces)])]
-    return _enclose(encoded, starts, tokenizer)
-
-
-def _enclose(encoded: Encoded, starts: np.ndarray, tokenizer: Tokenizer) -> Documents:
-    """Begin and end tokens around each document."""
-    begin, end = tokenizer.begin, end_token(tokenizer)
-    added = 1 if begin is None else 2
-    starts = starts + added * np.arange(len(starts))
-    tokens = np.empty(starts[-1], encoded.tokens.dtype)
-    is_text = np.ones(len(tokens), bool)
-    is_text[starts[1:] - 1] = False
-    tokens[starts[1:] - 1] = end
-    if begin is not None:
-        is_text[starts[:-1]] = False
-        tokens[starts[:-1]] = begin
-    tokens[is_text] = encoded.tokens
+    tokens, starts = enclose(encoded.tokens, starts, tokenizer)
     return Documents(tokens, np.diff(starts))
 
 
@@ -224,10 +203,7 @@ def _pieces_of(paths: list[Path], field: str, pieces: list[int], notes: list[str
                 pieces[-1] += 1
                 yield piece
         if len(pieces) == documents:
-            raise DataError(
-                f"{path}: expected text, found an empty file or none but blank texts. Write text "
-                "into it, or take it away."
-            )
+            raise DataError(f"{path}: expected text, found an empty file or none but blank texts.")
         if blank:
             notes.append(f"{path.name}: blank texts left out: {blank}")
 
