@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
-from zenflow_jax._exchange.mailbox import buffers
+from zenflow_jax._exchange.pinned import buffers
 from zenflow_jax.planning._gpus import GPUS
 from zenflow_jax.planning._memory import host_memory
 from zenflow_jax.planning._plans import EFFICIENCY

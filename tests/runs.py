@@ -388,7 +388,7 @@ class Training:
         spec, worker = state.spec, self.engine._worker
         wide = {name: np.empty(spec.shape, np.float32) for name in ("master", "mu", "nu")}
         steps = np.empty(state.scores.shape, np.int32)
-        for part, half in zip(worker._parts, worker._host.leaves, strict=True):
+        for part, half in zip(worker._offloaded.parts, worker._host.leaves, strict=True):
             if part.leaf != number:
                 continue
             of_part = {name: getattr(half, name).as_float32() for name in wide}

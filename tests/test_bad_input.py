@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import zenflow_jax
-from zenflow_jax._exchange.checks import check_pinned
+from zenflow_jax._exchange.pinned import check_pinned
 
 DEVICE = jax.devices()[0]
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
@@ -871,7 +871,7 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
             "a state with offload=False",
             lambda: engine(state=IN_GRAPH_STATE),
             ValueError,
-            ["offload=True", "needs no engine", "drop `offload=False`"],
+            ["offload=True", "needs no engine"],
         ),
         (
             "the states of several runs in one",
@@ -974,7 +974,7 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
                 f"host_state {x!r}",
                 lambda x=x: engine(host_state=x),
                 ValueError,
-                ["`host_state`", "'float32', 'compact'", f"got {x!r}", "Leave it at 'float32'"],
+                ["`host_state`", "'float32', 'compact'", f"got {x!r}"],
             )
             for x in ("int8", None)
         ),
@@ -992,7 +992,7 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
                 f"prefetch_bytes {size!r}",
                 lambda size=size: engine(prefetch_bytes=size),
                 ValueError,
-                ["`prefetch_bytes`", "whole number from 0 or None", f"got {size!r}", "None for"],
+                ["`prefetch_bytes`", "whole number from 0 or None", f"got {size!r}"],
             )
             for size in (-1, 1e9, True, "1G")
         ),
@@ -1001,7 +1001,7 @@ THAT_INIT_SAW = "Pass the parameters that `tx.init` saw"
                 f"max_skipped {number!r}",
                 lambda number=number: engine(max_skipped=number),
                 ValueError,
-                ["`max_skipped`", "whole number from 1", f"got {number!r}", "None for a warning"],
+                ["`max_skipped`", "whole number from 1", f"got {number!r}"],
             )
             for number in (0, 2.0, True)
         ),

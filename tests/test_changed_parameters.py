@@ -45,16 +45,10 @@ def turn(params):
     [
         (TOGETHER, clip, r"\['columns'\], \['rows'\], \['stack'\]", 6),
         (TOGETHER, load, r"\['rows'\]", 6),
-        (TOGETHER, one_layer, r"\['stack'\]", 6),
-        (TOGETHER, turn, r"\['columns'\]", 6),
         # The largest leaf takes turns with the other two: it is looked at where its update arrives.
-        (SETTINGS, clip, r"\['columns'\], \['stack'\]", 6),
         (SETTINGS, load, r"\['rows'\]", 7),
         (SETTINGS, one_layer, r"\['stack'\]", 6),
-        (SETTINGS, turn, r"\['columns'\]", 6),
         (MOVING, clip, r"\['columns'\], \['stack'\]", 6),
-        (MOVING, load, r"\['rows'\]", 7),
-        (MOVING, one_layer, r"\['stack'\]", 6),
         (MOVING, turn, r"\['columns'\]", 6),
     ],
     ids=lambda x: getattr(x, "__name__", None),

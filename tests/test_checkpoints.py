@@ -28,8 +28,8 @@ from benchmarks import kill_test
 from tests import runs as optimizer_runs
 from tests.cut_short import cut_short
 from tests.processes import environment
+from tests.resuming import assert_saved
 from tests.runs import Leaf, Training
-from tests.test_engine_save import assert_saved
 from train import checksums, finetune
 from train.checkpoints import Checkpoints
 from train.decoder import DecoderConfig, LinearRope

@@ -5,7 +5,6 @@ does nothing until it is told to, and the order of events is what is looked at, 
 """
 
 import dataclasses
-import functools
 import gc
 import threading
 import time
@@ -15,17 +14,16 @@ from concurrent.futures import Future
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests import processes, runs
 from tests.runs import FEW, Plan, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import mailbox, worker
+from zenflow_jax._exchange import messages, uploads, worker
+from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host import state as host_state
 from zenflow_jax._host.adam import HostAdam
@@ -171,7 +169,7 @@ def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(
     with started(settings) as undisturbed:
         undisturbed.go(12)
         expected = undisturbed.values()
-    monkeypatch.setattr(worker, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(messages, "copy_to_host", copy_to_host)
     with started(settings) as training:
         copied.set()
         training.go(unhindered)
@@ -236,7 +234,7 @@ def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mails_dtype(
             runs.assert_agree(training.history(plan), expected)
 
 
-@pytest.mark.parametrize("sending", mailbox.IN_FLIGHT)
+@pytest.mark.parametrize("sending", IN_FLIGHT)
 def test_no_more_mail_is_unread_than_there_is_memory_for(sending):
     with started(dataclasses.replace(CALM, send_gradients=sending)) as training:
         unread = []
@@ -244,25 +242,7 @@ def test_no_more_mail_is_unread_than_there_is_memory_for(sending):
             training.go(1)
             unread.append(len(training.engine._mailbox._unread))
         training.flush()
-    assert max(unread) == mailbox.IN_FLIGHT[sending]
-
-
-def test_mail_that_is_kept_is_freed_by_close(monkeypatch):
-    views = []
-
-    def view(x, view=worker.view):
-        views.append(weakref.ref(seen := view(x)))
-        return seen
-
-    monkeypatch.setattr(worker, "view", view)
-    with started(CALM) as training:
-        training.go(6)
-        training.engine._mailbox.drain()
-        training.engine.close()
-        gc.collect()
-        # Two gradients, floats and ints; of each of two leaves what its first hand-over takes.
-        assert len(views) == 6 * 4 + 2 * 4
-        assert [v for v in views if v() is not None] == []
+    assert max(unread) == IN_FLIGHT[sending]
 
 
 def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
@@ -315,17 +295,6 @@ def test_how_much_is_prefetched_does_not_change_a_bit(rolling, early_bytes, miss
         runs.assert_same_bits(outcome, outcomes[0])
     assert early == early_bytes
     assert uploaded == [uploaded[0] - missing for missing in missing_bytes]
-
-
-@pytest.mark.slow
-def test_kernel_threads_and_tiles_do_not_change_a_bit(monkeypatch):
-    outcomes = []
-    for kernel, threads, tile in [("numpy", 1, None), ("numba", 3, 7), ("numpy", 3, 13)]:
-        monkeypatch.setattr(_engine, "HostAdam", functools.partial(HostAdam, tile=tile))
-        with started(host_kernel=kernel, threads=threads) as training:
-            outcomes.append(training.history(PLAN))
-    for other in outcomes[1:]:
-        runs.assert_same_bits(other, outcomes[0])
 
 
 FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))
@@ -438,12 +407,10 @@ def bomb(monkeypatch):
     return bomb
 
 
-def assert_refuses(training):
-    """What failed stays failed, whatever is called, and can be closed."""
-    for call in (training.exchange, training.flush, training.exchange):
-        with pytest.raises(RuntimeError, match="the host worker failed at .*: moment is nan"):
-            call()
-    training.engine.close()
+def go_until_failed(training):
+    training.go(1)
+    await_end(training)
+    training.go(1)
 
 
 def await_end(training):
@@ -452,68 +419,29 @@ def await_end(training):
     assert not training.engine._worker._thread.is_alive()
 
 
-def test_a_failing_update_is_raised_at_the_next_call_with_its_leaf_and_window(bomb):
-    with started(TOGETHER) as training:
-        training.go(7)
-        training.settle()
-        bomb.fuse = ("adamw", 2)
-        training.go(1)
-        await_end(training)
-        training.step()
-        with pytest.raises(RuntimeError, match=r"leaf \['rows'\], window 2: moment is nan") as e:
-            training.exchange()
-        assert isinstance(e.value.__cause__, FloatingPointError)
-        assert_refuses(training)
-
-
-def test_a_failing_update_is_named_though_mail_came_in_between(gate, bomb):
-    # What the worker uses is the bomb's kernel; the gate goes in front of it.
-    count = bomb.count
-
-    def stop_and_count(method):
-        if method == "adamw":
-            gate.pass_through(method)
-        count(method)
-
-    bomb.count = stop_and_count
-    with started(TOGETHER) as training:
-        training.go(7)
-        training.settle()
-        bomb.fuse = ("adamw's end", 1)
-        gate.shut()
-        gate.await_next(lambda: training.go(1))
-        training.go(1)
-        mail = training.engine._mailbox._unread[-1]
-        mail.arrived.result(TIMEOUT_S)  # so it is taken as soon as the first piece is done
-        gate.open()
-        await_end(training)
-        with pytest.raises(RuntimeError, match="window 2: moment is nan") as error:
-            training.flush()
-        assert "the update of leaf ['columns']" in str(error.value)
-
-
-@pytest.mark.parametrize(("rolling", "before"), [(True, 1), (False, 2)])
-def test_a_failing_hand_over_is_raised_by_the_exchange_that_waits_for_it(bomb, rolling, before):
-    with started(dataclasses.replace(BUSY, rolling=rolling)) as training:
+@pytest.mark.parametrize(
+    ("settings", "before", "fuse", "words"),
+    [
+        (TOGETHER, 7, ("adamw", 2), r"leaf \['rows'\], window 2"),
+        (BUSY, 1, ("adamw", 1), "the hand-over after window 1"),
+        (CALM, 1, ("add", 1), "the mail of step 2, window 1"),
+    ],
+    ids=["update", "hand-over", "mail"],
+)
+def test_a_failure_of_the_worker_is_raised_with_its_place_and_stays(
+    bomb, settings, before, fuse, words
+):
+    with started(settings) as training:
         training.go(before)
-        training.step()
-        bomb.fuse = ("adamw", 1)
-        with pytest.raises(RuntimeError, match="the hand-over after window 1: moment is nan"):
-            training.exchange()
-        assert_refuses(training)
-
-
-def test_a_failure_while_taking_in_mail_names_the_step(bomb):
-    with started(CALM) as training:
-        training.go(1)
         training.settle()
-        bomb.fuse = ("add", 1)
-        training.go(1)
-        await_end(training)
-        training.step()
-        with pytest.raises(RuntimeError, match="the mail of step 2, window 1: moment is nan"):
-            training.exchange()
-        assert_refuses(training)
+        bomb.fuse = fuse
+        with pytest.raises(RuntimeError, match=f"{words}: moment is nan") as caught:
+            go_until_failed(training)
+        assert isinstance(caught.value.__cause__, FloatingPointError)
+        for call in (training.exchange, training.flush, training.exchange):
+            with pytest.raises(RuntimeError, match="the host worker failed at .*: moment is nan"):
+                call()
+        training.engine.close()
 
 
 def test_mail_that_cannot_be_read_is_raised():
@@ -535,28 +463,6 @@ def exchange_until_noticed(training):
     training.go(1)
 
 
-def test_an_exchange_forgotten_under_jit_makes_nan_and_raises():
-    with started(CALM) as training:
-        training.go(1)
-        training.step()
-        training.step()
-        assert all(np.isnan(p).all() for p in training.values().values())
-        with pytest.raises(RuntimeError, match="two steps were made without `exchange`"):
-            exchange_until_noticed(training)
-
-
-def test_a_doubled_exchange_is_refused_and_does_no_harm():
-    with started() as training:
-        training.go(1)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="Call `exchange` once after each step"):
-                training.exchange()
-        training.go(5)
-        with started() as undisturbed:
-            undisturbed.go(6)
-            runs.assert_same_bits(training.values(), undisturbed.values())
-
-
 def test_a_state_of_an_earlier_step_is_refused():
     with started(CALM) as training:
         training.step()
@@ -569,52 +475,21 @@ def test_a_state_of_an_earlier_step_is_refused():
             exchange_until_noticed(training)
 
 
-def test_the_state_of_another_run_is_refused():
-    with started(CALM) as mine, started(CALM, seed=1) as other:
-        mine.go(2)
-        other.go(2)
+# A sweep has the same seed, and other learning rates.
+@pytest.mark.parametrize(("steps", "seed"), [(2, 1), (2, 0), (0, 1)])
+def test_the_state_of_another_run_is_refused(steps, seed):
+    with started(CALM) as mine, started(CALM, seed=seed) as other:
+        if steps:
+            mine.go(steps)
+            other.go(steps)
         mine.params, mine.state = other.params, other.state
         mine.step()
         with pytest.raises(RuntimeError, match="Give each run an engine of its own"):
             exchange_until_noticed(mine)
-
-
-def test_the_fresh_state_of_another_run_is_refused():
-    with started(CALM) as mine, started(CALM, seed=1) as other:
-        mine.params, mine.state = other.params, other.state
-        mine.step()
-        with pytest.raises(RuntimeError, match="Give each run an engine of its own"):
-            exchange_until_noticed(mine)
-
-
-def test_the_state_of_a_run_with_other_settings_is_refused_at_once():
-    with started(CALM) as mine, started(BUSY) as other:
-        other.step()
-        mine.params, mine.state = other.params, other.state
-        for call in (mine.exchange, mine.flush):
-            with pytest.raises(ValueError, match="Give each run an engine of its own"):
-                call()
-
-
-def test_a_fresh_engine_refuses_a_state_that_has_stepped():
-    with started(CALM) as training:
-        training.go(2)
-        with pytest.raises(ValueError, match="got one after 2 steps"):
-            HostEngine(training.params, training.state)
 
 
 def through_numpy(x):
     return jax.device_put(np.asarray(x), x.sharding)
-
-
-def test_flush_refuses_a_step_that_was_not_exchanged():
-    with started(CALM) as training:
-        training.go(1)
-        training.step()
-        with pytest.raises(RuntimeError, match="Call `exchange` first, then `flush`"):
-            training.flush()
-        training.exchange()
-        training.flush()
 
 
 @pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])
@@ -641,16 +516,6 @@ def test_flush_and_peek_take_a_copy_of_the_state(duplicate, send_gradients):
         runs.assert_same_bits(training.values(), untouched.values())
 
 
-def test_flush_says_which_state_it_wants_in_place_of_an_earlier_one():
-    with started(CALM) as training:
-        training.go(2)
-        earlier = jax.tree.map(jnp.copy, training.state)
-        training.go(1)
-        with pytest.raises(RuntimeError, match="one of another step or run. Call `flush` with the"):
-            training.engine.flush(training.params, earlier)
-        training.flush()
-
-
 def test_flush_twice_changes_nothing_more():
     with started(CALM) as training:
         training.go(6)
@@ -662,25 +527,6 @@ def test_flush_twice_changes_nothing_more():
         again = training.engine.stats
         assert again.exchange_s > stats.exchange_s
         assert dataclasses.replace(again, exchange_s=stats.exchange_s) == stats
-
-
-def test_flush_leaves_every_parameter_the_cast_of_its_master():
-    with started(CALM) as training:
-        training.go(6)
-        training.flush()
-        for leaf in FEW:
-            master = training.moments()[leaf.name][0]
-            runs.assert_same_bits(training.values()[leaf.name], master.astype(leaf.dtype))
-
-
-def test_a_closed_engine_refuses_work_and_can_be_closed_again():
-    with started(CALM) as training:
-        training.go(1)
-        training.engine.close()
-        training.engine.close()
-        for call in (training.exchange, training.flush):
-            with pytest.raises(RuntimeError, match="an open engine, got one after `close`"):
-                call()
 
 
 def assert_threads_left(count):
@@ -708,15 +554,25 @@ def test_close_during_work_ends_after_the_piece_it_is_at(gate):
         assert_threads_left(before)
 
 
-def test_close_frees_the_host_memory():
+def test_close_frees_the_host_memory_and_the_mail_that_is_kept(monkeypatch):
+    views = []
+
+    def view(x, view=worker.view):
+        views.append(weakref.ref(seen := view(x)))
+        return seen
+
+    monkeypatch.setattr(worker, "view", view)
+    monkeypatch.setattr(uploads, "view", view)
     with started(CALM) as training:
-        training.go(5)
-        arrays = [
-            weakref.ref(x) for leaf in training.engine._worker._host.leaves for x in leaf.arrays
-        ]
+        training.go(6)
+        training.settle()
+        leaves = training.engine._worker.leaves()
+        views += [weakref.ref(x) for leaf in leaves for x in leaf.arrays]
+        del leaves
         training.engine.close()
         gc.collect()
-        assert [x for x in arrays if x() is not None] == []
+        assert views
+        assert [x for x in views if x() is not None] == []
 
 
 def test_an_engine_that_is_forgotten_ends_its_threads():
@@ -922,29 +778,6 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_also_across_a_checkpoint()
     assert isinstance(caught.value.__cause__, FloatingPointError)
 
 
-@pytest.mark.parametrize("ours", [["columns"], ["bias", "rows"]], ids=str)
-@pytest.mark.parametrize("wrapper", ["masked", "partition"])
-def test_an_engine_serves_some_of_the_leaves_as_it_does_all(wrapper, ours):
-    # Which leaves take turns with which depends on all of them.
-    with started(dataclasses.replace(BUSY, rolling=False)) as expected:
-        params = runs.initial(FEW)
-        if wrapper == "masked":
-            tx = optax.masked(expected.tx, {name: name in ours for name in params})
-        else:
-            labels = {name: "ours" if name in ours else "theirs" for name in params}
-            tx = optax.partition({"ours": expected.tx, "theirs": optax.sgd(0.1)}, labels)
-        state, step = tx.init(params), runs.jitted(tx)
-        with HostEngine(params, state, host_kernel="numpy") as engine:
-            for t in range(1, 8):
-                g = jax.tree.map(jnp.asarray, runs.gradients(FEW, t))
-                params, state = engine.exchange(*step(params, state, g))
-                expected.go(1)
-                # Without clipping leaves know nothing of each other.
-                for name in ours:
-                    runs.assert_same_bits(params[name], expected.params[name])
-            engine.flush(params, state)
-
-
 class Model(nnx.Module):
     def __init__(self):
         self.bias = nnx.Param(runs.initial(FEW)["bias"])
@@ -980,38 +813,6 @@ def test_exchange_nnx_and_flush_nnx_equal_the_functional_form():
             runs.assert_same_bits(ours, expected.params)
             assert int(model.calls[...]) == 7
             assert len(traced) == 1
-
-
-def test_a_linen_train_state_trains_as_the_functional_form_does():
-    with started() as expected:
-        ts = TrainState.create(apply_fn=None, params=runs.initial(FEW), tx=expected.tx)
-
-        @jax.jit
-        def train_step(ts, gradients):
-            with jax.numpy_dtype_promotion("standard"):
-                return ts.apply_gradients(grads=gradients)
-
-        with HostEngine(ts.params, ts, host_kernel="numpy") as engine:
-            for t in range(1, 6):
-                expected.go(1)
-                ts = train_step(ts, jax.tree.map(jnp.asarray, runs.gradients(FEW, t)))
-                params, opt_state = engine.exchange(ts.params, ts.opt_state)
-                ts = ts.replace(params=params, opt_state=opt_state)
-                runs.assert_same_bits(ts.params, expected.params)
-            expected.flush()
-            params, ts = engine.flush(ts.params, ts)
-            runs.assert_same_bits(params, expected.params)
-
-
-def test_the_state_of_a_run_from_the_same_weights_is_refused():
-    # A sweep: same seed, other learning rates.
-    with started(CALM) as mine, started(CALM) as other:
-        mine.go(2)
-        other.go(2)
-        mine.params, mine.state = other.params, other.state
-        mine.step()
-        with pytest.raises(RuntimeError, match="Give each run an engine of its own"):
-            exchange_until_noticed(mine)
 
 
 def test_an_interrupted_exchange_is_not_gone_on_from(monkeypatch):

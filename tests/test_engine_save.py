@@ -4,7 +4,6 @@ import errno
 import functools
 import os
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,39 +14,17 @@ from safetensors.numpy import load_file
 
 import zenflow_jax
 from tests import runs
+from tests.resuming import KERNEL, PLAN, SETTINGS, assert_saved, end, go, resumed
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Settings, Training
-from tests.test_resume import PLAN, SETTINGS, end, go, resumed
-from zenflow_jax import AutoWindow, _engine
+from zenflow_jax import AutoWindow
+from zenflow_jax._checkpoint import resume
 from zenflow_jax._checkpoint.handler import EngineCheckpointHandler
-from zenflow_jax._checkpoint.stream import StoredArray, read_engine_state
-from zenflow_jax._exchange import worker
+from zenflow_jax._checkpoint.stored import read_engine_state
+from zenflow_jax._exchange import snapshot
 from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._host.state import HostLeaf
 
 ALL = 10**9  # bytes
-KERNEL = {"host_kernel": "numpy"}
-
-
-def assert_saved(folder: Path, expected: dict) -> None:
-    """What was written is what `engine.state()` gave at the same moment."""
-    found = read_engine_state(folder)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    runs.assert_same_bits(
-        (found["counts"], found["options"]), (expected["counts"], expected["options"])
-    )
-    counted = 0
-    for mine, like in zip(found["leaves"], expected["leaves"], strict=True):
-        for name, x in mine.items():
-            assert isinstance(x, StoredArray)
-            assert (x.shape, x.dtype) == (like[name].shape, like[name].dtype)
-            if name != "total":
-                runs.assert_same_bits(np.asarray(x), np.asarray(like[name]))
-                continue
-            for start, piece in x.pieces.items():
-                place = tuple(slice(a, a + n) for a, n in zip(start, piece.shape, strict=True))
-                runs.assert_same_bits(x[place], np.asarray(like[name])[place])
-                counted += piece.shape[0] * piece.shape[1]
-    assert (counted > 0) == bool(np.any(expected["counts"]["counted"]) and "total" in mine)
 
 
 @pytest.fixture
@@ -84,7 +61,7 @@ def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, kernel,
     with Training(leaves, settings, donate=True, threads=1, host_kernel=kernel) as training:
         for t in range(PLAN.steps + 1):
             go(training, PLAN, t)
-            stream = training.engine._stream(ALL)
+            stream = training.engine.stream(ALL)
             # After it, as this adds up mail.
             streams.append((stream, jax.tree.map(np.array, training.engine.state())))
             if t >= 5:  # several are open at once; what the run wrote since is in none
@@ -117,7 +94,7 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
         for t in range(0, PLAN.steps, 3):
             go(training, PLAN, t)
             expected = jax.tree.map(np.array, training.engine.state())
-            stream = training.engine._stream(0)
+            stream = training.engine.stream(0)
             folder = tmp_path / str(t)
             folder.mkdir()
             waits.clear()
@@ -137,13 +114,13 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
 
 
 def test_what_is_written_first_is_saved_first():
-    with Training(FIRST, SETTINGS, threads=1, **KERNEL) as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         go(training, PLAN, 9)
-        parts = training.engine._offloaded.parts
-        stream = training.engine._stream(0)
+        parts = training.engine._saver._offloaded.parts
+        stream = training.engine.stream(0)
         # In the order in which their windows close, at steps 10, 12 and 13.
         assert [parts[i].spec.group for i, _ in stream.snapshot.leaves()] == [0, 2, 1]
-        mine = training.engine._host.leaves
+        mine = training.engine._worker.leaves()
         leaves = dict(enumerate([*mine, *mine[:2]]))
         snapshot = Snapshot(leaves, max(leaf.nbytes for leaf in leaves.values()))
         saver = snapshot.leaves()
@@ -169,8 +146,8 @@ def stuck():
 
 
 def test_weights_that_are_loaded_after_a_save_are_not_in_it(tmp_path):
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
-        stream = training.engine._stream(ALL)
+    with Training(ONE, SETTINGS, **KERNEL) as training:
+        stream = training.engine.stream(ALL)
         expected = jax.tree.map(np.array, training.engine.state())
         training.params = runs.initial(ONE, seed=1)
         training.go(1)
@@ -225,7 +202,7 @@ def test_a_save_that_fails_says_so_and_holds_nobody_up(tmp_path, monkeypatch):
         return really(*args)
 
     with (
-        Training(FIRST, SETTINGS, threads=1, **KERNEL) as training,
+        Training(FIRST, SETTINGS, **KERNEL) as training,
         ocp.AsyncCheckpointer(EngineCheckpointHandler()) as saver,
     ):
         go(training, PLAN, 9)
@@ -237,7 +214,7 @@ def test_a_save_that_fails_says_so_and_holds_nobody_up(tmp_path, monkeypatch):
                 saver.wait_until_finished()
         assert not (tmp_path / "9").exists()
         result = end(training)
-    with Training(FIRST, SETTINGS, threads=1, **KERNEL) as untouched:
+    with Training(FIRST, SETTINGS, **KERNEL) as untouched:
         go(untouched, PLAN, PLAN.steps)
         runs.assert_same_bits(end(untouched), result)
 
@@ -247,7 +224,7 @@ def test_a_save_whose_folder_cannot_be_made_holds_nobody_up(tmp_path, monkeypatc
     waits = functools.partial(future.CommitFutureAwaitingContractedSignals, timeout_secs=0.1)
     monkeypatch.setattr(future, "CommitFutureAwaitingContractedSignals", waits)
     (tmp_path / "file").touch()
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+    with Training(ONE, SETTINGS, **KERNEL) as training:
         saver = ocp.AsyncCheckpointer(EngineCheckpointHandler())
         args = zenflow_jax.EngineSave(training.engine, copy_bytes=0)
         saver.save(tmp_path / "file" / "0", args=args)
@@ -259,13 +236,13 @@ def test_a_save_whose_folder_cannot_be_made_holds_nobody_up(tmp_path, monkeypatc
 
 
 def test_a_run_that_waits_long_for_a_save_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "_SAVE_IS_LATE_S", 0.0)
+    monkeypatch.setattr(snapshot, "_LATE_S", 0.0)
     monkeypatch.setattr(HostLeaf, "copy", no_memory)  # so it waits, though it was given room
     told = threading.Event()
-    monkeypatch.setattr(worker._logger, "warning", lambda *args: told.set() or said.append(args))
+    monkeypatch.setattr(snapshot._logger, "warning", lambda *args: told.set() or said.append(args))
     said = []
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
-        stream = training.engine._stream(ALL)
+    with Training(ONE, SETTINGS, **KERNEL) as training:
+        stream = training.engine.stream(ALL)
         writer = threading.Thread(target=lambda: told.wait() and stream.write(tmp_path))
         writer.start()
         training.go(5)
@@ -283,15 +260,15 @@ def no_memory(_):
 
 
 def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
-        stream = training.engine._stream(0)
+    with Training(ONE, SETTINGS, **KERNEL) as training:
+        stream = training.engine.stream(0)
         training.step()
         exchange = threading.Thread(target=ends_closed, args=(training,))
         exchange.start()
         waits.wait()
         training.engine.close()
         exchange.join()
-        assert not training.engine._worker.failed
+        assert not training.engine._worker.reason
         # What it holds is whole, and can still be saved.
         stream.write(tmp_path)
         assert read_engine_state(tmp_path)["counts"]["step"] == 0
@@ -303,7 +280,7 @@ def ends_closed(training):
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+    with Training(ONE, SETTINGS, **KERNEL) as training:
         with pytest.raises(TypeError, match="expected a `HostEngine`, got dict"):
             zenflow_jax.EngineSave(training.engine.state())
         with pytest.raises(ValueError, match="`copy_bytes` must not be negative, got -1"):
@@ -317,7 +294,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
 
 
 def test_files_that_are_not_whole_are_refused_by_name(tmp_path):
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+    with Training(ONE, SETTINGS, **KERNEL) as training:
         EngineCheckpointHandler().save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -345,7 +322,7 @@ def test_files_that_are_not_whole_are_refused_by_name(tmp_path):
 
 def save_as(training, process, folder, monkeypatch):
     """Saves as one of two processes would."""
-    training.engine._processes = [0, 1]
+    training.engine._saver._processes = [0, 1]
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: process)
         EngineCheckpointHandler().save(folder, args=zenflow_jax.EngineSave(training.engine))
@@ -353,7 +330,7 @@ def save_as(training, process, folder, monkeypatch):
 
 def test_files_of_several_saves_are_refused(tmp_path, monkeypatch):
     save = EngineCheckpointHandler().save
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+    with Training(ONE, SETTINGS, **KERNEL) as training:
         # The other processes of jax's run are in other engines.
         with monkeypatch.context() as patch:
             patch.setattr(jax, "process_count", lambda: 2)
@@ -373,8 +350,8 @@ def test_files_of_several_saves_are_refused(tmp_path, monkeypatch):
 
 
 def test_what_is_cut_short_cannot_be_read_though_its_end_is_there(tmp_path):
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
-        stream = training.engine._stream(ALL)
+    with Training(ONE, SETTINGS, **KERNEL) as training:
+        stream = training.engine.stream(ALL)
         saver = stream.snapshot.leaves()
         next(saver)
         stream.close()
@@ -389,14 +366,14 @@ def test_what_is_cut_short_cannot_be_read_though_its_end_is_there(tmp_path):
 
 def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path, monkeypatch):
     save = EngineCheckpointHandler().save
-    with Training(ONE, SETTINGS, threads=1, **KERNEL) as training:
+    with Training(ONE, SETTINGS, **KERNEL) as training:
         save(tmp_path, args=zenflow_jax.EngineSave(training.engine))
         found = read_engine_state(tmp_path)
         (path,) = tmp_path.iterdir()
         path.unlink()
         told = []  # to the processes that still see the file: without a word they would wait
         with monkeypatch.context() as patch:
-            patch.setattr(_engine, "agree", lambda refusal, *_: told.append(refusal))
+            patch.setattr(resume, "agree", lambda refusal, *_: told.append(refusal))
             with pytest.raises(FileNotFoundError, match="expected .* to stay until it is read"):
                 resumed(training, (training.params, training.state, found), **KERNEL)
         assert "to stay until it is read" in told[0]

@@ -11,7 +11,7 @@ import zenflow_jax
 from benchmarks import projection
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import worker
+from zenflow_jax._exchange import uploads
 from zenflow_jax.planning._memory import device_memory, host_memory
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
@@ -66,7 +66,7 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(changes, monke
     leaves = tuple(Leaf(f"w{i}", (8, 8 + i), -2, "bfloat16") for i in range(6))
     with Training(leaves, settings, host_kernel="numpy", threads=1) as training:
         need = device_memory(training.state)
-        monkeypatch.setattr(worker, "upload", upload)
+        monkeypatch.setattr(uploads, "upload", upload)
         for _ in range(12):
             training.go(1)
             training.settle()

@@ -24,7 +24,7 @@ from benchmarks.on_gpu import STAGES
 from benchmarks.step_time_model import llama, make_model
 from benchmarks.step_time_peers import PEERS
 from tests.failing_stages import failing
-from zenflow_jax._exchange import mailbox
+from zenflow_jax._exchange import pinned
 
 ROOT = Path(__file__).parents[1]
 
@@ -220,11 +220,11 @@ def test_peers_that_are_in_memory_together_have_room_there(machine):
 
 
 def test_what_a_peer_needs_in_host_memory_is_what_the_engine_keeps():
-    """`plan.py` counts the mails that `_mailbox.buffers` allows."""
+    """`plan.py` counts the mails that `pinned.buffers` allows."""
     for name, mails in plan._MAILS.items():
         params = jax.device_put({"w": jnp.ones((8, 4), jnp.bfloat16)}, jax.devices()[0])
         state = PEERS[name].make().init(params)
-        assert mailbox.buffers(state) == mails, name
+        assert pinned.buffers(state) == mails, name
 
 
 def _small(program):

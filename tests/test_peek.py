@@ -10,11 +10,11 @@ from flax import nnx
 
 import zenflow_jax
 from tests import runs
+from tests.resuming import KERNEL, PLAN, SETTINGS, end, fail_elsewhere, go, resumed, saved
 from tests.runs import FIRST, ONE, SECOND, Settings, Training
 from tests.test_ahead import compilations
-from tests.test_resume import PLAN, SETTINGS, end, go, resumed, saved
 
-HERE = functools.partial(Training, threads=1, host_kernel="numpy")
+HERE = functools.partial(Training, **KERNEL)
 
 
 def peek(training):
@@ -55,9 +55,8 @@ def test_a_peek_is_the_cast_of_every_master_and_does_not_change_a_bit_of_the_run
             ahead += any(
                 np.any(expected[name] != np.asarray(p)) for name, p in untouched.params.items()
             )
-            for _ in range(2):
-                found = peek(training)
-                runs.assert_same_bits(jax.tree.map(np.asarray, found), expected)
+            found = peek(training)
+            runs.assert_same_bits(jax.tree.map(np.asarray, found), expected)
             assert {x.sharding for x in found.values()} == {
                 x.sharding for x in training.params.values()
             }
@@ -69,15 +68,6 @@ def test_a_peek_is_the_cast_of_every_master_and_does_not_change_a_bit_of_the_run
         assert ahead > 5  # updates were under way
         runs.assert_same_bits(end(training), end(untouched))
         runs.assert_same_bits(peek(training), training.params)
-
-
-def test_what_was_peeked_at_outlives_steps_that_donate():
-    with HERE(FIRST, SETTINGS, donate=True) as training:
-        training.go(7)
-        found = peek(training)
-        values = jax.tree.map(np.array, found)
-        training.go(5)
-        runs.assert_same_bits(jax.tree.map(np.asarray, found), values)
 
 
 @pytest.mark.parametrize("prefetch_bytes", [None, 0])
@@ -124,15 +114,23 @@ def test_a_flush_that_has_nothing_to_bring_replaces_nothing():
         runs.assert_same_bits(training.values(), untouched.values())
 
 
-def test_a_peek_wants_what_the_last_exchange_returned():
+def test_calls_between_steps_want_what_the_last_exchange_returned():
     with HERE(FIRST, SETTINGS) as training:
-        training.go(3)
+        training.go(2)
+        earlier = jax.tree.map(jnp.copy, training.state)
+        training.go(1)
+        for call in (training.engine.flush, training.engine.peek):
+            with pytest.raises(
+                RuntimeError, match="one of another step or run. Call `.*` with the"
+            ):
+                call(training.params, earlier)
         training.step()
         with pytest.raises(RuntimeError, match="Call `exchange` first, then `peek`"):
             peek(training)
         training.exchange()
         peek(training)
-        training.engine.close()
+        for _ in range(2):
+            training.engine.close()
         with pytest.raises(RuntimeError, match="an open engine"):
             peek(training)
 
@@ -146,16 +144,6 @@ def test_in_graph_a_flush_whose_result_is_dropped_is_a_look():
         training.go(6)
         untouched.go(6)
         runs.assert_close([training.values()], [untouched.values()])
-
-
-@pytest.mark.slow
-def test_in_graph_what_came_back_from_the_host_as_numpy_is_flushed_alike():
-    with Training(ONE, SETTINGS, offload=False) as training:
-        training.go(5)
-        on_the_host = jax.device_get((training.params, training.state))
-        runs.assert_same_bits(
-            zenflow_jax.flush(*on_the_host), zenflow_jax.flush(training.params, training.state)
-        )
 
 
 def test_in_graph_flushes_outside_of_jit_compile_once():
@@ -187,7 +175,7 @@ def test_peek_nnx_gives_another_model_and_leaves_the_one_that_trains():
             model.calls[...] += 1
 
         params = nnx.state(model, nnx.Param)
-        with zenflow_jax.HostEngine(params, optimizer.opt_state, host_kernel="numpy") as engine:
+        with zenflow_jax.HostEngine(params, optimizer.opt_state) as engine:
             for t in range(1, 8):
                 expected.go(1)
                 train_step(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(FIRST, t)))
@@ -228,9 +216,8 @@ def train(steps):
     return lambda training: training.go(steps)
 
 
-def fail_elsewhere(training):
-    training.engine._worker.fail("process 1 failed: the memory is gone")
-    training.engine._worker._thread.join(60)
+def fail(training):
+    fail_elsewhere(training.engine)
 
 
 def test_an_exception_leaves_the_with_block_as_it_is_with_a_note_of_what_is_lost():
@@ -244,10 +231,10 @@ def test_an_exception_leaves_the_with_block_as_it_is_with_a_note_of_what_is_lost
 
 
 def test_a_note_says_that_the_engine_has_failed_as_well_unless_that_is_what_is_raised():
-    (note,) = leave_with(KeyError("the user's"), train(7), fail_elsewhere)
+    (note,) = leave_with(KeyError("the user's"), train(7), fail)
     assert "the engine has failed as well: process 1 failed: the memory is gone" in note
     error = RuntimeError("process 1 failed: the memory is gone. Deferred channels are not")
-    assert leave_with(error, train(7), fail_elsewhere) == []
+    assert leave_with(error, train(7), fail) == []
 
 
 def test_a_note_says_that_a_call_was_interrupted(monkeypatch):

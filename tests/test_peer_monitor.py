@@ -44,6 +44,12 @@ class Engine:
     def fail(self, message: str) -> None:
         self.future.set_exception(RuntimeError(message))
 
+    def raised(self, call: int) -> None:
+        """Its caller gets a failure from that call, after so many others."""
+        for _ in range(call):
+            self.watch.passed()
+        self.watch.raised()
+
 
 def join(me: int, port: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -89,7 +95,7 @@ def fail_while_the_other_is_in_a_collective(me: int, port: int, failing: int) ->
         collective()
         raise AssertionError("nobody else was there")
     engine.watch.report("the moments ran away")
-    engine.watch.raised("call 1")
+    engine.raised(1)
     raise RuntimeError("as the engine would")
 
 
@@ -103,7 +109,7 @@ def fail_after_the_other_closed(me: int, port: int, failing: int) -> None:
         raise AssertionError("nobody else was there")
     wait_until(lambda: has_left(engine, 1 - me))
     engine.watch.report("the moments ran away")
-    engine.watch.raised("call 1")
+    engine.raised(1)
     threading.Event().wait()  # the program caught it and does something else
 
 
@@ -116,10 +122,10 @@ def fail_while_the_other_waits_for_its_engine(me: int, port: int, failing: int) 
         try:
             engine.future.result()
         except RuntimeError:
-            engine.watch.raised("call 2")
+            engine.raised(2)
             raise
     engine.watch.report("the moments ran away")
-    engine.watch.raised("call 1")
+    engine.raised(1)
     raise RuntimeError("as the engine would")
 
 
@@ -131,7 +137,7 @@ def raise_at_different_points_and_go_on(me: int, port: int, failing: int) -> Non
     else:
         with contextlib.suppress(RuntimeError):
             engine.future.result()
-    engine.watch.raised(f"call {me}")
+    engine.raised(me)
     engine.watch.close()
     threading.Event().wait()
 
@@ -143,7 +149,7 @@ def go_on(me: int, port: int) -> None:
     # All fail, and raise at the same point. Process 0 may hear of process 1 first, or not.
     engine = Engine("all fail", SOON_S)
     engine.watch.report(f"mistake of process {me}")
-    engine.watch.raised("call 7")
+    engine.raised(7)
     engine.watch.close()
     wait_until(lambda: not watches())
     assert collective() == 2
@@ -155,7 +161,7 @@ def go_on(me: int, port: int) -> None:
     else:
         with pytest.raises(RuntimeError, match="^process 1 failed: a letter"):
             engine.future.result()
-    engine.watch.raised("call 7")
+    engine.raised(7)
     wait_until(lambda: not watches())
     assert collective() == 2
 
@@ -303,7 +309,7 @@ def test_one_process_has_no_thread_and_needs_no_service():
     watch = PeerMonitor("engine", [0])
     watch.start(Owner().fail)
     watch.report("the moments ran away")
-    watch.raised("call 1")
+    watch.raised()
     watch.close()
     assert not watches()
 
@@ -388,8 +394,8 @@ def test_a_process_that_is_stuck_is_left_waiting_where_its_engine_says_so(store,
 
 def test_a_failure_that_all_raise_together_is_not_announced(store, capfd):
     engine = Engine("engine", NEVER_S)
-    store.entries[f"{engine.watch._directory}1/left"] = "call 7"
+    store.entries[f"{engine.watch._directory}1/left"] = "point 7"
     engine.watch.report("the moments ran away")
-    engine.watch.raised("call 7")
+    engine.raised(7)
     wait_until(lambda: not watches())
     assert capfd.readouterr().err == ""

@@ -14,73 +14,23 @@ from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests import runs
-from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Plan, Settings, Training
+from tests.resuming import (
+    KERNEL,
+    PLAN,
+    SETTINGS,
+    counted,
+    end,
+    fail_elsewhere,
+    go,
+    resumed,
+    saved,
+    without_tokens,
+)
+from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Training
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine, _engine
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import updates
+from zenflow_jax._exchange import host_masters, updates
 from zenflow_jax._host import state as host_state
-
-# Windows in turn, a warm-up, selections, a skipped step, and an early end of a window.
-SETTINGS = Settings(
-    topk_ratio=0.3,
-    update_interval=4,
-    select_interval=8,
-    full_warm_up_rounds=2,
-    weight_decay=0.1,
-    max_grad_norm=5.0,
-    provisional_share=0.5,
-)
-PLAN = Plan(19, bad=(8,), flush_at=(13,))
-
-
-def copied(tree):
-    """Arrays that share nothing with those of the tree, placed alike."""
-    return jax.tree.map(
-        lambda x: jax.device_put(np.array(x), x.sharding) if isinstance(x, jax.Array) else x.copy(),
-        tree,
-    )
-
-
-def saved(training):
-    return copied((training.params, training.state, training.engine.state()))
-
-
-def resumed(training, tree, **engine):
-    """A training that goes on from there, with another engine."""
-    new = copy.copy(training)
-    new.params, new.state, engine_state = tree
-    new.engine = zenflow_jax.HostEngine(
-        new.params, new.state, engine_state=engine_state, threads=1, **engine
-    )
-    return new
-
-
-def go(training, plan, until):
-    while training.t < until:
-        t = training.t + 1
-        training.step(bad=t in plan.bad)
-        training.exchange()
-        if t in plan.flush_at:
-            training.flush()
-
-
-def end(training):
-    training.flush()
-    # Two engines in one process have tokens of their own.
-    return training.params, dataclasses.replace(training.state, token=None)
-
-
-def without_tokens(tree):
-    """What `saved` gave, without what each engine in a process has of its own."""
-    params, state, engine_state = tree
-    counts = {name: x for name, x in engine_state["counts"].items() if name != "token"}
-    return params, dataclasses.replace(state, token=None), engine_state | {"counts": counts}
-
-
-def counted(training):
-    stats = training.engine.stats
-    names = ("steps", "skipped_steps", "windows", "window_lengths", "reselections", "kept_share")
-    return {name: getattr(stats, name) for name in names}
 
 
 @pytest.mark.slow
@@ -166,7 +116,7 @@ def test_a_run_with_compact_moments_goes_on_with_the_same_bits():
 @pytest.mark.parametrize("then", ["float32", "compact"])
 def test_a_run_may_go_on_with_its_moments_kept_otherwise(then):
     now = "compact" if then == "float32" else "float32"
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy", host_state=then) as training:
+    with Training(FIRST, SETTINGS, **KERNEL, host_state=then) as training:
         go(training, PLAN, 11)  # with updates on their way
         checkpoint = saved(training)
     with resumed(training, checkpoint, host_kernel="numpy", host_state=now) as again:
@@ -218,7 +168,7 @@ def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
         tree = through(whole, target)
         go(whole, PLAN, 14)
         expected = end(whole)
-        with resumed(whole, tree, host_kernel="numpy") as again:
+        with resumed(whole, tree) as again:
             again.t = 9
             go(again, PLAN, 14)
             runs.assert_same_bits(end(again), expected)
@@ -298,14 +248,14 @@ def continued(training, **changes):
     ids=str,
 )
 def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         training.go(6)
         with pytest.raises(ValueError, match=f"{words}.*`provisional_share`.*may be others"):
             continued(training, **changes)()
 
 
 def test_leaves_that_took_turns_in_other_groups_are_refused_by_name():
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         training.go(6)
         params, state, engine_state = saved(training)
         # Of a version that divides leaves by another rule: the first and the last change places.
@@ -318,23 +268,8 @@ def test_leaves_that_took_turns_in_other_groups_are_refused_by_name():
             HostEngine(params, state, engine_state=engine_state)
 
 
-@pytest.mark.slow
-def test_numbers_that_shape_nothing_may_be_others():
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
-        training.go(6)
-        params, state, engine_state = saved(training)
-    other = dataclasses.replace(SETTINGS, weight_decay=0.0, max_grad_norm=None, b1=0.8)
-    tx = runs.transformation(FIRST, other, learning_rate=1e-3)
-    step = runs.jitted(tx)
-    with zenflow_jax.HostEngine(params, state, engine_state=engine_state) as engine:
-        for t in range(7, 12):
-            g = jax.tree.map(jax.numpy.asarray, runs.gradients(FIRST, t))
-            params, state = engine.exchange(*step(params, state, g))
-        engine.flush(params, state)
-
-
 def test_an_engine_state_of_another_step_or_another_run_is_refused():
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         training.go(5)
         _, _, earlier = saved(training)
         training.go(1)
@@ -361,14 +296,14 @@ def test_an_engine_state_does_not_change_while_training_goes_on():
 
 
 def test_an_engine_leaves_the_state_as_it_is_that_it_goes_on_from():
-    with Training(ONE, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(ONE, SETTINGS, **KERNEL) as training:
         training.go(4)
         params, state, engine_state = saved(training)
         # In mid-window, with sums; as NumPy arrays, which could be written.
         engine_state = jax.tree.map(np.array, engine_state)
         assert engine_state["leaves"][0]["total"].any()
         values = copy.deepcopy(engine_state)
-        with resumed(training, (params, state, engine_state), host_kernel="numpy") as again:
+        with resumed(training, (params, state, engine_state)) as again:
             again.go(1)
             again.engine.state()  # adds up
             again.go(8)
@@ -376,7 +311,7 @@ def test_an_engine_leaves_the_state_as_it_is_that_it_goes_on_from():
 
 
 def test_the_template_is_what_the_state_is():
-    with Training(SECOND, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(SECOND, SETTINGS, **KERNEL) as training:
         training.go(3)
         real = training.engine.state()
         template = zenflow_jax.abstract_engine_state(training.state)
@@ -393,7 +328,7 @@ def test_the_template_is_what_the_state_is():
 @pytest.mark.parametrize("leaves", [FIRST, THIRD], ids=["first", "third"])
 @pytest.mark.parametrize("offload", [True, False])
 def test_masters_are_those_of_the_reference(leaves, offload):
-    options = {"threads": 1, "host_kernel": "numpy"} if offload else {"offload": False}
+    options = KERNEL if offload else {"offload": False}
     with Training(leaves, SETTINGS, **options) as training:
         go(training, PLAN, 16)
         before = runs.reference(leaves, SETTINGS, PLAN._replace(steps=16))[0]
@@ -414,13 +349,13 @@ def test_masters_are_those_of_the_reference(leaves, offload):
 
 
 def test_masters_want_the_engine_that_has_them():
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         with pytest.raises(ValueError, match="expected the engine that trained as the third"):
             zenflow_jax.master_params(training.params, training.state)
 
 
 def test_masters_are_of_one_moment_or_refused():
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         go(training, PLAN, 5)
         for later in (training.flush, lambda: go(training, PLAN, 6)):
             each = zenflow_jax.iter_master_params(training.params, training.state, training.engine)
@@ -429,7 +364,7 @@ def test_masters_are_of_one_moment_or_refused():
             with pytest.raises(RuntimeError, match="expected the masters of step 5, got to step"):
                 list(each)
     # Before the first step the engine follows whatever parameters it is shown.
-    with Training(ONE, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(ONE, SETTINGS, **KERNEL) as training:
         trees = training.params, runs.initial(ONE, seed=1)
         pair = [zenflow_jax.iter_master_params(x, training.state, training.engine) for x in trees]
         with pytest.raises(RuntimeError, match="expected the masters of step 0, .* other param"):
@@ -450,24 +385,17 @@ def test_masters_are_on_the_devices_before_the_host_may_change_them(monkeypatch)
             on_their_way.pop(id(x), None)
         return waited_for(tree)
 
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         go(training, PLAN, 11)
-        monkeypatch.setattr(updates, "upload", upload)
+        monkeypatch.setattr(host_masters, "upload", upload)
         monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
         for _ in zenflow_jax.iter_master_params(training.params, training.state, training.engine):
             assert not on_their_way
 
 
-def fail_elsewhere(engine):
-    """As if another process had failed, and this one's worker has ended with that."""
-    engine._worker.fail("process 1 failed: the memory is gone")
-    engine._worker._thread.join(60)
-    assert not engine._worker._thread.is_alive()
-
-
 @pytest.mark.parametrize("read", ["state", "masters"])
 def test_a_failure_elsewhere_while_the_host_is_read_is_raised_as_such(monkeypatch, read):
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         go(training, PLAN, 11)
         engine, settle = training.engine, HostEngine._settle
 
@@ -486,7 +414,7 @@ def test_a_failure_elsewhere_while_the_host_is_read_is_raised_as_such(monkeypatc
 
 
 def test_masters_that_are_being_read_end_with_the_failure_of_another_process():
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         go(training, PLAN, 11)
         each = zenflow_jax.iter_master_params(training.params, training.state, training.engine)
         next(each)
@@ -506,7 +434,7 @@ def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(mo
     def explode(*_):
         raise MemoryError("no room for what is on its way")
 
-    with Training(FIRST, SETTINGS, threads=1, host_kernel="numpy") as training:
+    with Training(FIRST, SETTINGS, **KERNEL) as training:
         go(training, PLAN, 11)
         checkpoint = saved(training)
         before = threading.active_count()

@@ -12,11 +12,11 @@ import pytest
 
 import zenflow_jax
 from tests import runs
+from tests.resuming import KERNEL, PLAN, SETTINGS, copied, go, resumed, saved
 from tests.runs import FIRST, SECOND, Leaf, Training
-from tests.test_resume import PLAN, SETTINGS, copied, go, resumed, saved
 from zenflow_jax._device.samples import fingerprints
 
-HERE = functools.partial(Training, threads=1, host_kernel="numpy")
+HERE = functools.partial(Training, **KERNEL)
 
 
 def other(leaves, step, seed, bad):
@@ -26,7 +26,7 @@ def other(leaves, step, seed, bad):
 
 def refused(training, tree, words):
     with pytest.raises(ValueError, match=words):
-        resumed(training, tree, host_kernel="numpy")
+        resumed(training, tree)
 
 
 def of(name):
@@ -67,7 +67,7 @@ def test_a_parameter_with_another_bit_is_refused_by_its_name(leaves, changes, ho
         for t in (1, 8, 10, 11, 13):  # of a skipped step, with updates on their way, of a flush
             go(training, PLAN, t)
             params, state, engine_state = saved(training)
-            resumed(training, (params, state, engine_state), host_kernel="numpy").engine.close()
+            resumed(training, (params, state, engine_state)).engine.close()
             for name, x in params.items():
                 place = tuple(rng.integers(0, x.shape))
                 mixed = params | {name: runs.with_a_bit(x, place, 0)}
@@ -105,7 +105,7 @@ def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():
         assert known(training) == every | {"rows": False}
         params, state, engine_state = saved(training)
         mixed = params | {"rows": params["rows"] + 1}
-        resumed(training, (mixed, state, engine_state), host_kernel="numpy").engine.close()
+        resumed(training, (mixed, state, engine_state)).engine.close()
         for _ in range(2):  # the second one has nothing to bring in
             training.params = copied(training.params)
             gc.collect()
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_knows_its_parameters_before_its_next_step():
     with HERE(FIRST, SETTINGS) as training:
         training.go(6)
         checkpoint = saved(training)
-        again = resumed(training, checkpoint, host_kernel="numpy")
+        again = resumed(training, checkpoint)
         found = again.engine.state()["counts"]["fingerprints"]
         np.testing.assert_array_equal(found, checkpoint[2]["counts"]["fingerprints"])
         again.engine.close()

@@ -31,7 +31,7 @@ from tests.runs import FEW, FIRST, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._checkpoint import tree
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import updates, worker
+from zenflow_jax._exchange import updates, uploads, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 
@@ -157,6 +157,7 @@ def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatc
         return seen
 
     monkeypatch.setattr(worker, "view", view)
+    monkeypatch.setattr(uploads, "view", view)
     with Training(FEW, OPTIONS, send_gradients=sending, host_kernel="numpy") as training:
         training.go(5)
         training.flush()  # until then the open window's mail is kept, which nobody else has
@@ -249,7 +250,7 @@ def test_what_an_upload_may_still_read_is_not_written(monkeypatch, prefetch_byte
             writes(arrays)
             super().put(arrays, channels, rows)
 
-    monkeypatch.setattr(worker, "upload", upload)
+    monkeypatch.setattr(uploads, "upload", upload)
     monkeypatch.setattr(updates, "upload", upload)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     monkeypatch.setattr(_engine, "HostAdam", Watched)
@@ -284,7 +285,7 @@ def test_nothing_empty_goes_to_host_memory(monkeypatch):
         sizes.append(x.size)
         return beside(x, devices)
 
-    monkeypatch.setattr(worker, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(uploads, "copy_to_host", copy_to_host)
     monkeypatch.setattr(tree, "_beside", beside)
     options = dataclasses.replace(OPTIONS, topk_ratio=0.0)
     with Training(FEW, options, send_gradients="after_step", host_kernel="numpy") as training:

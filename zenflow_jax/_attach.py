@@ -14,7 +14,7 @@ from jax.core import Tracer
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._engine import HostEngine, nnx_pair
-from zenflow_jax._exchange.wrappers import accumulations
+from zenflow_jax._exchange.checks import accumulations
 
 _FIELDS = ("params", "opt_state")
 

@@ -72,7 +72,8 @@ def iter_master_params(
         ['w'] float32
     """
     params = as_pure(params)
-    state = find_state(as_pure(opt_state))
+    opt_state = as_pure(opt_state)
+    state = find_state(opt_state)
     if state.offload != (engine is not None):
         raise ValueError(
             "expected the engine that trained as the third argument, got none: it keeps the "
@@ -84,8 +85,7 @@ def iter_master_params(
     weights, _, places = match_leaves(params, state)
     of_host = None
     if engine is not None:
-        engine._follow(state, [weights[i] for i in places])
-        of_host = engine._masters(state)
+        of_host = engine.host_masters(params, opt_state)
     numbers = itertools.count()  # of the offloaded leaves
     leaf_at = {
         place: (leaf, next(numbers) if leaf.offloaded else None)

@@ -31,7 +31,7 @@ STEP_BYTES = {
 _COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0, "zenflow-s4-r0.05-device": 2.0}
 #: Of one mail of a bf16 model, and of an update on its way back.
 _MAIL_BYTES = 2.0
-#: Mails that may exist at a time: `buffers` in `zenflow_jax/_exchange/mailbox.py`, of one leaf and
+#: Mails that may exist at a time: `buffers` in `zenflow_jax/_exchange/pinned.py`, of one leaf and
 #: for windows of 4 and more. Many leaves that take turns need fewer.
 _MAILS = {
     "offload": 6,

@@ -7,6 +7,7 @@ because mail must be in host memory.
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import numpy as np
 from flax import serialization
 from jax.core import Tracer
 
-from zenflow_jax._checkpoint.layout import check_state_layout
 from zenflow_jax._device.state import DeferredState, LeafState, ZenFlowState
 
 _STATES = (ZenFlowState, LeafState, DeferredState)
@@ -45,16 +45,20 @@ def _to_dict(state: Any) -> dict[str, Any]:
 
 
 def _from_dict(target: Any, found: dict[str, Any]) -> Any:
-    if isinstance(target, ZenFlowState) and isinstance(found, dict) and "leaves" in found:
-        check_state_layout(found)
     names = _arrays(target)
-    if not isinstance(found, dict) or set(found) != set(names):
-        got = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"expected {', '.join(names)} at {_place()}, got {got}. {_REMEDY}")
+    _check_names(found, names, _place())
     return dataclasses.replace(target, **{n: _read(getattr(target, n), found[n], n) for n in names})
 
 
+def _check_names(found: Any, names: Collection[str], place: str) -> None:
+    if not isinstance(found, dict) or set(found) != set(names):
+        got = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"expected {', '.join(names)} at {place}, got {got}. {_REMEDY}")
+
+
 def _read(target: Any, found: Any, name: str) -> Any:
+    if isinstance(target, dict):  # the layout, whose name says the version
+        _check_names(found, target, f"{_place()}/{name}")
     value = serialization.from_state_dict(target, found, name)
     old, new = (jax.tree_util.tree_flatten_with_path(x) for x in (target, value))
     if old[1] != new[1]:

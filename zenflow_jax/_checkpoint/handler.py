@@ -5,17 +5,14 @@ import dataclasses
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future
 
-from zenflow_jax._checkpoint.stream import EngineStream, read_engine_state
-
-
-class _Engine(Protocol):
-    def _stream(self, copy_bytes: int | None) -> EngineStream: ...
+from zenflow_jax._checkpoint.saving import EngineStream
+from zenflow_jax._checkpoint.stored import read_engine_state
 
 
 class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -28,17 +25,9 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.PathLike, args: "EngineSave"
     ) -> list[future.Future] | None:
-        """Takes the engine's state as it is now, and begins to write it; orbax calls it.
-
-        Args:
-            directory: A folder of a file system. It may still be made while this returns.
-            args: What to save.
-
-        Returns:
-            What to wait for.
-        """
+        """Takes the engine's state as it is now, and begins to write it; orbax calls it."""
         folder = _local(directory)
-        stream = args.engine._stream(args.copy_bytes)
+        stream = args.engine.stream(args.copy_bytes)
         writing = _write(stream, folder)
         try:
             written = future.CommitFutureAwaitingContractedSignals(
@@ -56,24 +45,14 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
         return [written]
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
-        """Writes the engine's state before it returns.
-
-        Args:
-            directory: A folder that is there.
-            args: What to save.
-        """
+        """Writes the engine's state into a folder that is there, before it returns."""
         folder = _local(directory)
-        args.engine._stream(args.copy_bytes).write(folder)
+        args.engine.stream(args.copy_bytes).write(folder)
 
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
-        """What `EngineSave` wrote, as `EngineRestore` says.
-
-        Args:
-            directory: The folder that it wrote to.
-            args: Nothing that would be needed.
-        """
+        """What `EngineSave` wrote into a folder, as `EngineRestore` says."""
         del args
         return read_engine_state(_local(directory))
 
@@ -129,7 +108,7 @@ class EngineSave(ocp.args.CheckpointArgs):
     copy_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not hasattr(self.engine, "_stream"):
+        if not hasattr(self.engine, "stream"):
             raise TypeError(
                 f"expected a `HostEngine`, got {type(self.engine).__name__}. Pass the engine "
                 "itself, not `engine.state()`, which is for `PyTreeSave` and `StandardSave`."
@@ -152,7 +131,7 @@ class EngineRestore(ocp.args.CheckpointArgs):
 
     Raises:
         FileNotFoundError: In `restore`, if files are missing.
-        ValueError: If they are not whole, or of a layout that this version cannot read.
+        ValueError: If they are not whole.
     """
 
 

@@ -1,24 +1,26 @@
 """Puts an engine's saved state back into the host half, if it fits the run."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from zenflow_jax._checkpoint.same_run import what_differs
-from zenflow_jax._checkpoint.stream import StoredArray
-from zenflow_jax._checkpoint.tree import (
-    Counts,
-    abstract_engine_state,
-    counts_from_tree,
-    place_of,
-)
+from zenflow_jax import _version
+from zenflow_jax._checkpoint.counts import Counts, counts_from_tree
+from zenflow_jax._checkpoint.same_run import agree, what_differs
+from zenflow_jax._checkpoint.stored import StoredArray
+from zenflow_jax._checkpoint.tree import abstract_engine_state, place_of
 from zenflow_jax._device.memory import read
+from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, piece_of
-from zenflow_jax._host.state import HostState
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels, piece_of
+from zenflow_jax._exchange.progress import Progress
+from zenflow_jax._exchange.updates import Updates
+from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._plan.leaf import LeafSpec
 
 
@@ -42,56 +44,74 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What an engine continues from."""
+    """What an engine continues from, beside the arrays that its worker has."""
 
     counts: Counts
     before: list[np.ndarray]  # each part's channels selected in the pending update's window
-    refusal: str | None  # why it is not of the run and moment of the rest; None if it is
+
+    def go_on(self, progress: Progress, updates: Updates, weights: Sequence[jax.Array]) -> None:
+        """Continues in these; `weights` are the parameters of the offloaded leaves."""
+        counts = self.counts
+        progress.resume(
+            step=counts.step,
+            reselections=counts.reselections,
+            schedule_state=counts.schedule_state,
+            shares=counts.shares,
+            open_steps=counts.open_steps,
+            window_lengths=counts.window_lengths,
+        )
+        updates.resume(counts.pending, self.before, weights)
 
 
-def resume(
+def join_run(
     engine_state: Any,
-    host: HostState,
+    worker: Worker,
     offloaded: OffloadedLeaves,
-    found: Sequence[jax.Array],
     state: ZenFlowState,
-) -> Resumed:
-    """Puts a saved state into a new host state, and compares it with parameters and device state.
+    weights: Sequence[jax.Array],
+) -> tuple[int, Resumed | None]:
+    """Resumes what was saved, if anything; returns the run's number and what was resumed.
 
     Args:
-        engine_state: A saved state that passes `check_resumed`.
-        host: New.
-        offloaded: The leaves whose arrays `host` has.
-        found: The fingerprints of the parameters of all leaves.
+        engine_state: A saved state that passes `check_resumed`, or None.
+        worker: New; gets the arrays.
+        offloaded: The leaves whose arrays the worker has.
         state: The device's state.
+        weights: The parameters of all leaves.
 
     Raises:
-        ValueError: If channels cannot be on the devices of now.
+        ValueError: If this process or another one cannot go on from what it has read.
+        OSError: If the files of `engine_state` cannot be read.
     """
-    counts = counts_from_tree(engine_state["counts"])
+    step, token = int(read(state.step)), int(read(state.token))
+    devices = devices_of(weights)
+    if engine_state is None:
+        return agree(None, step, token, devices), None
+    specs = [leaf.spec for leaf in state.leaves]
+    sums = fingerprints(weights, specs)  # in all processes, whatever they have read
+    try:
+        resumed = _resume(engine_state, worker, offloaded, state)
+        refusal = _other_moment(resumed.counts, step, token) or what_differs(
+            sums, resumed.counts.fingerprints, specs
+        )
+    except (OSError, ValueError) as error:
+        # The other processes may have read what this one cannot, and wait for it.
+        with contextlib.suppress(ValueError):
+            agree(str(error), step, token, devices)
+        raise
+    return agree(refusal, step, token, devices), resumed
+
+
+def _resume(
+    engine_state: Any, worker: Worker, offloaded: OffloadedLeaves, state: ZenFlowState
+) -> Resumed:
+    """Puts saved arrays into a new worker's, a part at a time."""
+    counts, leaves = counts_from_tree(engine_state["counts"]), engine_state["leaves"]
     parts, specs = offloaded.parts, offloaded.specs
-    before = channels_before(parts, specs, engine_state["leaves"])
-    _resume_host(host, parts, specs, engine_state["leaves"], counts)
-    refusal = other_moment(engine_state, state) or what_differs(
-        found, counts.fingerprints, [leaf.spec for leaf in state.leaves]
-    )
-    return Resumed(counts, before, refusal)
-
-
-def _resume_host(
-    host: HostState,
-    parts: Sequence[Part],
-    specs: Sequence[LeafSpec],
-    leaves: Sequence[Mapping[str, Any]],
-    counts: Counts,
-) -> None:
-    """Puts saved arrays into a new host state, a part at a time.
-
-    Raises:
-        ValueError: If channels cannot be on the devices of now.
-    """
-    for leaf, part in zip(host.leaves, parts, strict=True):
-        if leaf.channels.size and not 0 <= leaf.channels.min() <= leaf.channels.max() < part.spec.n:
+    states = offloaded.pick(state.leaves)
+    for part in parts:
+        channels = host_channels(part.of(states[part.leaf].channels), part)
+        if channels.size and not 0 <= channels.min() <= channels.max() < part.spec.n:
             raise ValueError(
                 f"expected each device to have its share of the selected channels of "
                 f"{part.spec.name}, got a selection that was made over fewer devices. Resume where "
@@ -105,28 +125,26 @@ def _resume_host(
             names.append("total")
         return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
 
-    host.resume(
-        map(arrays, parts),
-        counts.counted,
-        closed=counts.windows,
-        scalars=counts.scalars,
-    )
-
-
-def channels_before(
-    parts: Sequence[Part], specs: Sequence[LeafSpec], leaves: Sequence[Mapping[str, Any]]
-) -> list[np.ndarray]:
-    """Each part's channels that were selected while the pending update's window was open."""
-    return [
+    before = [
         _piece(leaves[part.leaf], "before", part, specs[part.leaf])
         if part.spec.k
         else np.zeros((*part.spec.stack, 0), np.int32)
         for part in parts
     ]
+    worker.resume(
+        map(arrays, parts),
+        counts.counted,
+        closed=counts.windows,
+        scalars=counts.scalars,
+        skipped=counts.skipped,
+    )
+    return Resumed(counts, before)
 
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
-    """Refuses an engine state of other leaves or options, naming the first difference."""
+    """Refuses an engine state of another layout, other leaves or options, naming what differs."""
+    if isinstance(saved, Mapping) and {"leaves", "counts"} <= saved.keys():
+        _check_layout(saved.get("layout"))
     expected = abstract_engine_state(state)
     # Options first: with other options the arrays differ, too.
     options = saved.get("options") if isinstance(saved, Mapping) else None
@@ -136,7 +154,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
             "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "
-            f"{_first_words(jax.tree.structure(saved))}. Pass what `engine.state()` returned for a "
+            f"{str(jax.tree.structure(saved))[:200]}. Pass what `engine.state()` returned for a "
             "run with the same parameters and options."
         )
     for (path, x), y in zip(
@@ -149,17 +167,30 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
             )
 
 
-def other_moment(saved: Any, state: ZenFlowState) -> str | None:
-    """Why an engine state is not of the moment, or the run, of `state`; None if it is."""
-    step, token = int(saved["counts"]["step"]), int(saved["counts"]["token"])
-    given = int(read(state.step))
-    if (given, int(read(state.token))) == (step, token):
+def _check_layout(written: Any) -> None:
+    """The one place that compares layouts: files and trees of any saver come through here."""
+    names = written if isinstance(written, Mapping) else {}
+    if list(names) != [_version.LAYOUT_NAME]:
+        writers = ", ".join(
+            f"{name} (by zenflow_jax {_version.version_of(int(x))})" for name, x in names.items()
+        )
+        raise ValueError(
+            f"expected an `engine_state` of {_version.LAYOUT_NAME}, got "
+            f"{writers or 'one that does not say its layout, of a version before 0.2.0'}. Go on "
+            "with the version that wrote it, or begin a new run with its parameters, from "
+            "`tx.init(params)`."
+        )
+
+
+def _other_moment(counts: Counts, step: int, token: int) -> str | None:
+    """Why an engine state is not of the moment, or the run, of the rest; None if it is."""
+    if (counts.step, counts.token) == (step, token):
         return None
     return (
         "expected the `opt_state` that `exchange` or `flush` returned when the engine's state was "
-        f"taken, after step {step}, got one after step {given}"
-        f"{' of another run' if given == step else ''}. Save and restore parameters, optimizer "
-        "state and engine state together."
+        f"taken, after step {counts.step}, got one after step {step}"
+        f"{' of another run' if counts.step == step else ''}. Save and restore parameters, "
+        "optimizer state and engine state together."
     )
 
 
@@ -176,54 +207,35 @@ _MAY_CHANGE = (
 def _check_options(
     saved: Mapping[str, Any], expected: Mapping[str, Any], specs: Sequence[LeafSpec]
 ) -> None:
-    for name, value in expected.items():
-        old, new = np.asarray(saved[name]), np.asarray(value)
-        if name == "groups":
-            continue  # with the leaves, which come first
-        if name != "leaves":
-            if old.shape != new.shape or np.any(old != new):
-                raise ValueError(
-                    f"expected `{name}` as in the saved run, {_in_words(name, old)}, got "
-                    f"{_in_words(name, new)}. {_MAY_CHANGE}"
-                )
-            continue
-        if len(old) != len(new):
+    def check(what: str, old: Any, new: Any, in_words: Callable[[Any], str] = str) -> None:
+        if old != new:
             raise ValueError(
-                f"expected parameters with {len(old)} leaves, as in the saved run, got "
-                f"{len(new)}. {_MAY_CHANGE}"
+                f"expected {what} as in the saved run, {in_words(old)}, got {in_words(new)}. "
+                f"{_MAY_CHANGE}"
             )
-        # How many ranges a leaf has only a mesh changes, where it divides the layers of a stack.
-        words = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
-        ends = np.cumsum(new[:, 3])[:-1]
-        then, now = (np.split(np.asarray(x["groups"]), ends) for x in (saved, expected))
-        for i, spec in enumerate(specs):
-            pairs = list(zip(words, old[i].tolist(), new[i].tolist(), strict=True))
-            pairs += [("group", int(x), int(y)) for x, y in zip(then[i], now[i], strict=False)]
-            for word, x, y in pairs:
-                if x != y:
-                    raise ValueError(
-                        f"expected the {word} of {spec.name} as in the saved run, {x}, got {y}. "
-                        f"{_MAY_CHANGE}"
-                    )
+
+    old, new = ({name: np.asarray(x).tolist() for name, x in t.items()} for t in (saved, expected))
+    for name in (x for x in expected if x not in ("leaves", "groups")):
+        check(f"`{name}`", old[name], new[name], partial(_in_words, name))
+    check("the number of leaves", len(old["leaves"]), len(new["leaves"]))
+    # How many ranges a leaf has only a mesh changes, where it divides the layers of a stack.
+    words = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
+    for spec, *rows in zip(specs, old["leaves"], new["leaves"], strict=True):
+        for word, *pair in zip(words, *rows, strict=True):
+            check(f"the {word} of {spec.name}", *pair)
+    names = [spec.name for spec in specs for _ in spec.groups]
+    for name, *pair in zip(names, old["groups"], new["groups"], strict=True):
+        check(f"the group of {name}", *pair)
 
 
 #: What a negative number stands for.
-_OTHERWISE = {
-    "window_scaling": "None",
-    "provisional_share": "None",
-    "staleness": "the next boundary",
-}
+_OTHERWISE = {"window_scaling": "None", "provisional_share": "None", "staleness": "next boundary"}
 
 
-def _in_words(name: str, option: np.ndarray) -> str:
+def _in_words(name: str, option: Any) -> str:
     if name == "send_gradients":
         return '"per_window"' if option else "another value"
-    if option.shape == ():
-        return _OTHERWISE[name] if name in _OTHERWISE and option < 0 else f"{option.item():g}"
-    number, rule, share = option.tolist()
+    if not isinstance(option, list):
+        return _OTHERWISE[name] if name in _OTHERWISE and option < 0 else f"{option:g}"
+    number, rule, share = option
     return f"{number:g}" + ("" if rule == 0 else f" (rule {rule:g}, share {share:g})")
-
-
-def _first_words(x: Any) -> str:
-    text = str(x)
-    return text if len(text) < 200 else f"{text[:200]}..."

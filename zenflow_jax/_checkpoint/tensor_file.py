@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+#: What the files of an engine's state say that they are. Another value for other names or pieces
+#: than those that `stored.py` reads; what the arrays mean, their layout says (`_version.py`).
+FORMAT = "zenflow_jax engine state"
 _DTYPES = {name: np.dtype(x) for name, x in (("F32", "f4"), ("I32", "i4"), ("U32", "u4"))}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # What is in front of the arrays is a multiple of this long.
@@ -164,3 +167,9 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             "checkpoint."
         ) from error
     return metadata, tensors
+
+
+def file_name(process: int | str, processes: int | str) -> str:
+    """What the file of one process is called; "*" stands for any number."""
+    numbers = [x if isinstance(x, str) else f"{x:05}" for x in (process, processes)]
+    return f"engine-{numbers[0]}-of-{numbers[1]}.safetensors"

@@ -7,19 +7,18 @@ read it.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from zenflow_jax._checkpoint.layout import written_by
-from zenflow_jax._checkpoint.stream import EngineStream, SavedPart
+from zenflow_jax import _version
+from zenflow_jax._checkpoint.counts import Counts, counts_to_tree, first_counts
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
-from zenflow_jax._exchange.messages import NONE
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
     Part,
@@ -27,103 +26,18 @@ from zenflow_jax._exchange.parts import (
     by_leaf,
     joined,
 )
-from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.aligned import blank, copied
+from zenflow_jax._host.aligned import blank
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
-from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
 #: Arrays of a leaf's shape.
 WIDE = ("master", "mu", "nu", "total")
-
-
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """What an engine counts: Python numbers, and a `ScheduleState`. A list is of the groups."""
-
-    schedule_state: ScheduleState
-    open_steps: Sequence[int]  # of the open window, skipped ones included
-    counted: Sequence[int]  # the steps among them that are in the sums
-    pending: Sequence[int]  # NONE, PENDING or EMPTY
-    shares: np.ndarray  # float32: `Progress.shares`
-    fingerprints: np.ndarray  # of all leaves: `Given.fingerprints`; 0 before the first step
-    step: int = 0
-    windows: int = 0  # closed so far
-    token: int = 0  # the next step's
-    skipped: int = 0
-    reselections: int = 0
-    window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    scalars: AdamScalars | None = None  # of the last step; None before the first
-
-
-_NUMBERS = ("step", "windows", "token", "skipped", "reselections")
-_OF_GROUPS = ("open_steps", "counted", "pending")
-
-
-def first_counts(schedule: Schedule, leaves: int, offloaded: int) -> Counts:
-    """Before the first step, for so many leaves, of which so many are offloaded."""
-    none = [0] * schedule.groups
-    return Counts(
-        schedule_state=first_schedule_state(schedule, offloaded),
-        open_steps=none,
-        counted=none,
-        pending=[NONE] * schedule.groups,
-        shares=np.full(schedule.groups, np.nan, np.float32),
-        fingerprints=np.zeros(leaves, np.uint32),
-    )
-
-
-def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
-    """The counts as arrays; `schedule` is that of the optimizer's state."""
-    lengths = np.zeros(longest(schedule.window) + 1, np.int32)
-    for length, count in counts.window_lengths.items():
-        lengths[length] = count
-    of_groups = {name: getattr(counts, name) for name in _OF_GROUPS}
-    return {
-        **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
-        **{name: np.array(x, np.int32) for name, x in of_groups.items()},
-        "window_lengths": lengths,
-        "scalars": _scalars_to_tree(counts.scalars),
-        "shares": np.array(counts.shares, np.float32),
-        "fingerprints": counts.fingerprints,
-        "schedule_state": {
-            name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
-            for name, x in counts.schedule_state._asdict().items()
-            if np.size(x)  # orbax writes no empty arrays
-        },
-    }
-
-
-def _scalars_to_tree(scalars: AdamScalars | None) -> np.ndarray:
-    return np.array(scalars or [0.0] * len(AdamScalars._fields), np.float32)
-
-
-def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
-    """The counts that `counts_to_tree` gave."""
-    schedule_state = {name: np.asarray(x) for name, x in tree["schedule_state"].items()}
-    nothing = np.zeros(0, np.float32)
-    lengths = np.asarray(tree["window_lengths"])
-    of_groups = {name: np.asarray(tree[name]).tolist() for name in _OF_GROUPS}
-    return Counts(
-        **{name: int(tree[name]) for name in _NUMBERS},
-        **of_groups,
-        window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
-        scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
-        shares=np.asarray(tree["shares"]),
-        fingerprints=np.asarray(tree["fingerprints"]),
-        schedule_state=ScheduleState(
-            length=int(schedule_state["length"]),
-            counted=np.float32(schedule_state["counted"]),
-            deferred=schedule_state.get("deferred", nothing),
-            selected=schedule_state.get("selected", nothing),
-            windows=schedule_state["windows"],
-            kept_share=schedule_state["kept_share"],
-        ),
-    )
+# Elements that are put together at once, where memory does not have them as they are written.
+_BLOCK = 1024 * 1024
 
 
 def options_of(state: ZenFlowState) -> dict[str, Any]:
@@ -207,7 +121,8 @@ def _small(counts: Counts, schedule: Schedule, options: dict[str, Any]) -> dict[
     return {
         "counts": counts_to_tree(counts, schedule),
         "options": options,
-        "layout": written_by(),
+        # As in the optimizer state, so that savers that compare names show both versions.
+        "layout": {_version.LAYOUT_NAME: np.array(_version.version_number(), np.int32)},
     }
 
 
@@ -274,129 +189,124 @@ def place_of(name: str, part: Part, spec: LeafSpec) -> tuple[slice, ...]:
     return (*part.index[: len(part.spec.stack)], channels)
 
 
-class EngineTree:
-    """Writes the state of an engine as a tree, of the same structure whatever is in it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Content:
+    """What is saved of an engine as of one moment: trees and files are written from this alone.
 
-    def __init__(self, state: ZenFlowState, offloaded: OffloadedLeaves):
-        self._schedule = state.schedule
-        self._specs = offloaded.specs
-        self._options = options_of(state)
-        self._parts = offloaded.parts
-        self._pieces = offloaded.pieces
-        self._firsts = offloaded.firsts
-        mail = offloaded.pick(state.mail)
-        self._arrays = [
-            arrays_of(spec, x, state.send_gradients)
-            for spec, x in zip(offloaded.specs, mail, strict=True)
-        ]
+    Attributes:
+        offloaded: The leaves whose arrays the host has.
+        arrays: Shape, dtype and sharding of the arrays of each leaf, as `arrays_of` gives them.
+        small: Counts and options: a tree of small NumPy arrays, the same in all processes.
+        counted: Steps in the sum of each group's open window.
+        before: For each part, its channels selected during the pending update's window, as
+            `HostLeaf.channels`; None if they still are.
+        adam: Adds up mail, on the thread that writes.
+    """
 
-    def build(
-        self, leaves: Sequence[HostLeaf], counts: Counts, before: Sequence[np.ndarray | None]
-    ) -> dict[str, Any]:
-        """The tree; its arrays are copies.
+    offloaded: OffloadedLeaves
+    arrays: Sequence[Mapping[str, tuple[tuple[int, ...], Any, Any]]]
+    small: Mapping[str, Any]
+    counted: Sequence[int]
+    before: Sequence[np.ndarray | None]
+    adam: HostAdam
+
+    @classmethod
+    def of(
+        cls,
+        state: ZenFlowState,
+        offloaded: OffloadedLeaves,
+        counts: Counts,
+        before: Sequence[np.ndarray | None],
+        adam: HostAdam,
+    ) -> "Content":
+        """That of an engine that counts `counts`; `state` may be of any step."""
+        leaves = zip(offloaded.specs, offloaded.pick(state.mail), strict=True)
+        return cls(
+            offloaded,
+            [arrays_of(spec, mail, state.send_gradients) for spec, mail in leaves],
+            _small(counts, state.schedule, options_of(state)),
+            counts.counted,
+            # A live view of a device's array would block its donation.
+            [None if x is None else np.array(x) for x in before],
+            adam,
+        )
+
+    def places(self, i: int) -> dict[str, tuple[slice, ...]]:
+        """Where each array of part `i` is in that of its leaf; a sum without a step is left out."""
+        part = self.offloaded.parts[i]
+        return {
+            name: place_of(name, part, self.offloaded.specs[part.leaf])
+            for name in self.arrays[part.leaf]
+            if name != "total" or self.counted[part.spec.group]
+        }
+
+    def blocks(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The elements of an array of part `i` in pieces, each with the number of its first one.
+
+        A piece is valid until the next one.
+        """
+        if name == "steps":
+            yield 0, leaf.steps
+        elif name == "before":
+            before = self.before[i]
+            channels = leaf.channels if before is None else before
+            yield 0, channels + self.offloaded.parts[i].first
+        else:
+            scratch = blank((min(_BLOCK, leaf.master.size),))
+            for begin in range(0, leaf.master.size, _BLOCK):
+                end = min(begin + _BLOCK, leaf.master.size)
+                if name == "total":
+                    yield begin, self._sum(leaf, begin, end, scratch)
+                else:
+                    array = {"master": leaf.master, "mu": leaf.mu, "nu": leaf.nu}[name]
+                    yield begin, array.range(begin, end, scratch)
+
+    def _sum(self, leaf: HostLeaf, begin: int, end: int, scratch: np.ndarray) -> np.ndarray:
+        """Some of the sum of the leaf's open window, with the bits of any other way to add up."""
+        total = scratch[: end - begin]
+        if leaf.total is not None:
+            np.copyto(total, leaf.total.reshape(-1)[begin:end])
+        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in leaf.mails]
+        self.adam.accumulate(total, mails, first=leaf.total is None)
+        return total
+
+    def tree(self, leaves: Sequence[HostLeaf]) -> dict[str, Any]:
+        """The content in memory, in arrays of its own.
 
         Args:
             leaves: The host's arrays of each part; nobody may write to them meanwhile.
-            counts: What the engine counts.
-            before: For each part, its channels selected during the pending update's window, as
-                `HostLeaf.channels`; None if they still are.
         """
-        return {
-            "leaves": self._of_leaves(leaves, counts.counted, before),
-            **_small(counts, self._schedule, self._options),
-        }
-
-    def stream(
-        self,
-        leaves: Sequence[HostLeaf],
-        counts: Counts,
-        before: Sequence[np.ndarray | None],
-        *,
-        order: Sequence[int],
-        processes: Sequence[int],
-        copy_bytes: int | None,
-        adam: HostAdam,
-    ) -> EngineStream:
-        """The same, to be written while the run goes on; nothing is copied now.
-
-        Args:
-            leaves, counts, before: As for `build`.
-            order: The groups, in the order in which their windows will close.
-            processes: Those that the engine is in, ascending.
-            copy_bytes: Memory for copies; None for a byte for each parameter.
-            adam: Of the thread that will write; the stream closes it.
-        """
-        mine = [i for i, part in enumerate(self._parts) if part.saved]
-        mine.sort(key=lambda i: order.index(self._parts[i].spec.group))
-        if copy_bytes is None:
-            copy_bytes = sum(leaf.master.size for leaf in leaves)
-        return EngineStream(
-            snapshot=Snapshot({i: leaves[i] for i in mine}, copy_bytes),
-            parts={
-                i: SavedPart(
-                    self._parts[i],
-                    # A live view of the array would block its donation.
-                    None if (then := before[i]) is None else np.array(then),
-                    counts.counted[self._parts[i].spec.group] > 0,
-                )
-                for i in mine
-            },
-            small=_small(counts, self._schedule, self._options),
-            arrays=self._arrays,
-            place=lambda name, part: place_of(name, part, self._specs[part.leaf]),
-            processes=processes,
-            adam=adam,
-        )
-
-    def _of_leaves(
-        self,
-        leaves: Sequence[HostLeaf],
-        counted: Sequence[int],
-        before: Sequence[np.ndarray | None],
-    ) -> list[dict[str, jax.Array]]:
-        """The host's arrays of each offloaded leaf; a group's sums have `counted` steps."""
-        arrays, firsts = self._arrays, self._firsts
+        offloaded = self.offloaded
         pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
-        for numbers, first in zip(self._pieces, firsts, strict=True):
-            ranges = [self._of_part(self._parts[i], leaves[i], counted, before[i]) for i in numbers]
-            for name in ranges[0]:
-                if name == "total" and "total" not in arrays[first.leaf]:
-                    continue
-                x = joined([of_range[name] for of_range in ranges])
-                # No empty arrays: nobody asks for them, and GPUs have none in host memory.
-                on_devices = _beside(x, first.devices) if x.size else []
-                pieces.setdefault(name, []).append(on_devices or [None] * len(first.devices))
+        for numbers, first in zip(offloaded.pieces, offloaded.firsts, strict=True):
+            for name in (*WIDE, "steps", "before"):
+                on_devices: Sequence[jax.Array | None] = [None] * len(first.devices)
+                if name in self.arrays[first.leaf]:
+                    array = joined([self._array(i, leaves[i], name) for i in numbers])
+                    on_devices = _beside(array, first.devices)
+                pieces.setdefault(name, []).append(on_devices)
         # Devices other than CPUs are still copying.
         jax.block_until_ready(pieces)
-        columns = {name: by_leaf(firsts, found) for name, found in pieces.items()}
-        return [
+        columns = {name: by_leaf(offloaded.firsts, found) for name, found in pieces.items()}
+        of_leaves = [
             {
                 name: assemble(columns[name][i], shape, sharding)
                 for name, (shape, _, sharding) in of_leaf.items()
             }
-            for i, of_leaf in enumerate(arrays)
+            for i, of_leaf in enumerate(self.arrays)
         ]
+        return {"leaves": of_leaves, **self.small}
 
-    def _of_part(
-        self, part: Part, leaf: HostLeaf, counted: Sequence[int], before: np.ndarray | None
-    ) -> dict[str, np.ndarray]:
-        """The arrays of one part, in its shape; not copies where they need not be."""
-        spec = part.spec
-        channels = leaf.channels if before is None else before
-        # Until a step is counted, a sum is missing.
-        total = leaf.total if counted[spec.group] else None
-        return {
-            "master": leaf.master.as_float32().reshape(spec.shape),
-            "mu": leaf.mu.as_float32().reshape(spec.shape),
-            "nu": leaf.nu.as_float32().reshape(spec.shape),
-            "total": (blank(spec.shape) if total is None else total).reshape(spec.shape),
-            "steps": leaf.steps.reshape(*spec.stack, spec.n),
-            "before": (channels + part.first).reshape(*spec.stack, spec.k),
-        }
+    def _array(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
+        part = self.offloaded.parts[i]
+        place = place_of(name, part, self.offloaded.specs[part.leaf])
+        array = blank([s.stop - s.start for s in place], self.arrays[part.leaf][name][1])
+        if name in self.places(i):
+            for begin, elements in self.blocks(i, leaf, name):
+                array.reshape(-1)[begin : begin + elements.size] = elements.reshape(-1)
+        return array
 
 
 def _beside(x: np.ndarray, devices: Sequence[Any]) -> list[jax.Array]:
-    """A copy in host memory beside each device; on CPUs one for all of them."""
-    if devices[0].platform == "cpu":
-        x = copied(x)  # a CPU device takes the memory over as it is
+    """The array in host memory beside each device; CPU devices take its memory over as it is."""
     return [jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST)) for device in devices]

@@ -145,7 +145,7 @@ class Recorder:
         self._step_end = 0.0  # of the last step
         self._returned = time.perf_counter()
         self._waits: list[tuple[str, float, float]] = []  # in the call that is not over
-        self._mail_s = self._sums_s = self._upload_s = self._exchange_s = 0.0
+        self._mail_s = self._sums_s = self._upload_s = self._exchange_s = self._wait_s = 0.0
 
     def called(self, kind: str, step: int, start: float) -> None:
         """The caller's: the call that began at `start` returns now."""
@@ -161,6 +161,7 @@ class Recorder:
         """The caller's, inside a call: it waited for the device, then for the host."""
         self._waits.append(("wait for device", start, device_done))
         self._waits.append(("wait for host", device_done, end))
+        self._wait_s += end - device_done
 
     def given(self) -> tuple[float, float]:
         """The caller's: the engine gets a step. Returns, for `step_ended`, two times.
@@ -240,6 +241,7 @@ class Recorder:
             spent = spent | {kind: spent.get(kind, 0.0) + time.perf_counter() - start}
         return {
             "exchange_s": self._exchange_s,
+            "wait_s": self._wait_s,
             "work_s": sum(spent.values(), 0.0) - spent.get("wait for save", 0.0),
             "sum_s": spent.get("take in", 0.0) + spent.get("take in sums", 0.0),
             "hand_over_s": spent.get("hand over", 0.0),

@@ -5,12 +5,30 @@ run: where the first window closes, or where the warm-up ends. `ZENFLOW_JAX_COMP
 environment leaves it at that, for programs that make many engines and few steps with each.
 """
 
+import dataclasses
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+
+from zenflow_jax._device.boundary import (
+    abstract_channel_rows,
+    choose,
+    cut_states,
+    enter,
+    measure,
+    merge,
+    put_states,
+    uploads_in_two,
+)
+from zenflow_jax._device.samples import abstract_samples
+from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._exchange.parts import Group, OffloadedLeaves, part_sharding
+from zenflow_jax._plan.leaf import LeafSpec
 
 
 class Ahead:
@@ -56,3 +74,79 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def _compile(program: Any, arrays: tuple[Any, ...], static: dict[str, Any]) -> Any:
     return program.lower(*arrays, **static).compile()
+
+
+def prepare_boundaries(
+    ahead: Ahead, offloaded: OffloadedLeaves, weights: Sequence[jax.Array], state: ZenFlowState
+) -> None:
+    """Begins to compile what the run's boundaries need, in the order in which they come.
+
+    Args:
+        ahead: Compiles it.
+        offloaded: The leaves that have boundaries.
+        weights: The parameter of each of them.
+        state: The state, before the first step.
+    """
+    # The last group's first window is the shortest.
+    for number, group in reversed(list(enumerate(offloaded.groups))):
+        if not group.leaves:
+            continue
+        mine = [abstract(x) for x in group.pick(weights)]
+        states = [jax.tree.map(abstract, x) for x in group.pick(offloaded.pick(state.leaves))]
+        _prepare_selection(ahead, number, group, mine, states)
+        rows = abstract_channel_rows(mine, group.specs)
+        uploads = [
+            jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
+            for x, spec in zip(mine, group.specs, strict=True)
+        ]
+        two = uploads_in_two(uploads, group.specs)
+        seen = abstract_samples(mine, group.specs)
+        key = ("merge", number)
+        reach = jax.tree.map(abstract, state.reach)
+        static = {"specs": group.specs, "window": state.schedule.longest_window}
+        ahead.prepare(key, merge, mine, *two, rows, rows, seen, reach, **static)
+        if state.schedule.needs_kept_share:
+            scores, channels = [s.scores for s in states], [s.channels for s in states]
+            key = ("measure", number)
+            ahead.prepare(key, measure, scores, channels, specs=group.specs)
+
+
+def _prepare_selection(
+    ahead: Ahead,
+    number: int,
+    group: Group,
+    weights: Sequence[Any],
+    states: Sequence[LeafState],
+) -> None:
+    """The part of `prepare_boundaries` for one group's selections; arrays are abstract."""
+    specs = group.specs
+    ranges = [
+        jax.tree.map(partial(_abstract_cut, spec=spec), x)
+        for x, spec in zip(states, specs, strict=True)
+    ]
+    if group.cut:
+        which = [specs[i] for i in group.cut]
+        whole, parts = ([x[i] for i in group.cut] for x in (states, ranges))
+        parts = [dataclasses.replace(x, spec=spec) for x, spec in zip(parts, which, strict=True)]
+        ahead.prepare(("cut", number), cut_states, whole, specs=tuple(which))
+        ahead.prepare(("put", number), put_states, whole, parts)
+    masters = [
+        jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
+        for spec, s in zip(specs, states, strict=True)
+    ]
+    kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
+    scores, channels = [s.scores for s in ranges], [s.channels for s in ranges]
+    key = ("choose", number)
+    ahead.prepare(key, choose, weights, scores, channels, kept, specs=specs)
+    some = [i for i, spec in enumerate(specs) if spec.k]
+    if some:
+        columns = ([x[i] for i in some] for x in (weights, masters, channels))
+        which = tuple(specs[i] for i in some)
+        ahead.prepare(("enter", number), enter, *columns, specs=which)
+
+
+def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:
+    """What `cut` gives of an array like this."""
+    if spec.start is None:
+        return x
+    return jax.ShapeDtypeStruct((spec.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)

@@ -6,6 +6,7 @@ those that were right last time: a compiled step gives the same objects every ti
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,10 +16,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device.checks import check_placement
-from zenflow_jax._device.leaves import check_leaves
+from zenflow_jax._device.leaves import Places, check_leaves
+from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, leaf_layout
 from zenflow_jax._exchange.checks import check_not_numpy
+from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._plan.leaf import LeafSpec
 
 
@@ -28,11 +31,26 @@ class Expected:
     Args:
         state: The state before the first step.
         weights: The parameter of each of its leaves, where `check_placement` wants it.
+        offloaded: The leaves that the host updates.
+        moved: Arrays of the first state that were put back.
+
+    Attributes:
+        put_back: Arrays of states that something had placed anew, and that were put back.
     """
 
-    def __init__(self, state: ZenFlowState, weights: Sequence[jax.Array]):
+    def __init__(
+        self,
+        state: ZenFlowState,
+        weights: Sequence[jax.Array],
+        offloaded: OffloadedLeaves,
+        moved: int = 0,
+    ):
+        self.put_back = moved
+        self._has_put_back = False
+        self._offloaded = offloaded
         self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
+        self._places = Places(self._specs)
         self._groups = range(state.schedule.groups)
         self._beside = [weight.sharding for weight in weights]
         self._on_mesh = any(len(sharding.device_set) > 1 for sharding in self._beside)
@@ -60,7 +78,33 @@ class Expected:
         _check_arrays(state)
         return state
 
-    def misplaced(self, state: ZenFlowState, groups: Iterable[int]) -> str | None:
+    def take(self, params: Any) -> "CallerTree":
+        """The tree of parameters in parts; its leaves are not looked at.
+
+        Raises:
+            ValueError: If it lacks a leaf of the state.
+        """
+        return CallerTree(*self._places(params), self._offloaded)
+
+    def in_place(
+        self, state: ZenFlowState, weights: Sequence[jax.Array], groups: Sequence[int]
+    ) -> ZenFlowState:
+        """A step's state with all arrays where they belong; they are put back once in a run.
+
+        Raises:
+            ValueError: If they were put back before.
+        """
+        reason = self._misplaced(state, groups)
+        if reason is None:
+            return state
+        if self._has_put_back:
+            raise ValueError(reason)
+        self._has_put_back = True
+        state, moved = put_back(state, weights)
+        self.put_back += moved
+        return state
+
+    def _misplaced(self, state: ZenFlowState, groups: Iterable[int]) -> str | None:
         """Which array of a state is not where the step keeps it, beside its parameter, in words.
 
         On a mesh a misplaced array has other pieces on each device; they would be read as other
@@ -169,3 +213,35 @@ def _check_arrays(state: ZenFlowState) -> None:
             "returned, outside of jit; of flax nnx pass model and optimizer themselves, to "
             "`exchange_nnx`, `flush_nnx` or `peek_nnx`."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class CallerTree:
+    """What a caller has passed as `params`. It may have leaves that the state does not know."""
+
+    leaves: Sequence[Any]
+    treedef: Any
+    places: Sequence[int]  # where each leaf of the state is among `leaves`
+    known: OffloadedLeaves
+
+    @functools.cached_property
+    def weights(self) -> list[Any]:
+        """The parameter of each leaf of the state."""
+        return [self.leaves[i] for i in self.places]
+
+    @functools.cached_property
+    def offloaded(self) -> list[Any]:
+        """The parameter of each offloaded leaf."""
+        return self.known.pick(self.weights)
+
+    @property
+    def tree(self) -> Any:
+        """The tree, put together again."""
+        return jax.tree.unflatten(self.treedef, self.leaves)
+
+    def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":
+        """This with `weights` in the places of the offloaded leaves."""
+        leaves = list(self.leaves)
+        for i, weight in zip(self.known.pick(self.places), weights, strict=True):
+            leaves[i] = weight
+        return dataclasses.replace(self, leaves=leaves)

@@ -11,7 +11,6 @@ sums of the next window.
 """
 
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -25,86 +24,22 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.memory import in_host_memory, put_everywhere, read, zeros_like
 from zenflow_jax._device.ranges import cut, put
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._device.step_scalars import StepScalars
+from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.parts import as_before
+from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
-from zenflow_jax._plan.schedule import Schedule
-from zenflow_jax._plan.sending import SendGradients
 
-#: The most mails that may be unread, which lets Python run ahead of the device. With "after_step"
-#: each unread one takes device memory. With "per_window" a step's scalars may be behind the sums of
-#: a window, so `send` itself keeps Python at most `AHEAD` steps ahead.
-IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
+#: With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
+#: Python at most so many steps ahead.
 AHEAD = 2
 #: Tokens that are made together.
 TOKENS = 32
 _POSITIVE = 0x7FFFFFFF
-
-
-def buffers(state: ZenFlowState) -> float:
-    """The most mails that exist in host memory; those of some leaves count as a part of one."""
-    specs, sizes = _offloaded(state)
-    total = max(sum(sizes), 1)
-    if state.send_gradients.sums_on_device:
-        of_groups = [0.0] * state.schedule.groups
-        for part in (part for spec in specs for part in spec.ranges):
-            of_groups[part.group] += math.prod(part.shape) * part.mail_dtype.itemsize / total
-        # The sums of windows that are updated, and of those that close next.
-        return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
-    blank = {(spec.shape, spec.mail_dtype): size for spec, size in zip(specs, sizes, strict=True)}
-    # One is written by the step, and blank ones are in the state.
-    written = 1 + sum(blank.values()) / total if state.send_gradients.in_step else 0
-    unread = IN_FLIGHT[state.send_gradients]
-    # An update that must arrive at the next step keeps Python from running ahead: one mail is on
-    # its way, or is being written.
-    if state.schedule.groups > 1 and state.schedule.staleness in (0, 1):
-        unread = 0 if state.send_gradients.in_step else 1
-    return float(min(MAILS_KEPT, most_kept(state)) + unread + written)
-
-
-def most_kept(state: ZenFlowState) -> float:
-    """The most mails that would be kept if none were added up, unless the device does that."""
-    specs, sizes = _offloaded(state)
-    total = max(sum(sizes), 1)
-    window = longest(state.schedule.window)
-    if state.schedule.groups == 1:
-        return 2.0 * window
-    ages = range(1, window + 1)
-    # Mail of a leaf in ranges is there until the last of them has used it.
-    opened = max(
-        sum(
-            max(ages[(turn + group) % window] for group in spec.groups) * size / total
-            for spec, size in zip(specs, sizes, strict=True)
-        )
-        for turn in ages
-    )
-    held = [0.0] * state.schedule.groups
-    for spec, size in zip(specs, sizes, strict=True):
-        for group in spec.groups:
-            held[group] += size / total
-    return opened + window * _waiting(state.schedule, held)
-
-
-def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[int]]:
-    """The offloaded leaves, and the bytes of each one's mail."""
-    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
-    return specs, [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
-
-
-def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
-    """The most of the leaves whose window has closed, and whose update is not made yet.
-
-    Beside those whose window is the last to have closed.
-    """
-    whole = schedule.window if isinstance(schedule.window, int) else 1
-    staleness = whole if schedule.staleness is None else schedule.staleness
-    return sum(sorted(of_groups)[::-1][: max(staleness - 1, 0)], 0.0)
 
 
 @jax.tree_util.register_dataclass
@@ -168,29 +103,57 @@ class Mailbox:
         """The next step's token."""
         return self._token
 
-    def holds(self, state: ZenFlowState) -> bool:
-        """Whether this is the state last given, and no step was made with it since."""
-        return state.token is self._given
+    def check_new_step(self, state: ZenFlowState) -> None:
+        """Refuses a state that no step was made with since it was given."""
+        self._check_flushed(state)
+        if state.token is self._given:
+            raise RuntimeError(
+                "expected the state of a new step, got the one that this engine returned last. "
+                "Call `exchange` once after each step, with what the step returned."
+            )
 
-    def passed_on(self, state: ZenFlowState) -> bool:
-        """Whether this is a copy of the state last given, as a step without an update makes one.
+    def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
+        """Refuses another state than the last one given; True if it is a copy of that.
 
-        Waits for it. An update uses the token up.
+        A step without an update makes a copy, as between two micro-batches of `optax.MultiSteps`;
+        an update uses the token up. Waits for a copy.
+
+        Args:
+            state: The state.
+            name: Of the engine's method that got it.
         """
-        return int(read(state.token)) == self._token
+        self._check_flushed(state)
+        if state.token is self._given:
+            return False
+        token = int(read(state.token))
+        if token == self._token:
+            return True
+        got = (
+            f"one whose step's mail has not been taken. Call `exchange` first, then `{name}`."
+            if token == USED
+            else f"one of another step or run. Call `{name}` with the one it returned."
+        )
+        raise RuntimeError(f"expected the state that the last `exchange` returned, got {got}")
 
-    def replaced(self, state: ZenFlowState) -> bool:
-        """Whether this is the state that the last flush was called with, or a step made from it.
+    def _check_flushed(self, state: ZenFlowState) -> None:
+        """Refuses the state that the last flush was called with, or a step made from it.
 
         Or a copy of it. Waits for the step, if there is one and if a flush came before it.
         """
-        if self._replaced is None or self.holds(state):
-            return False
+        if self._replaced is None or state.token is self._given:
+            return
         given, token = self._replaced
-        if state.token is given:
-            return True
-        sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
-        return token in (int(read(state.token)), int(sent.unpack().token))
+        if state.token is not given:
+            sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
+            if token not in (int(read(state.token)), int(sent.unpack().token)):
+                return
+        raise RuntimeError(
+            "expected parameters and state that the last `flush` returned, got those that it was "
+            "called with, or a step made from them: they lack the updates that it has brought. Go "
+            "on with `params, opt_state = engine.flush(params, opt_state)`; to look at the "
+            "parameters without ending the open window, use `eval_params = engine.peek(params, "
+            "opt_state)`."
+        )
 
     def send(self, state: ZenFlowState, step: int) -> None:
         """Hands the mail of `step` to the worker, waiting while too many are unread."""

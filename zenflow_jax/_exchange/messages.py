@@ -1,31 +1,37 @@
 """Messages from the calling thread to the worker, with futures for its answers."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from zenflow_jax._device.step_scalars import StepScalars
+from zenflow_jax._device.memory import copy_to_host
+from zenflow_jax._device.step_scalars import USED, StepScalars
+from zenflow_jax._diagnostics.timeline import Recorder
+from zenflow_jax._exchange.parts import OffloadedLeaves
+
+# What there is of a group's update that has not reached the parameters: none; one; an empty one,
+# because no step of its window counted.
+NONE, PENDING, EMPTY = 0, 1, 2
 
 
-@dataclass(eq=False)
-class Mail:
-    """One step's mail. The worker owns its buffers from now on; `done` when it has taken it in."""
-
-    step: int  # the step from which it must come
-    token: int  # the token that it must carry
-    gradients: list[jax.Array]  # one for each leaf; none where the device adds them up
-    step_scalars: StepScalars
-    on_device: bool  # gradients and scalars are still on the device
+@dataclass(eq=False, kw_only=True)
+class _Message:
     done: Future = field(default_factory=Future)
-    arrived: Future = field(default_factory=Future)  # gives what `_receive` returns
     begun: bool = False  # the worker has taken it up
+    arrived: Future | None = None  # gives its arrays in host memory; None if it has none
 
     @property
     def is_here(self) -> bool:
-        return self.arrived.done()
+        return self.arrived is None or self.arrived.done()
+
+    def arrays(self) -> Any:
+        """Its arrays in host memory, once they are there."""
+        assert self.arrived is not None, "it has none"
+        return self.arrived.result()
 
     @property
     def promises(self) -> list[Future]:
@@ -34,23 +40,47 @@ class Mail:
 
 
 @dataclass(eq=False)
-class Sums:
+class Mail(_Message):
+    """One step's mail. The worker owns its buffers from now on; `done` when it has taken it in."""
+
+    step: int  # the step from which it must come
+    token: int  # the token that it must carry
+    gradients: list[jax.Array]  # one for each leaf; none where the device adds them up
+    step_scalars: StepScalars
+    on_device: bool  # gradients and scalars are still on the device
+
+    def check(self, step: int, token: int) -> None:
+        """Refuses mail of another step or token than it must be of."""
+        if token == USED:
+            raise RuntimeError(
+                f"two steps were made without `exchange` between them (at step {step}), so the "
+                "first one's mail is lost and deferred channels would not learn. Call `params, "
+                "opt_state = engine.exchange(params, opt_state)` after every step, and give the "
+                "next step what it returned."
+            )
+        if step == 0:  # scalars that no step has written
+            raise RuntimeError(
+                f"expected the mail of step {self.step}, got a state that `update` had no part in: "
+                "a wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
+                "around `tx.update`), or `tx.init` has just made it. Sum micro-batches inside the "
+                "step, or call `exchange` only where `multi_steps.has_updated(opt_state)`; steps "
+                "that are not finite are skipped without `apply_if_finite`."
+            )
+        if (step, token) != (self.step, self.token):
+            raise RuntimeError(
+                f"expected the mail of this run's step {self.step}, got step {step} of a state "
+                "that this engine did not return. Give each run an engine of its own, and each "
+                "step the state that the last `exchange` returned."
+            )
+
+
+@dataclass(eq=False)
+class Sums(_Message):
     """The device's sums of a group's window, which closes next; the worker's from now on."""
 
     group: int
     gradients: list[jax.Array]  # one for each leaf of the group, on the device
     last: Mail | None  # mail of the window's last step, if this engine has seen one
-    done: Future = field(default_factory=Future)
-    arrived: Future = field(default_factory=Future)
-    begun: bool = False  # the worker has taken it up
-
-    @property
-    def is_here(self) -> bool:
-        return self.arrived.done()
-
-    @property
-    def promises(self) -> list[Future]:
-        return [self.done]
 
 
 @dataclass(eq=False)
@@ -68,7 +98,7 @@ class HandOver:
 
 
 @dataclass(eq=False)
-class Close:
+class Close(_Message):
     """A group's open window closes. `done` gives its update, for each part and each of its devices.
 
     A part that is not prefetched has none. If no step of the window counted, the list is empty.
@@ -77,15 +107,70 @@ class Close:
     group: int
     hand_over: HandOver | None = None
     used_up: list[Any] = field(default_factory=list)  # uploads that are merged, to be freed
-    done: Future = field(default_factory=Future)
-    begun: bool = False  # the worker has taken it up
-    is_here: bool = True  # there is nothing to wait for
 
     @property
     def promises(self) -> list[Future]:
         return [self.done] if self.hand_over is None else [self.done, self.hand_over.done]
 
 
-# What there is of a group's update that has not reached the parameters: none; one; an empty one,
-# because no step of its window counted.
-NONE, PENDING, EMPTY = 0, 1, 2
+class Receiver:
+    """Waits for the arrays of messages, so that the worker can go on with an update.
+
+    Args:
+        offloaded: The leaves that mail has gradients of.
+        recorder: Notes when arrays arrive.
+    """
+
+    def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
+        self._offloaded, self._recorder = offloaded, recorder
+        self._mail = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
+        # Another one, so that scalars of the next window need not wait behind a window's sums.
+        self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
+
+    def receive(self, item: Mail | Sums, arrived: Callable[[], None]) -> None:
+        """Begins to wait for a message's arrays, and calls `arrived` when they are there.
+
+        Raises:
+            RuntimeError: If this is closed.
+        """
+        if isinstance(item, Mail):
+            item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.given())
+        else:
+            item.arrived = self._sums.submit(self._receive_sums, item)
+        item.arrived.add_done_callback(lambda _: arrived())
+
+    def close(self) -> None:
+        """Takes no more messages; does not wait."""
+        self._mail.shutdown(wait=False)
+        self._sums.shutdown(wait=False)
+
+    def _receive_mail(
+        self, item: Mail, given: tuple[float, float]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Each piece's gradient on its first device, and the step scalars, once in host memory."""
+        step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
+        pieces = []
+        if item.gradients:
+            pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
+        if item.on_device:
+            step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
+        jax.block_until_ready((step_scalars, item.step_scalars))
+        self._recorder.step_ended(item.step, given)
+        jax.block_until_ready(pieces)
+        self._recorder.mail_arrived(item.step)
+        # Only now, when the caller has dropped them: whoever is last has to free them.
+        item.gradients.clear()
+        return pieces, step_scalars
+
+    def _receive_sums(self, item: Sums) -> list[jax.Array]:
+        """Each part's sum on its first device, once in host memory."""
+        parts = self._offloaded.groups[item.group].parts
+        pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
+        if item.last is not None:
+            item.last.arrays()  # the step is over, so the copy begins
+        start = time.perf_counter()
+        jax.block_until_ready(pieces)
+        item.gradients.clear()
+        if item.last is not None:
+            self._recorder.sums_arrived(item.last.step, start)
+        return pieces

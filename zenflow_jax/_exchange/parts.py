@@ -168,21 +168,6 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     return parts
 
 
-def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
-    """Bytes of one step's mail, if all devices that hold a part send it, or the first alone."""
-    return sum(
-        math.prod(part.spec.shape)
-        * part.spec.mail_dtype.itemsize
-        * (len(part.devices) if every_device else 1)
-        for part in parts
-    )
-
-
-def selected_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of the device's state of all selected channels: float32 master and moments."""
-    return sum(3 * 4 * math.prod(part.spec.selected_shape) for part in parts)
-
-
 def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
     """For each part, whether its leaf, or range, is among those whose uploads fit into `budget`.
 
@@ -197,6 +182,11 @@ def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
             found[key] = budget is None or used + size <= budget
             used += size if found[key] else 0
     return [found[key] for key in keys]
+
+
+def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
+    """The devices, of all processes, that some arrays are on."""
+    return {device for weight in weights for device in weight.sharding.device_set}
 
 
 def joined(ranges: Sequence[np.ndarray]) -> np.ndarray:

@@ -76,7 +76,9 @@ class PeerMonitor:
         exit_if_stuck: bool = True,
     ):
         self._processes = frozenset(processes)
-        self._idle = len(self._processes) < 2
+        # Points of the program that the caller's thread has passed: every process makes the same
+        # calls in the same order, so two that raise after as many have dispatched the same.
+        self._passed = 0
         if self._idle:
             return
         self._me = jax.process_index()
@@ -91,8 +93,7 @@ class PeerMonitor:
         self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._at_rest = threading.Event()  # the thread makes no more requests
         # For the thread alone: what it knows of each process, and what it has told the others.
-        self._failed: dict[int, str] = {}  # messages
-        self._left: dict[int, str] = {}  # points
+        self._texts: dict[str, dict[int, str]] = {"failed": {}, "left": {}}  # messages, points
         self._told: set[str] = set()
         self._exits = False
         self._thread = threading.Thread(target=self._run, name="zenflow-peers", daemon=True)
@@ -115,14 +116,13 @@ class PeerMonitor:
         """Notes that this process's worker has failed."""
         self._put("failed", message)
 
-    def raised(self, point: str) -> None:
-        """Notes that the caller's thread raises a failure, this process's or another's.
+    def passed(self) -> None:
+        """Notes that the caller's thread has passed a point at which it could have raised."""
+        self._passed += 1
 
-        Args:
-            point: Where in the program it is: processes with the same text have dispatched the same
-                programs so far.
-        """
-        self._put("left", point)
+    def raised(self) -> None:
+        """Notes that the caller's thread raises a failure, this process's or another's."""
+        self._put("left", f"point {self._passed}")
 
     def close(self) -> None:
         """Notes that the engine was closed, or forgotten."""
@@ -206,14 +206,14 @@ class PeerMonitor:
                 if kind == "exit":
                     self._exits = True
                 else:
-                    self._texts(kind).setdefault(self._me, text)
+                    self._texts[kind].setdefault(self._me, text)
                 kind, text = self._news.get_nowait()
         except queue.Empty:
             pass
 
     def _tell(self) -> None:
         for kind in ("failed", "left"):
-            text = self._texts(kind).get(self._me)
+            text = self._texts[kind].get(self._me)
             if text is not None and kind not in self._told:
                 # Overwrites, because a request that failed may have arrived.
                 self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
@@ -222,10 +222,20 @@ class PeerMonitor:
     def _look(self) -> None:
         for key, text in self._client.key_value_dir_get(self._directory):
             process, kind = key.removeprefix(self._directory).split("/")
-            self._texts(kind).setdefault(int(process), text)
+            self._texts[kind].setdefault(int(process), text)
 
-    def _texts(self, kind: str) -> dict[int, str]:
-        return {"failed": self._failed, "left": self._left}[kind]
+    @property
+    def _idle(self) -> bool:
+        """Whether one process has all the devices, and there is nothing to watch."""
+        return len(self._processes) < 2
+
+    @property
+    def _failed(self) -> dict[int, str]:
+        return self._texts["failed"]
+
+    @property
+    def _left(self) -> dict[int, str]:
+        return self._texts["left"]
 
     def _pass_on(self) -> None:
         on_failure = self._on_failure()

@@ -1,6 +1,7 @@
 """Where an engine's run is in its schedule, and the numbers that decide what comes next."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -23,6 +24,8 @@ class Progress:
 
     Attributes:
         step: Steps that have passed.
+        open_steps: Steps in each group's open window, skipped ones included.
+        window_lengths: How many windows had each length.
         reselections: Selections of a group's channels, the first ones included.
         shares: For each group, the selected channels' share of the best k channels' score, as last
             read; NaN before, and if the schedule does not ask for it.
@@ -30,6 +33,8 @@ class Progress:
 
     def __init__(self, schedule: Schedule, leaves: int):
         self.step = 0
+        self.open_steps = [0] * schedule.groups
+        self.window_lengths: Counter[int] = Counter()
         self.reselections = 0
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
@@ -69,6 +74,15 @@ class Progress:
 
         return sorted(range(self._schedule.groups), key=steps_left)
 
+    def step_made(self) -> None:
+        """Counts a step into the open windows."""
+        self.open_steps = [steps + 1 for steps in self.open_steps]
+
+    def window_closed(self, group: int) -> None:
+        """Counts a group's window, which ends after the step that was made last."""
+        self.window_lengths[self.open_steps[group]] += 1
+        self.open_steps[group] = 0
+
     def passed(
         self,
         boundaries: Sequence[Boundary],
@@ -100,10 +114,18 @@ class Progress:
         return self._state
 
     def resume(
-        self, step: int, reselections: int, schedule_state: ScheduleState, shares: np.ndarray
+        self,
+        *,
+        step: int,
+        reselections: int,
+        schedule_state: ScheduleState,
+        shares: np.ndarray,
+        open_steps: Sequence[int],
+        window_lengths: Mapping[int, int],
     ) -> None:
         """Continues where another run was."""
         self.step, self.reselections, self.shares = step, reselections, np.array(shares)
+        self.open_steps, self.window_lengths = list(open_steps), Counter(window_lengths)
         self._state = schedule_state
 
     def _read(self) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,9 +30,10 @@ from zenflow_jax._device.boundary import (
     uploads_in_two,
 )
 from zenflow_jax._device.memory import read, upload
-from zenflow_jax._device.samples import abstract_samples, samples
+from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.ahead import Ahead, abstract
+from zenflow_jax._exchange.ahead import Ahead
+from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING, Close, HandOver
 from zenflow_jax._exchange.parts import (
     Group,
@@ -41,13 +41,10 @@ from zenflow_jax._exchange.parts import (
     as_before,
     assemble,
     by_leaf,
-    joined,
     part_sharding,
     select_anew,
 )
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.state import HostState
-from zenflow_jax._plan.leaf import LeafSpec
 
 
 @dataclasses.dataclass
@@ -65,24 +62,23 @@ class Updates:
 
     Args:
         worker: Makes the updates.
-        host: The worker's arrays; read here only while the worker has nothing to do.
-        offloaded: The leaves whose arrays `host` has.
+        offloaded: The leaves whose arrays the worker has.
         ahead: Compiles the programs.
+        integrity: Is told what merges find changed.
     """
 
-    def __init__(self, worker: Worker, host: HostState, offloaded: OffloadedLeaves, ahead: Ahead):
+    def __init__(
+        self, worker: Worker, offloaded: OffloadedLeaves, ahead: Ahead, integrity: Integrity
+    ):
         self._ahead = ahead
+        self._integrity = integrity
         self._worker = worker
-        self._host = host
         self._offloaded = offloaded
         self._parts = offloaded.parts
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
-        #: What merges found since it was last taken from here: leaves, and how much had changed.
-        self.changed: list[tuple[Sequence[int], jax.Array]] = []
-        #: Of each group, samples of the parameters as they were last merged, and the channels that
-        #: are selected now.
+        #: Of each group, samples of the parameters at their last merge, and the selected channels.
         self._samples: list[jax.Array | None] = [None] * len(offloaded.groups)
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
         #: Uploads that were donated. The worker frees the arrays, which takes the caller half as
@@ -90,69 +86,6 @@ class Updates:
         self._used_up: list[Any] = []
         #: Updates on their way, by group, in the order in which their windows closed.
         self._pending: dict[int, _Pending] = {}
-
-    def prepare(self, weights: Sequence[jax.Array], state: ZenFlowState, *, measures: bool) -> None:
-        """Begins to compile what the run's boundaries need, in the order in which they come.
-
-        Args:
-            weights: The parameter of each offloaded leaf.
-            state: The state, before the first step.
-            measures: Whether the run asks for the share of the score that is kept.
-        """
-        # The last group's first window is the shortest.
-        for number, group in reversed(list(enumerate(self._offloaded.groups))):
-            if not group.leaves:
-                continue
-            mine = [abstract(x) for x in group.pick(weights)]
-            states = [jax.tree.map(abstract, x) for x in self._states(group, state.leaves)]
-            self._prepare_selection(number, mine, states)
-            rows = abstract_channel_rows(mine, group.specs)
-            uploads = [
-                jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
-                for x, spec in zip(mine, group.specs, strict=True)
-            ]
-            two = uploads_in_two(uploads, group.specs)
-            seen = abstract_samples(mine, group.specs)
-            key = ("merge", number)
-            reach = jax.tree.map(abstract, state.reach)
-            static = {"specs": group.specs, "window": state.schedule.longest_window}
-            self._ahead.prepare(key, merge, mine, *two, rows, rows, seen, reach, **static)
-            if measures:
-                scores, channels = [s.scores for s in states], [s.channels for s in states]
-                key = ("measure", number)
-                self._ahead.prepare(key, measure, scores, channels, specs=group.specs)
-
-    def _prepare_selection(
-        self, number: int, weights: Sequence[Any], states: Sequence[LeafState]
-    ) -> None:
-        """The part of `prepare` for one group's selections; arrays are abstract."""
-        group = self._offloaded.groups[number]
-        specs = group.specs
-        ranges = [
-            jax.tree.map(partial(_abstract_cut, spec=spec), x)
-            for x, spec in zip(states, specs, strict=True)
-        ]
-        if group.cut:
-            which = [specs[i] for i in group.cut]
-            whole, parts = ([x[i] for i in group.cut] for x in (states, ranges))
-            parts = [
-                dataclasses.replace(x, spec=spec) for x, spec in zip(parts, which, strict=True)
-            ]
-            self._ahead.prepare(("cut", number), cut_states, whole, specs=tuple(which))
-            self._ahead.prepare(("put", number), put_states, whole, parts)
-        masters = [
-            jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
-            for spec, s in zip(specs, states, strict=True)
-        ]
-        kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
-        scores, channels = [s.scores for s in ranges], [s.channels for s in ranges]
-        key = ("choose", number)
-        self._ahead.prepare(key, choose, weights, scores, channels, kept, specs=specs)
-        some = [i for i, spec in enumerate(specs) if spec.k]
-        if some:
-            columns = ([x[i] for i in some] for x in (weights, masters, channels))
-            which = tuple(specs[i] for i in some)
-            self._ahead.prepare(("enter", number), enter, *columns, specs=which)
 
     @property
     def some_pending(self) -> bool:
@@ -230,7 +163,7 @@ class Updates:
                 for i, weight in zip(group.leaves, new, strict=True):
                     weights[i] = weight
             self._samples[number] = seen
-            self.changed.append((group.leaves, changed))
+            self._integrity.add([self._specs[i].name for i in group.leaves], changed)
         return weights
 
     def note_parameters(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
@@ -327,7 +260,7 @@ class Updates:
             uploads[i] = [upload(array, device) for device in group.parts[i].devices]
         # The next update writes to the arrays that they come from.
         jax.block_until_ready(uploads)
-        self._worker.waited(begin, start)
+        self._worker.recorder.waited(begin, start, time.perf_counter())
         self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
         return uploads
 
@@ -426,25 +359,6 @@ class Updates:
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return self._ahead.call(("measure", number), measure, scores, channels, specs=mine.specs)
 
-    def masters(self, number: int, state: ZenFlowState) -> jax.Array:
-        """The host's masters of an offloaded leaf, on the devices, in parts.
-
-        The worker must have nothing to do. The rows of selected channels are not current.
-        """
-        leaves = self._worker.leaves()
-        parts, pieces = [], []
-        for mine in self._offloaded.pieces_of(number):
-            part = self._parts[mine[0]]
-            masters = (leaves[j].master.as_float32() for j in mine)
-            shapes = (self._parts[j].spec.shape for j in mine)
-            master = joined([x.reshape(s) for x, s in zip(masters, shapes, strict=True)])
-            parts.append(dataclasses.replace(part, leaf=0))
-            pieces.append([upload(master, device) for device in part.devices])
-        # The uploads may read live masters, which the next update writes.
-        jax.block_until_ready(pieces)
-        like = state.leaves[self._offloaded.places[number]].mu
-        return assemble(by_leaf(parts, pieces)[0], self._specs[number].shape, like.sharding)
-
     def resume(
         self, pending: Sequence[int], before: Sequence[np.ndarray], weights: Sequence[jax.Array]
     ) -> None:
@@ -455,13 +369,14 @@ class Updates:
             before: Each part's channels that were selected while its window was open, of the leaf.
             weights: The parameter of each offloaded leaf.
         """
+        host = self._worker.leaves()
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
             if kind == NONE:
                 continue
             uploads = []
             if kind == PENDING:
                 for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    array = self._host.leaves[i].to_upload
+                    array = host[i].to_upload
                     devices = part.devices if self._offloaded.prefetched[i] else ()
                     uploads.append([upload(array, device) for device in devices])
                 # The next update writes to the arrays that they come from.
@@ -483,10 +398,3 @@ class Updates:
             ]
             like = abstract_channel_rows(group.pick(weights), group.specs)
             self._pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
-
-
-def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:
-    """What `cut` gives of an array like this."""
-    if spec.start is None:
-        return x
-    return jax.ShapeDtypeStruct((spec.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)

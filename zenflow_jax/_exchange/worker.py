@@ -9,116 +9,122 @@ The thread never runs a jitted computation or a collective. It reads arrays in h
 NumPy, and copies arrays to single devices.
 """
 
+import atexit
 import concurrent.futures
-import contextlib
-import logging
-import math
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from zenflow_jax._device.memory import copy_to_host, upload, view
-from zenflow_jax._device.step_scalars import USED, StepScalars
+from zenflow_jax._device.memory import view
+from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._diagnostics.skipped import tell_of_skipped
 from zenflow_jax._diagnostics.stats import WorkerStats
 from zenflow_jax._diagnostics.timeline import Recorder
-from zenflow_jax._exchange.messages import Close, HandOver, Mail, Sums
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
+from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
+from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.snapshot import Snapshot
-from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
-from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._exchange.uploads import Uploads, hand_over, nbytes
+from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState
 from zenflow_jax._plan.scalars import AdamScalars
 
-# About how many bytes one call uploads.
-_BYTES_PER_UPLOAD = 8 * 2**20
-# After so long in one wait for a save the run says what it waits for: it looks dead else.
-_SAVE_IS_LATE_S = 60.0
-_logger = logging.getLogger("zenflow_jax")
 # How often a caller that waits looks whether the device still has work.
 _LOOK_S = 1e-3
 
 
 class Worker:
-    """Owns the thread. `check` and every open `done` carry failures to the caller.
+    """Owns the thread and the host's arrays. `check` and every open `done` carry failures.
 
     Call `start` before waiting for anything, but only when nothing that its owner needs can fail
-    any more: a running thread keeps all host arrays.
+    any more: a running thread keeps all host arrays. Until then, and while the thread has nothing
+    to do, the caller may use `resume`, `take_master`, `leaves` and `counts`.
 
     Args:
-        host: The arrays that the thread works on; nobody else touches them from now on.
-        offloaded: The leaves whose arrays `host` has, and where their uploads go.
-        peers: Tells the other processes of this worker's failure, and this worker of theirs.
-        skipped: Steps skipped before.
+        make_host: Makes the arrays, which nobody else has. Its argument is called with the number
+            of a leaf before the leaf is written.
+        offloaded: The leaves whose arrays these are, and where their uploads go.
         skipped_in_a_row: Steps skipped before, since the last one that counted.
         max_skipped: This many skipped steps in a row end the thread; None for any number.
     """
 
     def __init__(
         self,
-        host: HostState,
+        make_host: Callable[[Callable[[int], None]], HostState],
         offloaded: OffloadedLeaves,
-        peers: PeerMonitor,
-        skipped: int = 0,
         skipped_in_a_row: int = 0,
         max_skipped: int | None = None,
     ):
+        self._host = make_host(self._before_write)
         # Replaced as a whole, so that anybody can read it at any time.
-        self.stats = WorkerStats(
-            skipped_steps=skipped, skipped_in_a_row=skipped_in_a_row, host_bytes=host.nbytes
-        )
-        self._max_skipped = max_skipped
-        self.wait_s = 0.0  # the caller's; see `wait`
+        self.stats = WorkerStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self._host.nbytes)
         self.recorder = Recorder()
-        self._host = host
+        self._max_skipped = max_skipped
         self._offloaded = offloaded
-        self._parts = offloaded.parts
         self._messages: deque[Mail | Sums | Close] = deque()  # not done yet, in order
-        self._condition = threading.Condition()
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._reason = ""  # the failure in words, set before it
-        self._other: str | None = None  # another process's failure, which becomes this one's
-        self._peers = peers
-        # The caller's. Every process makes the same calls in the same order: two that raise a
-        # failure after the same number of points have dispatched the same programs.
-        self._passed = 0
+        self._receiver = Receiver(offloaded, self.recorder)
         self._updates: deque[_Update] = deque()  # begun, in order
-        self._window = host.windows + 1  # the open window, for messages
+        self._condition = threading.Condition()
+        self._stop: _Stop | None = None  # why the thread is to end
+        self._failure: tuple[str, BaseException] | None = None  # why it has ended, if not closed
         self._where = "the first mail"  # what the thread does, for messages
         self._snapshots: list[Snapshot] = []  # which somebody may still be saving
-        host.before_write = self._before_write
-        # This one waits for the device, so that the worker can go on with an update.
-        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-mail")
-        # Another one, so that scalars of the next window need not wait behind a window's sums.
-        self._sums_receiver = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
-    def start(self) -> None:
-        """Begins to work."""
+    def start(self, peers: PeerMonitor) -> None:
+        """Begins to work.
+
+        Args:
+            peers: Tells the other processes of this worker's failure, and this worker of theirs.
+        """
+        self._peers = peers
         self._thread.start()
-        self._peers.start(self.fail)
+        peers.start(self.fail)
+        # At interpreter exit the thread must end before the modules go that it works with.
+        atexit.register(_stop_if_alive, weakref.ref(self))
+
+    def resume(
+        self,
+        arrays: Iterable[Mapping[str, np.ndarray]],
+        counted: Sequence[int],
+        *,
+        closed: int,
+        scalars: AdamScalars | None,
+        skipped: int,
+    ) -> None:
+        """Continues another run: as `HostState.resume`, and the steps that it skipped."""
+        self._host.resume(arrays, counted, closed=closed, scalars=scalars)
+        self.stats = replace(self.stats, skipped_steps=skipped)
+
+    def take_master(self, i: int, weight: np.ndarray) -> None:
+        """Sets the masters of part `i` to these parameters."""
+        self._host.take_master(i, weight)
+
+    def counts(self) -> dict[str, Any]:
+        """What the host counts, as `Counts` has it."""
+        return {
+            "counted": [window.counted for window in self._host.open],
+            "windows": self._host.windows,
+            "scalars": self._host.scalars,
+            "skipped": self.stats.skipped_steps,
+        }
 
     def post(self, item: Mail | Sums | Close) -> None:
         if not isinstance(item, Close):
             try:
-                if isinstance(item, Mail):
-                    given = self.recorder.given()
-                    item.arrived = self._receiver.submit(self._receive, item, given)
-                else:
-                    item.arrived = self._sums_receiver.submit(self._receive_sums, item)
+                self._receiver.receive(item, self._wake)
             except RuntimeError:
                 self.check()  # why the thread ended says more than that it did
                 raise
-            item.arrived.add_done_callback(lambda _: self._wake())
         with self._condition:
             self._messages.append(item)
             self._condition.notify()
@@ -126,25 +132,25 @@ class Worker:
         self._break_promises()
 
     @property
-    def failed(self) -> bool:
-        return self._failure is not None
+    def closed(self) -> bool:
+        return self._stop is not None and self._stop.other is None
 
     @property
     def reason(self) -> str:
-        """The failure in words; empty if there is none."""
-        return self._reason
+        """Why the thread has failed; empty if it has not."""
+        return "" if self._failure is None else self._failure[0]
 
     def check(self) -> None:
         """Raises what ended the thread, if anything did."""
         if self._failure is None:
-            self._passed += 1
-        else:
-            self._peers.raised(f"point {self._passed}")
-            raise RuntimeError(
-                f"{self._reason}. "
-                "Deferred channels are not up to date and this engine takes no more work; go on "
-                "from the last checkpoint."
-            ) from self._failure
+            self._peers.passed()
+            return
+        self._peers.raised()
+        reason, error = self._failure
+        raise RuntimeError(
+            f"{reason}. Deferred channels are not up to date and this engine takes no more work; "
+            "go on from the last checkpoint."
+        ) from error
 
     def leaves(self) -> list[HostLeaf]:
         """The host's arrays of each part; for the caller, while the thread has nothing to do.
@@ -156,7 +162,7 @@ class Worker:
             RuntimeError: If that has happened already.
         """
         leaves = self._host.leaves
-        if len(leaves) != len(self._parts):
+        if len(leaves) != len(self._offloaded.parts):
             self.check()
         return leaves
 
@@ -179,81 +185,48 @@ class Worker:
             start = time.perf_counter()
             with jax.profiler.TraceAnnotation("zenflow: wait for host"):
                 concurrent.futures.wait([future])
-            self.waited(begin, start)
+            self.recorder.waited(begin, start, time.perf_counter())
         if future.exception() is not None:
             self.check()
-        self._passed += 1
+        self._peers.passed()
         return future.result()
-
-    def waited(self, begin: float, device_done: float) -> None:
-        """The caller has waited until now: since `begin`, for the host since `device_done`."""
-        end = time.perf_counter()
-        self.wait_s += end - device_done
-        self.recorder.waited(begin, device_done, end)
 
     def fail(self, message: str) -> None:
         """Ends the thread with another process's failure, after the piece that it is at.
 
         The monitor's thread calls this. The worker's own thread breaks all promises.
         """
-        with self._condition:
-            self._other = message
-            self._condition.notify()
+        self._end(_Stop(message))
 
     def ask_to_stop(self) -> None:
         """Asks the thread to end after the piece that it is at, without waiting for it.
 
         For the garbage collector, which may be on any thread, even on one that the worker needs.
         """
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
+        self._end(_Stop(None))
+        self._peers.close()
 
     def stop(self) -> None:
         """Ends the thread after the piece it is at. Safe twice."""
-        self.ask_to_stop()
+        self._end(_Stop(None))
         self._thread.join()
         self._break_promises()
+        self._peers.close()
 
-    def _receive(
-        self, item: Mail, given: tuple[float, float]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Each piece's gradient on its first device, and the step scalars, once in host memory."""
-        step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
-        pieces = []
-        if item.gradients:
-            pieces = [part.of(item.gradients[part.leaf]) for part in self._offloaded.firsts]
-        if item.on_device:
-            step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
-        jax.block_until_ready((step_scalars, item.step_scalars))
-        self.recorder.step_ended(item.step, given)
-        jax.block_until_ready(pieces)
-        self.recorder.mail_arrived(item.step)
-        # Only now, when the caller has dropped them: whoever is last has to free them.
-        item.gradients.clear()
-        return pieces, step_scalars
-
-    def _receive_sums(self, item: Sums) -> list[jax.Array]:
-        """Each part's sum on its first device, once in host memory."""
-        parts = self._offloaded.groups[item.group].parts
-        pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
-        if item.last is not None:
-            item.last.arrived.result()  # the step is over, so the copy begins
-        start = time.perf_counter()
-        jax.block_until_ready(pieces)
-        item.gradients.clear()
-        if item.last is not None:
-            self.recorder.sums_arrived(item.last.step, start)
-        return pieces
+    def _end(self, stop: "_Stop") -> None:
+        with self._condition:
+            if self._stop is None or stop.other is None:
+                self._stop = stop
+            self._condition.notify()
 
     def _wake(self) -> None:
         with self._condition:
             self._condition.notify()
 
     def _break_promises(self) -> None:
-        if self._failure is None and not self._closed:
+        if self._failure is None and not self.closed:
             return
-        error = self._failure or RuntimeError("the engine was closed")
+        error = self._failure[1] if self._failure else RuntimeError("the engine was closed")
         with self._condition:
             broken = [f for message in self._messages for f in message.promises if not f.done()]
             self._messages.clear()
@@ -262,35 +235,33 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
-        except _ClosedInWait:
-            pass
+            while True:
+                self._turn()
+        except _Stop as stop:
+            if stop.other is not None:
+                self._failure = stop.other, stop
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
-            if self._other is None:
-                self._reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
-                self._peers.report(self._reason)
-            else:
-                self._reason = self._other
-            self._failure = error
+            reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
+            self._peers.report(reason)
+            self._failure = reason, error
         finally:
             self._break_promises()
             self._updates.clear()
             self.recorder.works_at(None)
             self._host.close()
-            self._receiver.shutdown(wait=False)
-            self._sums_receiver.shutdown(wait=False)
+            self._receiver.close()
 
-    def _turn(self) -> bool:
-        """Does one thing; False when closed."""
+    def _raise_stop(self) -> None:
+        if self._stop is not None:
+            raise _Stop(self._stop.other)  # another one, as a traceback keeps arrays
+
+    def _turn(self) -> None:
+        """Does one thing."""
         with self._condition:
-            while not (self._closed or self._other or self._next() or self._updates):
+            while not (self._stop or self._next() or self._updates):
                 self.recorder.works_at(None)
                 self._condition.wait()
-            if self._closed:
-                return False
-            if self._other is not None:
-                raise RuntimeError(self._other)
+            self._raise_stop()
             item = self._next()
             if item is not None:
                 item.begun = True
@@ -307,7 +278,11 @@ class Worker:
                     self.recorder.works_at("take in sums", self._window)
                     self._take_in_sums(item)
             self._finish(item, None)
-        return True
+
+    @property
+    def _window(self) -> int:
+        """The number of the window that closes next."""
+        return self._host.windows + 1
 
     def _next(self) -> Mail | Sums | Close | None:
         """The next message, if its arrays have arrived."""
@@ -321,10 +296,10 @@ class Worker:
 
     def _take_in(self, mail: Mail) -> None:
         self._where = f"the mail of step {mail.step}, window {self._window}"
-        gradients, step_scalars = mail.arrived.result()
+        gradients, step_scalars = mail.arrays()
         sent = StepScalars(*map(view, step_scalars)).unpack()
         step, factor = int(sent.step), float(sent.factor)
-        _check_token(mail, step, int(sent.token))
+        mail.check(step, int(sent.token))
         scalars = AdamScalars(*map(float, sent.adam))
         if not np.isfinite(scalars).all():
             raise ValueError(
@@ -332,10 +307,12 @@ class Worker:
                 "learning rate schedule and whatever else is computed."
             )
         self._host.note(scalars)
-        read = _nbytes((gradients, step_scalars))
+        read = nbytes((gradients, step_scalars))
         if sent.finite and gradients:
             pieces = [view(g) for g in gradients]
-            self._host.add([part.of_mail(pieces[part.piece]) for part in self._parts], factor)
+            self._host.add(
+                [part.of_mail(pieces[part.piece]) for part in self._offloaded.parts], factor
+            )
         elif sent.finite:
             self._host.count()
         gradients.clear()
@@ -346,68 +323,43 @@ class Worker:
             skipped_in_a_row=-before if sent.finite else 1,
             bytes_to_host=read,
         )
-        self._measure()
         if not sent.finite:
             tell_of_skipped(before + 1, step, self._max_skipped)
 
     def _take_in_sums(self, item: Sums) -> None:
         self._where = f"the sums of window {self._window}"
-        sums = item.arrived.result()
-        read = _nbytes(sums)
+        sums = item.arrays()
+        read = nbytes(sums)
         self._host.take_sums([view(x) for x in sums], item.group)
         sums.clear()
         self._count(bytes_to_host=read)
-        self._measure()
 
     def _begin(self, close: Close) -> None:
         close.used_up.clear()
         self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
         window = self._host.close_window(close.group)
-        self._window = window.number + 1
         if close.hand_over is not None:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
-                entering = self._hand_over(close.hand_over, window, close.group)
+                parts = self._offloaded.groups[close.group].parts
+                entering, read = hand_over(self._host, parts, close.hand_over, window)
+            self._count(bytes_to_host=read, bytes_to_device=nbytes(entering))
             close.hand_over.done.set_result(entering)
             # The caller has the hand-over now; the old arrays must not outlive it.
             close.hand_over = None
         where = f"the update of window {window.number}"
         self._updates.append(_Update(window.number, self._make_update(close, window), where))
 
-    def _hand_over(self, item: HandOver, window: ClosedWindow, group: int) -> list[Any]:
-        parts = self._offloaded.groups[group].parts
-        # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
-        leaving = [
-            [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
-            for part in parts
-            for old in [item.leaving[part.leaf]]
-        ]
-        here = copy_to_host(leaving)
-        entering: list[list[Any]] = [[None] * len(part.devices) for part in parts]
-        ready = _Uploads(parts, entering)
-        # Some leaves cross while others are worked on.
-        for i, (moved, part) in enumerate(zip(here, parts, strict=True)):
-            if not moved:
-                continue
-            chosen, *rows = moved
-            new = self._host.hand_over(
-                window, window.leaves[i], _as_rows(rows, part.spec), host_channels(chosen, part)
-            )
-            ready.add(i, _as_on_device(new, part.spec))
-        ready.send()
-        self._count(bytes_to_host=_nbytes(here), bytes_to_device=_nbytes(entering))
-        return entering
-
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
         group = self._offloaded.groups[close.group]
         uploads: list[list[Any]] = []
-        ready = _Uploads(group.parts, uploads)
+        ready = Uploads(group.parts, uploads)
         first = 0.0  # when the first upload began
 
         def finished(i: int, leaf: HostLeaf) -> None:
             nonlocal first
             early = self._offloaded.prefetched[i]
-            uploads.append([None] * len(self._parts[i].devices) if early else [])
+            uploads.append([None] * len(self._offloaded.parts[i].devices) if early else [])
             if early:
                 first = first or time.perf_counter()
                 ready.add(len(uploads) - 1, leaf.to_upload)
@@ -421,8 +373,7 @@ class Worker:
             with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
                 jax.block_until_ready(uploads)
             self.recorder.uploaded(window.number, first)
-        self._count(bytes_to_device=_nbytes(uploads))
-        self._measure()
+        self._count(bytes_to_device=nbytes(uploads))
         self._finish(close, uploads)
 
     def _go_on(self) -> None:
@@ -438,46 +389,31 @@ class Worker:
             update.where = piece
 
     def _before_write(self, i: int) -> None:
+        """Waits until no checkpoint needs the arrays of part `i` any more."""
+        of_thread = threading.current_thread() is self._thread
         for snapshot in self._snapshots:
-            if not snapshot.done:
-                self._wait_for_save(snapshot, i)
+            if snapshot.done:
+                continue
+            with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
+                may_write = snapshot.before_write(i, lambda: self._stop is not None)
+            if not may_write:
+                self._raise_stop()
 
-    def _wait_for_save(self, snapshot: Snapshot, i: int) -> None:
-        mine = threading.current_thread() is self._thread
-        late = time.monotonic() + _SAVE_IS_LATE_S
-
-        def ended() -> bool:
-            nonlocal late
-            if time.monotonic() >= late:
-                late = math.inf
-                _logger.warning(
-                    "the run has waited %.0f s for a checkpoint to have written leaf %s. It goes "
-                    "on when that is done or has failed. If the disk is slow, give "
-                    "`EngineSave(engine, copy_bytes=...)` more memory; if it is stuck, see to it.",
-                    _SAVE_IS_LATE_S,
-                    self._parts[i].spec.name,
-                )
-            return self._closed or self._other is not None
-
-        with self.recorder.meanwhile("wait for save") if mine else contextlib.nullcontext():
-            if snapshot.before_write(i, ended):
-                return
-        if self._other is not None:
-            raise RuntimeError(self._other)
-        raise _ClosedInWait
-
-    def _measure(self) -> None:
+    def _count(self, **more: int) -> None:
+        """Adds to the stats, and measures the memory."""
+        counts = {name: getattr(self.stats, name) + x for name, x in more.items()}
         host = self._host
-        self.stats = replace(self.stats, host_bytes=host.nbytes, pinned_bytes=host.pinned_bytes)
-
-    def _count(self, **more: Any) -> None:
         self.stats = replace(
-            self.stats, **{name: getattr(self.stats, name) + x for name, x in more.items()}
+            self.stats, **counts, host_bytes=host.nbytes, pinned_bytes=host.pinned_bytes
         )
 
 
-class _ClosedInWait(Exception):
-    """The thread was asked to end while it waited for a save."""
+class _Stop(Exception):
+    """Ends the thread: by `close`, or with the failure of another process, which is `other`."""
+
+    def __init__(self, other: str | None):
+        super().__init__(other)
+        self.other = other
 
 
 @dataclass
@@ -489,79 +425,7 @@ class _Update:
     where: str
 
 
-class _Uploads:
-    """Uploads arrays of some parts to each of their devices.
-
-    Small ones cross together: a call costs as much as some megabytes.
-
-    Args:
-        parts: The parts.
-        arrived: For each part, a list with a place for each of its devices; filled.
-    """
-
-    def __init__(self, parts: Sequence[Part], arrived: list[list[Any]]):
-        self._parts = parts
-        self._arrived = arrived
-        self._ready: dict[int, Any] = {}
-        self._size = 0
-
-    def add(self, i: int, arrays: Any) -> None:
-        """Uploads a tree of NumPy arrays of part `i`, now or together with some that follow."""
-        self._ready[i] = arrays
-        self._size += _nbytes(arrays)
-        if self._size > _BYTES_PER_UPLOAD:
-            self.send()
-
-    def send(self) -> None:
-        """Uploads what is left."""
-        devices = {device for i in self._ready for device in self._parts[i].devices}
-        for device in sorted(devices, key=lambda device: device.id):
-            mine = {i: x for i, x in self._ready.items() if device in self._parts[i].devices}
-            for i, x in upload(mine, device).items():
-                self._arrived[i][self._parts[i].devices.index(device)] = x
-        self._ready, self._size = {}, 0
-
-
-def _check_token(mail: Mail, step: int, token: int) -> None:
-    if token == USED:
-        raise RuntimeError(
-            f"two steps were made without `exchange` between them (at step {step}), so the first "
-            "one's mail is lost and deferred channels would not learn. Call `params, opt_state = "
-            "engine.exchange(params, opt_state)` after every step, and give the next step what it "
-            "returned."
-        )
-    if step == 0:  # scalars that no step has written
-        raise RuntimeError(
-            f"expected the mail of step {mail.step}, got a state that `update` had no part in: a "
-            "wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` around "
-            "`tx.update`), or the state is one that `tx.init` has just made. Make every step "
-            "update: sum micro-batches inside the step, or call `exchange` only where "
-            "`multi_steps.has_updated(opt_state)`; steps that are not finite are skipped without "
-            "`apply_if_finite`. Give each run an engine of its own."
-        )
-    if (step, token) != (mail.step, mail.token):
-        raise RuntimeError(
-            f"expected the mail of this run's step {mail.step}, got step {step} of a state that "
-            "this engine did not return. Give each run an engine of its own, and each step the "
-            "state that the last `exchange` returned."
-        )
-
-
-def _as_rows(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:
-    shape = spec.view4(spec.k)
-    master, mu, nu, steps = map(view, arrays)
-    return SelectedRows(
-        master.reshape(shape),
-        mu.reshape(shape),
-        nu.reshape(shape),
-        steps.reshape(shape[::2]),
-    )
-
-
-def _as_on_device(rows: SelectedRows, spec: LeafSpec) -> tuple[np.ndarray, ...]:
-    wide = (x.reshape(spec.selected_shape) for x in (rows.master, rows.mu, rows.nu))
-    return (*wide, rows.steps.reshape(*spec.stack, spec.k))
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
+def _stop_if_alive(worker: weakref.ref[Worker]) -> None:
+    alive = worker()
+    if alive is not None:
+        alive.stop()

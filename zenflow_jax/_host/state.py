@@ -146,6 +146,8 @@ class HostState:
         schedule: Has the number of groups that the leaves are in, and how updates are scaled.
         pieces: The numbers of the leaves that share memory in a mail; None if none do.
         compact: Whether moments take 8 bits.
+        before_write: Called with the number of a leaf whose arrays are written next: may wait, or
+            copy them.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class HostState:
         pieces: Sequence[Sequence[int]] | None = None,
         *,
         compact: bool = False,
+        before_write: Callable[[int], None] = lambda i: None,
     ):
         self.leaves = [
             _new_leaf(*args, compact=compact) for args in zip(specs, weights, channels, strict=True)
@@ -176,8 +179,7 @@ class HostState:
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = False  # mails were too many once: sums are worth keeping
         self.scalars: AdamScalars | None = None  # of the last step, skipped or not
-        # Called with the number of a leaf whose arrays are written next: may wait, or copy them.
-        self.before_write: Callable[[int], None] = lambda i: None
+        self._before_write = before_write
 
     @property
     def nbytes(self) -> int:
@@ -246,7 +248,7 @@ class HostState:
 
     def take_master(self, i: int, weight: np.ndarray) -> None:
         """Sets the masters of leaf `i` to these parameters."""
-        self.before_write(i)
+        self._before_write(i)
         self.leaves[i].take_master(weight)
 
     def note(self, scalars: AdamScalars) -> None:
@@ -290,7 +292,7 @@ class HostState:
             if leaf.total is None:
                 leaf.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
             else:
-                self.before_write(i)
+                self._before_write(i)
             self._adam.accumulate(leaf.total, leaf.mails, first=first)
             leaf.mails.clear()
 
@@ -333,7 +335,7 @@ class HostState:
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]
             yield leaf.spec.name
-            self.before_write(i)
+            self._before_write(i)
             for _ in self._adam.adamw(
                 leaf.master,
                 leaf.mu,
@@ -368,7 +370,7 @@ class HostState:
         Returns:
             The state that the device holds from now on; copies.
         """
-        self.before_write(i)
+        self._before_write(i)
         leaf, active = self.leaves[i], window.active[i]
         wide = (leaf.master, leaf.mu, leaf.nu)
         self._adam.put(wide, leaf.channels, (leaving.master, leaving.mu, leaving.nu))

@@ -34,7 +34,7 @@ from zenflow_jax._device.placing import put_back
 from zenflow_jax._device.state import find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._engine import HostEngine
-from zenflow_jax._exchange.wrappers import accumulations
+from zenflow_jax._exchange.checks import accumulations
 from zenflow_jax.integrations._tunix_checkpoints import CheckpointManager
 
 #: The versions that this was read against and is tested with. The next one writes its checkpoints

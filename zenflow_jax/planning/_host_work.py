@@ -12,7 +12,7 @@ import numpy as np
 
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
-from zenflow_jax._exchange.mailbox import most_kept
+from zenflow_jax._exchange.pinned import most_kept
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments, new_moments

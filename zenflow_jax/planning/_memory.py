@@ -7,7 +7,7 @@ import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
-from zenflow_jax._exchange.mailbox import buffers, most_kept
+from zenflow_jax._exchange.pinned import buffers, most_kept
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._host.state import MAILS_KEPT

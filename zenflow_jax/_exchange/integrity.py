@@ -1,4 +1,8 @@
-"""Checks whether the updates that zenflow emits reach the parameters as they are.
+"""Notices when something other than zenflow changes the parameters.
+
+Programs on the device compare them with what they must be and count what differs: each merge its
+deferred channels with those of the last merge (`_device/samples.py`), and this file, now and then,
+what a step emitted with what reached the parameters. The counts are read late, so as not to wait.
 
 A transformation behind `zenflow` in a chain acts on selected channels, and on provisional steps,
 which the next update of a deferred channel undoes. The state says what a step made of selected
@@ -8,16 +12,19 @@ some numbers of some leaves are compared, other leaves each time.
 """
 
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
+from zenflow_jax._device.leaves import some
 from zenflow_jax._device.rows import of_each_device
 from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
@@ -41,17 +48,26 @@ _CHANNELS = 4
 _OF_STEP, _OF_PARAMETER = 0.05, 2.0**-20
 
 
-class Emitted:
-    """Compares what one engine's steps emitted with its parameters. For one calling thread.
+class Integrity:
+    """Watches over the parameters of one engine's run. For one calling thread.
+
+    All processes have the same counts, so the same call raises in each.
 
     Args:
         specs: All leaves of the state.
         schedule: The state's.
         ahead: Compiles the programs.
+        step: Steps that have passed.
+
+    Attributes:
+        known: What is wrong, in words; empty until it is read.
     """
 
-    def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, ahead: Ahead):
-        self._ahead, self._schedule = ahead, schedule
+    def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, ahead: Ahead, step: int):
+        self.known = ""
+        self._step = step
+        self._unread: deque[tuple[int, Sequence[str], Array]] = deque()
+        self._specs, self._schedule, self._ahead = specs, schedule, ahead
         all_move = schedule.provisional_share is not None
         moving = [
             i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k or all_move)
@@ -86,17 +102,34 @@ class Emitted:
             key = "compare", leaf.spec
             self._ahead.prepare(key, _compare, weight, rows, leaf, sent, **static)
 
-    def compare(
-        self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
-    ) -> tuple[list[int], Array] | None:
-        """After a step: some leaves, and how many numbers of each are not what the step made.
+    def check(self, until: int) -> None:
+        """Reads the counts of the steps up to `until`; waits for them.
 
-        None if `note_parameters` did not look at them before the step.
+        Raises:
+            RuntimeError: If any of them, or of those read before, is not zero.
         """
+        while not self.known and self._unread and self._unread[0][0] <= until:
+            step, names, counts = self._unread.popleft()
+            values = np.asarray(counts)  # every device has them all
+            changed = [name for name, count in zip(names, values, strict=True) if count]
+            if changed:
+                self.known = _words(step, changed)
+        if self.known:
+            raise RuntimeError(self.known)
+
+    def add(self, names: Sequence[str], counts: Array) -> None:
+        """Takes counts, int32 `(leaves,)`, of changed numbers after the last step."""
+        self._unread.append((self._step, names, counts))
+
+    def step_made(
+        self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
+    ) -> None:
+        """Compares the leaves that were noted before the step with what the step made of them."""
+        self._step += 1
         self._since += 1
         before, self._before = self._before, None
         if before is None:
-            return None
+            return
         look = self._looks[self._turn]
         self._turn = (self._turn + 1) % len(self._looks)
         sent = step_scalars._replace(statistics=None)
@@ -106,7 +139,7 @@ class Emitted:
             key = ("compare", leaf.spec)
             arrays = weights[i], rows, leaf, sent
             counts.append(self._ahead.call(key, _compare, *arrays, schedule=self._schedule))
-        return look, jnp.stack(counts)
+        self.add([self._specs[i].name for i in look], jnp.stack(counts))
 
     def forget(self) -> None:
         """Drops what was noted, where something else than a step has moved parameters."""
@@ -240,3 +273,15 @@ def _count_selected(
         expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
     slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))
     return jnp.sum(jnp.abs(new - expected) > slack, dtype=jnp.int32)
+
+
+def _words(step: int, names: Sequence[str]) -> str:
+    return (
+        f"expected parameters that nothing but zenflow changes, got other values of {some(names)} "
+        f"after step {step}. Give each step the parameters that the last `exchange` or `flush` "
+        "returned, and apply updates by `optax.apply_updates`. Let zenflow be the last of its "
+        "chain: put what acts on gradients in front, a rate that something else decides into "
+        "`learning_rate` by `optax.inject_hyperparams`, and averages of the weights outside. To "
+        "clip, load or reset weights in mid-run call `flush`, change them, and go on with a new "
+        "`tx.init(params)` and a new engine. This engine takes no more steps."
+    )

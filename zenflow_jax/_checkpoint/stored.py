@@ -1,0 +1,135 @@
+"""Reads the files that `saving.py` writes: large arrays only when they are asked for."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zenflow_jax._checkpoint.tensor_file import FORMAT, Tensor, file_name, read_header
+from zenflow_jax._host.aligned import blank
+
+
+class StoredArray:
+    """An array of a saved state that is read when it is asked for, by NumPy's slices."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype):
+        self._name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.pieces: dict[tuple[int, ...], Tensor] = {}  # by where they begin
+        #: Whether what is in no file is zero: sums of windows without a step are not written.
+        self.zero_elsewhere = False
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Some of it: a slice with start and stop for each axis."""
+        found = blank([s.stop - s.start for s in index], self.dtype)
+        there = 0
+        for start, piece in self.pieces.items():
+            ends = [a + n for a, n in zip(start, piece.shape, strict=True)]
+            low = [max(s.start, a) for s, a in zip(index, start, strict=True)]
+            high = [min(s.stop, b) for s, b in zip(index, ends, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                here = _slices(low, high, [s.start for s in index])
+                piece.read(_slices(low, high, start), found[here])
+                there += found[here].size
+        if there != found.size and not self.zero_elsewhere:
+            raise ValueError(
+                f"expected all of {self._name} in the files of the engine's state, got {there} of "
+                f"{found.size} elements of {index}. Take another checkpoint."
+            )
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[tuple(slice(0, n) for n in self.shape)].astype(dtype or self.dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"StoredArray({self._name}, {self.dtype.name}{list(self.shape)})"
+
+
+def read_engine_state(folder: Path) -> dict[str, Any]:
+    """A saved engine's state, for `HostEngine(engine_state=...)`; large arrays are `StoredArray`s.
+
+    The files must stay until that engine has been made.
+
+    Args:
+        folder: Into which all processes wrote.
+
+    Raises:
+        FileNotFoundError: If there is no file, or those of some processes are missing.
+        ValueError: If a file is not whole, or none of an engine's state.
+    """
+    paths = sorted(folder.glob(file_name("*", "*")))
+    found = [read_header(path) for path in paths]
+    for path, (metadata, _) in zip(paths, found, strict=True):
+        if (format := metadata.get("format")) != FORMAT:
+            raise ValueError(
+                f"expected a file of an engine's state, got {path} of format {format}. Leave "
+                "nothing but what `EngineSave` wrote there."
+            )
+    _check_files(folder, paths, int(found[0][0]["processes"]) if found else 0)
+    leaves: list[dict[str, Any]] = [
+        {
+            name: StoredArray(f"leaves/{i}/{name}", tuple(shape), np.dtype(dtype))
+            for name, (dtype, shape) in leaf.items()
+        }
+        for i, leaf in enumerate(json.loads(found[0][0]["leaves"]))
+    ]
+    for leaf in leaves:
+        if "total" in leaf:
+            leaf["total"].zero_elsewhere = True
+    tree: dict[str, Any] = {"leaves": leaves}
+    moments = set()
+    for _, tensors in found:
+        for name, tensor in tensors.items():
+            if part := re.fullmatch(r"leaves/(\d+)/(\w+)@([\d,]*)", name):
+                start = tuple(int(x) for x in part[3].split(","))
+                leaves[int(part[1])][part[2]].pieces[start] = tensor
+            else:
+                *folders, last = name.split("/")
+                inner = tree
+                for x in folders:
+                    inner = inner.setdefault(x, {})
+                small = np.empty(tensor.shape, tensor.dtype)
+                tensor.read((), small)
+                inner[last] = small
+        moments.add(tuple(int(tree["counts"][name]) for name in ("step", "token")))
+    if len(moments) > 1:
+        steps = " and ".join(str(step) for step, _ in sorted(moments))
+        raise ValueError(
+            f"expected files of one save in {folder}, got some of steps {steps}, or of other runs. "
+            "Take another checkpoint, or put all the files of one into a folder."
+        )
+    return tree
+
+
+def _check_files(folder: Path, paths: Sequence[Path], processes: int) -> None:
+    """Refuses files that are not those of one save, by their names."""
+    if not paths:
+        raise FileNotFoundError(
+            f"expected files that `EngineSave` wrote in {folder}, got none. Take another "
+            "checkpoint; what `engine.state()` gave and another saver wrote, restore by that one, "
+            "with `abstract_engine_state(opt_state)` as the template."
+        )
+    expected = {file_name(i, processes) for i in range(processes)}
+    names = {path.name for path in paths}
+    if missing := sorted(expected - names):
+        raise FileNotFoundError(
+            f"expected the files of {processes} processes in {folder}, got none of {missing[0]}. "
+            "Take another checkpoint, or one that every process wrote to the same folder."
+        )
+    if others := sorted(names - expected):
+        raise ValueError(
+            f"expected the files of {processes} processes in {folder}, got {others[0]} as well. "
+            "Leave the files of one save there."
+        )
+
+
+def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - x, b - x) for a, b, x in zip(low, high, origin, strict=True))

@@ -1,0 +1,136 @@
+"""How much pinned host memory a run needs: mail, and what hand-overs take from the device."""
+
+import math
+import os
+from collections.abc import Sequence
+
+from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part
+from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import longest
+from zenflow_jax._plan.schedule import Schedule
+from zenflow_jax._plan.sending import SendGradients
+
+#: The most mails that may be unread, which lets Python run ahead of the device. With "after_step"
+#: each unread one takes device memory. With "per_window" a step's scalars may be behind the sums of
+#: a window, and `Mailbox.send` has another limit.
+IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
+
+
+def buffers(state: ZenFlowState) -> float:
+    """The most mails that exist in host memory; those of some leaves count as a part of one."""
+    specs, sizes = _offloaded(state)
+    total = max(sum(sizes), 1)
+    if state.send_gradients.sums_on_device:
+        of_groups = [0.0] * state.schedule.groups
+        for part in (part for spec in specs for part in spec.ranges):
+            of_groups[part.group] += math.prod(part.shape) * part.mail_dtype.itemsize / total
+        # The sums of windows that are updated, and of those that close next.
+        return min(2.0, _waiting(state.schedule, of_groups) + 2 * max(of_groups))
+    blank = {(spec.shape, spec.mail_dtype): size for spec, size in zip(specs, sizes, strict=True)}
+    # One is written by the step, and blank ones are in the state.
+    written = 1 + sum(blank.values()) / total if state.send_gradients.in_step else 0
+    unread = IN_FLIGHT[state.send_gradients]
+    # An update that must arrive at the next step keeps Python from running ahead: one mail is on
+    # its way, or is being written.
+    if state.schedule.groups > 1 and state.schedule.staleness in (0, 1):
+        unread = 0 if state.send_gradients.in_step else 1
+    return float(min(MAILS_KEPT, most_kept(state)) + unread + written)
+
+
+def most_kept(state: ZenFlowState) -> float:
+    """The most mails that would be kept if none were added up, unless the device does that."""
+    specs, sizes = _offloaded(state)
+    total = max(sum(sizes), 1)
+    window = longest(state.schedule.window)
+    if state.schedule.groups == 1:
+        return 2.0 * window
+    ages = range(1, window + 1)
+    # Mail of a leaf in ranges is there until the last of them has used it.
+    opened = max(
+        sum(
+            max(ages[(turn + group) % window] for group in spec.groups) * size / total
+            for spec, size in zip(specs, sizes, strict=True)
+        )
+        for turn in ages
+    )
+    held = [0.0] * state.schedule.groups
+    for spec, size in zip(specs, sizes, strict=True):
+        for group in spec.groups:
+            held[group] += size / total
+    return opened + window * _waiting(state.schedule, held)
+
+
+def _offloaded(state: ZenFlowState) -> tuple[list[LeafSpec], list[int]]:
+    """The offloaded leaves, and the bytes of each one's mail."""
+    specs = [leaf.spec for leaf in state.leaves if leaf.offloaded]
+    return specs, [math.prod(spec.shape) * spec.mail_dtype.itemsize for spec in specs]
+
+
+def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
+    """The most of the leaves whose window has closed, and whose update is not made yet.
+
+    Beside those whose window is the last to have closed.
+    """
+    whole = schedule.window if isinstance(schedule.window, int) else 1
+    staleness = whole if schedule.staleness is None else schedule.staleness
+    return sum(sorted(of_groups)[::-1][: max(staleness - 1, 0)], 0.0)
+
+
+def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
+    """Bytes of one step's mail, if all devices that hold a part send it, or the first alone."""
+    return sum(
+        math.prod(part.spec.shape)
+        * part.spec.mail_dtype.itemsize
+        * (len(part.devices) if every_device else 1)
+        for part in parts
+    )
+
+
+def selected_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of the device's state of all selected channels: float32 master and moments."""
+    return sum(3 * 4 * math.prod(part.spec.selected_shape) for part in parts)
+
+
+def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
+    """Refuses a run that needs more pinned memory than jax gives."""
+    parts = offloaded.parts
+    check_pinned(
+        mail_bytes(parts, every_device=state.send_gradients.in_step),
+        buffers(state),
+        selected_bytes(parts),
+        next((device.platform for part in parts for device in part.devices), "cpu"),
+        os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
+    )
+
+
+def check_pinned(
+    mail_bytes: int, mails: float, selected_bytes: int, platform: str, limit_gib: str | None
+) -> None:
+    """Raises before training if a run needs more pinned memory than jax gives, and says how much.
+
+    Args:
+        mail_bytes: Bytes of one step's mail.
+        mails: How many mails exist at most.
+        selected_bytes: Bytes that a hand-over takes from the device.
+        platform: Of the device; only GPUs have the limit.
+        limit_gib: The environment's `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, if it is set.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return
+    try:
+        limit = float(limit_gib) if limit_gib else 64.0  # XLA's own default
+    except ValueError:
+        raise ValueError(
+            "expected a number of GiB in XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, got "
+            f"{limit_gib!r}. Correct the environment variable, or unset it for 64."
+        ) from None
+    needed = (mail_bytes * mails + selected_bytes) / 2**30
+    if needed > limit:
+        raise ValueError(
+            f"expected room for {mails:.3g} mails of {mail_bytes / 2**30:.1f} GiB and a hand-over "
+            f"of {selected_bytes / 2**30:.1f} GiB in pinned host memory, got a limit of {limit:g} "
+            "GiB. Set the environment variable "
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(needed) + 1} before jax starts."
+        )

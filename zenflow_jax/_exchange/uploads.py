@@ -1,0 +1,103 @@
+"""What the worker uploads: updates, and channels that change hands."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zenflow_jax._device.memory import copy_to_host, upload, view
+from zenflow_jax._exchange.messages import HandOver
+from zenflow_jax._exchange.parts import Part, host_channels
+from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
+from zenflow_jax._plan.leaf import LeafSpec
+
+# About how many bytes one call uploads.
+_BYTES_PER_UPLOAD = 8 * 2**20
+
+
+class Uploads:
+    """Uploads arrays of some parts to each of their devices.
+
+    Small ones cross together: a call costs as much as some megabytes.
+
+    Args:
+        parts: The parts.
+        arrived: For each part, a list with a place for each of its devices; filled.
+    """
+
+    def __init__(self, parts: Sequence[Part], arrived: list[list[Any]]):
+        self._parts = parts
+        self._arrived = arrived
+        self._ready: dict[int, Any] = {}
+        self._size = 0
+
+    def add(self, i: int, arrays: Any) -> None:
+        """Uploads a tree of NumPy arrays of part `i`, now or together with some that follow."""
+        self._ready[i] = arrays
+        self._size += nbytes(arrays)
+        if self._size > _BYTES_PER_UPLOAD:
+            self.send()
+
+    def send(self) -> None:
+        """Uploads what is left."""
+        devices = {device for i in self._ready for device in self._parts[i].devices}
+        for device in sorted(devices, key=lambda device: device.id):
+            mine = {i: x for i, x in self._ready.items() if device in self._parts[i].devices}
+            for i, x in upload(mine, device).items():
+                self._arrived[i][self._parts[i].devices.index(device)] = x
+        self._ready, self._size = {}, 0
+
+
+def hand_over(
+    host: HostState, parts: Sequence[Part], item: HandOver, window: ClosedWindow
+) -> tuple[list[Any], int]:
+    """What `HandOver.done` gives, and how many bytes were read from the device.
+
+    Args:
+        host: The arrays.
+        parts: Those of the window's group.
+        item: What leaves, and what is chosen.
+        window: The window that just closed.
+    """
+    # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
+    leaving = [
+        [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
+        for part in parts
+        for old in [item.leaving[part.leaf]]
+    ]
+    in_host_memory = copy_to_host(leaving)
+    entering: list[list[Any]] = [[None] * len(part.devices) for part in parts]
+    ready = Uploads(parts, entering)
+    # Some leaves cross while others are worked on.
+    for i, (moved, part) in enumerate(zip(in_host_memory, parts, strict=True)):
+        if not moved:
+            continue
+        chosen, *rows = moved
+        new = host.hand_over(
+            window, window.leaves[i], _as_rows(rows, part.spec), host_channels(chosen, part)
+        )
+        ready.add(i, _as_on_device(new, part.spec))
+    ready.send()
+    return entering, nbytes(in_host_memory)
+
+
+def _as_rows(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:
+    shape = spec.view4(spec.k)
+    master, mu, nu, steps = map(view, arrays)
+    return SelectedRows(
+        master.reshape(shape),
+        mu.reshape(shape),
+        nu.reshape(shape),
+        steps.reshape(shape[::2]),
+    )
+
+
+def _as_on_device(rows: SelectedRows, spec: LeafSpec) -> tuple[np.ndarray, ...]:
+    wide = (x.reshape(spec.selected_shape) for x in (rows.master, rows.mu, rows.nu))
+    return (*wide, rows.steps.reshape(*spec.stack, spec.k))
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
