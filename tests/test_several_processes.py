@@ -116,8 +116,7 @@ def share(me: int, port: int, count: int) -> None:
         with Training(LEAVES, STALE, **options) as training:
             training.go(9)
             training.settle()
-            host = training.engine._worker._host
-            updated = sum(x.master.size for x in host.leaves)
+            updated = sum(leaf.master.size for leaf in training.engine._worker.leaves())
             stats = training.engine.stats
             done.append((updated, stats.bytes_to_host - 9 * 44, stats.bytes_to_device))
     ours, alone = np.array(done)

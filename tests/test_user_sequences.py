@@ -27,6 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import zenflow_jax
 from tests import runs
 from tests.reference import Reference, Settings
+from tests.resuming import copied
 from tests.runs import Leaf
 
 SEQUENCES = int(os.environ.get("ZENFLOW_SEQUENCES", "0"))
@@ -568,14 +569,6 @@ def other_tree(w: World, params: Any, kind: str) -> Any:
         return None
     values[i], values[j] = values[j], values[i]
     return tree_of(places, values)
-
-
-def copied(tree: Any) -> Any:
-    """Arrays that share nothing with those of the tree, placed alike."""
-    return jax.tree.map(
-        lambda x: jax.device_put(np.array(x), x.sharding) if isinstance(x, jax.Array) else x.copy(),
-        tree,
-    )
 
 
 def on_the_host(tree: Any) -> bool:
