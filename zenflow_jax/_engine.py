@@ -162,9 +162,9 @@ class HostEngine:
         state, weights, moved = _checked(params, opt_state, engine_state)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         check_pinned_memory(state, offloaded)
-        mine = offloaded.pick(weights)
+        picked = offloaded.pick(weights)
         adam = HostAdam(host_kernel, threads)
-        make_host = partial(_host_state, mine, state, offloaded, adam, compact)
+        make_host = partial(_host_state, picked, state, offloaded, adam, compact)
         in_a_row = int(read(state.skipped_in_a_row))
         self._worker = worker = Worker(make_host, offloaded, in_a_row, max_skipped)
         number, resumed = join_run(engine_state, worker, offloaded, state, weights)
@@ -178,13 +178,13 @@ class HostEngine:
         self._mailbox = Mailbox(worker, state, number, self._ahead)
         self._integrity = Integrity(specs, schedule, self._ahead, step)
         self._updates = Updates(worker, offloaded, self._ahead, self._integrity)
-        taken_from = checksums(mine, offloaded.pick(state.leaves)) if resumed is None else None
+        taken_from = checksums(picked, offloaded.pick(state.leaves)) if resumed is None else None
         self._masters = HostMasters(worker, offloaded, taken_from)
         parts = worker, self._mailbox, self._progress, self._updates
         self._saver = Saver(state, weights, offloaded, host_kernel, *parts)
         if resumed is not None:
-            self._updates.note_parameters(mine, state.leaves)
-            resumed.go_on(self._progress, self._updates, mine)
+            self._updates.note_parameters(picked, state.leaves)
+            resumed.go_on(self._progress, self._updates, picked)
         self._interrupted = False
         # When nothing else can fail: who has no engine cannot end its thread.
         worker.start(peers)
@@ -192,7 +192,7 @@ class HostEngine:
         weakref.finalize(self, worker.ask_to_stop)
         weakref.finalize(self, self._ahead.close)
         # From now on what boundaries need is compiled.
-        prepare_boundaries(self._ahead, offloaded, mine, state)
+        prepare_boundaries(self._ahead, offloaded, picked, state)
         self._integrity.prepare(weights, state.leaves, state.step_scalars)
         loops = partial(compile_loops, host_kernel, [part.spec for part in offloaded.parts])
         self._ahead.run(partial(loops, longest(schedule.window), compact=compact))
@@ -367,10 +367,10 @@ class HostEngine:
         weights = taken.offloaded
         if self._progress.step:  # until then parameters may be loaded, and masters follow
             weights = self._updates.peek(weights, state)
-        given = {id(x) for x in taken.leaves}
+        caller_ids = {id(x) for x in taken.leaves}
 
         def of_its_own(x: Any) -> Any:
-            return as_before(_copy(x), x) if id(x) in given and isinstance(x, jax.Array) else x
+            return as_before(_copy(x), x) if id(x) in caller_ids and isinstance(x, jax.Array) else x
 
         return jax.tree.map(of_its_own, taken.with_offloaded(weights).tree)
 

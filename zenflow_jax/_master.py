@@ -123,15 +123,15 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
 
     def one(here: Here, weight: Array, leaf: LeafState, host: Array, steps: Array | None) -> Array:
         place = positions(here.to_local(leaf.channels), here.block.n)
-        wide = mine = weight.astype(jnp.float32)
+        wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
-            mine = gather_to_channels(here.gather(leaf.master), place, here.block)
+            selected = gather_to_channels(here.gather(leaf.master), place, here.block)
             fresh = _of_all(leaf.steps == 0, place)
-            mine = jnp.where(broadcast_channels(fresh, here.block), wide, mine)
+            selected = jnp.where(broadcast_channels(fresh, here.block), wide, selected)
         host = here.gather(host)
         if steps is not None:
             host = jnp.where(broadcast_channels(steps == 0, here.block), wide, host)
-        return jnp.where(broadcast_channels(place >= 0, here.block), mine, host)
+        return jnp.where(broadcast_channels(place >= 0, here.block), selected, host)
 
     takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]
     takes.append(None if steps is None else layout.channels)
@@ -142,5 +142,5 @@ def _of_all(of_selected: Array, place: Array) -> Array:
     """Bool (*stack, n): the value of each selected channel; False for the others."""
     if of_selected.shape[-1] == 0:
         return jnp.zeros(place.shape, bool)
-    found = jnp.take_along_axis(of_selected, jnp.maximum(place, 0), axis=-1)
-    return found & (place >= 0)
+    values = jnp.take_along_axis(of_selected, jnp.maximum(place, 0), axis=-1)
+    return values & (place >= 0)

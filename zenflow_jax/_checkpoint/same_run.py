@@ -47,32 +47,32 @@ class Given:
             specs: Of all leaves.
         """
         weights = [of_leaf() for of_leaf in self._weights]
-        there = [x is not None and not x.is_deleted() for x in weights]
+        alive = [x is not None and not x.is_deleted() for x in weights]
         if len({device.process_index for device in self._devices}) > 1:
             # Other processes may have freed more, and all must run the same programs.
-            there = np.all(list(gather(there, self._devices).values()), axis=0)
-        known = {i: x for i, x in enumerate(weights) if there[i] and x is not None}
-        found = np.zeros(len(specs), np.uint32)
-        found[list(known)] = as_saved(fingerprints([*known.values()], [specs[i] for i in known]))
-        return found
+            alive = np.all(list(gather(alive, self._devices).values()), axis=0)
+        known = {i: x for i, x in enumerate(weights) if alive[i] and x is not None}
+        sums = np.zeros(len(specs), np.uint32)
+        sums[list(known)] = as_saved(fingerprints([*known.values()], [specs[i] for i in known]))
+        return sums
 
 
-def as_saved(found: Sequence[jax.Array]) -> np.ndarray:
+def as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
     """Fingerprints as they are saved, 1 in place of 0; waits for them."""
-    return np.maximum(np.array(jax.device_get(found), np.uint32), 1)
+    return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
 
 
 def what_differs(
-    found: Sequence[jax.Array], saved: np.ndarray, specs: Sequence[LeafSpec]
+    sums: Sequence[jax.Array], saved: np.ndarray, specs: Sequence[LeafSpec]
 ) -> str | None:
     """Why the parameters are not those of a saved engine; None if they are.
 
     Args:
-        found: The fingerprints of the parameters of all leaves.
+        sums: The fingerprints of the parameters of all leaves.
         saved: As `Given.fingerprints`; what is 0 is compared with nothing.
         specs: Of all leaves.
     """
-    same = (saved == 0) | (saved == as_saved(found))
+    same = (saved == 0) | (saved == as_saved(sums))
     others = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
     if not others:
         return None
@@ -100,13 +100,13 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
         ValueError: If this process or another one refuses, or if the processes have states of
             different moments.
     """
-    mine = [secrets.randbits(31), int(refusal is not None), step, token]
+    own = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1
-    found = gather(mine, devices) if several else {0: mine}
+    of_processes = gather(own, devices) if several else {0: own}
     if refusal is not None:
         raise ValueError(refusal)
-    leader, first = min(found.items())
-    for process, (_, refused, *moment) in found.items():
+    leader, first = min(of_processes.items())
+    for process, (_, refused, *moment) in of_processes.items():
         if refused:
             raise ValueError(
                 f"expected a checkpoint of one run in every process, but process {process} has "
@@ -125,9 +125,9 @@ def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[in
     """The values of each process, sent through the devices: jax has no other public way."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
-    mine = np.array([values], np.int32)
+    row = np.array([values], np.int32)
     pieces: list[Any] = [
-        jax.device_put(mine, device)
+        jax.device_put(row, device)
         for device in ordered
         if device.process_index == jax.process_index()
     ]

@@ -29,22 +29,22 @@ class StoredArray:
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Some of it: a slice with start and stop for each axis."""
-        found = blank([s.stop - s.start for s in index], self.dtype)
-        there = 0
+        out = blank([s.stop - s.start for s in index], self.dtype)
+        read = 0
         for start, piece in self.pieces.items():
             ends = [a + n for a, n in zip(start, piece.shape, strict=True)]
             low = [max(s.start, a) for s, a in zip(index, start, strict=True)]
             high = [min(s.stop, b) for s, b in zip(index, ends, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
-                here = _slices(low, high, [s.start for s in index])
-                piece.read(_slices(low, high, start), found[here])
-                there += found[here].size
-        if there != found.size and not self.zero_elsewhere:
+                place = _slices(low, high, [s.start for s in index])
+                piece.read(_slices(low, high, start), out[place])
+                read += out[place].size
+        if read != out.size and not self.zero_elsewhere:
             raise ValueError(
-                f"expected all of {self._name} in the files of the engine's state, got {there} of "
-                f"{found.size} elements of {index}. Take another checkpoint."
+                f"expected all of {self._name} in the files of the engine's state, got {read} of "
+                f"{out.size} elements of {index}. Take another checkpoint."
             )
-        return found
+        return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[tuple(slice(0, n) for n in self.shape)].astype(dtype or self.dtype, copy=False)
@@ -66,27 +66,27 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
         ValueError: If a file is not whole, or none of an engine's state.
     """
     paths = sorted(folder.glob(file_name("*", "*")))
-    found = [read_header(path) for path in paths]
-    for path, (metadata, _) in zip(paths, found, strict=True):
+    headers = [read_header(path) for path in paths]
+    for path, (metadata, _) in zip(paths, headers, strict=True):
         if (format := metadata.get("format")) != FORMAT:
             raise ValueError(
                 f"expected a file of an engine's state, got {path} of format {format}. Leave "
                 "nothing but what `EngineSave` wrote there."
             )
-    _check_files(folder, paths, int(found[0][0]["processes"]) if found else 0)
+    _check_files(folder, paths, int(headers[0][0]["processes"]) if headers else 0)
     leaves: list[dict[str, Any]] = [
         {
             name: StoredArray(f"leaves/{i}/{name}", tuple(shape), np.dtype(dtype))
             for name, (dtype, shape) in leaf.items()
         }
-        for i, leaf in enumerate(json.loads(found[0][0]["leaves"]))
+        for i, leaf in enumerate(json.loads(headers[0][0]["leaves"]))
     ]
     for leaf in leaves:
         if "total" in leaf:
             leaf["total"].zero_elsewhere = True
     tree: dict[str, Any] = {"leaves": leaves}
     moments = set()
-    for _, tensors in found:
+    for _, tensors in headers:
         for name, tensor in tensors.items():
             if part := re.fullmatch(r"leaves/(\d+)/(\w+)@([\d,]*)", name):
                 start = tuple(int(x) for x in part[3].split(","))

@@ -105,8 +105,8 @@ class Tensor:
         """
         try:
             with self.path.open("rb") as file:
-                found = _stamp(file.fileno())
-                if found == self.stamp:
+                stamp = _stamp(file.fileno())
+                if stamp == self.stamp:
                     mapped = np.memmap(file, self.dtype, "r", self.begin, self.shape)
                     np.copyto(out, mapped[index])
                     return
@@ -128,8 +128,8 @@ _KEEP = (
 
 def _stamp(file: int) -> tuple[int, int]:
     """Size and time of the last change: of another file under the same name it is another one."""
-    found = os.fstat(file)
-    return found.st_size, found.st_mtime_ns
+    status = os.fstat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

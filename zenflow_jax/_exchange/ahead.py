@@ -91,20 +91,20 @@ def prepare_boundaries(
     for number, group in reversed(list(enumerate(offloaded.groups))):
         if not group.leaves:
             continue
-        mine = [abstract(x) for x in group.pick(weights)]
+        params = [abstract(x) for x in group.pick(weights)]
         states = [jax.tree.map(abstract, x) for x in group.pick(offloaded.pick(state.leaves))]
-        _prepare_selection(ahead, number, group, mine, states)
-        rows = abstract_channel_rows(mine, group.specs)
+        _prepare_selection(ahead, number, group, params, states)
+        rows = abstract_channel_rows(params, group.specs)
         uploads = [
             jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
-            for x, spec in zip(mine, group.specs, strict=True)
+            for x, spec in zip(params, group.specs, strict=True)
         ]
         two = uploads_in_two(uploads, group.specs)
-        seen = abstract_samples(mine, group.specs)
+        seen = abstract_samples(params, group.specs)
         key = ("merge", number)
         reach = jax.tree.map(abstract, state.reach)
         static = {"specs": group.specs, "window": state.schedule.longest_window}
-        ahead.prepare(key, merge, mine, *two, rows, rows, seen, reach, **static)
+        ahead.prepare(key, merge, params, *two, rows, rows, seen, reach, **static)
         if state.schedule.needs_kept_share:
             scores, channels = [s.scores for s in states], [s.channels for s in states]
             key = ("measure", number)
@@ -138,10 +138,10 @@ def _prepare_selection(
     scores, channels = [s.scores for s in ranges], [s.channels for s in ranges]
     key = ("choose", number)
     ahead.prepare(key, choose, weights, scores, channels, kept, specs=specs)
-    some = [i for i, spec in enumerate(specs) if spec.k]
-    if some:
-        columns = ([x[i] for i in some] for x in (weights, masters, channels))
-        which = tuple(specs[i] for i in some)
+    with_channels = [i for i, spec in enumerate(specs) if spec.k]
+    if with_channels:
+        columns = ([x[i] for i in with_channels] for x in (weights, masters, channels))
+        which = tuple(specs[i] for i in with_channels)
         ahead.prepare(("enter", number), enter, *columns, specs=which)
 
 

@@ -102,10 +102,11 @@ def check_fresh(state: ZenFlowState) -> None:
 def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
     """Refuses parameters on other devices than their state, or on the same in another order."""
     for weight, leaf in zip(weights, state.leaves, strict=True):
-        mine, its = _devices(weight.sharding), _devices(leaf.mu.sharding)
-        if mine != its:
+        of_weight, of_state = _devices(weight.sharding), _devices(leaf.mu.sharding)
+        if of_weight != of_state:
             raise ValueError(
-                f"expected {leaf.spec.name} on the devices of its state, {its}, got it on {mine}. "
+                f"expected {leaf.spec.name} on the devices of its state, {of_state}, got it on "
+                f"{of_weight}. "
                 "Make the state with `tx.init` from the parameters where they are."
             )
 
@@ -136,11 +137,11 @@ def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
     """The states of `optax.MultiSteps` around zenflow's, the outermost first."""
-    found, rest = [], opt_state
+    states, rest = [], opt_state
     while inner := [x for x in _multi_steps(rest) if has_state(x)]:
-        found.append(inner[0])
+        states.append(inner[0])
         rest = inner[0].inner_opt_state
-    return found
+    return states
 
 
 def _multi_steps(tree: Any) -> list[optax.MultiStepsState]:

@@ -65,10 +65,10 @@ class Expected:
             TypeError: If it is not of jax arrays.
         """
         state = find_state(opt_state)
-        which = self._choice(groups or self._groups).leaves
+        leaves = self._choice(groups or self._groups).leaves
         if (
             len(state.leaves) != len(self._specs)
-            or any(state.leaves[i].spec != self._specs[i] for i in which)
+            or any(state.leaves[i].spec != self._specs[i] for i in leaves)
             or state.schedule != self._schedule
         ):
             raise ValueError(
@@ -144,20 +144,20 @@ class Expected:
             groups: Those that are read now; resident leaves are looked at with the first one.
         """
         choice = self._choice(groups)
-        mine = [weights[i] for i in choice.leaves]
+        params = [weights[i] for i in choice.leaves]
         specs = [self._specs[i] for i in choice.leaves]
-        check_leaves(mine, specs)
-        shardings = [getattr(weight, "sharding", None) for weight in mine]
+        check_leaves(params, specs)
+        shardings = [getattr(weight, "sharding", None) for weight in params]
         if not _same(shardings, choice.params):
-            check_placement(mine, specs)
+            check_placement(params, specs)
             choice.params = shardings
 
     def _choice(self, groups: Iterable[int]) -> "_Choice":
         key = tuple(groups)
         if key not in self._known:
             wanted = frozenset(key)
-            which = [i for i, spec in enumerate(self._specs) if not wanted.isdisjoint(spec.groups)]
-            self._known[key] = _Choice(which)
+            leaves = [i for i, spec in enumerate(self._specs) if not wanted.isdisjoint(spec.groups)]
+            self._known[key] = _Choice(leaves)
         return self._known[key]
 
 
@@ -170,16 +170,16 @@ class _Choice:
     params: list[Any] = dataclasses.field(default_factory=list)
 
 
-def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    return len(now) == len(then) and all(map(operator.is_, now, then))
+def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
+    return len(current) == len(last) and all(map(operator.is_, current, last))
 
 
 def _arrays(leaf: LeafState) -> list[tuple[str, jax.Array, PartitionSpec]]:
     """The arrays of a leaf that are read between steps, with their names and layouts."""
     layout = leaf_layout(leaf.spec, deferred=False)
     names = ("channels", "steps", "master", "mu", "nu", "scores")
-    found = [(name, getattr(leaf, name), getattr(layout, name)) for name in names]
-    return [(name, x, lay) for name, x, lay in found if x is not None and x.size]
+    arrays = [(name, getattr(leaf, name), getattr(layout, name)) for name in names]
+    return [(name, x, lay) for name, x, lay in arrays if x is not None and x.size]
 
 
 def _elsewhere(

@@ -57,10 +57,10 @@ class HostMasters:
         """
         leaves = self._worker.leaves()
         parts, pieces = [], []
-        for mine in self._offloaded.pieces_of(number):
-            part = self._offloaded.parts[mine[0]]
-            masters = (leaves[j].master.as_float32() for j in mine)
-            shapes = (self._offloaded.parts[j].spec.shape for j in mine)
+        for numbers in self._offloaded.pieces_of(number):
+            part = self._offloaded.parts[numbers[0]]
+            masters = (leaves[j].master.as_float32() for j in numbers)
+            shapes = (self._offloaded.parts[j].spec.shape for j in numbers)
             master = joined([x.reshape(s) for x, s in zip(masters, shapes, strict=True)])
             parts.append(dataclasses.replace(part, leaf=0))
             pieces.append([upload(master, device) for device in part.devices])

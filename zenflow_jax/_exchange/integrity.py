@@ -197,14 +197,14 @@ def _compare(
     weight: Array, rows: _Rows, leaf: LeafState, sent: StepScalars, *, schedule: Schedule
 ) -> Array:
     # Scalars that left in the step are in host memory.
-    here = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
-    step = here.unpack()
+    on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
+    step = on_device.unpack()
     layout = Layout(leaf.spec)
-    mine = dataclasses.replace(leaf_layout(leaf.spec, deferred=False), scores=None)
+    of_leaf = dataclasses.replace(leaf_layout(leaf.spec, deferred=False), scores=None)
     count = on_each_device(
         partial(_count, schedule=schedule),
         leaf.spec,
-        [layout.block, layout.each_device, mine, *[REPLICATED] * 3],
+        [layout.block, layout.each_device, of_leaf, *[REPLICATED] * 3],
         REPLICATED,
     )
     return count(weight, rows, leaf, jnp.stack(step.adam), step.step, step.finite)
@@ -221,25 +221,26 @@ def _count(
     *,
     schedule: Schedule,
 ) -> Array:
-    of_step, now = AdamScalars(*scalars), _rows_here(here, weight, leaf.channels, schedule=schedule)
+    of_step = AdamScalars(*scalars)
+    after = _rows_here(here, weight, leaf.channels, schedule=schedule)
     wrong = jnp.zeros((), jnp.int32)
     if rows.selected is not None:
-        assert now.selected is not None
-        wrong += _count_selected(here, rows.selected, now.selected, leaf, of_step)
+        assert after.selected is not None
+        wrong += _count_selected(here, rows.selected, after.selected, leaf, of_step)
     if rows.others is not None:
-        assert now.others is not None
+        assert after.others is not None
         rate = of_step.learning_rate
         length = schedule.provisional_step(step, rate, jnp.ones((), bool), jnp)
         deferred = ~contains(here.to_local(leaf.channels), here.block.n)
         deferred = jnp.broadcast_to(broadcast_channels(deferred, here.block), weight.shape)
-        stray = _strays(rows.others, now.others, length) & sample_of(deferred)
+        stray = _strays(rows.others, after.others, length) & sample_of(deferred)
         wrong += jnp.sum(stray, dtype=jnp.int32)
     return here.sum_everywhere(jnp.where(finite > 0, wrong, 0))
 
 
-def _strays(before: Array, now: Array, length: Array) -> Array:
+def _strays(before: Array, after: Array, length: Array) -> Array:
     """Bool: where a value is not what a provisional step, up or down, or none has made of it."""
-    old, new = before.astype(jnp.float32), now.astype(jnp.float32)
+    old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     slack = _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new) + length)
     moved = [old + provisional_change(before, step) for step in (length, -length)]
     near = [jnp.abs(new - x) <= slack for x in (old, *moved)]
@@ -247,28 +248,30 @@ def _strays(before: Array, now: Array, length: Array) -> Array:
 
 
 def _count_selected(
-    here: Here, before: Array, now: Array, leaf: LeafState, of_step: AdamScalars
+    here: Here, before: Array, after: Array, leaf: LeafState, of_step: AdamScalars
 ) -> Array:
     """How many values of selected channels, or of a resident leaf, are not what the step made."""
     spec = here.part
 
-    def some(x: Array) -> Array:
+    def sampled(x: Array) -> Array:
         """The entries of `x`, one for each selected value, that `_rows_here` has, too."""
         if spec.axis is not None:
             x = jax.lax.slice_in_dim(x, 0, min(_CHANNELS, spec.k), axis=spec.axis)
         return jnp.atleast_1d(sample_of(x)).astype(jnp.float32)
 
-    old, new = before.astype(jnp.float32), now.astype(jnp.float32)
+    old, new = before.astype(jnp.float32), after.astype(jnp.float32)
     if leaf.master is not None:
         # Either neighbour is right: a compiler for devices may round once less.
         kind = jnp.finfo(spec.dtype)
-        expected = some(leaf.master)
+        expected = sampled(leaf.master)
         slack = float(kind.eps) / 2 * jnp.abs(expected) + float(kind.smallest_subnormal)
     else:
         steps = jnp.maximum(leaf.steps, 1)
         steps = steps if spec.resident else broadcast_channels(steps, spec)
-        steps = some(jnp.broadcast_to(steps, leaf.mu.shape)).astype(jnp.int32)
-        change = change_of(old, some(leaf.mu), some(leaf.nu), steps, of_step, decay=spec.decay)
+        steps = sampled(jnp.broadcast_to(steps, leaf.mu.shape)).astype(jnp.int32)
+        change = change_of(
+            old, sampled(leaf.mu), sampled(leaf.nu), steps, of_step, decay=spec.decay
+        )
         decay = jnp.abs(of_step.learning_rate * of_step.weight_decay * old)
         expected, slack = old + change, _OF_STEP * (jnp.abs(change) + 2 * decay)
     slack = slack + _OF_PARAMETER * (jnp.abs(old) + jnp.abs(new))

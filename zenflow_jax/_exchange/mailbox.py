@@ -78,11 +78,13 @@ class Mailbox:
         if self._sending.sums_on_device:
             self._groups = [_InGroup.of(state, group) for group in range(state.schedule.groups)]
             for number, group in reversed(list(enumerate(self._groups))):
-                whole, some = group.sums(state.mail)
+                whole, in_ranges = group.sums(state.mail)
                 if whole:
                     self._ahead.prepare(("zeros", number), group.make_zeros, whole)
-                if some:
-                    self._ahead.prepare(("take", number), _take_ranges, some, specs=group.ranges)
+                if in_ranges:
+                    self._ahead.prepare(
+                        ("take", number), _take_ranges, in_ranges, specs=group.ranges
+                    )
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
         # Whether each leaf still has a blank array of its own. A step that reads blank mail, as a
         # wrapper with a branch does, may donate each array once only; if the first step has donated
@@ -142,8 +144,8 @@ class Mailbox:
         """
         if self._replaced is None or state.token is self._given:
             return
-        given, token = self._replaced
-        if state.token is not given:
+        replaced, token = self._replaced
+        if state.token is not replaced:
             sent = jax.tree.map(read, state.step_scalars._replace(statistics=None))
             if token not in (int(read(state.token)), int(sent.unpack().token)):
                 return
@@ -182,17 +184,17 @@ class Mailbox:
         """Hands over a group's sums with "per_window"; the state with zeros in their place."""
         if not self._sending.sums_on_device:
             return state
-        mine, mail = self._groups[group], list(state.mail)
-        whole, some = mine.sums(mail)
-        taken = dict(zip(mine.whole, whole, strict=True))
-        zeros = self._ahead.call(("zeros", group), mine.make_zeros, whole) if whole else ()
-        for i, x in zip(mine.whole, zeros, strict=True):
+        leaves, mail = self._groups[group], list(state.mail)
+        whole, in_ranges = leaves.sums(mail)
+        taken = dict(zip(leaves.whole, whole, strict=True))
+        zeros = self._ahead.call(("zeros", group), leaves.make_zeros, whole) if whole else ()
+        for i, x in zip(leaves.whole, zeros, strict=True):
             mail[i] = x
-        if some:
+        if in_ranges:
             key = ("take", group)
-            parts, rests = self._ahead.call(key, _take_ranges, some, specs=mine.ranges)
-            taken |= dict(zip(mine.cut, parts, strict=True))
-            for i, rest in zip(mine.cut, rests, strict=True):
+            parts, rests = self._ahead.call(key, _take_ranges, in_ranges, specs=leaves.ranges)
+            taken |= dict(zip(leaves.cut, parts, strict=True))
+            for i, rest in zip(leaves.cut, rests, strict=True):
                 mail[i] = as_before(rest, mail[i])
         self._post(Sums(group, [taken[i] for i in sorted(taken)], self._last))
         return dataclasses.replace(state, mail=tuple(mail))
@@ -260,8 +262,8 @@ class Mailbox:
 
 def _alike_once(blank: _Buffers) -> _Buffers:
     """The buffers with one array for all that are alike: a model has many leaves of few shapes."""
-    found: dict[Any, jax.Array] = {}
-    return jax.tree.map(lambda x: found.setdefault((x.shape, x.dtype, x.sharding), x), blank)
+    shared: dict[Any, jax.Array] = {}
+    return jax.tree.map(lambda x: shared.setdefault((x.shape, x.dtype, x.sharding), x), blank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,9 +277,9 @@ class _InGroup:
 
     @classmethod
     def of(cls, state: ZenFlowState, group: int) -> "_InGroup":
-        mine = of_group([leaf.spec for leaf in state.leaves], group)
-        ranges = {i: spec for i, spec in mine.items() if spec.start is not None}
-        whole = tuple(i for i in mine if i not in ranges)
+        specs = of_group([leaf.spec for leaf in state.leaves], group)
+        ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
+        whole = tuple(i for i in specs if i not in ranges)
         zeros = _zeros_maker([state.mail[i] for i in whole])
         return cls(whole, tuple(ranges), tuple(ranges.values()), zeros)
 

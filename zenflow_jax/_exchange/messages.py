@@ -145,7 +145,7 @@ class Receiver:
         self._sums.shutdown(wait=False)
 
     def _receive_mail(
-        self, item: Mail, given: tuple[float, float]
+        self, item: Mail, times: tuple[float, float]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Each piece's gradient on its first device, and the step scalars, once in host memory."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
@@ -155,7 +155,7 @@ class Receiver:
         if item.on_device:
             step_scalars, pieces = copy_to_host(step_scalars), copy_to_host(pieces)
         jax.block_until_ready((step_scalars, item.step_scalars))
-        self._recorder.step_ended(item.step, given)
+        self._recorder.step_ended(item.step, times)
         jax.block_until_ready(pieces)
         self._recorder.mail_arrived(item.step)
         # Only now, when the caller has dropped them: whoever is last has to free them.

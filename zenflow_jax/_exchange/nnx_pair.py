@@ -48,10 +48,10 @@ def copy_with(model: Any, optimizer: nnx.Optimizer, find: Callable[[Any, Any], A
 
     Neither changes the other: what is not trained is copied.
     """
-    found = find(*arrays(model, optimizer))
+    new = find(*arrays(model, optimizer))
     graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
     # New variables of the same arrays: `merge` would give the copy those of the model.
     params = jax.tree.map(lambda x: x, params)
     copy = nnx.merge(graphdef, params, jax.tree.map(jnp.copy, others))
-    nnx.update(copy, found)
+    nnx.update(copy, new)
     return copy

@@ -74,10 +74,10 @@ class OffloadedLeaves:
     @functools.cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of each piece's parts: one, or its ranges in order."""
-        found: dict[int, list[int]] = {}
+        numbers: dict[int, list[int]] = {}
         for i, part in enumerate(self.parts):
-            found.setdefault(part.piece, []).append(i)
-        return tuple(map(tuple, found.values()))
+            numbers.setdefault(part.piece, []).append(i)
+        return tuple(map(tuple, numbers.values()))
 
     @functools.cached_property
     def firsts(self) -> tuple[Part, ...]:
@@ -113,13 +113,13 @@ class Group:
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
-        mine = of_group(specs, group)
-        order = {leaf: i for i, leaf in enumerate(mine)}
+        of_leaves = of_group(specs, group)
+        order = {leaf: i for i, leaf in enumerate(of_leaves)}
         numbers = tuple(i for i, part in enumerate(parts) if part.spec.group == group)
         return cls(
-            leaves=tuple(mine),
-            specs=tuple(mine.values()),
-            cut=tuple(i for i, spec in enumerate(mine.values()) if spec.start is not None),
+            leaves=tuple(of_leaves),
+            specs=tuple(of_leaves.values()),
+            cut=tuple(i for i, spec in enumerate(of_leaves.values()) if spec.start is not None),
             part_numbers=numbers,
             parts=tuple(dataclasses.replace(parts[i], leaf=order[parts[i].leaf]) for i in numbers),
         )
@@ -146,8 +146,8 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
             ranges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
             key = tuple(ranges[units:])
             holders.setdefault(key, []).append((position, shard.device, shard.replica_id))
-        for key, found in holders.items():
-            positions, devices, replicas = zip(*found, strict=True)
+        for key, held in holders.items():
+            positions, devices, replicas = zip(*held, strict=True)
             piece, index = next(pieces), tuple(slice(*ends) for ends in key)
             for part in spec.ranges:
                 if part.start is not None:
@@ -174,14 +174,14 @@ def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
     It is of bytes on each device. Leaves are taken in their order; all of them if it is None. The
     result is the same in every process.
     """
-    used, found = 0, {}
+    used, fits = 0, {}
     keys = [(part.leaf, part.spec.start) for part in parts]
     for key, part in zip(keys, parts, strict=True):
         size = math.prod(part.spec.shape) * part.spec.dtype.itemsize
-        if key not in found:
-            found[key] = budget is None or used + size <= budget
-            used += size if found[key] else 0
-    return [found[key] for key in keys]
+        if key not in fits:
+            fits[key] = budget is None or used + size <= budget
+            used += size if fits[key] else 0
+    return [fits[key] for key in keys]
 
 
 def devices_of(weights: Sequence[jax.Array]) -> set[Any]:
@@ -243,19 +243,20 @@ def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
 
     To jit `P("data")` and `P("data", None)` are two things, and it compiles a step for each.
     """
-    now, then = new.sharding, old.sharding
+    ours, theirs = new.sharding, old.sharding
     # Comparing takes longer than looking.
-    if now is then or not isinstance(then, NamedSharding) or now == then:
+    if ours is theirs or not isinstance(theirs, NamedSharding) or ours == theirs:
         return new
     return assemble([s.data for s in new.addressable_shards], old.shape, old.sharding)
 
 
 def by_leaf(parts: Sequence[Part], pieces: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Each leaf's pieces in the order of devices, from each part's pieces."""
-    found: list[dict[int, Any]] = [{} for _ in range(1 + max((p.leaf for p in parts), default=-1))]
+    count = 1 + max((part.leaf for part in parts), default=-1)
+    of_leaves: list[dict[int, Any]] = [{} for _ in range(count)]
     for part, on_devices in zip(parts, pieces, strict=True):
-        found[part.leaf].update(zip(part.positions, on_devices, strict=True))
-    return [[x for _, x in sorted(leaf.items())] for leaf in found]
+        of_leaves[part.leaf].update(zip(part.positions, on_devices, strict=True))
+    return [[x for _, x in sorted(leaf.items())] for leaf in of_leaves]
 
 
 def select_anew(

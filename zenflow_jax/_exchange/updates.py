@@ -124,10 +124,10 @@ class Updates:
 
     def wait(self) -> list[int]:
         """Waits for pending updates; NONE, PENDING or EMPTY says what there is of each group's."""
-        found = [NONE] * len(self._offloaded.groups)
+        kinds = [NONE] * len(self._offloaded.groups)
         for group, pending in self._pending.items():
-            found[group] = PENDING if self._worker.wait(pending.made, None) else EMPTY
-        return found
+            kinds[group] = PENDING if self._worker.wait(pending.made, None) else EMPTY
+        return kinds
 
     def collect(
         self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
@@ -151,10 +151,10 @@ class Updates:
             if not uploads:
                 # All steps of its window were skipped. The next merge could not tell what has
                 # changed until now, as `before` is gone, which knew the channels that left.
-                rows, mine = self._both_rows(number, before), group.pick(weights)
+                rows, params = self._both_rows(number, before), group.pick(weights)
                 old = self._samples[number]
                 static = {"specs": group.specs, "window": state.schedule.longest_window}
-                seen, changed = compare(mine, *rows, old, state.reach, **static)
+                seen, changed = compare(params, *rows, old, state.reach, **static)
             else:
                 uploads = self._fetch_rest(group, uploads, state.step)
                 new, seen, changed = self._merge(number, weights, uploads, before, state)
@@ -208,8 +208,8 @@ class Updates:
         self, number: int, before: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """The channels that were selected in a pending update's window, and those that are now."""
-        now = self._rows[number]
-        return now if before is None else before, now
+        rows = self._rows[number]
+        return rows if before is None else before, rows
 
     def _merge(
         self,
@@ -223,25 +223,25 @@ class Updates:
     ) -> Merged:
         """The parameters of a group with an update, whose arrays stay if `keep`."""
         group = self._offloaded.groups[number]
-        mine = group.pick(weights)
-        if group.on_one_device and not isinstance(mine[0].sharding, NamedSharding):
+        params = group.pick(weights)
+        if group.on_one_device and not isinstance(params[0].sharding, NamedSharding):
             new = [x for (x,) in uploads]
         else:
             new = [
                 assemble(pieces, spec.shape, part_sharding(weight, spec))
                 for weight, spec, pieces in zip(
-                    mine, group.specs, by_leaf(group.parts, uploads), strict=True
+                    params, group.specs, by_leaf(group.parts, uploads), strict=True
                 )
             ]
         rows = self._both_rows(number, before)
         two = uploads_in_two(new, group.specs)
-        arrays = (mine, *two, *rows, self._samples[number], state.reach)
+        arrays = (params, *two, *rows, self._samples[number], state.reach)
         static = {"specs": group.specs, "window": state.schedule.longest_window}
         if keep:  # rare, and compiled where it is called
             merged = merge_and_keep(*arrays, **static)
         else:
             merged = self._ahead.call(("merge", number), merge, *arrays, **static)
-        placed = (as_before(x, weight) for x, weight in zip(merged.weights, mine, strict=True))
+        placed = (as_before(x, weight) for x, weight in zip(merged.weights, params, strict=True))
         return merged._replace(weights=list(placed))
 
     def _fetch_rest(self, group: Group, uploads: list[Any], after: Any) -> list[Any]:
@@ -312,17 +312,17 @@ class Updates:
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
             states[j], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
-        some = [j for j, master in enumerate(masters) if master is not None]
-        if some:
+        entering = [j for j, master in enumerate(masters) if master is not None]
+        if entering:
             merged = self._ahead.call(
                 ("enter", number),
                 enter,
-                [weights[group.leaves[j]] for j in some],
-                [masters[j] for j in some],
-                [states[j].channels for j in some],
-                specs=tuple(group.specs[j] for j in some),
+                [weights[group.leaves[j]] for j in entering],
+                [masters[j] for j in entering],
+                [states[j].channels for j in entering],
+                specs=tuple(group.specs[j] for j in entering),
             )
-            for j, weight in zip(some, merged, strict=True):
+            for j, weight in zip(entering, merged, strict=True):
                 i = group.leaves[j]
                 weights[i] = as_before(weight, weights[i])
         for i, new in zip(places, self._put_back(number, whole, states), strict=True):
@@ -331,33 +331,33 @@ class Updates:
 
     def _ranges(self, number: int, states: Sequence[LeafState]) -> list[LeafState]:
         """The states of a group's leaves, or of their ranges."""
-        cut, found = self._offloaded.groups[number].cut, list(states)
+        cut, ranges = self._offloaded.groups[number].cut, list(states)
         if cut:
             specs = tuple(self._offloaded.groups[number].specs[i] for i in cut)
-            some = [states[i] for i in cut]
-            parts = self._ahead.call(("cut", number), cut_states, some, specs=specs)
+            whole = [states[i] for i in cut]
+            parts = self._ahead.call(("cut", number), cut_states, whole, specs=specs)
             for i, part in zip(cut, parts, strict=True):
-                found[i] = part
-        return found
+                ranges[i] = part
+        return ranges
 
     def _put_back(
         self, number: int, whole: Sequence[LeafState], states: Sequence[LeafState]
     ) -> list[LeafState]:
         """The states of a group's leaves, with new ones of their ranges."""
-        cut, found = self._offloaded.groups[number].cut, list(states)
+        cut, merged = self._offloaded.groups[number].cut, list(states)
         if cut:
             old, parts = [whole[i] for i in cut], [states[i] for i in cut]
             new = self._ahead.call(("put", number), put_states, old, parts)
             for i, before, after in zip(cut, old, new, strict=True):
-                found[i] = jax.tree.map(as_before, after, before)
-        return found
+                merged[i] = jax.tree.map(as_before, after, before)
+        return merged
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
         """Starts to compute the selected channels' share of the best score, of a group."""
-        mine = self._offloaded.groups[number]
-        states = self._states(mine, leaves)
+        group = self._offloaded.groups[number]
+        states = self._states(group, leaves)
         scores, channels = [s.scores for s in states], [s.channels for s in states]
-        return self._ahead.call(("measure", number), measure, scores, channels, specs=mine.specs)
+        return self._ahead.call(("measure", number), measure, scores, channels, specs=group.specs)
 
     def resume(
         self, pending: Sequence[int], before: Sequence[np.ndarray], weights: Sequence[jax.Array]
@@ -393,8 +393,8 @@ class Updates:
             )
             (devices, *_) = by_leaf(group.parts, [part.devices for part in group.parts])
             pieces = [
-                upload(np.concatenate(mine, axis=1), device)
-                for *mine, device in zip(*rows, devices, strict=True)
+                upload(np.concatenate(of_device, axis=1), device)
+                for *of_device, device in zip(*rows, devices, strict=True)
             ]
             like = abstract_channel_rows(group.pick(weights), group.specs)
             self._pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))

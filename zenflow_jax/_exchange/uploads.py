@@ -43,8 +43,8 @@ class Uploads:
         """Uploads what is left."""
         devices = {device for i in self._ready for device in self._parts[i].devices}
         for device in sorted(devices, key=lambda device: device.id):
-            mine = {i: x for i, x in self._ready.items() if device in self._parts[i].devices}
-            for i, x in upload(mine, device).items():
+            trees = {i: x for i, x in self._ready.items() if device in self._parts[i].devices}
+            for i, x in upload(trees, device).items():
                 self._arrived[i][self._parts[i].devices.index(device)] = x
         self._ready, self._size = {}, 0
 
