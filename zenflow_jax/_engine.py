@@ -404,7 +404,7 @@ class HostEngine:
         return self._saver.stream(copy_bytes)
 
     @_recorded("state")
-    def host_masters(self, params: Any, opt_state: Any) -> Callable[[int], jax.Array]:
+    def _host_masters(self, params: Any, opt_state: Any) -> Callable[[int], jax.Array]:
         """Gives the host's masters of an offloaded leaf by its number; for `iter_master_params`."""
         self._check_open()
         state = self._expected.state(opt_state)

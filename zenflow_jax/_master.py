@@ -85,7 +85,7 @@ def iter_master_params(
     weights, _, places = match_leaves(params, state)
     of_host = None
     if engine is not None:
-        of_host = engine.host_masters(params, opt_state)
+        of_host = engine._host_masters(params, opt_state)
     numbers = itertools.count()  # of the offloaded leaves
     leaf_at = {
         place: (leaf, next(numbers) if leaf.offloaded else None)
