@@ -1,15 +1,17 @@
 """What the worker uploads: updates, and channels that change hands."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from zenflow_jax._device.memory import copy_to_host, upload, view
+from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import HandOver
-from zenflow_jax._exchange.parts import Part, host_channels
-from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
+from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
+from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 
 # About how many bytes one call uploads.
@@ -80,6 +82,52 @@ def hand_over(
         ready.add(i, _as_on_device(new, part.spec))
     ready.send()
     return entering, nbytes(in_host_memory)
+
+
+def update(
+    host: HostState,
+    offloaded: OffloadedLeaves,
+    group: int,
+    window: ClosedWindow,
+    recorder: Recorder,
+) -> Generator[str, None, list[list[Any]]]:
+    """Makes a window's update, a bounded piece at a time, and uploads what is prefetched.
+
+    Args:
+        host: The arrays.
+        offloaded: The leaves whose arrays these are.
+        group: The window's.
+        window: The window.
+        recorder: Notes when uploads begin and end.
+
+    Yields:
+        Where it is, before each piece, as `HostState.update` does.
+
+    Returns:
+        What `Close.done` gives.
+    """
+    uploads: list[list[Any]] = []
+    ready = Uploads(offloaded.groups[group].parts, uploads)
+    first = 0.0  # when the first upload began
+
+    def finished(i: int, leaf: HostLeaf) -> None:
+        nonlocal first
+        early = offloaded.prefetched[i]
+        uploads.append([None] * len(offloaded.parts[i].devices) if early else [])
+        if early:
+            first = first or time.perf_counter()
+            ready.add(len(uploads) - 1, leaf.to_upload)
+
+    for name in host.update(window, finished):
+        yield f"the update of leaf {name}, window {window.number}"
+    ready.send()
+    if first:
+        recorder.works_at("wait for uploads", window.number)
+        # The next update writes to the arrays that they come from.
+        with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
+            jax.block_until_ready(uploads)
+        recorder.uploaded(window.number, first)
+    return uploads
 
 
 def _as_rows(arrays: Sequence[jax.Array], spec: LeafSpec) -> SelectedRows:

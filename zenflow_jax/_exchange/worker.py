@@ -33,7 +33,7 @@ from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.snapshot import Snapshot
-from zenflow_jax._exchange.uploads import Uploads, hand_over, nbytes
+from zenflow_jax._exchange.uploads import hand_over, nbytes, update
 from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState
 from zenflow_jax._plan.scalars import AdamScalars
 
@@ -81,11 +81,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="zenflow-host", daemon=True)
 
     def start(self, peers: PeerMonitor) -> None:
-        """Begins to work.
-
-        Args:
-            peers: Tells the other processes of this worker's failure, and this worker of theirs.
-        """
+        """Begins to work; `peers` spreads this worker's failure, and tells it of others."""
         self._peers = peers
         self._thread.start()
         peers.start(self.fail)
@@ -155,11 +151,10 @@ class Worker:
     def leaves(self) -> list[HostLeaf]:
         """The host's arrays of each part; for the caller, while the thread has nothing to do.
 
-        The list keeps the arrays alive. Another process may fail at any moment: the thread then
-        ends, and lets go of the arrays without writing to them.
+        The list keeps the arrays alive, also if another process fails and ends the thread.
 
         Raises:
-            RuntimeError: If that has happened already.
+            RuntimeError: If the thread has ended already.
         """
         leaves = self._host.leaves
         if len(leaves) != len(self._offloaded.parts):
@@ -192,17 +187,11 @@ class Worker:
         return future.result()
 
     def fail(self, message: str) -> None:
-        """Ends the thread with another process's failure, after the piece that it is at.
-
-        The monitor's thread calls this. The worker's own thread breaks all promises.
-        """
+        """Ends the thread with another process's failure; called by the monitor's thread."""
         self._end(_Stop(message))
 
     def ask_to_stop(self) -> None:
-        """Asks the thread to end after the piece that it is at, without waiting for it.
-
-        For the garbage collector, which may be on any thread, even on one that the worker needs.
-        """
+        """Asks the thread to end; does not wait, as the garbage collector may be on any thread."""
         self._end(_Stop(None))
         self._peers.close()
 
@@ -347,46 +336,25 @@ class Worker:
             close.hand_over.done.set_result(entering)
             # The caller has the hand-over now; the old arrays must not outlive it.
             close.hand_over = None
-        where = f"the update of window {window.number}"
-        self._updates.append(_Update(window.number, self._make_update(close, window), where))
+        pieces, where = self._make_update(close, window), f"the update of window {window.number}"
+        self._updates.append(_Update(window.number, pieces, where))
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        group = self._offloaded.groups[close.group]
-        uploads: list[list[Any]] = []
-        ready = Uploads(group.parts, uploads)
-        first = 0.0  # when the first upload began
-
-        def finished(i: int, leaf: HostLeaf) -> None:
-            nonlocal first
-            early = self._offloaded.prefetched[i]
-            uploads.append([None] * len(self._offloaded.parts[i].devices) if early else [])
-            if early:
-                first = first or time.perf_counter()
-                ready.add(len(uploads) - 1, leaf.to_upload)
-
-        for name in self._host.update(window, finished):
-            yield f"the update of leaf {name}, window {window.number}"
-        ready.send()
-        if first:
-            self.recorder.works_at("wait for uploads", window.number)
-            # The next update writes to the arrays that they come from.
-            with jax.profiler.TraceAnnotation("zenflow: wait for uploads"):
-                jax.block_until_ready(uploads)
-            self.recorder.uploaded(window.number, first)
+        uploads = yield from update(self._host, self._offloaded, close.group, window, self.recorder)
         self._count(bytes_to_device=nbytes(uploads))
         self._finish(close, uploads)
 
     def _go_on(self) -> None:
-        update = self._updates[0]
-        self.recorder.works_at("update", update.window)
+        begun = self._updates[0]
+        self.recorder.works_at("update", begun.window)
         # Set for each piece: mail may have come in between.
-        self._where = update.where
+        self._where = begun.where
         with jax.profiler.TraceAnnotation("zenflow: host update"):
-            piece = next(update.pieces, None)
+            piece = next(begun.pieces, None)
         if piece is None:
             self._updates.popleft()
         else:
-            update.where = piece
+            begun.where = piece
 
     def _before_write(self, i: int) -> None:
         """Waits until no checkpoint needs the arrays of part `i` any more."""
