@@ -76,7 +76,7 @@ def pack_path(
             )
         bases = None if base is None else _Bases(base, stack)
         pieces = {name: _pieces(file, bases) for name, file in files.items()}
-        if bases is not None and not bases.found:
+        if bases is not None and not bases.matches:
             raise ElvesError(
                 f"`base`: expected a folder with tensors of the names and shapes of {source}, got "
                 f"{base}, which has none of them. Name the model that it was made from."
@@ -183,7 +183,7 @@ class _Bases:
         if not base.exists():
             raise ElvesError(f"`base`: expected a folder with safetensors, got {base}: no such.")
         self.folder = base if base.is_dir() else base.parent
-        self.found = 0
+        self.matches = 0
         self._by_name: dict[str, Near] = {}
         for path in sorted(base.rglob("*" + SAFE)) if base.is_dir() else [base]:
             file = stack.enter_context(open_tensors(path))
@@ -195,7 +195,7 @@ class _Bases:
         near = self._by_name.get(_PREFIX.sub("", name))
         if near is None or not _comparable(info, near.file.tensors[near.tensor]):
             return None
-        self.found += 1
+        self.matches += 1
         return near
 
 

@@ -44,8 +44,8 @@ def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone():
     @jax.jit
     @jax.value_and_grad
     def loss(params, batch):
-        found = of_tokens(nnx.merge(graphdef, params), batch)
-        return found.losses.sum() / found.targets.sum()
+        result = of_tokens(nnx.merge(graphdef, params), batch)
+        return result.losses.sum() / result.targets.sum()
 
     batch = packed(LENGTHS)
     together, grads = loss(params, batch)

@@ -1,7 +1,7 @@
 """Parquet and Arrow, as `datasets` writes them: the same examples as of JSONL, and refusals."""
 
-import builtins
 import json
+import sys
 
 import numpy as np
 import pyarrow
@@ -61,9 +61,9 @@ def test_a_row_is_as_a_line_of_json(tmp_path, monkeypatch, name):
         pyarrow.parquet.write_table(table, path)
     else:
         WRITERS[name](path, table)
-    found = list(records(path))
-    assert [row for _, row in found] == rows
-    assert [where for where, _ in found] == [f"{path}, row {i}" for i in range(1, 10)]
+    places, read = zip(*records(path), strict=True)
+    assert list(read) == rows
+    assert list(places) == [f"{path}, row {i}" for i in range(1, 10)]
 
 
 @pytest.mark.parametrize(
@@ -125,19 +125,21 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
     task = language.make(several, decoder, sequence_length=9, validation_share=0.5, seed=0)
     assert len(task.train) == len(task.validation["validation"])
 
-    (several / "dataset_dict.json").write_text('{"splits": ["test"]}')
-    with pytest.raises(DataError, match=r"expected a part train in .* found test"):
-        find_files(several, language.SUFFIXES)
-    (several / "dataset_dict.json").write_text('{"splits": 1}')
-    with pytest.raises(DataError, match="expected a list `splits`"):
-        find_files(several, language.SUFFIXES)
-    files.train[0].unlink()
+    def expect(match):
+        with pytest.raises(DataError, match=match):
+            find_files(several, language.SUFFIXES)
+
+    for splits, match in (
+        (["test"], r"expected a part train in .* found test"),
+        (1, "expected a list `splits`"),
+    ):
+        (several / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+        expect(match)
     (several / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(DataError, match="expected data-00000-of-00001.arrow in"):
-        find_files(several, language.SUFFIXES)
+    files.train[0].unlink()
+    expect("expected data-00000-of-00001.arrow in")
     (several / "train" / "state.json").unlink()
-    with pytest.raises(DataError, match="expected .*state.json, as `save_to_disk`"):
-        find_files(several, language.SUFFIXES)
+    expect("expected .*state.json, as `save_to_disk`")
 
 
 def test_a_folder_of_the_cache_and_the_same_data_twice_are_told_of(tmp_path):
@@ -151,13 +153,6 @@ def test_a_folder_of_the_cache_and_the_same_data_twice_are_told_of(tmp_path):
         (tmp_path / name).write_text("")
     (note,) = find_files(tmp_path, language.SUFFIXES).notes
     assert "reads all of train.jsonl, train.parquet, which may hold the same twice" in note
-
-
-def test_names_as_of_the_hub_are_sides(tmp_path):
-    for name in ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"):
-        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / f"{name}.parquet")
-    files = find_files(tmp_path, language.SUFFIXES)
-    assert (len(files.train), len(files.validation)) == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
@@ -175,7 +170,6 @@ def test_a_column_that_holds_no_text_is_named_with_the_row(tmp_path, decoder):
     path = tmp_path / "a.parquet"
     for column, match in (
         ({"text": ["a", None]}, r"row 2: expected a text in the field 'text', got null"),
-        ({"text": [b"a"]}, r"row 1: expected a text in the field 'text', got .*b'a'"),
         ({"content": ["a"]}, r"row 1: expected a field 'text', found 'content'"),
         ({"text": pyarrow.array([], pyarrow.string())}, "expected text, found an empty file"),
     ):
@@ -185,15 +179,6 @@ def test_a_column_that_holds_no_text_is_named_with_the_row(tmp_path, decoder):
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
-    there = builtins.__import__
-
-    def import_(name, *rest):
-        if name.partition(".")[0] == "pyarrow":
-            raise ImportError("No module named 'pyarrow'")
-        return there(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", import_)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"expected pyarrow, which reads a\.parquet.*extra `data`"):
-        next(records(path))
+        next(records(tmp_path / "a.parquet"))

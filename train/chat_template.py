@@ -50,9 +50,7 @@ class Conversation(NamedTuple):
     """A conversation as text."""
 
     text: str
-    answers: list[
-        tuple[int, int]
-    ]  # where in it what an assistant writes begins and ends; ascending
+    answers: list[tuple[int, int]]  # where in it each answer begins and ends; ascending
 
 
 class ChatTemplate:
@@ -88,8 +86,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise TokenizerError(
-                f"expected a chat template in {where}, got what Jinja cannot read: {error}. Fetch "
-                "the file again, or correct it."
+                f"expected a chat template in {where}, got what Jinja cannot read: {error}."
             ) from error
 
     def render(
@@ -123,8 +120,7 @@ class ChatTemplate:
         if ASSISTANT not in roles:
             raise ConversationError(
                 f"expected a message of the role {ASSISTANT!r}, which is what is learned, got only "
-                f"those of {', '.join(map(repr, dict.fromkeys(roles))) or 'nobody'}. Rename the "
-                "role, or take the conversation out"
+                f"those of {', '.join(map(repr, dict.fromkeys(roles))) or 'nobody'}"
             )
         whole = self._render(messages, False, tools)
         if self._says_what:
@@ -132,7 +128,7 @@ class ChatTemplate:
             if not conversation.answers:
                 raise ConversationError(
                     "expected text between `{% generation %}` and `{% endgeneration %}`, got none "
-                    f"from the template in {self.where}. Correct the template"
+                    f"from the template in {self.where}"
                 )
             return conversation
         answers = [
@@ -152,10 +148,9 @@ class ChatTemplate:
         stop = None if start is None else self._stop(whole, messages, i, tools, said, start)
         if start is None or stop is None or said not in whole[start:stop]:
             raise ConversationError(
-                f"expected to find the answer in message {i + 1}, got a text of which the template "
-                f"in {self.where} does not tell where it is. Put `{{% generation %}}` and "
-                "`{% endgeneration %}` around what the assistant writes in the template, and pass "
-                "it with --chat-template"
+                f"expected to find the answer in message {i + 1}, but the template in {self.where} "
+                "does not tell where. Put `{% generation %}` and `{% endgeneration %}` around what "
+                "the assistant writes, and pass it with --chat-template"
             )
         answer = whole[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._marks) else stop
@@ -184,20 +179,20 @@ class ChatTemplate:
             return len(ended)
         # A last message can be written otherwise: with a thought in front, or with what ends a text
         # behind what ends the answer. What is the same behind the answer ends it.
-        last, here = ended.rfind(said), whole.find(said, start)
-        if not said or last < start or here < 0:
+        last, place = ended.rfind(said), whole.find(said, start)
+        if not said or last < start or place < 0:
             return None
-        if whole[start:here] not in ("", ended[start:last]):
+        if whole[start:place] not in ("", ended[start:last]):
             return None
-        last, here = last + len(said), here + len(said)
-        shared = os.path.commonprefix([ended[last:], whole[here:]])
+        last, place = last + len(said), place + len(said)
+        shared = os.path.commonprefix([ended[last:], whole[place:]])
         marks = [shared.rfind(mark) + len(mark) for mark in self._marks if mark in shared]
-        return here + max(marks) if marks else None
+        return place + max(marks) if marks else None
 
     def _render(self, messages: Sequence[Message], ask: bool, tools: Any) -> str:
-        given = json.dumps(messages, ensure_ascii=False, default=str) if self._says_what else ""
-        if _BEGIN in given or _END in given:
-            raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none. Remove it")
+        text = json.dumps(messages, ensure_ascii=False, default=str) if self._says_what else ""
+        if _BEGIN in text or _END in text:
+            raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none")
         try:
             return self._template.render(
                 **self._special,
@@ -209,8 +204,8 @@ class ChatTemplate:
         # A template can fail as any program can.
         except Exception as error:
             raise ConversationError(
-                f"expected messages that the template in {self.where} can do with, got: {error}. "
-                "Correct the messages, take the conversation out, or pass another --chat-template"
+                f"expected messages that the template in {self.where} takes, got: {error}. Correct "
+                "them, or pass another --chat-template"
             ) from error
 
 
@@ -238,21 +233,19 @@ def read_template(
     file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
     if file is not None:
         return ChatTemplate(_read(file), special, marks, str(file))
-    found, where = config.get("chat_template"), str(folder / CONFIG)
-    if found is None and (folder / "chat_template.json").is_file():
+    text, where = config.get("chat_template"), str(folder / CONFIG)
+    if text is None and (folder / "chat_template.json").is_file():
         where = str(folder / "chat_template.json")
-        found = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):  # several, with names
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    if not isinstance(found, str):
+        text = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(text, list):  # several, with names
+        text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
+    if not isinstance(text, str):
         raise TokenizerError(
             f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` "
-            f"in {CONFIG}: a model that was not made for chats has none. Put one there as "
-            f"{TEMPLATE}, such as that of the model's instruct version; a training takes it from "
-            "elsewhere, too: --chat-template FILE."
+            f"in {CONFIG}. Put one there as {TEMPLATE}, such as that of the model's instruct "
+            "version; a training takes it from elsewhere, too: --chat-template FILE."
         )
-    return ChatTemplate(found, special, marks, where)
+    return ChatTemplate(text, special, marks, where)
 
 
 def _read(file: Path) -> str:
@@ -260,8 +253,7 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
-            f"expected a chat template in {file}, got what cannot be read: {error}. Name another "
-            "file with --chat-template."
+            f"expected a chat template in {file}, got what cannot be read: {error}."
         ) from error
 
 
@@ -271,7 +263,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TokenizerError(f"expected JSON in {path}: {error}. Fetch the file again.") from error
+        raise TokenizerError(f"expected JSON in {path}, got: {error}.") from error
     return held if isinstance(held, dict) else {}
 
 

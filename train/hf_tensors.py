@@ -165,14 +165,14 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
 def transpose(x: np.ndarray, out: np.ndarray) -> None:
     """Writes the matrix `x` to `out` with its axes exchanged; both of one dtype, rows contiguous.
 
-    In blocks that stay in a core's cache: NumPy alone takes about five times as long.
+    In tiles that stay in a core's cache: NumPy alone takes about five times as long.
     """
     # As whole numbers, because NumPy is slower with the dtypes of others, such as bfloat16.
     kind = f"u{x.dtype.itemsize}"
-    there, here = x.view(kind), out.view(kind)
-    for i in range(0, here.shape[0], 64):
-        for j in range(0, here.shape[1], 256):
-            here[i : i + 64, j : j + 256] = there[j : j + 256, i : i + 64].T
+    rows, columns = out.view(kind), x.view(kind)
+    for i in range(0, rows.shape[0], 64):
+        for j in range(0, rows.shape[1], 256):
+            rows[i : i + 64, j : j + 256] = columns[j : j + 256, i : i + 64].T
 
 
 class Reader:
@@ -204,11 +204,11 @@ class Reader:
             tensors, index = tensors[index[0]], index[1:]
         parts = [range(*s.indices(n)) for s, n in zip(index, of.leaf_shape, strict=True)]
         out = np.empty((len(tensors), *map(len, parts)), dtype)
-        there = parts[::-1] if of.transposed else parts
+        read = parts[::-1] if of.transposed else parts
         for row, tensor in zip(out, tensors, strict=True):
             cut = self._file(tensor.file).get_slice(tensor.name)
             try:
-                value = cut[tuple(slice(part.start, part.stop) for part in there)]
+                value = cut[tuple(slice(part.start, part.stop) for part in read)]
             except _PACKED_ERROR as error:
                 raise ModelError(str(error)) from error
             value = value.astype(dtype, copy=False)
@@ -263,28 +263,26 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
         raise ModelError(
             f"`weight_map` in {index}: expected the name of a file for each tensor, got something "
-            "else. Copy the file again."
+            "else."
         )
     tensors = []
     for file in sorted(set(files.values())):
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise ModelError(
-                f"`weight_map` in {index}: expected names of files in that folder, got {file!r}. "
-                "Copy the files into the folder, and correct the index."
+                f"`weight_map` in {index}: expected names of files in that folder, got {file!r}."
             )
         if not (folder / file).exists():
             raise ModelError(
-                f"expected the file {folder / file}, which {index.name} names, got none. Copy it "
-                "into the folder: the model is whole with all of its files only."
+                f"expected the file {folder / file}, which {index.name} names, got none."
             )
-        found = _read_header(folder / file)
-        lost = {name for name, its in files.items() if its == file} - {t.name for t in found}
+        held = _read_header(folder / file)
+        lost = {name for name, its in files.items() if its == file} - {t.name for t in held}
         if lost:
             raise ModelError(
-                f"expected {some(lost)} in {folder / file}, as {index.name} says, got a file "
-                "without. Copy the index and the files again, all of the same model."
+                f"expected {first_of(lost)} in {folder / file}, as {index.name} says, got a file "
+                "without."
             )
-        tensors += [tensor for tensor in found if tensor.name in files]
+        tensors += [tensor for tensor in held if tensor.name in files]
     return tensors
 
 
@@ -293,9 +291,7 @@ def _no_safetensors(folder: Path) -> ModelError:
     expected = f"expected {SINGLE} or {INDEX} in {folder}, got"
     if not pickles:
         others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
-        return ModelError(
-            f"{expected} {others or 'neither'}. Copy the weights into the folder, under that name."
-        )
+        return ModelError(f"{expected} {others or 'neither'}.")
     listed = ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else "")
     return ModelError(
         f"{expected} {listed}: pickles, which can run any program when they are read. Where "
@@ -318,7 +314,7 @@ def _conversion(folder: Path) -> str:
     return shlex.join(["python", "-c", program, str(folder)])
 
 
-def some(names: Iterable[str]) -> str:
+def first_of(names: Iterable[str]) -> str:
     """The first of some tensors, and how many there are besides."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 1} more" if len(ordered) > 1 else ""

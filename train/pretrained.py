@@ -32,9 +32,9 @@ from train.hf_tensors import (
     DTYPES,
     Reader,
     Tensor,
+    first_of,
     leaf_name,
     read_headers,
-    some,
     source,
 )
 
@@ -196,13 +196,13 @@ def _check_tensors(pretrained: Pretrained) -> None:
     folder, tensors = pretrained.folder, pretrained.tensors
     if missing := expected.keys() - tensors.keys():
         raise ModelError(
-            f"expected {folder} to hold {some(missing)}, as the model of its config.json has, got "
-            "none."
+            f"expected {folder} to hold {first_of(missing)}, as the model of its config.json has, "
+            "got none."
         )
     if extra := tensors.keys() - expected.keys():
         raise ModelError(
             f"expected {tensors[min(extra)].file} to hold the tensors of the model of config.json "
-            f"alone, got {some(tensors[name].name for name in extra)} besides."
+            f"alone, got {first_of(tensors[name].name for name in extra)} besides."
         )
     for name, shape in expected.items():
         _check_shapes(pretrained, [tensors[name]], shape)

@@ -60,9 +60,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     if last >= vocabulary:
         raise TokenizerError(
             f"{folder / TOKENIZER}: expected ids below {vocabulary}, the model's `vocab_size` in "
-            f"config.json, but the last one is {last} ({tokens.id_to_token(last)!r}). This "
-            "tokenizer belongs to another model, or tokens were added without enlarging the "
-            "embedding: take the tokenizer that the model came with."
+            f"config.json, but the last one is {last} ({tokens.id_to_token(last)!r}). Take the "
+            "tokenizer that the model came with."
         )
     entries = {
         name: _read_json(folder / name) for name in _NAMED + _NUMBERED if (folder / name).is_file()
@@ -75,9 +74,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     if end is None and needs_end:
         raise TokenizerError(
             f"{folder}: expected a token that ends a text, found no `eos_token` in "
-            f"{' or '.join(_NAMED)} and no `eos_token_id` in {' or '.join(_NUMBERED)}. Without "
-            "one the model cannot learn where to stop: add it to tokenizer_config.json, or take "
-            "a model that generates text."
+            f"{' or '.join(_NAMED)} and no `eos_token_id` in {' or '.join(_NUMBERED)}. Add it to "
+            "tokenizer_config.json, or take a model that generates text."
         )
     if pad is None:
         raise TokenizerError(
@@ -98,8 +96,8 @@ def end_token(tokenizer: Tokenizer) -> int:
     """
     if tokenizer.end is None:
         raise TokenizerError(
-            "expected a tokenizer with a token that ends a text, got one without. Read it with "
-            "`read_tokenizer(..., needs_end=True)`, which says what its folder lacks."
+            "expected a tokenizer with a token that ends a text, got one without. "
+            "`read_tokenizer(..., needs_end=True)` says what its folder lacks."
         )
     return tokenizer.end
 
@@ -123,9 +121,9 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER
     if not path.is_file():
         older = [name for name in _OLDER if (folder / name).is_file()]
-        found = f"only {' and '.join(older)}" if older else "nothing of the kind"
+        got = f"only {' and '.join(older)}" if older else "nothing of the kind"
         raise TokenizerError(
-            f"expected {path}, found {found}. `transformers` writes one: "
+            f"expected {path}, found {got}. `transformers` writes one: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     try:
@@ -133,7 +131,7 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises no class of its own
         raise TokenizerError(
             f"expected a tokenizer in {path}, but `tokenizers` {tokenizers.__version__} cannot "
-            f"read it: {error}. Fetch the file again, or install a newer `tokenizers`."
+            f"read it: {error}. A newer `tokenizers` may."
         ) from error
     # Lengths are a matter of the task, and some files carry those of another use.
     tokens.no_truncation()
@@ -145,11 +143,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"expected JSON in {path}: {error}. Fetch the file again.") from error
+        raise TokenizerError(f"expected JSON in {path}, got: {error}.") from error
     if not isinstance(held, dict):
-        raise TokenizerError(
-            f"expected a JSON object in {path}, got {type(held).__name__}. Fetch the file again."
-        )
+        raise TokenizerError(f"expected a JSON object in {path}, got {type(held).__name__}.")
     return held
 
 
@@ -186,7 +182,7 @@ def _named(key: str, token: Any, path: Path, tokens: tokenizers.Tokenizer) -> in
     if number is None:
         raise TokenizerError(
             f"{path}: expected `{key}` to be one of the tokens of {TOKENIZER} beside it, got "
-            f"{token!r}. The two files belong to different tokenizers: fetch both again."
+            f"{token!r}."
         )
     return number
 
@@ -194,7 +190,6 @@ def _named(key: str, token: Any, path: Path, tokens: tokenizers.Tokenizer) -> in
 def _numbered(key: str, number: Any, path: Path, vocabulary: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < vocabulary:
         raise TokenizerError(
-            f"{path}: expected `{key}` to be an id from 0 to {vocabulary - 1}, got {number!r}. "
-            "Correct the file, or fetch it again."
+            f"{path}: expected `{key}` to be an id from 0 to {vocabulary - 1}, got {number!r}."
         )
     return number

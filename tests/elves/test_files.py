@@ -397,24 +397,6 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_what_a_user_has_beside_the_target_stays(tmp_path):
-    source = model(tmp_path / "in")
-    (tmp_path / "out.part").mkdir()
-    (tmp_path / "back.part").mkdir()
-    for name in ("out.part/x", "back.part/x", "f.safetensors.part", "g.safetensors.part"):
-        (tmp_path / name).write_text("precious")
-    (source / "one.safetensors.part").write_text("precious")
-    file = tmp_path / "f.safetensors"
-    pack_path(source, tmp_path / "out", Options())
-    restore_path(tmp_path / "out", tmp_path / "back")
-    assert content(tmp_path / "back") == content(source)
-    pack_path(source / "one.safetensors", file, Options())
-    restore_path(file, tmp_path / "g.safetensors")
-    pack_path(source, None, Options())
-    left = [p for p in tmp_path.rglob("*") if p.is_file() and p.read_bytes() == b"precious"]
-    assert len(left) == 7  # with those of `in`, which `out` and `back` have as well
-
-
 def test_what_a_kill_has_left_in_a_folder_is_none_of_its_files(tmp_path):
     source = model(tmp_path / "in")
     before = content(source)

@@ -103,18 +103,17 @@ def source_files(root: Path) -> list[Path]:
     Raises:
         DataError: If there are none.
     """
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(root):
         # In place, so that the walk does not enter them: site-packages can be huge.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        found += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    if not found:
+        paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    if not paths:
         raise DataError(
             f"expected the source files (*.py) of Python's standard library below {root}, found "
-            "none. This Python was installed without them (zipped or frozen): use one from "
-            "python.org, uv, conda or your distribution."
+            "none. Use a Python that was installed with them, such as python.org's."
         )
-    return sorted(found, key=Path.as_posix)
+    return sorted(paths, key=Path.as_posix)
 
 
 def split_files(
@@ -140,8 +139,8 @@ def split_files(
     if len(shuffled) < 2:
         raise DataError(
             f"expected text of at least two files, one to train and one to validate, got "
-            f"{len(shuffled)} of the {len(files)} below {root} within {max_bytes} bytes. Allow "
-            "more bytes (`corpus_megabytes`)."
+            f"{len(shuffled)} of the {len(files)} below {root} within {max_bytes} bytes. Raise "
+            "`corpus_megabytes`."
         )
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
     border = min(border, len(shuffled) - 1)
@@ -164,8 +163,7 @@ def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.nda
     if len(text) < sequence_length + 1:
         raise DataError(
             f"expected text for at least one window of {sequence_length} bytes, got {len(text)} "
-            f"bytes in {len(files)} files. Use a shorter `sequence_length` or allow more bytes "
-            "(`corpus_megabytes`)."
+            f"bytes in {len(files)} files. Raise `corpus_megabytes`."
         )
     return np.lib.stride_tricks.sliding_window_view(text, sequence_length + 1)[::sequence_length]
 

@@ -74,8 +74,8 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
     if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
         raise DataError(
             f"expected a folder that `save_to_disk` of `datasets` has written, got {folder}, which "
-            f"has Arrow files and {INFO} but no {STATE}: a part of its cache, with all kinds of "
-            "data. Save the dataset to a folder of its own: dataset.save_to_disk(DIR)."
+            f"has Arrow files and {INFO} but no {STATE}: a part of its cache. Save it to a folder "
+            "of its own: dataset.save_to_disk(DIR)."
         )
     return None
 
@@ -84,10 +84,7 @@ def _files_of(folder: Path) -> list[Path]:
     entries = _listed(folder / STATE, "_data_files")
     files = [folder / str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(
-            f"expected {', '.join(missing)} in {folder}, as {STATE} says, found none. Copy the "
-            "whole folder."
-        )
+        raise DataError(f"expected {', '.join(missing)} in {folder}, as {STATE} says, found none.")
     return files
 
 
@@ -96,7 +93,7 @@ def _listed(path: Path, key: str) -> list[Any]:
     if not isinstance(listed, list):
         raise DataError(
             f"{path}: expected a list `{key}`, as `save_to_disk` of `datasets` writes it, got "
-            f"{listed!r}. Save the dataset again."
+            f"{listed!r}."
         )
     return listed
 
@@ -106,8 +103,7 @@ def _object(path: Path) -> dict[str, Any]:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"expected {path}, as `save_to_disk` of `datasets` writes it, got: {error}. Copy the "
-            "whole folder."
+            f"expected {path}, as `save_to_disk` of `datasets` writes it, got: {error}."
         ) from error
     return held if isinstance(held, dict) else {}
 
@@ -156,8 +152,7 @@ def _pyarrow(path: Path) -> Any:
     except ImportError as error:
         raise DataError(
             f"expected pyarrow, which reads {path.name}, got an environment without it ({error}). "
-            "It is the extra `data`: python -m pip install -e '.[train,data]', or pyarrow alone. "
-            "Or save the data as JSONL."
+            "It is the extra `data`: python -m pip install -e '.[train,data]'."
         ) from error
     return pyarrow
 
