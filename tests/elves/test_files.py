@@ -388,7 +388,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writing.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         pack_path(source, tmp_path / "out", Options())
     with pytest.raises(OSError, match="No space left"):
