@@ -51,6 +51,7 @@ def test_a_packed_folder_is_read_as_the_same_model_or_within_its_bound(packed_ll
         _, _, plain = load(FIXTURES / "llama2", scan_layers=scan_layers)
         _, _, packed = load(folder, scan_layers=scan_layers)
         assert_same_bits(packed, plain)
+    _, _, plain = load(FIXTURES / "llama2")
     _, _, packed = load(packed_llama(2**-12))
     errors = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), packed, plain)
     assert 2**-14 < max(jax.tree.leaves(errors)) <= 2**-12

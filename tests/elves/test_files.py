@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import elves
-from elves import writing
 from elves.files import PackedFile
 from elves.folders import check_path, pack_path, restore_path, results
 from elves.writing import Options
