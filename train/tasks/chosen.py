@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from train.chat_template import read_template
 from train.pretrained import Pretrained
 from train.settings import Settings, SettingsError
-from train.tasks import Task
+from train.tasks import Task, alpaca, chat, classification, glue, language, standard_library
 from train.tokenizer import read_tokenizer
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
@@ -26,10 +27,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
     """
     length = settings.sequence_length
     share = {"seed": settings.seed, "validation_share": settings.validation_share}
-    # Each is imported where it is needed: that of GLUE brings a library that takes seconds.
     if settings.task == "standard_library":
-        from train.tasks import standard_library
-
         return standard_library.make(
             sequence_length=length, corpus_megabytes=settings.corpus_megabytes, **share
         )
@@ -41,25 +39,16 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
         needs_end=settings.task in ("language", "alpaca"),
     )
     if settings.task == "language":
-        from train.tasks import language
-
         joined = settings.packing == "joined"
         options = {"joined": joined, "field": settings.text_column}
         return language.make(path, tokenizer, sequence_length=length, **options, **share)
     if settings.task == "alpaca":
-        from train.tasks import alpaca
-
         return alpaca.make(path, tokenizer, sequence_length=length, **share)
     if settings.task == "chat":
-        from train.chat_template import read_template
-        from train.tasks import chat
-
         file = settings.chat_template and Path(settings.chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
         return chat.make(path, tokenizer, template, sequence_length=length, **share)
     if settings.task == "classification":
-        from train.tasks import classification
-
         columns = classification.Columns(
             settings.text_column, settings.label_column, settings.second_text_column
         )
@@ -67,8 +56,6 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
         return classification.make(
             path, tokenizer, columns, sequence_length=length, known=known, **share
         )
-    from train.tasks import glue
-
     return glue.make(settings.task, path, tokenizer, sequence_length=length)
 
 
@@ -80,11 +67,7 @@ def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
     if task in OF_DECODERS:
         return (), "loss"
     if task == "classification":
-        from train.tasks import classification
-
         return (), classification.BEST
-    from train.tasks import glue
-
     return tuple(glue.FORMATS[task].labels.values()), glue.FORMATS[task].best
 
 

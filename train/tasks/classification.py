@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn import metrics
 
 from train.data import DataError
-from train.tasks import Task, tables
+from train.tasks import Task, glue, tables
 from train.tasks.encoding import Text
 from train.tasks.files import (
     check_share,
@@ -82,8 +81,8 @@ class Rows(NamedTuple):
 
 def score(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """The share that is right, and the mean of the classes' F1, of those that occur."""
-    f1 = metrics.f1_score(labels, predictions, average="macro", zero_division=0.0)
-    return {"accuracy": float(metrics.accuracy_score(labels, predictions)), "macro_f1": float(f1)}
+    f1s = [glue.f1(predictions, labels, of) for of in np.union1d(predictions, labels)]
+    return {**glue.accuracy(predictions, labels), "macro_f1": float(np.mean(f1s))}
 
 
 BEST = "accuracy"
@@ -244,53 +243,54 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
 
 def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
     name = path.name.lower()
-    if name.endswith(".csv"):
-        return _csv(path, columns)
-    return _tsv(path, columns) if name.endswith(".tsv") else records(path)
+    if not name.endswith((".csv", ".tsv")):
+        yield from records(path)
+        return
+    read, remedy = (_csv, QUOTE) if name.endswith(".csv") else (_tsv, AS_CSV)
+    names: list[str] | None = None
+    for number, cells in read(path, columns):
+        where = f"{path}, line {number}"
+        if names is None:
+            names = [cell.strip() for cell in cells]
+            _check_header(path, names, columns)
+        elif len(cells) != len(names):
+            raise DataError(
+                f"{where}: expected {len(names)} columns, as the header has, got {len(cells)}: "
+                f"{shorten(repr(cells))}. {remedy}."
+            )
+        else:
+            yield where, dict(zip(names, cells, strict=True))
+    if names is None:
+        _check_header(path, [], columns)
 
 
-def _csv(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each row that is not blank, and the line in which it begins."""
     first = next(lines(path), (1, ""))[1]
     needed = {*columns.texts, columns.label}
-    separator = next(
-        (s for s in SEPARATORS if needed <= set(_header(first, s))),
-        SEPARATORS[0],
-    )
+    separator = next((s for s in SEPARATORS if needed <= set(_header(first, s))), SEPARATORS[0])
     with _any_length():
         # Not one row ahead: the first that is wrong is to be named.
         reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
-        names: list[str] | None = None
         begin = 1
         try:
             for cells in reader:
-                where, begin = f"{path}, line {begin}", reader.line_num + 1
-                if names is None:
-                    names = [cell.strip() for cell in cells]
-                    _check_header(path, names, columns)
-                elif cells:  # not a blank line
-                    yield where, _row(where, names, cells, QUOTE)
+                number, begin = begin, reader.line_num + 1
+                if cells:
+                    yield number, cells
         except csv.Error as error:
             raise DataError(
                 f"{path}, line {begin}: expected CSV, got a row that ends in line "
                 f'{reader.line_num}, which cannot be read ({error}). Put a text with `"` in it '
                 'between quotation marks, and write each inside as `""`.'
             ) from error
-    if names is None:
-        _check_header(path, [], columns)
 
 
-def _tsv(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
-    names: list[str] | None = None
+def _tsv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
+    """As `_csv`, of lines that are rows."""
     for number, line in lines(path):
-        cells = [_unquoted(cell) for cell in line.removesuffix("\n").split("\t")]
-        where = f"{path}, line {number}"
-        if names is None:
-            names = [cell.strip() for cell in cells]
-            _check_header(path, names, columns)
-        elif line.strip():
-            yield where, _row(where, names, cells, AS_CSV)
-    if names is None:
-        _check_header(path, [], columns)
+        if line.strip():
+            yield number, [_unquoted(cell) for cell in line.removesuffix("\n").split("\t")]
 
 
 def _header(line: str, separator: str) -> list[str]:
@@ -312,15 +312,6 @@ def _unquoted(cell: str) -> str:
     if is_quoted and '"' not in inner.replace('""', ""):
         return inner.replace('""', '"')
     return cell
-
-
-def _row(where: str, names: list[str], cells: list[str], remedy: str) -> dict[str, Any]:
-    if len(cells) != len(names):
-        raise DataError(
-            f"{where}: expected {len(names)} columns, as the header has, got {len(cells)}: "
-            f"{shorten(repr(cells))}. {remedy}."
-        )
-    return dict(zip(names, cells, strict=True))
 
 
 def _check_header(path: Path, names: list[str], columns: Columns) -> None:
