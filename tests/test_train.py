@@ -27,7 +27,6 @@ from train.optimizers import (
     weight_dtype,
 )
 from train.run_folder import WRITTEN, new_run_folder
-from train.schedule import ScheduleRecord
 from train.settings import Settings, SettingsError, Start
 from train.skipping import NotFiniteError, SkippedSteps
 from train.tasks import standard_library
@@ -346,13 +345,17 @@ def test_weight_decay_spares_the_norms():
 # --- meter ----------------------------------------------------------------------------------
 
 
+def meter_of(log_every, stats=None, **more):
+    return Meter(log_every=log_every, steps=20, stats=stats, **more)
+
+
 def metered(meter, loss, skipped=0):
     """A step of ten tokens."""
     return meter.step(jnp.float32(loss), skipped=jnp.int32(skipped), tokens=10)
 
 
 def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
-    meter = Meter(log_every=2, waited_s=lambda: 0.0)
+    meter = meter_of(2)
     meter.start()
     rows = [metered(meter, i) for i in range(1, 8)]
     assert [row and (row.step, row.loss) for row in rows] == [
@@ -365,25 +368,25 @@ def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
 def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
     seconds = iter([0, 1, 5, 6, 7])
     monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
-    waited = iter([0.0, 0.25, 0.25])
-    meter = Meter(log_every=2, waited_s=lambda: next(waited))
+    waited = iter([0.0, 0.25, 0.25, 0.25, 0.25])
+    meter = meter_of(2, stats=lambda: EngineStats(wait_s=next(waited)))
     meter.start()  # at second 0
     assert [metered(meter, i) for i in range(3)] == [None] * 3
     with meter.paused():  # from second 1 to 5, which do not count
         pass
     # At second 6 the first four losses exist: four steps of ten tokens.
-    assert metered(meter, 3) == (2, 0.5, 20.0, 0.125, 0)
+    assert metered(meter, 3)[:5] == (2, 0.5, 20.0, 0.125, 0)
     assert meter.since_start() == (3, 40 / 3, 0.25 / 3)
 
 
 def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
     figures = [(1, 0), (jnp.nan, 1), (3, 1), (jnp.inf, 2), (9, 3), (jnp.nan, 4), (7, 4)]
-    meter = Meter(log_every=2, waited_s=lambda: 0.0)
+    meter = meter_of(2)
     meter.start()
     rows = [metered(meter, *figures[0])]
     # A run that is stopped and goes on, in mid-interval, gives the same rows.
     for i, taken in enumerate(figures[1:], start=1):
-        meter = Meter(log_every=2, waited_s=lambda: 0.0, steps_done=i, state=meter.state())
+        meter = meter_of(2, steps_done=i, state=meter.state())
         meter.start()
         rows.append(metered(meter, *taken))
     rows = [row for row in [*rows, *meter.drain()] if row]
@@ -393,31 +396,41 @@ def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (5, 1), (1, 5), (10, 3)])
 def test_a_run_goes_on_with_rows_of_other_intervals(before, after):
-    rows, meter, record = [], None, None
-    for start, end, every in ((0, 9, before), (9, 20, after)):
-        meter = Meter(
-            log_every=every,
-            waited_s=lambda: 0.0,
-            steps_done=start,
-            state=meter and meter.state(),
-        )
-        record = ScheduleRecord(
-            log_every=every, steps=20, stats=EngineStats, state=record and record.state()
-        )
+    rows, meter, done = [], None, 0
+    for end, every in ((9, before), (20, after)):
+        meter = meter_of(every, EngineStats, steps_done=done, state=meter and meter.state())
         meter.start()
-        for step in range(start + 1, end + 1):
-            given = [metered(meter, step)]
-            record.step(step)
-            if step == end:
-                given += meter.catch_up() if end < 20 else meter.drain()
-            for row in filter(None, given):
-                assert record.take(row.step).reselections == 0
-                rows.append(row)
+        rows += [metered(meter, step) for step in range(done + 1, end + 1)]
+        rows += meter.catch_up() if end < 20 else meter.drain()
+        done = end
+    rows = [row for row in rows if row]
     steps = list(range(before, 10, before))
     steps += [n for n in range(max([0, *steps]) + 1, 21) if n % after == 0 or n == 20]
-    assert [row.step for row in rows] == steps
+    assert [(row.step, row.reselections) for row in rows] == [(step, 0) for step in steps]
     means = [np.mean(range(a + 1, b + 1)) for a, b in zip([0, *steps], steps, strict=False)]
     np.testing.assert_allclose([row.loss for row in rows], means)
+
+
+def test_the_schedule_of_a_row_is_of_its_interval_and_carries_a_length_on():
+    now = EngineStats()
+    meter = meter_of(2, stats=lambda: now)
+    meter.start()
+    rows = []
+    for step, lengths, more in (
+        (2, {}, {}),
+        (4, {1: 1, 3: 1}, {"reselections": 1}),
+        (6, {1: 1, 3: 1}, {"reselections": 1}),
+        (8, {1: 1, 3: 2}, {"reselections": 2, "kept_share": 0.5}),
+    ):
+        now = EngineStats(steps=step, windows=sum(lengths.values()), window_lengths=lengths, **more)
+        rows += [metered(meter, 1.0), metered(meter, 1.0)]
+    rows = [row[5:] for row in [*rows, *meter.drain()] if row]
+    assert rows == [
+        (None, None, 0),  # no window has closed yet
+        (2.0, None, 1),
+        (2.0, None, 1),  # none has closed in these steps: as before
+        (3.0, 0.5, 2),
+    ]
 
 
 # --- steps that are skipped -----------------------------------------------------------------
@@ -466,35 +479,6 @@ def test_a_run_of_skipped_steps_alone_is_an_error_however_short():
     with pytest.raises(NotFiniteError, match="none in steps 8 to 9"):
         counted(SkippedSteps(first=8, **words), [6, 7])
     counted(SkippedSteps(first=8, **words), [])  # of no step, nothing is known
-
-
-# --- schedule -------------------------------------------------------------------------------
-
-
-def test_the_record_of_the_schedule_is_of_each_interval_and_carries_a_length_on():
-    stats = iter(
-        [
-            EngineStats(steps=2),
-            EngineStats(steps=4, windows=2, window_lengths={1: 1, 3: 1}, reselections=1),
-            EngineStats(steps=6, windows=2, window_lengths={1: 1, 3: 1}, reselections=1),
-            EngineStats(
-                steps=7,
-                windows=3,
-                window_lengths={1: 1, 3: 2},
-                reselections=2,
-                kept_share=0.5,
-            ),
-        ]
-    )
-    record = ScheduleRecord(log_every=2, steps=7, stats=lambda: next(stats))
-    for step in range(1, 8):
-        record.step(step)
-    assert [record.take(step) for step in (2, 4, 6, 7)] == [
-        (None, None, 0),  # no window has closed yet
-        (2.0, None, 1),
-        (2.0, None, 1),  # none has closed in these steps: as before
-        (3.0, 0.5, 2),
-    ]
 
 
 # --- the command ----------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def save_folder(
     All processes must call it; the first writes, under another name until the folder is whole.
 
     Args:
-        path: The folder. If it exists and holds nothing but a model, it is replaced.
+        path: A new folder, or one with nothing but a model, which is replaced.
         pretrained: The folder that the model was loaded from.
         params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
         dtype: Dtype of all tensors; None for that of each leaf, which keeps the bits.
@@ -86,10 +86,6 @@ def save_folder(
         values: The arrays to write in place of the leaves of `params`, in their order; each is
             asked for when it is written.
         texts: Files of the folder, by name, that are not copied from the one that was read.
-
-    Raises:
-        ModelError: In the first process, if `path` holds anything else than a model, or cannot be
-            written.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
@@ -99,18 +95,18 @@ def save_folder(
         if processes.is_first():
             _check_replaceable(path, pretrained.folder)
             path.parent.mkdir(parents=True, exist_ok=True)
+            entries = [
+                Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
+                for of, dtype in zip(sources, dtypes, strict=True)
+                for name in of.names
+            ]
+            content = _config(pretrained, dict(leaves), entries, labels)
+            config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             with made_whole(path, folder=True) as part:
-                entries = [
-                    Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
-                    for of, dtype in zip(sources, dtypes, strict=True)
-                    for name in of.names
-                ]
                 _write_tensors(part, entries, tensors, max_shard_bytes)
-                content = _config(pretrained, dict(leaves), entries, labels)
                 for name in COPIED:
                     if (pretrained.folder / name).is_file():
                         shutil.copyfile(pretrained.folder / name, part / name)
-                config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
                 for name, text in {CONFIG: config, **(texts or {})}.items():
                     (part / name).write_text(text, encoding="utf-8")
                 if path.exists():

@@ -1,4 +1,4 @@
-"""Measures speed and stalls of a training loop without stalling it.
+"""Measures speed, stalls and schedule of a training loop without stalling it.
 
 The loop hands over the loss of every step as a device scalar that may not exist yet. The meter
 reads a loss only when its step is a whole interval old, so the device always has work queued. Rates
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+import zenflow_jax
+
 
 class Row(NamedTuple):
     """The figures of one interval of steps. Rates are over it and the interval before."""
@@ -25,6 +27,12 @@ class Row(NamedTuple):
     tokens_per_s: float  # without padding
     wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
     skipped: int  # steps of the interval whose gradient was not finite
+    # Of zenflow's schedule, as the engine knew it at the end of the interval; None without it.
+    # Mean length, in steps, of the windows that closed in the interval; if none did, of those that
+    # closed before.
+    window_length: float | None = None
+    kept_share: float | None = None  # see `EngineStats.kept_share`; one boundary late
+    reselections: int | None = None  # since the start of the run, the first selection included
 
 
 class Totals(NamedTuple):
@@ -43,23 +51,34 @@ class Mark(NamedTuple):
     waited_s: float
 
 
+class Counts(NamedTuple):
+    """The engine's counts at the end of an interval."""
+
+    windows: int = 0  # that have closed
+    steps_in_them: int = 0
+    kept_share: float | None = None
+    reselections: int = 0
+
+
 class Taken(NamedTuple):
     """A step that is in no row yet."""
 
     loss: jax.Array | float
     skipped: jax.Array | int  # the number of steps that had been skipped after it
     tokens: int
+    counts: Counts | None  # None inside an interval
 
 
 class Meter:
     """Turns the losses of all steps into one `Row` for every `log_every` of them.
 
     Call `start` when the first steps, with their compilation, are done and before the others are
-    dispatched; `step` after every step; `drain` after the last one.
+    dispatched; `step` after every step and its exchange; `drain` after the last one.
 
     Args:
         log_every: Steps in an interval.
-        waited_s: Returns the seconds, since any fixed moment, that the loop waited for the host.
+        steps: Length of the run, whose end is the end of an interval too.
+        stats: Returns the engine's counts, without waiting for the device; None without an engine.
         steps_done: Steps before the first that `step` takes, of a run that goes on.
         state: What `state` returned after these.
     """
@@ -68,17 +87,25 @@ class Meter:
         self,
         *,
         log_every: int,
-        waited_s: Callable[[], float],
+        steps: int,
+        stats: Callable[[], zenflow_jax.EngineStats] | None,
         steps_done: int = 0,
         state: Mapping[str, Any] | None = None,
     ):
         self._log_every = log_every
-        self._waited_s = waited_s
-        unread = [] if state is None else list(zip(state["losses"], state["skipped"], strict=True))
-        self._unread: deque[Taken] = deque(Taken(*pair, tokens=0) for pair in unread)
-        self._steps_read = steps_done - len(unread)
+        self._steps = steps
+        self._stats = stats
+        state = state or {"unread": [], "skipped": 0, "counts": Counts(), "window_length": None}
+        self._unread = deque(
+            Taken(loss, skipped, 0, counts and Counts(*counts))
+            for loss, skipped, counts in state["unread"]
+        )
+        self._steps_read = steps_done - len(self._unread)
         self._tokens_read = 0
-        self._skipped = 0 if state is None else state["skipped_before"]  # by the last row
+        # By the last row.
+        self._skipped: int = state["skipped"]
+        self._counts = Counts(*state["counts"])
+        self._window_length: float | None = state["window_length"]
         self._paused_s = 0.0
 
     def start(self) -> None:
@@ -99,7 +126,14 @@ class Meter:
             skipped: The number of steps of the run that had been skipped after it, a scalar.
             tokens: Tokens of its batch, without padding.
         """
-        self._unread.append(Taken(loss, skipped, tokens))
+        step = self._steps_read + len(self._unread) + 1
+        counts = None
+        if self._stats and (step % self._log_every == 0 or step == self._steps):
+            stats = self._stats()
+            counts = Counts(
+                stats.windows, _steps_in_windows(stats), stats.kept_share, stats.reselections
+            )
+        self._unread.append(Taken(loss, skipped, tokens, counts))
         enough = self._to_next_row() + self._log_every
         return self._next_row() if len(self._unread) >= enough else None
 
@@ -127,12 +161,13 @@ class Meter:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """The steps that are in no row yet, for JSON. Blocks until they are done."""
-        taken = jax.device_get(list(self._unread))
+        """All that a run that goes on needs, for JSON. Blocks until all steps are done."""
+        unread = jax.device_get(list(self._unread))
         return {
-            "losses": [float(one.loss) for one in taken],
-            "skipped": [int(one.skipped) for one in taken],
-            "skipped_before": self._skipped,
+            "unread": [(float(one.loss), int(one.skipped), one.counts) for one in unread],
+            "skipped": self._skipped,
+            "counts": self._counts,
+            "window_length": self._window_length,
         }
 
     def since_start(self) -> Totals:
@@ -145,17 +180,32 @@ class Meter:
 
     def _next_row(self) -> Row:
         count = min(self._to_next_row(), len(self._unread))
-        taken = jax.device_get([self._unread.popleft() for _ in range(count)])  # blocks
+        taken = [self._unread.popleft() for _ in range(count)]
+        figures = jax.device_get([(one.loss, one.skipped) for one in taken])  # blocks
         self._steps_read += count
         self._tokens_read += sum(one.tokens for one in taken)
-        now = self._mark()
-        rates = self._totals(self._last_two[0], now)
-        self._last_two.append(now)
-        before = [self._skipped, *(int(one.skipped) for one in taken)]
-        losses = [x.loss for x, b in zip(taken, before, strict=False) if int(x.skipped) == b]
-        skipped, self._skipped = before[-1] - before[0], before[-1]
+        mark = self._mark()
+        rates = self._totals(self._last_two[0], mark)
+        self._last_two.append(mark)
+        totals = [self._skipped, *(int(skipped) for _, skipped in figures)]
+        losses = [x for (x, after), b in zip(figures, totals, strict=False) if int(after) == b]
+        skipped, self._skipped = totals[-1] - totals[0], totals[-1]
         loss = float(sum(losses)) / len(losses) if losses else math.nan
-        return Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
+        row = Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
+        return row._replace(**self._schedule(taken[-1].counts))
+
+    def _schedule(self, counts: Counts | None) -> dict[str, Any]:
+        if self._stats is None:
+            return {}
+        counts = counts or self._counts  # of a start with other intervals, nothing is known
+        if windows := counts.windows - self._counts.windows:
+            self._window_length = (counts.steps_in_them - self._counts.steps_in_them) / windows
+        self._counts = counts
+        return {
+            "window_length": self._window_length,
+            "kept_share": counts.kept_share,
+            "reselections": counts.reselections,
+        }
 
     def _mark(self) -> Mark:
         # The unread losses are arrays, but for those that a resumed run begins with, which have no
@@ -167,6 +217,9 @@ class Meter:
         )
         return Mark(self._tokens_read + done, self._now(), self._waited_s())
 
+    def _waited_s(self) -> float:
+        return self._stats().wait_s if self._stats else 0.0
+
     def _now(self) -> float:
         return time.perf_counter() - self._paused_s
 
@@ -177,3 +230,12 @@ class Meter:
             tokens_per_s=(after.tokens_done - before.tokens_done) / seconds,
             wait_share=(after.waited_s - before.waited_s) / seconds,
         )
+
+
+def mean_window_length(stats: zenflow_jax.EngineStats) -> float:
+    """Of all windows that have closed, in steps; those of the warm-up count, of one step each."""
+    return _steps_in_windows(stats) / stats.windows
+
+
+def _steps_in_windows(stats: zenflow_jax.EngineStats) -> int:
+    return sum(length * count for length, count in stats.window_lengths.items())

@@ -78,10 +78,10 @@ class _Planner:
     def __init__(self, settings: Settings, asked: Planning):
         self.settings = settings
         self.origin = None if settings.model is None else folder_of_config(settings.model)
-        here = planning.gpu_of_kind(jax.local_devices()[0].device_kind)
-        kinds = [name for name, gpu in planning.GPUS.items() if gpu is here]
+        local = planning.gpu_of_kind(jax.local_devices()[0].device_kind)
+        kinds = [name for name, gpu in planning.GPUS.items() if gpu is local]
         self.device = asked.device or (kinds[0] if kinds else "h100")
-        is_here = here is planning.GPUS[self.device]
+        is_here = local is planning.GPUS[self.device]
         self.by_compiler = planning.has_compiler()
         self.mesh = mesh_of(settings.mesh, self.device, described=self.by_compiler)
         self.host = host_bytes() if is_here else None

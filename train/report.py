@@ -27,7 +27,6 @@ from rich.table import Table
 
 import zenflow_jax
 from train.meter import Row
-from train.schedule import ScheduleRow
 from train.settings import TRACE
 from train.whole import replace_text
 
@@ -78,7 +77,7 @@ def read_summary(folder: Path) -> Summary | None:
 
 def write_picture(
     folder: Path,
-    rows: Sequence[tuple[Row, ScheduleRow]],
+    rows: Sequence[Row],
     validations: Validations,
     summary: Summary,
 ) -> None:
@@ -87,7 +86,7 @@ def write_picture(
     scores = [name for name in summary.validation_after if not _is_loss(name)]
     if scores:
         panels.append(lambda axes: _draw_scores(axes, validations, scores))
-    if any(row.window_length is not None for _, row in rows):
+    if any(row.window_length is not None for row in rows):
         panels.append(lambda axes: _draw_windows(axes, rows))
     heights = [3, 1.5, 1.5][: len(panels)]
     # A Figure without pyplot needs no display and leaves no global state.
@@ -112,10 +111,8 @@ def _is_loss(name: str) -> bool:
     return name.rpartition("/")[2] == "loss"  # with several sets of data `matched/loss`
 
 
-def _draw_loss(
-    axes: Axes, rows: Sequence[tuple[Row, ScheduleRow]], validations: Validations
-) -> None:
-    axes.plot([row.step for row, _ in rows], [row.loss for row, _ in rows], ".-", label="training")
+def _draw_loss(axes: Axes, rows: Sequence[Row], validations: Validations) -> None:
+    axes.plot([row.step for row in rows], [row.loss for row in rows], ".-", label="training")
     for name in filter(_is_loss, validations[0][1]):
         losses = [figures[name] for _, figures in validations]
         label = " ".join(["validation", *name.split("/")[:-1]])
@@ -131,14 +128,14 @@ def _draw_scores(axes: Axes, validations: Validations, names: Sequence[str]) -> 
     axes.set_ylabel("validation")
 
 
-def _draw_windows(axes: Axes, rows: Sequence[tuple[Row, ScheduleRow]]) -> None:
-    lengths = [math.nan if row.window_length is None else row.window_length for _, row in rows]
+def _draw_windows(axes: Axes, rows: Sequence[Row]) -> None:
+    lengths = [math.nan if row.window_length is None else row.window_length for row in rows]
     # A row is about the steps before it, back to the row before or the start.
-    axes.step([0, *(row.step for row, _ in rows)], [lengths[0], *lengths], where="pre", color="C2")
+    axes.step([0, *(row.step for row in rows)], [lengths[0], *lengths], where="pre", color="C2")
     axes.set_ylabel("window,\nsteps")
-    axes.set_ylim(0, 1.6 * max(row.window_length or 0 for _, row in rows))  # room for the legend
-    before = [0, *(row.reselections for _, row in rows)]
-    selected = [row.step for (row, s), b in zip(rows, before, strict=False) if s.reselections > b]
+    axes.set_ylim(0, 1.6 * max(row.window_length or 0 for row in rows))  # room for the legend
+    before = [0, *(row.reselections for row in rows)]
+    selected = [row.step for row, b in zip(rows, before, strict=False) if row.reselections > b]
     in_panel = axes.get_xaxis_transform()  # heights are shares of the panel's
     label = "channels selected"
     axes.plot(selected, [0.08] * len(selected), "|k", transform=in_panel, label=label)

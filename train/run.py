@@ -15,7 +15,7 @@ import zenflow_jax
 from train import models, processes
 from train.checkpoints import Checkpoints
 from train.job import Job
-from train.meter import Meter, Row, Totals
+from train.meter import Meter, Totals, mean_window_length
 from train.optimizers import skipped_steps
 from train.report import (
     Summary,
@@ -28,7 +28,6 @@ from train.report import (
 from train.run_description import description
 from train.run_folder import naming, write_settings
 from train.run_log import NoLog, RunLog, read_rows, show
-from train.schedule import ScheduleRecord, mean_window_length
 from train.settings import SettingsError
 from train.skipping import SkippedSteps, causes_of_infinity, check_finite
 from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
@@ -157,11 +156,11 @@ class Run:
     def _open_log(self, progress: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
         """Opens the metrics, going on with those of the last checkpoint."""
         settings, engine, done = self.job.settings, self.engine, self.done
-        metered, schedule = progress.get("meter"), progress.get("schedule")
+        metered = progress.get("meter")
         self.log = NoLog()
         if processes.is_first():
             write_settings(self.folder, settings, self.job.texts)
-            in_rows = done - len(metered["losses"]) if metered else 0
+            in_rows = done - len(metered["unread"]) if metered else 0
             self.log = RunLog(
                 self.folder,
                 steps=settings.steps,
@@ -173,15 +172,10 @@ class Run:
         stack.enter_context(self.log)
         self.meter = Meter(
             log_every=settings.log_every,
-            waited_s=lambda: engine.stats.wait_s if engine else 0.0,
-            steps_done=done,
-            state=metered,
-        )
-        self.record = ScheduleRecord(
-            log_every=settings.log_every,
             steps=settings.steps,
             stats=(lambda: engine.stats) if engine else None,
-            state=schedule,
+            steps_done=done,
+            state=metered,
         )
         self.skips = SkippedSteps(
             most=settings.max_skipped,
@@ -254,14 +248,13 @@ class Run:
                 tokens = 0  # a step that compiles is in no rate
         if self.engine:
             self.params, self.opt_state = self.engine.exchange(self.params, self.opt_state)
-        self.record.step(step)
         if step == self.done + 1:
             jax.block_until_ready(self.params)
             self.meter.start()
             self.stop.begin()
             self.log.begin(step)
         if row := self.meter.step(loss, skipped=skipped, tokens=tokens):
-            self._report(row)
+            self.log.add(row)
         self.skips.step(skipped)
         self.checkpoints.poll()
 
@@ -275,7 +268,7 @@ class Run:
         if self.done == steps:
             self.meter.start()
         for row in self.meter.drain():
-            self._report(row)
+            self.log.add(row)
         self.skips.finish()
         if self.engine:
             self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
@@ -355,9 +348,6 @@ class Run:
             kept_share=stats.kept_share if stats else None,
         )
 
-    def _report(self, row: Row) -> None:
-        self.log.add(row, self.record.take(row.step))
-
     def _validated(self, step: int) -> dict[str, float]:
         """The figures after `step`, which is the last one taken."""
         if not self.validations or self.validations[-1][0] != step:
@@ -375,12 +365,8 @@ class Run:
 
     def _save(self, step: int) -> None:
         for row in self.meter.catch_up():
-            self._report(row)
-        progress = {
-            "validations": self.validations,
-            "meter": self.meter.state(),
-            "schedule": self.record.state(),
-        }
+            self.log.add(row)
+        progress = {"validations": self.validations, "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})
         figure = figures[self.job.task.best] if at == step else None
         self.checkpoints.save(

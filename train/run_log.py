@@ -34,12 +34,9 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.record_writer import RecordWriter
 
 from train.meter import Row
-from train.schedule import ScheduleRow
 from train.whole import made_whole
 
 BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
-
-Rows = Sequence[tuple[Row, ScheduleRow]]
 
 
 class RunLog:
@@ -67,15 +64,14 @@ class RunLog:
         steps: int,
         console: Console,
         progress: bool,
-        rows: Rows = (),
+        rows: Sequence[Row] = (),
         validations: Sequence[tuple[int, Mapping[str, float]]] = (),
     ):
         self.rows = list(rows)
-        done = rows[-1][0].step if rows else 0
+        done = rows[-1].step if rows else 0
         self._console = console
         self._as_lines = not (progress and console.is_terminal)
-        columns = Row._fields + ScheduleRow._fields
-        self._csv_file = _begin(folder / "metrics.csv", [columns, *(a + b for a, b in rows)])
+        self._csv_file = _begin(folder / "metrics.csv", [Row._fields, *rows])
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         self._validation_file = _begin(folder / "validation.csv", lines)
         self._board = _Board(folder, purge=done + 1 if rows else None)
@@ -118,13 +114,12 @@ class RunLog:
         if self._as_lines:
             show(self._console, line)
 
-    def add(self, row: Row, schedule: ScheduleRow) -> None:
+    def add(self, row: Row) -> None:
         """Shows and writes the figures of one interval."""
-        self.rows.append((row, schedule))
+        self.rows.append(row)
         # At once, so that a run can be followed, and one that dies leaves a record.
-        _write(self._csv_file, [row + schedule])
+        _write(self._csv_file, [row])
         self._board.add("train", row._asdict(), row.step)
-        self._board.add("schedule", schedule._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
         if row.tokens_per_s:  # unknown for the first step, which compiles
             figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
@@ -155,7 +150,7 @@ class RunLog:
 class NoLog(contextlib.nullcontext):
     """In place of a `RunLog`, in a process that does not report."""
 
-    rows: Rows = ()
+    rows: Sequence[Row] = ()
 
     def _ignore(self, *_: Any) -> None:
         pass
@@ -169,33 +164,32 @@ def show(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> Rows:
+def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
     """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before the damage.
 
     `say` shows a line to the user, if rows are missing.
     """
     path = folder / "metrics.csv"
-    rows: list[tuple[Row, ScheduleRow]] = []
+    rows: list[Row] = []
     try:
         with open(path, newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
                 # A run that was killed can have left the beginning of its last line.
                 if None in line.values() or int(line["step"]) > until:
                     break
-                rows.append((_read(Row, line), _read(ScheduleRow, line)))
+                rows.append(_read(line))
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, csv.Error):
-        last = rows[-1][0].step if rows else 0
+        last = rows[-1].step if rows else 0
         say(f"{path} is damaged: its rows of the steps from {last + 1} to {until} are lost")
     return rows
 
 
-def _read(kind: Any, line: Mapping[str, str]) -> Any:
-    whole = ("step", "skipped", "reselections")
-    return kind(
-        *((int if n in whole else float)(line[n]) if line[n] else None for n in kind._fields)
-    )
+def _read(line: Mapping[str, str]) -> Row:
+    counts = ("step", "skipped", "reselections")
+    values = {n: (int if n in counts else float)(line[n]) if line[n] else None for n in Row._fields}
+    return Row(**values)
 
 
 def _lines(step: int, figures: Mapping[str, float]) -> list[tuple[int, str, float]]:

@@ -70,15 +70,16 @@ def make_mesh(text: str | None) -> Mesh | None:
             devices, or there are several processes and no mesh.
     """
     devices = jax.devices()
-    here = f"{len(devices)} {devices[0].device_kind} device(s) in {jax.process_count()} process(es)"
+    processes = jax.process_count()
+    all_devices = f"{len(devices)} {devices[0].device_kind} device(s) in {processes} process(es)"
     if text is None:
-        if jax.process_count() > 1:
-            raise _mesh_error(f"a mesh over {here}, such as data={len(devices)}", "none")
+        if processes > 1:
+            raise _mesh_error(f"a mesh over {all_devices}, such as data={len(devices)}", "none")
         return None
     axes = mesh_axes(text)
     product = math.prod(axes.values())
     if product != len(devices):
-        expected = f"sizes that multiply to the number of devices, here {here}"
+        expected = f"sizes that multiply to the number of devices, here {all_devices}"
         raise _mesh_error(expected, f"{text}, which is {product}")
     # Auto: the compiler derives placements inside the step from those of its arguments. jax's
     # default is Explicit, where the model would have to name the placement of some results.
