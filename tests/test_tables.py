@@ -121,7 +121,7 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
     files = find_files(several, language.SUFFIXES)
     assert files.train == [several / "train" / "data-00000-of-00001.arrow"]
     assert files.validation == [several / "validation" / "data-00000-of-00001.arrow"]
-    assert files.notes == [f"{several}: left out test, since there is a part train"]
+    assert files.notes == [f"{several}: left out test, since there is train*"]
     task = language.make(several, decoder, sequence_length=9, validation_share=0.5, seed=0)
     assert len(task.train) == len(task.validation["validation"])
 

@@ -112,9 +112,6 @@ def test_a_glue_example_is_what_the_tokenizer_makes_of_its_sentences(tmp_path, b
         assert example["mask"].tolist() == [1] * n + [0] * (40 - n)
         assert example["label"] == label
         assert (source.lengths[1], source.longest) == (n, 40)
-        for index in (-1, 2):
-            with pytest.raises(IndexError, match="from 0 to 1"):
-                source[index]
 
     assert set(expected.type_ids) == set(range(len(sentences)))
     parts = ["matched", "mismatched"] if name == "mnli" else ["validation"]
@@ -328,7 +325,7 @@ def test_files_beside_train_files_are_left_out_and_named(tmp_path, decoder):
     write(tmp_path / "test.txt", "zzzzzzzzzzzz")
     write(tmp_path / "notes.md", "no text of ours")
     task = language_task(tmp_path, decoder)
-    assert task.notes == (f"{tmp_path}: left out test.txt, since there are train* files",)
+    assert task.notes == (f"{tmp_path}: left out test.txt, since there is train*",)
     assert decoder.tokens.encode("z").ids[-1] not in joined(task.train)
 
 
@@ -364,7 +361,7 @@ def test_a_long_document_in_pieces_is_the_same_text(tmp_path, decoder, monkeypat
         assert (tokens[0], tokens[-1]) == (decoder.begin, decoder.end)
         assert decoder.tokens.decode(tokens) == text
     assert 10 < len(longest)
-    assert max(longest) < 24
+    assert max(longest) <= 12
 
 
 @pytest.mark.parametrize(
@@ -397,12 +394,9 @@ def test_text_that_is_none_is_named_with_the_line(tmp_path, decoder, file, conte
 
 
 @pytest.mark.parametrize("module", [language, alpaca])
-def test_a_tokenizer_without_an_end_and_a_share_of_all_are_refused(tmp_path, bert, module):
-    options = {"sequence_length": 4, "seed": 0}
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, bert, module):
     with pytest.raises(TokenizerError, match="a token that ends a text"):
-        module.make(tmp_path, bert, validation_share=0.1, **options)
-    with pytest.raises(DataError, match=r"`validation_share`: expected a share .*got 1.5"):
-        module.make(tmp_path, bert._replace(end=1), validation_share=1.5, **options)
+        module.make(tmp_path, bert, sequence_length=4, validation_share=0.1, seed=0)
 
 
 # --- Alpaca

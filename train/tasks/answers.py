@@ -17,7 +17,7 @@ import numpy as np
 
 from train.data import DataError
 from train.tasks import Task
-from train.tasks.files import check_share, find_files, split_examples
+from train.tasks.files import find_files, split_examples
 from train.tasks.overview import said_of_example, said_of_lengths
 from train.tokenizer import Tokenizer
 
@@ -57,7 +57,6 @@ def make(
         DataError: If there is no example with an answer within the sequence length, or only one
             where some are to validate.
     """
-    check_share(validation_share)
     files = find_files(data, suffixes)
     notes = list(files.notes)
 
@@ -134,8 +133,6 @@ class Answers:
         return np.minimum(starts[self._rows + 1] - starts[self._rows] - 1, self._length)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"expected an index from 0 to {len(self) - 1}, got {i}")
         row, size = int(self._rows[i]), self._length + 1
         start, stop = self._encoded.starts[row : row + 2]
         span = slice(start, min(stop, start + size))

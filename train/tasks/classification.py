@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import difflib
 import json
 import sys
 import zlib
@@ -33,7 +32,6 @@ from train.data import DataError
 from train.tasks import Task, glue, tables
 from train.tasks.encoding import Text
 from train.tasks.files import (
-    check_share,
     find_files,
     lines,
     records,
@@ -114,7 +112,6 @@ def make(
         DataError: If there are no such files or columns, rows that cannot be understood, with the
             file and the line, or labels that are no classes.
     """
-    check_share(validation_share)
     check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
@@ -322,12 +319,8 @@ def _check_header(path: Path, names: list[str], columns: Columns) -> None:
     ):
         if column is None or names.count(column) == 1:
             continue
-        got = f"{', '.join(map(repr, names)) or 'an empty file'}"
-        near = difflib.get_close_matches(column.lower(), [name.lower() for name in names], n=1)
-        meant = next((name for name in names if near and name.lower() == near[0]), None)
-        remedy = f"Did you mean {flag} {meant!r}?" if meant else f"Name it with {flag}."
-        if column in names:
-            remedy = "Rename all but one."
+        got = ", ".join(map(repr, names)) or "an empty file"
+        remedy = "Rename all but one." if column in names else f"Name it with {flag}."
         raise DataError(
             f"{path}, line 1: expected a header with one column {column!r}, got {shorten(got)}. "
             f"{remedy}"

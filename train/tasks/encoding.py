@@ -32,16 +32,6 @@ class Encoded(NamedTuple):
     starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
     whole: np.ndarray  # (n,) int64: how many tokens each had before it was cut
 
-    def span(self, i: int) -> slice:
-        """Where in the flat arrays text `i` is.
-
-        Raises:
-            IndexError: If there is no such text.
-        """
-        if not 0 <= i < len(self.starts) - 1:
-            raise IndexError(f"expected an index from 0 to {len(self.starts) - 2}, got {i}")
-        return slice(self.starts[i], self.starts[i + 1])
-
 
 def encode(
     tokens: tokenizers.Tokenizer,

@@ -54,7 +54,13 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
             f"`data`: expected a file {kinds}, or a folder with such files, found {got}."
         )
     if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
-        return _of_parts(data, parts)
+        files = Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
+        if not files.train:
+            raise DataError(
+                f"expected a part train in {data}, found {', '.join(parts) or 'none'}. Of the "
+                "folder of a single part a share is held back."
+            )
+        return files
     listed = sorted(path for path in data.iterdir() if path.is_file() and path.name[0] != ".")
     fitting = [path for path in listed if path.name.lower().endswith(suffixes)]
     if not fitting:
@@ -63,18 +69,26 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
             f"`data`: expected files {kinds} in {data}, whose folders are not entered, found "
             f"{names}."
         )
-    train = [path for path in fitting if path.name.lower().startswith("train")]
-    validation = [path for path in fitting if path.name.lower().startswith(_VALIDATION)]
+    train, validation, notes = _sides(data, {path.name: [path] for path in fitting})
     if validation and not train:
         raise DataError(
             f"expected files train*{suffixes[0]} beside {validation[0].name} in {data}, found "
             "none. Without files for validation a share of the others is held back."
         )
-    if not train:
-        return Files(fitting, [], _note_twins(fitting))
-    out = [path.name for path in fitting if path not in train and path not in validation]
-    notes = [f"{data}: left out {', '.join(out)}, since there are train* files"] if out else []
-    return Files(train, validation, notes + _note_twins(train + validation))
+    return Files(train or fitting, validation, notes + _note_twins(train + validation or fitting))
+
+
+def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
+    """The files of parts with these names; notes say which are on neither side."""
+    train = [name for name in parts if name.lower().startswith("train")]
+    validation = [name for name in parts if name.lower().startswith(_VALIDATION)]
+    out = ", ".join(name for name in parts if name not in train + validation)
+    notes = [f"{data}: left out {out}, since there is train*"] if train and out else []
+    return Files(
+        [file for name in train for file in parts[name]],
+        [file for name in validation for file in parts[name]],
+        notes,
+    )
 
 
 def _note_twins(paths: list[Path]) -> list[str]:
@@ -82,25 +96,6 @@ def _note_twins(paths: list[Path]) -> list[str]:
     stems = Counter(path.stem for path in paths)
     twins = ", ".join(path.name for path in paths if stems[path.stem] > 1)
     return [f"{paths[0].parent}: reads all of {twins}, which may hold the same twice"] * bool(twins)
-
-
-def _of_parts(data: Path, parts: dict[str, list[Path]]) -> Files:
-    if parts.keys() == {""}:
-        return Files(parts[""], [], [])
-    train = [name for name in parts if name.lower().startswith("train")]
-    validation = [name for name in parts if name.lower().startswith(_VALIDATION)]
-    if not train:
-        raise DataError(
-            f"expected a part train in {data}, found {', '.join(parts) or 'none'}. Of the folder "
-            "of a single part a share is held back."
-        )
-    out = [name for name in parts if name not in train + validation]
-    notes = [f"{data}: left out {', '.join(out)}, since there is a part train"] if out else []
-    return Files(
-        [file for name in train for file in parts[name]],
-        [file for name in validation for file in parts[name]],
-        notes,
-    )
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -256,14 +251,6 @@ def split_examples(
         )
     train, validation = split(np.ones(len(examples)), validation_share=validation_share, seed=seed)
     return examples.taking(train), examples.taking(validation)
-
-
-def check_share(validation_share: float) -> None:
-    """Raises a DataError if the share for validation is none."""
-    if not 0 < validation_share <= 1:
-        raise DataError(
-            f"`validation_share`: expected a share in (0, 1], such as 0.1, got {validation_share}."
-        )
 
 
 def shorten(text: str) -> str:

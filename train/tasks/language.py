@@ -14,7 +14,7 @@ Which documents validate is a matter of names (`files.find_files`), or a draw wi
 document; of a single document it is the last share.
 
 A document longer than `PIECE_CHARACTERS`, a quarter of a million, goes to the tokenizer in pieces,
-cut after a newline (or, in a line longer than that, before a space), since a tokenizer takes some
+cut after a newline (or, if there is none, before a space), since a tokenizer takes some
 hundred bytes of memory for each token it works on. The text is the same, but where two pieces meet
 its tokens may not be: a token that would have reached across, such as a blank line, becomes two,
 and tokenizers that put a space in front of a text, as Llama 2's does, put one there.
@@ -23,7 +23,7 @@ and tokenizers that put a space in front of a text, as Llama 2's does, put one t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ import numpy as np
 from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, enclose, encode
-from train.tasks.files import check_share, find_files, lines, records, split, text_field
+from train.tasks.files import find_files, lines, records, split, text_field
 from train.tasks.overview import said_of_example
 from train.tokenizer import Tokenizer, end_token
 
@@ -68,7 +68,6 @@ def make(
             none; with the file and the line.
         TokenizerError: If the tokenizer has no end token.
     """
-    check_share(validation_share)
     end_token(tokenizer)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
@@ -129,8 +128,6 @@ class Windows:
         return max(len(self._tokens) - 1, 0) // self._length
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"expected an index from 0 to {len(self) - 1}, got {i}")
         start, t = i * self._length, self._length
         tokens = self._tokens[start : start + t + 1].astype(np.int32)
         if not len(self._starts):
@@ -184,22 +181,13 @@ def _split(
 def _pieces_of(paths: list[Path], field: str, pieces: list[int], notes: list[str]) -> Iterator[str]:
     """The documents of all files in pieces; the number of pieces of each goes to `pieces`."""
     for path in paths:
-        documents = len(pieces)
-        blank = 0
-        if not path.name.lower().endswith(".txt"):
-            for where, record in records(path):
-                text = text_field(where, record, field, remedy="Name it with --text-column")
-                if not text.strip():
-                    blank += 1
-                    continue
-                pieces.append(0)
-                for piece in _cut(text.splitlines(keepends=True)):
-                    pieces[-1] += 1
-                    yield piece
-        else:
-            for piece in _cut(line for _, line in lines(path)):
-                if len(pieces) == documents:
-                    pieces.append(0)
+        documents, blank = len(pieces), 0
+        for text in _texts(path, field):
+            if not text.strip():
+                blank += 1
+                continue
+            pieces.append(0)
+            for piece in _cut(text):
                 pieces[-1] += 1
                 yield piece
         if len(pieces) == documents:
@@ -208,26 +196,21 @@ def _pieces_of(paths: list[Path], field: str, pieces: list[int], notes: list[str
             notes.append(f"{path.name}: blank texts left out: {blank}")
 
 
-def _cut(lines: Iterable[str]) -> Iterator[str]:
-    """Lines joined to pieces of about `PIECE_CHARACTERS`; a blank rest is dropped."""
-    held, size = [], 0
-    for part in _parts(lines):
-        held.append(part)
-        size += len(part)
-        if size >= PIECE_CHARACTERS:
-            yield "".join(held)
-            held, size = [], 0
-    if held and (rest := "".join(held)).strip():
+def _texts(path: Path, field: str) -> Iterator[str]:
+    if path.name.lower().endswith(".txt"):
+        yield "".join(line for _, line in lines(path))
+        return
+    for where, record in records(path):
+        yield text_field(where, record, field, remedy="Name it with --text-column")
+
+
+def _cut(text: str) -> Iterator[str]:
+    """The text in pieces of at most `PIECE_CHARACTERS`; a blank rest is dropped."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        stop = start + PIECE_CHARACTERS
+        stop = text.rfind("\n", start, stop) + 1 or max(text.rfind(" ", start + 1, stop), 0) or stop
+        yield text[start:stop]
+        start = stop
+    if (rest := text[start:]).strip():
         yield rest
-
-
-def _parts(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, those that are too long in parts."""
-    for line in lines:
-        start = 0
-        while len(line) - start > PIECE_CHARACTERS:
-            space = line.rfind(" ", start + 1, start + PIECE_CHARACTERS)
-            stop = space if space > 0 else start + PIECE_CHARACTERS
-            yield line[start:stop]
-            start = stop
-        yield line[start:]

@@ -51,10 +51,8 @@ class Sentences:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"expected an index from 0 to {len(self) - 1}, got {i}")
         row = int(self._rows[i])
-        span = self._encoded.span(row)
+        span = slice(*self._encoded.starts[row : row + 2])
         n = span.stop - span.start
         tokens = np.full(self._length, self._pad, np.int32)
         types = np.zeros(self._length, np.uint8)
