@@ -44,17 +44,15 @@ def pack_path(
 
     Args:
         target: What is made: new, and there only when it is whole; files of a folder that would
-            not be smaller are copied. None to replace each file of tensors by the packed one, one
-            after the other; a kill leaves some of each, which is read all the same, and the next
-            call packs the others.
+            not be smaller are copied. None to replace each file by the packed one; after a kill
+            the next call packs the others.
         base: A folder, or a file, of a model that `source` has been made from.
 
     Returns:
         What became of each file; [] if all were to be replaced and are packed already.
 
     Raises:
-        ElvesError: If there is nothing to pack, the target is there, or the bound is no sensible
-            one.
+        ElvesError: If there is nothing to pack, the target is there, or the bound is too large.
         OSError: If it cannot be written. No part of the target is left then.
     """
     paths = _files(source)
@@ -71,15 +69,13 @@ def pack_path(
             return []
         if not files:
             got = f"{packed[0]}, which is packed already" if packed else "none"
-            raise ElvesError(
-                f"expected safetensors in {source}, got {got}. Convert pickles (.bin, .pt) first."
-            )
+            raise ElvesError(f"expected safetensors in {source}, got {got}.")
         bases = None if base is None else _Bases(base, stack)
         pieces = {name: _pieces(file, bases) for name, file in files.items()}
         if bases is not None and not bases.matches:
             raise ElvesError(
                 f"`base`: expected a folder with tensors of the names and shapes of {source}, got "
-                f"{base}, which has none of them. Name the model that it was made from."
+                f"{base}."
             )
         for name, file in files.items():
             _check_bound(file.path, pieces[name], options)
@@ -91,14 +87,11 @@ def pack_path(
             out.parent.mkdir(parents=True, exist_ok=True)
             before, header = path.stat().st_size, None
             if name in files:
+                folder, head = bases.folder if bases else None, files[name].head
+                # A file of many small tensors may grow: each has its line in the header.
+                smaller = source.is_dir()
                 header = pack(
-                    out,
-                    pieces[name],
-                    options,
-                    head=files[name].head,
-                    base=bases.folder if bases else None,
-                    # A file of many small tensors may not be: each has its line in the header.
-                    only_smaller=source.is_dir(),
+                    out, pieces[name], options, head=head, base=folder, only_smaller=smaller
                 )
             if header is None and target is not None:
                 shutil.copyfile(path, out)

@@ -30,12 +30,15 @@ class Encoded(NamedTuple):
     starts: np.ndarray  # (n + 1,) int64; example i has tokens[starts[i] : starts[i + 1]]
 
 
+Encode = Callable[[list[Path], list[str]], Encoded]
+
+
 def make(
     name: str,
     data: Path,
     suffixes: tuple[str, ...],
     tokenizer: Tokenizer,
-    encode: Callable[[list[Path], list[str]], Encoded],
+    encode: Encode,
     *,
     sequence_length: int,
     validation_share: float,
@@ -60,27 +63,10 @@ def make(
     files = find_files(data, suffixes)
     notes = list(files.notes)
 
-    def read(paths: list[Path]) -> Answers:
-        encoded = encode(paths, notes)
-        rows = _answered(encoded, sequence_length)
-        count = len(encoded.starts) - 1
-        where = paths[0] if len(paths) == 1 else paths[0].parent
-        if not len(rows):
-            raise DataError(
-                f"{where}: expected an answer that begins within {sequence_length} tokens, but in "
-                f"all of {count} examples it begins later. Use a longer `sequence_length`."
-            )
-        if len(rows) < count:
-            notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer "
-                f"begins within {sequence_length} tokens"
-            )
-        return Answers(encoded, rows, sequence_length, tokenizer.pad)
-
-    train = read(files.train)
+    train = _read(files.train, tokenizer, encode, sequence_length, notes)
     lengths = train.said_of_lengths()
     if files.validation:
-        validation = read(files.validation)
+        validation = _read(files.validation, tokenizer, encode, sequence_length, notes)
     else:
         train, validation = split_examples(
             train, data, validation_share=validation_share, seed=seed
@@ -97,6 +83,26 @@ def make(
         notes=tuple(dict.fromkeys(notes)),
         overview=(lengths, *said_of_example(train, tokenizer)),
     )
+
+
+def _read(
+    paths: list[Path], tokenizer: Tokenizer, encode: Encode, length: int, notes: list[str]
+) -> Answers:
+    encoded = encode(paths, notes)
+    rows = _answered(encoded, length)
+    count = len(encoded.starts) - 1
+    where = paths[0] if len(paths) == 1 else paths[0].parent
+    if not len(rows):
+        raise DataError(
+            f"{where}: expected an answer that begins within {length} tokens, but in all of "
+            f"{count} examples it begins later. Use a longer `sequence_length`."
+        )
+    if len(rows) < count:
+        notes.append(
+            f"{where}: left out {count - len(rows)} of {count} examples, in which no answer begins "
+            f"within {length} tokens"
+        )
+    return Answers(encoded, rows, length, tokenizer.pad)
 
 
 def _answered(encoded: Encoded, length: int) -> np.ndarray:
