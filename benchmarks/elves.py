@@ -2,7 +2,6 @@
 
     python -m benchmarks.elves MODEL.safetensors... --rounds 9
     python -m benchmarks.elves TUNED.safetensors --base BASE.safetensors
-    python -m benchmarks.elves MODEL.safetensors --scaling
 
 The first prints, of the float32 weights of each file and of their casts to bfloat16, the ratio and
 the median MB/s of each contender, packing and restoring, and the median over the rounds of how many
@@ -11,9 +10,8 @@ of the processor, as other work may be on the machine. Ours packs with what it a
 block is decoded and compared, and has its checksums. "not compared" is without that, as the others
 are. Then the bounds.
 
-The second is of one file and the model that it was made from; the third restores with 1, 2, ...
-threads, in seconds of the clock. Peers that are not installed are named and left out (ZipNN needs
-torch). Answers: `benchmarks/LOG.md`.
+The second is of one file and the model that it was made from. Peers that are not installed are
+named and left out (ZipNN needs torch). Answers: `benchmarks/LOG.md`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import argparse
 import importlib
 import importlib.util
 import math
-import os
 import re
 import statistics
 import tempfile
@@ -60,15 +57,12 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--base", type=Path)
-    parser.add_argument("--scaling", action="store_true")
     arguments = parser.parse_args()
     if importlib.util.find_spec("zipnn") is None:
         print("not installed, left out: zipnn")
     for path in arguments.files:
         if arguments.base:
             from_base(path, arguments.base, arguments.rounds)
-        elif arguments.scaling:
-            scaling(path, arguments.rounds)
         else:
             x = weights(path)
             cast = x.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint8)
@@ -246,27 +240,6 @@ def from_base(path: Path, base: Path, rounds: int) -> None:
             print(line)
         size = found.before / 1e6
         print(f"pack {size / statistics.median(times):.0f} MB/s, restore {size / restoring:.0f}")
-
-
-def scaling(path: Path, rounds: int) -> None:
-    """Restores a lossless file, and one with a bound, from memory with more and more threads."""
-    for name, options in (("lossless", Options()), ("2^-24", Options(bound=2**-24))):
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "out.safetensors"
-            (found,) = pack_path(path, out, options)
-            seconds: dict[int, list[float]] = {}
-            threads = range(1, len(os.sched_getaffinity(0)) + 1)
-            for turn in range(rounds + 1):
-                for count in threads:
-                    with open_tensors(out, threads=count) as file:
-                        begin = time.perf_counter()
-                        for tensor, info in file.tensors.items():
-                            file.read(tensor, 0, info.bytes)
-                        if turn:
-                            seconds.setdefault(count, []).append(time.perf_counter() - begin)
-        for count, some in seconds.items():
-            median = statistics.median(some)
-            print(f"{name}, {count} threads: {found.before / 1e9 / median:.2f} GB/s")
 
 
 if __name__ == "__main__":

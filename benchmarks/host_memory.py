@@ -19,7 +19,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,10 @@ import optax
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from benchmarks.save_memory import WIDTH
-from benchmarks.watched import Most, most_resident
+from benchmarks.gpu_stages.machine import status_bytes
 from zenflow_jax.planning._memory import host_memory
 
-INTERVAL, RATIO = 4, 0.05
+WIDTH, INTERVAL, RATIO = 4096, 4, 0.05
 BEFORE, AFTER = 8, 4  # steps before the save and after it
 # Of each way what the optimizer is told, and how the engine keeps moments.
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
@@ -47,16 +49,42 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+class Most:
+    """The most that `measure` gave while this was open, asked again and again on a thread."""
+
+    def __init__(self, measure: Callable[[], int], every_s: float):
+        self._measure, self._every_s = measure, every_s
+
+    def __enter__(self) -> "Most":
+        self.most = self._measure()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._every_s):
+            self.most = max(self.most, self._measure())
+
+
+def most_resident() -> Most:
+    return Most(partial(status_bytes, "VmRSS"), every_s=0.01)
+
+
 def pinned_now() -> int:
     """Bytes of jax's arrays in pinned memory."""
-    found: dict[int, int] = {}  # by address: several arrays may be of one buffer
+    sizes: dict[int, int] = {}  # by address: several arrays may be of one buffer
     for x in jax.live_arrays():
         if x.sharding.memory_kind == "pinned_host":
             try:
-                found[x.unsafe_buffer_pointer()] = x.nbytes
+                sizes[x.unsafe_buffer_pointer()] = x.nbytes
             except (RuntimeError, ValueError):  # freed meanwhile
                 continue
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def matrices(count: int, dtype: str) -> dict[str, jax.Array]:

@@ -4,13 +4,13 @@
     python -m benchmarks.on_gpu --out DIR --rehearse              # the same on a CPU, tiny
     python -m benchmarks.on_gpu --out DIR --only correct headline
 
-Runs the stages that `--list` shows in the order of their worth. Each is a process of its own with a
-limit of time: one that raises, aborts, hangs or has no memory loses what it had not found yet, and
-the next one finds the GPU free. What the budget does not allow any more is left out, and said.
+Runs the stages of `STAGES`, the most valuable first. Each is a process of its own with a limit of
+time: one that raises, aborts, hangs or has no memory loses what it had not found yet, and the next
+one finds the GPU free. What the budget does not allow any more is left out, and said.
 
 `DIR/report.md` and `DIR/report.json` are whole at any moment: they are written again while a stage
-runs whenever it has found something, and when it has ended. Pictures and traces lie beside them,
-and log.txt has all output; at most 8 files in all, of at most 16 MiB each.
+runs whenever it has found something, and when it has ended. A picture lies beside them, and log.txt
+has all output.
 
 Needs the packages that the library needs and matplotlib, nothing else; no network. This process
 starts no jax, so all of the GPU is the stages'. Answers: `benchmarks/LOG.md`.
@@ -25,84 +25,57 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_stages import machine, report
 from benchmarks.gpu_stages.__main__ import NO_GPU
 from benchmarks.gpu_stages.notes import Notes, notes_path
-from benchmarks.gpu_stages.report import NOT_YET, Outcome
+from benchmarks.gpu_stages.report import Outcome
 
-ROOT = Path(__file__).resolve().parents[1]
-#: Of a file that is given back.
-MOST_BYTES = 16 * 2**20
+#: Of the output of one stage.
+MOST_BYTES = 2**20
+#: What the stage `step_time` draws.
+PICTURE = "step_time.png"
 #: Between the moment at which a stage should have ended and the one at which it is killed.
 GRACE_S = 8.0
 #: Between two looks at a stage that runs.
 _LOOK_S = 1.0
 
 
-class StagePlan(NamedTuple):
+class StageLimits(NamedTuple):
     name: str
     question: str
     target: str  # module:function
     seconds: float  # it gets at most
     least: float  # with less left it is not begun
-    pictures: tuple[str, ...] = ()  # files that it may leave
+
+
+def _stage(name: str, question: str, module: str, seconds: float, least: float) -> StageLimits:
+    return StageLimits(name, question, f"benchmarks.gpu_stages.{module}:run", seconds, least)
 
 
 STAGES = (
-    StagePlan(
-        "facts",
-        "what is this machine, and how fast are its parts?",
-        "benchmarks.gpu_stages.facts:run",
-        seconds=45,
-        least=15,
-    ),
-    StagePlan(
-        "correct",
-        "does it compute here what it should?",
-        "benchmarks.gpu_stages.correct:run",
-        seconds=100,
-        least=30,
-    ),
-    StagePlan(
+    _stage("facts", "what is this machine, and how fast are its parts?", "facts", 45, 15),
+    _stage("correct", "does it compute here what it should?", "correct", 150, 30),
+    _stage(
         "step_time",
         "what does a training step cost, beside everything else one could do?",
-        "benchmarks.gpu_stages.step_times:run",
-        seconds=225,
-        least=60,
-        pictures=("step_time.png",),
+        "step_times",
+        225,
+        60,
     ),
-    StagePlan(
-        "timeline",
-        "where does the time of a step go?",
-        "benchmarks.gpu_stages.timelines:run",
-        seconds=45,
-        least=20,
-        pictures=("timeline.png", "timeline_worst.png", "trace.json", "trace_worst.json"),
-    ),
-    StagePlan(
-        "headline",
-        "how large a model trains here that would not with AdamW?",
-        "benchmarks.gpu_stages.headline:run",
-        seconds=110,
-        least=50,
-    ),
-    StagePlan(
-        "rivals",
-        "what do others need for the same model?",
-        "benchmarks.gpu_stages.rivals:run",
-        seconds=180,
-        least=20,
+    _stage(
+        "headline", "how large a model trains here that would not with AdamW?", "headline", 110, 50
     ),
 )
 
 
 def run(
-    stages: Sequence[StagePlan],
+    stages: Sequence[StageLimits],
     out: Path,
     *,
     seconds: float,
@@ -124,7 +97,7 @@ def run(
     Returns:
         How each stage went.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds - GRACE_S
     # Some stages alone may have what the others would have taken.
     more = max(1.0, (seconds - GRACE_S) / max(sum(stage.seconds for stage in stages), 1.0))
     out.mkdir(parents=True, exist_ok=True)
@@ -140,37 +113,27 @@ def run(
         compiled = cache or os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(scratch) / "cache"
         environment = _environment(Path(compiled), rehearse)
         about["pinned memory limit"] = f"{environment[_PINNED]} GiB"
-        log = out / "log.txt"
-        log.write_text("", encoding="utf-8")
-        report.write(out, work, about, outcomes)
+        (out / "log.txt").write_text("", encoding="utf-8")
+        write = partial(report.write, out, work, about, outcomes)
+        status = None
         for stage, outcome in zip(stages, outcomes, strict=True):
-            left = deadline - time.monotonic() - GRACE_S
-            if left < stage.least:
+            left = deadline - time.monotonic()
+            if status == NO_GPU:
+                outcome.ended = "not run: there is no GPU"
+            elif left < stage.least:
                 outcome.ended = (
                     f"not run: {max(left, 0):.0f} s of the budget were left and it needs "
                     f"{stage.least:.0f}"
                 )
-                report.write(out, work, about, outcomes)
-                continue
-            print(f"{stage.name}: {stage.question}", flush=True)
-            limit = min(more * stage.seconds, left)
-            try:
-                found_none = _run_stage(
-                    stage, outcome, limit, work, environment, rehearse,
-                    lambda: report.write(out, work, about, outcomes),
-                )  # fmt: skip
-            finally:
-                # Also when this process is told to end.
-                _append_log(log, stage.name, work)
-                _take_pictures(stage, work, out)
-                report.write(out, work, about, outcomes)
-            print(f"  {outcome.ended.splitlines()[0]}, {outcome.seconds:.0f} s", flush=True)
-            if found_none:
-                for rest in outcomes:
-                    if rest.ended == NOT_YET:
-                        rest.ended = "not run: there is no GPU"
-                report.write(out, work, about, outcomes)
-                break
+            else:
+                limit = min(more * stage.seconds, left)
+                try:
+                    status = _run_stage(stage, outcome, limit, work, environment, rehearse, write)
+                finally:
+                    # Also when this process is told to end.
+                    _keep_output(stage, work, out)
+                    write()
+        write()
     return outcomes
 
 
@@ -190,7 +153,9 @@ def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(machine.ROOT), os.environ.get("PYTHONPATH")])
+        ),
     }
     if rehearse:
         changed["JAX_PLATFORMS"] = "cpu"
@@ -207,26 +172,32 @@ def _environment(cache: Path, rehearse: bool) -> dict[str, str]:
 
 
 def _run_stage(
-    stage: StagePlan,
+    stage: StageLimits,
     outcome: Outcome,
     limit: float,
     work: Path,
     environment: dict[str, str],
     rehearse: bool,
-    write: Any,
-) -> bool:
-    """Runs one stage and says in `outcome` how it went; whether it found no GPU."""
+    write: Callable[[], None],
+) -> int | None:
+    """Runs one stage and says in `outcome` how it went; its exit status, None if it was killed."""
+    print(f"{stage.name}: {stage.question}", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_stages", stage.target, "--name", stage.name]
     command += ["--folder", str(work), "--seconds", f"{limit:.1f}"]
     command += ["--rehearse"] if rehearse else []
-    log, notes = _log_of(work, stage.name), notes_path(work, stage.name)
+    log, notes = work / f"{stage.name}.log", notes_path(work, stage.name)
     start = time.monotonic()
     outcome.ended = "cut off while it ran"  # unless one of the lines below says otherwise
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=machine.ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             seen = None
             while process.poll() is None and time.monotonic() - start < limit + GRACE_S:
@@ -244,17 +215,13 @@ def _run_stage(
             _end(process)
     failed = Notes(notes).data.get("failed")
     outcome.well = status == 0 and not failed
-    if status is None:
-        outcome.ended = f"killed: it had not ended after {limit:.0f} s"
-    elif status < 0:
-        outcome.ended = f"its process died of {signal.Signals(-status).name}"
-    elif status or failed:
-        outcome.ended = f"failed: {failed or f'exit status {status}'}"
-    else:
+    if outcome.well:
         outcome.ended = "done"
-    if not outcome.well:
+    else:
+        outcome.ended = f"failed: {failed}" if failed else machine.ended(status)
         outcome.last_lines = report.last_lines(log)
-    return status == NO_GPU
+    print(f"  {outcome.ended.splitlines()[0]}, {outcome.seconds:.0f} s", flush=True)
+    return status
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -266,36 +233,19 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _log_of(work: Path, name: str) -> Path:
-    return work / f"{name}.log"
-
-
-def _append_log(log: Path, name: str, work: Path) -> None:
-    source = _log_of(work, name)
-    text = source.read_bytes() if source.exists() else b""
-    room = MOST_BYTES - log.stat().st_size - 200
-    if len(text) > room:
-        text = b"(its beginning is left out)\n" + text[len(text) - room // 2 :]
-    with log.open("ab") as file:
-        file.write(f"==== {name}\n".encode() + text)
-
-
-def _take_pictures(stage: StagePlan, work: Path, out: Path) -> None:
-    for name in stage.pictures:
-        (out / name).unlink(missing_ok=True)  # a former command's
-        source = work / name
-        if not source.exists():
-            continue
-        if source.stat().st_size > MOST_BYTES:
-            note = f"{source.stat().st_size:,} bytes, more than {MOST_BYTES:,}: left out"
-            Notes(notes_path(work, stage.name)).put(name, note)
-            continue
-        shutil.copyfile(source, out / name)
+def _keep_output(stage: StageLimits, work: Path, out: Path) -> None:
+    """Appends what the stage has printed to log.txt, and copies the picture if it has drawn one."""
+    source = work / f"{stage.name}.log"
+    output = source.read_bytes()[-MOST_BYTES:] if source.exists() else b""
+    with (out / "log.txt").open("ab") as file:
+        file.write(f"==== {stage.name}\n".encode() + output)
+    if (work / PICTURE).exists():
+        shutil.copyfile(work / PICTURE, out / PICTURE)
 
 
 @contextmanager
 def _ends_on_signals() -> Iterator[None]:
-    """SIGTERM ends the stage that runs and leaves the report, as Ctrl-C does."""
+    """Has SIGTERM end the stage that runs and leave the report, as Ctrl-C does."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -311,19 +261,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     names = [stage.name for stage in STAGES]
-    add("--out", type=Path, help="folder for the report")
+    add("--out", type=Path, required=True, help="folder for the report")
     add("--minutes", type=float, default=9.0, help="for everything together")
     add("--rehearse", action="store_true", help="on this machine's CPU, with tiny models")
-    add("--only", nargs="+", choices=names, default=names, metavar="STAGE", help="some stages")
+    add(
+        "--only",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="STAGE",
+        help=f"of {', '.join(names)}",
+    )
     add("--cache", type=Path, help="folder that keeps compiled programs for the next command")
-    add("--list", action="store_true", help="show the stages and end")
     args = parser.parse_args()
-    if args.list:
-        for stage in STAGES:
-            print(f"{stage.name:10} at most {stage.seconds:3.0f} s   {stage.question}")
-        return
-    if args.out is None:
-        parser.error("expected --out DIR, got none; name the folder that the report goes to")
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "report.json").exists():
         parser.error(f"expected --out with a new folder or one of a report, got {args.out}")
     absent = machine.missing(machine.NEEDED)

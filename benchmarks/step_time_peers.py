@@ -149,7 +149,7 @@ _OFFLOAD = partial(
     zenflow,
     topk_ratio=0.0,
     update_interval=1,
-    overlap_step=False,
+    staleness=0,
     select_interval=2**30,  # there is nothing to select
 )
 

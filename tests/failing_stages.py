@@ -5,20 +5,15 @@ They run in processes of their own, which `test_on_gpu.py` starts, and import no
 
 import os
 import threading
-import time
 from pathlib import Path
 
 from benchmarks.gpu_stages.notes import Stage
-from benchmarks.on_gpu import StagePlan
+from benchmarks.on_gpu import PICTURE, StageLimits
 
 
-def failing(
-    *names: str, seconds: float = 20.0, least: float = 0.0, pictures: tuple[str, ...] = ()
-) -> list[StagePlan]:
+def failing(*names: str, seconds: float = 20.0, least: float = 0.0) -> list[StageLimits]:
     """The stages of these names below."""
-    return [
-        StagePlan(name, "how?", f"{__name__}:{name}", seconds, least, pictures) for name in names
-    ]
+    return [StageLimits(name, "how?", f"{__name__}:{name}", seconds, least) for name in names]
 
 
 def _finds(stage: Stage) -> None:
@@ -28,16 +23,12 @@ def _finds(stage: Stage) -> None:
 
 def ends_well(stage: Stage) -> None:
     _finds(stage)
+    (stage.folder / PICTURE).write_bytes(b"x")
 
 
 def raises(stage: Stage) -> None:
     _finds(stage)
     raise ValueError("expected luck, got none")
-
-
-def has_no_memory(stage: Stage) -> None:
-    _finds(stage)
-    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 
 
 def aborts(stage: Stage) -> None:
@@ -46,24 +37,13 @@ def aborts(stage: Stage) -> None:
 
 
 def hangs(stage: Stage) -> None:
-    _finds(stage)
-    (stage.folder / "pid").write_text(str(os.getpid()), encoding="ascii")
-    threading.Event().wait()
-
-
-def waits_for_the_report(stage: Stage) -> None:
-    """Ends when what it has found is in the report, which is written while it runs."""
+    """Hangs when what it has found is in the report, which is written while it runs."""
     _finds(stage)
     report = Path(os.environ["REPORT"])
     while f"what {stage.name} found" not in report.read_text(encoding="utf-8"):
         assert stage.left > 0
-        time.sleep(0.05)
-
-
-def leaves_pictures(stage: Stage) -> None:
-    _finds(stage)
-    (stage.folder / "small.png").write_bytes(b"x")
-    (stage.folder / "large.png").write_bytes(b"x" * 1001)
+    (report.parent / "pid").write_text(str(os.getpid()), encoding="ascii")
+    threading.Event().wait()
 
 
 def asks_for_a_gpu(stage: Stage) -> None:

@@ -3,13 +3,11 @@
     facts.py       what the machine is and how fast its parts are
     correct.py     whether the arithmetic is right on it; what is asked is in `checks.py`
     step_times.py  what a training step costs beside everything else that a user could do
-    timelines.py   where the time of a step goes
     headline.py    the largest model that trains here and would not with AdamW
-    rivals.py      what others need for the same model; those of torch are in `torch_rivals.py`
 
 Each has `run(stage)` and runs in a process of its own (`__main__.py`), which alone starts jax on
 the GPU. What it finds it writes down at once (`notes.py`), so that what ends it, an abort or the
-clock, takes nothing that was found before. `plan.py` says which models and peers the stages train;
+clock, takes nothing that was found before. `sizes.py` says which models and peers the stages train;
 `programs.py` has each of their steps compiled without a GPU. `machine.py` looks at a machine
 without jax, `report.py` makes the report of the notes.
 """

@@ -58,64 +58,38 @@ def seconds(work: Callable[[], Any], repeats: int = _REPEATS) -> float:
 
 
 def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
-    """To and from the device, in GB/s: plain NumPy memory, jax's pinned memory, registered."""
+    """To and from the device, in GB/s: plain NumPy memory, jax's pinned memory."""
     on_device = jax.sharding.SingleDeviceSharding(device)
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     pageable = np.ones(size // 4, np.float32)
-    there = jax.block_until_ready(jax.device_put(pageable, on_device))
-    in_pinned = jax.block_until_ready(jax.device_put(there, pinned))
+    on_gpu = jax.block_until_ready(jax.device_put(pageable, on_device))
+    in_pinned = jax.block_until_ready(jax.device_put(on_gpu, pinned))
 
     # A new array each time: jax keeps the copy that it has made of an old one.
     new = jax.jit(lambda x: x + 1)
 
     def back() -> np.ndarray:
-        return np.asarray(new(there))
+        return np.asarray(new(on_gpu))
 
     rows = [
         ("NumPy, pageable", lambda: jax.device_put(pageable, on_device, may_alias=False), None),
         (
             "jax, pinned_host",
             lambda: jax.device_put(in_pinned, on_device),
-            lambda: jax.device_put(there, pinned),
+            lambda: jax.device_put(on_gpu, pinned),
         ),
         ("`np.asarray` of what a kernel has just made", None, back),
     ]
-    found = []
-    for name, inward, outward in rows:
-        cells = [_rate(work, size) for work in (inward, outward)]
-        found.append((name, *cells))
-        _put_crossings(stage, size, found)
-    found.append(("NumPy, registered (`client.dma_map`)", *_registered(device, pageable)))
-    _put_crossings(stage, size, found)
-
-
-def _rate(work: Callable[[], Any] | None, size: int) -> str:
-    return "-" if work is None else f"{size / seconds(work) / 1e9:.1f}"
-
-
-def _put_crossings(stage: Stage, size: int, rows: list[tuple[str, ...]]) -> None:
+    found: dict[str, list[str]] = {}
     head = [f"{size / 2**20:,.0f} MiB", "host to device, GB/s", "device to host, GB/s"]
-    stage.notes.put("Between host and device", table(head, rows))
-    stage.notes.keep(crossings={name: cells for name, *cells in rows})
-
-
-def _registered(device: jax.Device, array: np.ndarray) -> tuple[str, str]:
-    """The rate from memory that was given to CUDA once, or why there is none."""
-    client = device.client
-    # jaxlib's client is no public API. `dma_map(address, bytes)` and `dma_unmap(address)` were seen
-    # in jaxlib 0.10.2; where they are missing or refuse, the report says so.
-    if not hasattr(client, "dma_map"):
-        return "not there: this jaxlib's client has no `dma_map`", "-"
-    address = array.ctypes.data
-    try:
-        client.dma_map(address, array.nbytes)
-    except Exception as error:  # noqa: BLE001 - XLA's own, of a kind that no public name has
-        return f"refused: {str(error).splitlines()[0][:120]}", "-"
-    try:
-        put = jax.sharding.SingleDeviceSharding(device)
-        return _rate(lambda: jax.device_put(array, put, may_alias=False), array.nbytes), "-"
-    finally:
-        client.dma_unmap(address)
+    for name, inward, outward in rows:
+        found[name] = [
+            "-" if copy is None else f"{size / seconds(copy) / 1e9:.1f}"
+            for copy in (inward, outward)
+        ]
+        cells = ((name, *rates) for name, rates in found.items())
+        stage.notes.put("Between host and device", table(head, cells))
+        stage.notes.keep(crossings=found)
 
 
 def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) -> None:
@@ -123,8 +97,8 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     on_device = jax.sharding.SingleDeviceSharding(device)
     x = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
-    there = jnp.ones(size // 4, jnp.float32)
-    here = jax.block_until_ready(jax.device_put(there, pinned))
+    on_gpu = jnp.ones(size // 4, jnp.float32)
+    on_host = jax.block_until_ready(jax.device_put(on_gpu, pinned))
 
     scale = jnp.bfloat16(width**-0.5)  # it neither grows nor vanishes
 
@@ -133,8 +107,8 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
         return jax.lax.fori_loop(0, times, lambda _, y: (y @ x) * scale, x)
 
     copies = {
-        "device to pinned_host": lambda: jax.device_put(there, pinned),
-        "pinned_host to device": lambda: jax.device_put(here, on_device),
+        "device to pinned_host": lambda: jax.device_put(on_gpu, pinned),
+        "pinned_host to device": lambda: jax.device_put(on_host, on_device),
     }
     rows, data = [], {}
     one = seconds(lambda: kernel(x, jnp.int32(1)))
@@ -144,7 +118,9 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
         # run beside each other, and the sum if they do not.
         times = jnp.int32(min(most, max(1, round(1.5 * alone / one))))
         work = seconds(lambda times=times: kernel(x, times))
-        after = seconds(lambda copy=copy, times=times: (_wait(kernel(x, times)), copy()))
+        after = seconds(
+            lambda copy=copy, times=times: (kernel(x, times).block_until_ready(), copy())
+        )
         together = seconds(lambda copy=copy, times=times: (kernel(x, times), copy()))
         hidden = (after - together) / min(alone, work)
         rows.append((name, *(f"{1e3 * s:.2f}" for s in (work, alone, after, together)), hidden))
@@ -156,10 +132,6 @@ def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) 
         + "\n\nHidden is the share of the shorter one that costs nothing.",
     )
     stage.notes.keep(beside=data)
-
-
-def _wait(x: jax.Array) -> jax.Array:
-    return x.block_until_ready()
 
 
 def _arithmetic(stage: Stage, size: int, width: int) -> None:

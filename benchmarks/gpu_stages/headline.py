@@ -1,15 +1,18 @@
 """How large a model trains here that would not with AdamW?
 
-`plan.py` picks the largest Llama shape from device and host memory; it is trained on real text for
+`sizes.py` picks the largest Llama shape from device and host memory; it is trained on real text for
 8 steps, from random weights. Then `adamw` is tried on the same shape: that it does not fit is to be
 seen, not only counted.
 """
 
+import sysconfig
 import time
+from pathlib import Path
 
 import jax
+import numpy as np
 
-from benchmarks.gpu_stages import machine, plan
+from benchmarks.gpu_stages import machine, sizes
 from benchmarks.gpu_stages.device import (
     host_peak_bytes,
     out_of_memory,
@@ -18,8 +21,7 @@ from benchmarks.gpu_stages.device import (
     usable_bytes,
 )
 from benchmarks.gpu_stages.notes import Stage, table
-from benchmarks.gpu_stages.plan import Headline, Machine
-from benchmarks.gpu_stages.text import batches
+from benchmarks.gpu_stages.sizes import Headline, Machine
 from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Runner
 
@@ -37,10 +39,10 @@ def run(stage: Stage) -> None:
     here = Machine(usable_bytes(device) or 0, machine.host_bytes())
     for share in _SHARES:
         smaller = Machine(int(share * here.device_bytes), int(share * here.host_bytes))
-        chosen = plan.headline(smaller, rehearse=stage.rehearse)
+        chosen = sizes.headline(smaller, rehearse=stage.rehearse)
         if chosen is None:
             raise RuntimeError(
-                f"expected room for the smallest shape of plan.py, got {smaller}. Use a machine "
+                f"expected room for the smallest shape of sizes.py, got {smaller}. Use a machine "
                 "with more host memory."
             )
         _say(stage, chosen, here)
@@ -63,12 +65,12 @@ def _say(stage: Stage, chosen: Headline, here: Machine) -> None:
     rows = [
         ("the shape", f"{chosen.shape}, {_size(n)}"),
         ("jax may use of the device", f"{here.device_bytes / 1e9:.1f} GB"),
-        ("host memory", f"{here.host_bytes / 1e9:.1f} GB, {plan.HOST_RESERVE / 1e9:.0f} reserved"),
+        ("host memory", f"{here.host_bytes / 1e9:.1f} GB, {sizes.HOST_RESERVE / 1e9:.0f} reserved"),
         ("by", f"`{chosen.peer}`, `prefetch_bytes=0`, layers scanned and rematerialized"),
         (
             "it should need, on paper",
-            f"{n * plan.device_need(chosen.peer, scan=True, prefetch=False) / 1e9:.1f} GB on the "
-            f"device, at most {n * plan.host_need(chosen.peer) / 1e9:.1f} GB on the host",
+            f"{n * sizes.device_need(chosen.peer, scan=True, prefetch=False) / 1e9:.1f} GB on the "
+            f"device, at most {n * sizes.host_need(chosen.peer) / 1e9:.1f} GB on the host",
         ),
         ("AdamW's largest, on paper", _size(chosen.adamw)),
     ]
@@ -173,3 +175,19 @@ def _try_adamw(stage: Stage, chosen: Headline, model: Model) -> None:
         runner.take_down()
     stage.notes.put(title, said)
     stage.notes.keep(adamw_fits=said == "**Fits.**")
+
+
+def batches(count: int, batch: int, length: int) -> np.ndarray:
+    """Batches of text that every machine has: the sources of Python's standard library.
+
+    Returns:
+        int32 `(count, batch, length + 1)`, a byte for a token.
+    """
+    needed = count * batch * (length + 1)
+    found = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        if len(found) >= needed:
+            break
+        found += path.read_bytes()
+    tokens = np.frombuffer(bytes(found[:needed]), np.uint8).astype(np.int32)
+    return tokens.reshape(count, batch, length + 1)

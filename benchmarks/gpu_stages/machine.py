@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import signal
 import subprocess
 from collections.abc import Iterable
 from importlib import metadata
@@ -23,6 +24,7 @@ NEEDED = {
     "matplotlib": "matplotlib",
 }
 
+ROOT = Path(__file__).resolve().parents[2]
 #: Share of host memory that jax may pin. Everything that an engine keeps besides is pageable.
 _PINNED_SHARE = 0.75
 
@@ -31,8 +33,13 @@ class NoGPU(RuntimeError):
     """There is no GPU; the message is meant to be shown as it is."""
 
 
-class NotHere(RuntimeError):
-    """A rival cannot run on this machine, which is no failure of anything."""
+def ended(status: int | None) -> str:
+    """How a process ended, by its exit status; None if it was killed as it took too long."""
+    if status is None:
+        return "killed: it had not ended in time"
+    if status < 0:
+        return f"died of {signal.Signals(-status).name}"
+    return f"ended with status {status}"
 
 
 def missing(modules: Iterable[str]) -> list[str]:
@@ -119,8 +126,7 @@ def version(package: str) -> str:
 
 
 def _commit() -> str:
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

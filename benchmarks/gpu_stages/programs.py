@@ -3,9 +3,9 @@
     export JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.gpu_stages.programs --gpu h100 --host-gib 125
 
-Compiles every step that `step_time`, `timeline` and `headline` would run on such a machine, which
+Compiles every step that `step_time` and `headline` would run on such a machine, which
 need not be there (`gpu_program.py` says how), and prints the device memory that each one takes
-beside what jax's allocator may give. What an engine holds between steps is added, as `plan.py` has
+beside what jax's allocator may give. What an engine holds between steps is added, as `sizes.py` has
 it. Answers: `benchmarks/LOG.md`.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.gpu_stages import plan
-from benchmarks.gpu_stages.plan import Machine
+from benchmarks.gpu_stages import sizes
+from benchmarks.gpu_stages.sizes import Machine
 from benchmarks.step_time_memory import compile_step, trace_step
 from benchmarks.step_time_model import make_model
 from benchmarks.step_time_peers import PEERS
@@ -51,17 +51,17 @@ def programs(machine: Machine) -> list[Program]:
     found: dict[Any, Program] = {}
 
     def add(peer: str, prefetch: bool, *rest: Any, expected: bool = True) -> None:
-        peer = plan.program(peer)
-        held = plan.device_need(peer, scan=False, prefetch=prefetch) - plan.STEP_BYTES[peer][0]
+        peer = sizes.program(peer)
+        held = sizes.device_need(peer, scan=False, prefetch=prefetch) - sizes.STEP_BYTES[peer][0]
         new = Program(peer, *rest, held=held, expected=expected)
         found.setdefault(new[:5], new)
 
-    beyond = plan.beyond_adamw(machine)
-    for part in plan.step_time(machine):
+    beyond = sizes.beyond_adamw(machine)
+    for part in sizes.step_time(machine):
         for peer in part.peers:
             fits = peer != "adamw" or beyond is None or part.config != beyond[1]
             add(peer, True, part.config, part.scan, part.batch, part.length, expected=fits)
-    best = plan.headline(machine)
+    best = sizes.headline(machine)
     if best is not None:
         add(best.peer, False, best.config, True, best.batch, best.length)
         fits = not best.beats_adamw

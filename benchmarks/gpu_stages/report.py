@@ -12,8 +12,6 @@ from benchmarks.gpu_stages.notes import Notes, notes_path, table
 #: Lines of a stage's output that the report shows if the stage did not end well.
 _LAST_LINES = 25
 
-NOT_YET = "not run yet"
-
 
 @dataclasses.dataclass
 class Outcome:
@@ -21,7 +19,7 @@ class Outcome:
 
     stage: str
     question: str
-    ended: str = NOT_YET
+    ended: str = "not run yet"
     seconds: float = 0.0
     well: bool = False  # whether it did all that it is there for
     last_lines: str = ""  # of its output, if it did not end well

@@ -1,7 +1,7 @@
 """What does a training step cost, beside everything else that one could do?
 
-`benchmarks/step_time.py` with the peers and sizes of `plan.py`, in the order of their worth and for
-as long as there is time. The report has a table after every round.
+`benchmarks/step_time.py` with the peers and sizes of `sizes.py`, the most valuable first and for as
+long as there is time. The report has a table after every round.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from benchmarks import step_time
-from benchmarks.gpu_stages import machine, plan
+from benchmarks.gpu_stages import machine, sizes
 from benchmarks.gpu_stages.device import out_of_memory, require_gpu, usable_bytes
 from benchmarks.gpu_stages.notes import Stage
-from benchmarks.gpu_stages.plan import Machine, Part
+from benchmarks.gpu_stages.sizes import Machine, Part
 from benchmarks.step_time_memory import trace_step
 from benchmarks.step_time_model import Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer
@@ -38,9 +38,9 @@ def run(stage: Stage) -> None:
     began, whole = time.monotonic(), stage.left
     done: dict[str, Comparison] = {}
     failed = []
-    for part in plan.step_time(here, rehearse=stage.rehearse):
+    for part in sizes.step_time(here, rehearse=stage.rehearse):
         until = min(began + part.until * whole, stage.until - 2)
-        left, least = until - time.monotonic(), _LEAST_S * plan.parameters(part.config) / 1e9
+        left, least = until - time.monotonic(), _LEAST_S * sizes.parameters(part.config) / 1e9
         if left < least and not stage.rehearse:
             why = f"Not run: {max(left, 0):.0f} s were left for it, and it needs {least:.0f}."
             stage.notes.put(part.title, f"{why} `--only step_time` has time for more.")
@@ -65,7 +65,7 @@ def run(stage: Stage) -> None:
 
 def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]) -> None:
     model = make_model(part.config, scan_layers=part.scan, remat=True)
-    assert model.parameters == plan.parameters(part.config)
+    assert model.parameters == sizes.parameters(part.config)
 
     def save(found: Comparison) -> None:
         done[part.title] = found
@@ -110,7 +110,7 @@ def _compile_ahead(peers: Sequence[Peer], model: Model, part: Part) -> int:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
     lowered = []
-    for peer in {plan.program(peer.name): peer for peer in peers}.values():
+    for peer in {sizes.program(peer.name): peer for peer in peers}.values():
         traced, _ = trace_step(
             peer, model, part.batch, part.length, lambda x: on(x, device), lambda x: on(x, host)
         )

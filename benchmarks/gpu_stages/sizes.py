@@ -1,4 +1,4 @@
-"""Which models and peers the stages `step_time` and `headline` train, on which machine.
+"""The sizes of the models that the stages `step_time` and `headline` train, and by which peers.
 
 Decided from two sizes alone, device and host memory, so that `programs.py` can compile every step
 of it beforehand. What a peer of `step_time_peers.py` needs is so many bytes per parameter; the
@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 from benchmarks.step_time_model import MODELS, Preset, llama
 from train.decoder import DecoderConfig
-
-#: Steps of each rival: those that are timed, and those in front of them.
-RIVAL_STEPS, RIVAL_WARM_UP = 16, 3
 
 #: Bytes per parameter at the peak of a step, layers written out and scanned: `benchmarks/LOG.md`,
 #: "How much device memory does each way of training take?" and "What do gradients need that stay on
@@ -207,7 +204,7 @@ def beyond_adamw(machine: Machine, *, rehearse: bool = False) -> tuple[str, Deco
     return f"{name} with {config.layers} layers", config
 
 
-#: In the order of their worth; the first seven are programs of their own.
+#: In the order of their worth.
 _WRITTEN = (
     "adamw",
     "zenflow-s4-r0.05",
@@ -217,10 +214,7 @@ _WRITTEN = (
     "zenflow-s4-r0.05-exchange",
     "offload-x4",
     "zenflow-s16-r0.05",
-    "zenflow-s2-r0.05",
     "zenflow-s8-r0.05",
-    "zenflow-s4-r0.1",
-    "zenflow-s16-r0.05-device",
     "zenflow-s1-r0.05",
 )
 #: Where layers are scanned, gradients that leave in the step have nothing to hide behind.
@@ -246,14 +240,9 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         few = 1
 
     def part(
-        peers: Sequence[str],
-        until: float,
-        *,
-        scan: bool,
-        batch: int,
+        peers: Sequence[str], until: float, *, scan: bool, batch: int, name: str = "",
         config: DecoderConfig = preset.config,
-        name: str = "",
-    ) -> Part:
+    ) -> Part:  # fmt: skip
         title = _title(name, config, scan=scan, tokens=batch * preset.length)
         together = beside_each_other(peers, parameters(config), here, scan=scan)
         return Part(title, config, scan, batch, preset.length, tuple(peers), until, together)
@@ -261,9 +250,9 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
     # As many as have room together: so each is set up once, and a round is its steps.
     # Of a rehearsal as few as show that it works: what peers compute is held by tests of their own.
     first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, here, scan=False)
-    second = _leading(_SCANNED, preset.config, here, scan=True)
     parts = [part(first, 0.6, scan=False, batch=few)]
     if not rehearse:
+        second = _leading(_SCANNED, preset.config, here, scan=True)
         parts.append(part(second, 0.85, scan=True, batch=many))
     beyond = beyond_adamw(machine, rehearse=rehearse)
     if beyond is not None:
@@ -272,14 +261,6 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         rooms = {p: most(p, here, scan=True, prefetch=True) for p in _SCANNED if p in _MAILS}
         peers = ["adamw", *(p for p, room in rooms.items() if room >= n)]
         parts.append(part(peers, 1.0, scan=True, batch=few, config=config, name=name))
-    if rehearse:
-        return parts
-    parts.append(part(first[:4], 1.0, scan=False, batch=many))
-    parts.append(part(second[:4], 1.0, scan=True, batch=few))
-    rest = [peer for peer in _WRITTEN if peer not in first]
-    if rest:
-        again = part([*_WRITTEN[:2], *rest], 1.0, scan=False, batch=few)
-        parts.append(again._replace(title=f"{again.title}, other peers"))
     return parts
 
 
