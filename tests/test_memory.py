@@ -41,9 +41,6 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
             stats = training.engine.stats
             assert need.state <= stats.host_bytes <= need.state + need.sums
             assert stats.pinned_bytes <= need.mail
-        saved = training.engine.state()["leaves"]
-        wide = [x for leaf in saved for name, x in leaf.items() if name not in ("steps", "before")]
-        assert need.copied == sum(x.nbytes for x in wide)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from zenflow_jax.planning import GPUS, HOST_RESERVE, INSTALL, TEMPORARIES, gpu_o
 from zenflow_jax.planning._device_work import products
 from zenflow_jax.planning._host_work import host_work
 from zenflow_jax.planning._memory import device_memory, host_memory
-from zenflow_jax.planning._plans import said_of_windows
 
 FIXTURES = Path(__file__).parent / "fixtures"
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
@@ -62,17 +61,6 @@ def test_the_products_of_a_loop_count_for_every_round_and_on_its_way_back():
     assert found.moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_layers_written_out_have_the_products_of_scanned_ones(remat):
-    settings = settings_of("llama3", sequence_length=16, remat=remat)
-    found = []
-    for scan in (False, True):
-        step = dataclasses.replace(settings, scan_layers=scan)
-        planned = planned_step(step, folder_of_config(settings.model), None)
-        found.append(products(planned.step.trace(*planned[1:]).jaxpr.jaxpr).flops)
-    assert found[0] == found[1] > 0
-
-
 # --- held to XLA, and to the engine ---------------------------------------------------------
 
 
@@ -80,7 +68,6 @@ def test_layers_written_out_have_the_products_of_scanned_ones(remat):
     ("model", "optimizer", "scan"),
     [
         ("llama3", "zenflow", True),
-        pytest.param("qwen2", "adamw", False, marks=pytest.mark.slow),
         pytest.param("bert", "offload", True, marks=pytest.mark.slow),
     ],
 )
@@ -91,12 +78,12 @@ def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says(
     planned = planned_step(settings, folder_of_config(settings.model), None)
     compiled = planned.step.lower(*planned[1:]).compile()
     memory = compiled.memory_analysis()
-    by_shapes = zenflow_jax.plan(*planned)
+    by_shapes = library.plan(*planned)
     batch = sum(x.size * 4 for x in jax.tree.leaves(planned.batch))
     state = by_shapes.device["weights"] + by_shapes.device["optimizer state"]
     # Of the step's arguments it has all but counts that no step reads.
     assert state + batch == pytest.approx(memory.argument_size_in_bytes, rel=0.01)
-    plan = zenflow_jax.plan(*planned, compiled=compiled)
+    plan = library.plan(*planned, compiled=compiled)
     engine = plan.device.get("uploads", 0) + plan.device.get("mail under way", 0)
     assert plan.device_bytes - engine == peak_bytes(compiled)
     assert (by_shapes.by, plan.by) == ("shapes", "compiler")
@@ -105,8 +92,8 @@ def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says(
     assert "without" not in plan.advice
 
 
-@pytest.mark.parametrize("host_state", ["float32", "compact"])
-def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays(host_state):
+def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
+    host_state = "compact"
     with Training(FEW, Settings(update_interval=3), host_kernel="numpy", threads=1) as training:
         training.go(2)
         saved = training.engine.state()["leaves"]
@@ -115,10 +102,12 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays(host_state):
         def step(params, opt_state):
             return params, opt_state
 
-        found = zenflow_jax.plan(jax.jit(step), training.params, state, host_state=host_state)
+        found = library.plan(jax.jit(step), training.params, state, host_state=host_state)
     need = host_memory(state, host_state=host_state)
-    assert found.host_bytes == need.training + need.saving
-    assert found.host_pinned == need.pinned
+    assert found.host_pinned == need.mail + need.hand_over
+    assert found.host_bytes == found.host_pinned + sum(
+        (need.state, need.sums, need.hand_over, need.saving)
+    )
     assert found.device["uploads"] == device_memory(state).uploads
     blank = jax.tree.leaves((state.mail, state.step_scalars))
     on_device = {id(x): x.nbytes for x in jax.tree.leaves((training.params, state))}
@@ -128,7 +117,7 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays(host_state):
 
 
 @pytest.mark.parametrize("rolling", [True, False])
-@pytest.mark.parametrize("window", [1, 2, 8])
+@pytest.mark.parametrize("window", [1, 8])
 def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
     params = [jax.ShapeDtypeStruct((8, 32, 16 + i), jnp.bfloat16) for i in range(5)]
 
@@ -178,44 +167,41 @@ def step_of(optimizer):
 
 
 def planned(bandwidth, optimizer="zenflow"):
-    return zenflow_jax.plan(*step_of(optimizer), bandwidth=bandwidth)
+    return library.plan(*step_of(optimizer), bandwidth=bandwidth)
 
 
 @pytest.mark.slow
 def test_the_smallest_window_that_hides_follows_the_hosts_bandwidth():
     fast, slow = planned(1e15), planned(1e3)
-    assert fast.smallest_interval == 1
-    assert fast.busy < 1e-3
+    assert fast.hides.smallest_interval == 1
+    assert fast.hides.busy < 1e-3
     # What crosses is the same at any bandwidth of the host, and much for so small a step.
     assert fast.hidden == 1 / fast.bus
-    assert "The bus needs" in fast.advice
-    assert slow.smallest_interval is None
+    assert "with update_interval=4. The bus needs" in fast.advice
+    assert slow.hides.smallest_interval is None
     assert slow.hidden < 0.01
-    assert "with update_interval=4. The bus" in fast.advice
     assert "more than 80% with any up to 16" in slow.advice
-    assert planned(1e15, optimizer="offload").hidden == 0
-    assert "waits" in planned(1e6, optimizer="offload").advice
+    offload = planned(1e6, optimizer="offload")
+    assert offload.hidden == 0
+    assert "Every step waits" in offload.advice
 
 
 @pytest.mark.parametrize(
-    ("busy", "smallest", "expected"),
+    ("of_intervals", "expected"),
     [
-        (0.34, 2, "needs 34% of the available time with update_interval=4."),
-        (0.34, 4, "needs 34% of the available time with update_interval=4."),
-        (0.84, 8, "needs 84% .* update_interval=4: update_interval=8 needs at most 80%."),
-        (1.2, 8, "needs 120% .*=4, so steps wait for it: update_interval=8 needs at most 80%."),
-        (2.0, None, "needs 200% .*=4, and more than 80% with any up to 16. Use a larger batch"),
+        ({2: 0.7, 4: 0.34}, "needs 34% of the available time with update_interval=4."),
+        ({4: 0.84, 8: 0.5}, "needs 84% .* update_interval=4: update_interval=8 needs at most 80%."),
+        ({4: 1.2, 8: 0.5}, "needs 120% .*=4, so steps wait for it: update_interval=8 needs"),
+        ({4: 2.0, 16: 0.9}, "needs 200% .*=4, and more than 80% with any up to 16. Use a larger"),
     ],
 )
-def test_the_sentence_names_longer_windows_only_where_the_host_is_too_busy(
-    busy, smallest, expected
-):
-    assert re.search(expected, said_of_windows(4, busy, smallest))
+def test_the_sentence_names_longer_windows_only_where_the_host_is_too_busy(of_intervals, expected):
+    assert re.search(expected, library.Hiding(4, of_intervals[4], of_intervals).advice)
 
 
 def test_a_plan_names_all_that_it_lacks_and_nothing_else():
     small = dataclasses.replace(GPUS["h100"], memory=1000)
-    found = zenflow_jax.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)
+    found = library.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)
     both = (
         r"Does not fit: the device lacks [^()]*\(needs [^ ]* GB{}, [^()]*\) and the host lacks "
         r"[^()]*\([^()]*\)\."
@@ -247,48 +233,53 @@ def test_a_finished_run_says_how_busy_its_host_was():
         stats = training.engine.stats
     at = {"steps": 8, "wait_s": 2.0}
     half = dataclasses.replace(stats, work_s=4.0, **at)
-    found = zenflow_jax.hiding(training.state, half, 10.0)
+    found = library.hiding(training.state, half, 10.0)
     work = host_work(training.state)
     # The device took eight of the ten seconds, the host four.
     assert found.busy == pytest.approx(0.5 * work.busiest / work.mean)
     assert found.of_intervals[4] == found.busy
     assert found.of_intervals[1] > found.busy
-    assert zenflow_jax.hiding(training.state, dataclasses.replace(half, steps=7), 10.0) is None
+    assert library.hiding(training.state, dataclasses.replace(half, steps=7), 10.0) is None
     # Had six of the eight steps been a warm-up, most of the four seconds would be theirs.
     schedule = dataclasses.replace(training.state.schedule, full_warm_up_rounds=6)
-    warm = zenflow_jax.hiding(dataclasses.replace(training.state, schedule=schedule), half, 10.0)
+    warm = library.hiding(dataclasses.replace(training.state, schedule=schedule), half, 10.0)
     of_warm_up = host_work(with_interval(training.state, 1)).mean
     expected = found.busy * work.mean * 8 / (6 * of_warm_up + 2 * work.mean)
     assert warm.busy == pytest.approx(expected)
+
+
+def test_no_device_at_all_is_no_gpu(monkeypatch):
+    def local_devices():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    assert library.gpu_here() is None
 
 
 def test_gpus_are_known_by_their_drivers_names():
     names = {gpu.name: key for key, gpu in GPUS.items()}
     assert all(gpu_of_kind(name) is GPUS[key] for name, key in names.items())
     assert gpu_of_kind("NVIDIA A100-PCIE-80GB") is GPUS["a100"]
-    assert gpu_of_kind("cpu") is None
+    assert library.gpu_here() is None
     assert gpu_of_kind("NVIDIA GeForce RTX 3080") is None
 
 
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match="must be one of h100, .*got 'v100'"):
-        zenflow_jax.plan(jax.jit(lambda p, s: (p, s)), {}, {}, device="v100")
-
-
-def test_a_misspelled_way_to_keep_moments_and_a_step_that_is_not_jitted_are_refused():
+def test_an_unknown_device_or_way_to_keep_moments_and_a_step_without_jit_are_refused():
     params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     opt_state = zenflow_jax.zenflow(1e-3).init(params)
     same = jax.jit(lambda p, s: (p, s))
     stats = zenflow_jax.EngineStats(steps=99)
     for call in (
-        lambda: zenflow_jax.plan(same, params, opt_state, host_state="Compact"),
-        lambda: zenflow_jax.hiding(opt_state, stats, 1.0, host_state="Compact"),
-        lambda: zenflow_jax.host_bandwidth(host_state="Compact", seconds=0.0),
+        lambda: library.plan(same, params, opt_state, host_state="Compact"),
+        lambda: library.hiding(opt_state, stats, 1.0, host_state="Compact"),
+        lambda: library.host_bandwidth(host_state="Compact", seconds=0.0),
     ):
         with pytest.raises(ValueError, match="must be one of 'float32', 'compact', got 'Compact'"):
             call()
+    with pytest.raises(ValueError, match="must be one of h100, .*got 'v100'"):
+        library.plan(same, {}, {}, device="v100")
     with pytest.raises(TypeError, match=r"expected a step that is jitted, got function"):
-        zenflow_jax.plan(lambda p, s: (p, s), params, opt_state)
+        library.plan(lambda p, s: (p, s), params, opt_state)
 
 
 def test_layers_are_extended_on_a_line():
@@ -302,8 +293,7 @@ def test_layers_are_extended_on_a_line():
     )
 
 
-@pytest.mark.parametrize("slope", [0.6, 1.0, 1.7])
-@pytest.mark.parametrize("now", [2, 64, 500])
+@pytest.mark.parametrize(("slope", "now"), [(0.6, 2), (1.0, 500), (1.7, 64)])
 def test_the_largest_batch_is_found_in_few_compilations(slope, now):
     asked = []
 

@@ -179,19 +179,20 @@ def _of_one(x: Plan) -> dict[str, Any]:
         "flops_per_step": x.flops,
         "step_s": x.step_s,
         "host_s": x.host_s,
-        "host_busy": x.busy,
+        "host_busy": x.hides and x.hides.busy,
         "hidden": x.hidden,
-        "update_interval": x.interval,
-        "host_busy_by_update_interval": {str(s): busy for s, busy in x.of_intervals.items()},
-        "smallest_update_interval": x.smallest_interval,
+        "update_interval": x.hides and x.hides.interval,
+        "host_busy_by_update_interval": x.hides
+        and {str(s): busy for s, busy in x.hides.of_intervals.items()},
+        "smallest_update_interval": x.hides and x.hides.smallest_interval,
         "advice": x.advice,
     }
 
 
 def _smallest(plan: Plan) -> str:
-    if not plan.of_intervals:
+    if plan.hides is None or plan.hides.interval is None:
         return ""
-    return "none" if plan.smallest_interval is None else str(plan.smallest_interval)
+    return str(plan.hides.smallest_interval or "none")
 
 
 def _in_gb(nbytes: int) -> str:

@@ -78,7 +78,7 @@ class _Planner:
     def __init__(self, settings: Settings, asked: Planning):
         self.settings = settings
         self.origin = None if settings.model is None else folder_of_config(settings.model)
-        local = planning.gpu_of_kind(jax.local_devices()[0].device_kind)
+        local = planning.gpu_here()
         kinds = [name for name, gpu in planning.GPUS.items() if gpu is local]
         self.device = asked.device or (kinds[0] if kinds else "h100")
         is_here = local is planning.GPUS[self.device]

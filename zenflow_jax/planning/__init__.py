@@ -6,7 +6,8 @@ not be there.
 """
 
 from zenflow_jax.planning._compiled import INSTALL, described_mesh, has_compiler, peak_bytes, placed
-from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_of_kind
+from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
+from zenflow_jax.planning._hiding import Hiding, hiding
 from zenflow_jax.planning._host_work import host_bandwidth
 from zenflow_jax.planning._plans import (
     EFFICIENCY,
@@ -15,10 +16,8 @@ from zenflow_jax.planning._plans import (
     TEMPORARIES,
     UNASKED,
     USABLE,
-    Hiding,
     Plan,
     gb,
-    hiding,
     plan,
 )
 
@@ -36,6 +35,7 @@ __all__ = [
     "Plan",
     "described_mesh",
     "gb",
+    "gpu_here",
     "gpu_of_kind",
     "has_compiler",
     "hiding",

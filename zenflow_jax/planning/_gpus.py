@@ -11,6 +11,8 @@ float32 sums at half their rate.
 
 import dataclasses
 
+import jax
+
 _MIB = 2**20
 
 
@@ -49,7 +51,7 @@ class Gpu:
 
         A server grows with its GPUs, but for its bandwidth to four times at most; a desktop not.
         """
-        if self.host_memory < _SERVER_MEMORY:
+        if self.host_memory < _SERVER[1]:
             return self.host_bandwidth, self.host_memory
         return self.host_bandwidth * min(devices, 4), self.host_memory * devices
 
@@ -86,44 +88,52 @@ device_description_str: "{self.name}"
 
 
 _PCIE4, _PCIE5 = 25e9, 50e9
-_SERVER, _DESKTOP = 100e9, 50e9
-_SERVER_MEMORY, _DESKTOP_MEMORY = 256 * 10**9, 128 * 10**9
+_SERVER, _DESKTOP = (100e9, 256 * 10**9), (50e9, 128 * 10**9)
+
+
+def _gpu(
+    name: str,
+    mib: int,
+    bandwidth: float,
+    flops: float,
+    bus: float,
+    host: tuple[float, int],
+    capability: tuple[int, int],
+    cores: int,
+    l2_mib: int,
+    core_memory: int = 102400,
+) -> Gpu:
+    figures = (mib * _MIB, bandwidth, flops, bus, *host, capability, cores, l2_mib * _MIB)
+    return Gpu(name, *figures, core_memory)
+
 
 #: The GPUs that a plan knows by name.
 GPUS = {
-    "h100": Gpu(
-        *("NVIDIA H100 80GB HBM3", 81559 * _MIB, 3.35e12, 989e12, _PCIE5, _SERVER, _SERVER_MEMORY),
-        *((9, 0), 132, 50 * _MIB),
+    "h100": _gpu(
+        "NVIDIA H100 80GB HBM3", 81559, 3.35e12, 989e12, _PCIE5, _SERVER, (9, 0), 132, 50, 233472
     ),
-    "h200": Gpu(
-        *("NVIDIA H200", 143771 * _MIB, 4.8e12, 989e12, _PCIE5, _SERVER, _SERVER_MEMORY),
-        *((9, 0), 132, 60 * _MIB),
+    "h200": _gpu("NVIDIA H200", 143771, 4.8e12, 989e12, _PCIE5, _SERVER, (9, 0), 132, 60, 233472),
+    "a100": _gpu(
+        "NVIDIA A100-SXM4-80GB", 81920, 2.039e12, 312e12, _PCIE4, _SERVER, (8, 0), 108, 40, 167936
     ),
-    "a100": Gpu(
-        *("NVIDIA A100-SXM4-80GB", 81920 * _MIB, 2.039e12, 312e12, _PCIE4, _SERVER, _SERVER_MEMORY),
-        *((8, 0), 108, 40 * _MIB, 167936),
+    "l40s": _gpu("NVIDIA L40S", 46068, 864e9, 362e12, _PCIE4, _SERVER, (8, 9), 142, 96),
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090", 24564, 1008e9, 165e12, _PCIE4, _DESKTOP, (8, 9), 128, 72
     ),
-    "l40s": Gpu(
-        *("NVIDIA L40S", 46068 * _MIB, 864e9, 362e12, _PCIE4, _SERVER, _SERVER_MEMORY),
-        *((8, 9), 142, 96 * _MIB, 102400),
-    ),
-    "rtx4090": Gpu(
-        *(
-            "NVIDIA GeForce RTX 4090",
-            24564 * _MIB,
-            1008e9,
-            165e12,
-            _PCIE4,
-            _DESKTOP,
-            _DESKTOP_MEMORY,
-        ),
-        *((8, 9), 128, 72 * _MIB, 102400),
-    ),
-    "rtx3090": Gpu(
-        *("NVIDIA GeForce RTX 3090", 24576 * _MIB, 936e9, 71e12, _PCIE4, _DESKTOP, _DESKTOP_MEMORY),
-        *((8, 6), 82, 6 * _MIB, 102400),
+    "rtx3090": _gpu(
+        "NVIDIA GeForce RTX 3090", 24576, 936e9, 71e12, _PCIE4, _DESKTOP, (8, 6), 82, 6
     ),
 }
+
+
+def gpu_here() -> Gpu | None:
+    """The GPU that jax has; None if the table has no such GPU, or jax no device at all."""
+    try:
+        kind = jax.local_devices()[0].device_kind
+    # The second is raised under JAX_PLATFORMS=cuda and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 (0.10.2).
+    except (RuntimeError, AssertionError):
+        return None
+    return gpu_of_kind(kind)
 
 
 def gpu_of_kind(kind: str) -> Gpu | None:

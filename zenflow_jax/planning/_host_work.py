@@ -6,7 +6,7 @@ The host's updates wait for its memory, so their work is counted in bytes.
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,11 +21,8 @@ from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import AdamScalars, window_step
+from zenflow_jax.planning._memory import bytes_of_master
 
-#: The windows that are compared, in steps.
-INTERVALS = (1, 2, 4, 8, 16)
-#: What host work may take of the time that it has: a fifth is to spare.
-BUSY = 0.8
 _FLOAT32 = 4
 
 
@@ -54,50 +51,27 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
         state: Of arrays or shapes.
         compact: Whether the engine keeps moments in 8 bits.
     """
-    leaves = [leaf for leaf in state.leaves if leaf.offloaded]
     schedule = state.schedule
     window = longest(schedule.window)
     on_device = state.send_gradients.sums_on_device
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     groups = [0.0] * schedule.groups
     arriving = 0.0
-    for leaf in leaves:
-        for part in leaf.spec.ranges:
-            size = math.prod(part.shape)
-            mail = size * part.mail_dtype.itemsize
-            groups[part.group] += _of_update(part, size, compact)
-            read = mail * (1 if on_device else window)
-            if added_up:
-                read += _of_sums(window) * size
-            groups[part.group] += read
-            arriving += mail / (window if on_device else 1)
+    for part in (part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges):
+        size = math.prod(part.shape)
+        mail = size * part.mail_dtype.itemsize
+        sums = _of_sums(window) * size if added_up else 0.0
+        read = mail * (1 if on_device else window)
+        groups[part.group] += _of_update(part, size, compact) + read + sums
+        arriving += mail / (window if on_device else 1)
     mean = float(sum(groups) / window + arriving)
     # An update that must arrive at once still has a step's time, in which the loop waits.
     steps = window if schedule.staleness is None else max(schedule.staleness, 1)
     return HostWork(max(groups, default=0.0) + arriving * steps, steps, mean)
 
 
-def busy_share(state: ZenFlowState, rate: float, step_s: float, *, compact: bool = False) -> float:
-    """The host's work as a share of the time that it may take, in the step with the most of it.
-
-    Args:
-        state: Of arrays or shapes.
-        rate: Bytes of host memory that updates read and write in a second.
-        step_s: Seconds that the device takes for a step.
-        compact: Whether the engine keeps moments in 8 bits.
-    """
-    work = host_work(state, compact=compact)
-    # Without a leaf that is offloaded there is neither work nor a rate.
-    return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
-
-
-def smallest_that_hides(busy: Mapping[int, float]) -> int | None:
-    """The shortest windows with a fifth to spare, of those whose `busy_share` is given, if any."""
-    return next((interval for interval in sorted(busy) if busy[interval] <= BUSY), None)
-
-
 def _of_update(spec: LeafSpec, size: int, compact: bool) -> float:
-    masters = sum(x.itemsize for x in Masters.zeros((0,), spec.dtype).arrays)
+    masters = bytes_of_master(spec.dtype)
     moments = bytes_of_moments(spec.view4(spec.n), compact=compact)
     return float(2 * (masters * size + moments) + spec.dtype.itemsize * size)
 

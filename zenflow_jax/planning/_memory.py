@@ -1,7 +1,7 @@
-"""How much memory an engine may need of host and device: for plans, docs and benchmarks."""
+"""Estimates how much memory an engine may need of host and device."""
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from zenflow_jax._host.state import MAILS_KEPT
 _FLOAT32 = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class HostMemory:
+class HostMemory(NamedTuple):
     """Bytes that an engine on one device may have in use at once, by what they are for.
 
     Pages that nobody has written take no memory yet: moments do from the first update on.
@@ -27,37 +26,21 @@ class HostMemory:
     mail: int  # pinned: kept, unread, being written, and blank
     hand_over: int  # of the channels selected in a group: pinned where they come, NumPy as they go
     saving: int  # copies that `EngineSave` makes while it writes, unless it is told otherwise
-    copied: int  # what `HostEngine.state` returns, while it lives; on a GPU pinned
-
-    @property
-    def pinned(self) -> int:
-        """What jax pins while a run trains."""
-        return self.mail + self.hand_over
-
-    @property
-    def training(self) -> int:
-        """Everything, while a run trains."""
-        return self.state + self.sums + self.pinned + self.hand_over
 
 
 def host_memory(state: ZenFlowState, *, host_state: str = "float32") -> HostMemory:
     """What the engine of this state may need; the state may be one of shapes alone.
 
-    On a mesh a process has the parts of its devices: as much for each parameter of theirs.
-
-    Args:
-        state: As `zenflow(...).init` returns it.
-        host_state: As for `HostEngine`.
+    On a mesh each process has its devices' share.
     """
     compact = check_host_state(host_state)
-    leaves = [leaf.spec for leaf in state.leaves if leaf.offloaded]
     arrays = mails = parameters = 0
     of_groups = [0] * state.schedule.groups
-    for spec in (part for leaf in leaves for part in leaf.ranges):
+    for spec in (x for leaf in state.leaves if leaf.offloaded for x in leaf.spec.ranges):
         size, channels = math.prod(spec.shape), math.prod(spec.stack) * spec.n
         selected = math.prod(spec.stack) * spec.k
         parameters += size
-        arrays += size * _bytes_of_master(spec.dtype)
+        arrays += size * bytes_of_master(spec.dtype)
         arrays += bytes_of_moments(spec.view4(spec.n), compact=compact)
         arrays += (channels + selected) * np.dtype(np.int32).itemsize
         mails += size * spec.mail_dtype.itemsize
@@ -71,16 +54,15 @@ def host_memory(state: ZenFlowState, *, host_state: str = "float32") -> HostMemo
         mail=round(buffers(state) * mails),
         hand_over=max(of_groups),
         saving=parameters,
-        copied=(3 if on_device else 4) * _FLOAT32 * parameters,
     )
 
 
-def _bytes_of_master(dtype: np.dtype) -> int:
+def bytes_of_master(dtype: np.dtype) -> int:
+    """Bytes of the master of one parameter, with what is uploaded."""
     return sum(x.itemsize for x in Masters.zeros((0,), dtype).arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceMemory:
+class DeviceMemory(NamedTuple):
     """Bytes on one device that an engine may have in use while a step runs, by what they are for.
 
     The step's own program has its arguments, results and temporaries besides, gradients included.
@@ -99,10 +81,7 @@ class DeviceMemory:
 def device_memory(state: ZenFlowState) -> DeviceMemory:
     """What the engine of this state may have there; the state may be one of shapes alone.
 
-    On a mesh a device has its parts of this.
-
-    Args:
-        state: As `zenflow(...).init` returns it.
+    On a mesh each device has its share.
     """
     schedule = state.schedule
     updates, mails = [0] * schedule.groups, [0] * schedule.groups
