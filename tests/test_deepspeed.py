@@ -65,19 +65,19 @@ def _annotations_are_not_checked():
 def change(path, value, config=TRAINING):
     """The config with another value at a path such as "optimizer.params.lr"."""
     config = copy.deepcopy(config)
-    *blocks, key = path.split(".")
-    block = config
-    for name in blocks:
-        block = block.setdefault(name, {})
+    *sections, key = path.split(".")
+    section = config
+    for name in sections:
+        section = section.setdefault(name, {})
     if value is REMOVE:
-        del block[key]
+        del section[key]
     else:
-        block[key] = value
+        section[key] = value
     return config
 
 
-def zenflow_block(**keys):
-    """A config whose `zenflow` block has these keys alone."""
+def zenflow_section(**keys):
+    """A config whose `zenflow` section has these keys alone."""
     return change("zero_optimization.zenflow", keys)
 
 
@@ -95,23 +95,21 @@ def untranslated(config, **arguments):
 # --- what the config becomes ----------------------------------------------------------------
 
 
+RULES_OF_TUTORIAL = {
+    "topk_ratio": 0.05,
+    "update_interval": 4,
+    "full_warm_up_rounds": 0,
+    "overlap_step": True,
+    "provisional_share": None,
+}
+
+
 def test_the_tutorials_sample_works_as_it_stands():
-    options = from_deepspeed(TUTORIAL)
+    options, names = untranslated(TUTORIAL)
     assert options.kind == "zenflow"
-    assert options.arguments == {
-        "b1": 0.9,
-        "b2": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "topk_ratio": 0.05,
-        "update_interval": 4,
-        "select_interval": AutoSelect(),
-        "full_warm_up_rounds": 0,
-        "overlap_step": True,
-        "max_grad_norm": 1.0,
-        "provisional_share": None,
-    }
-    assert options.not_translated == ()
+    adam = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    assert options.arguments == RULES_OF_TUTORIAL | adam | {"select_interval": AutoSelect()}
+    assert names == []
     assert options.learning_rate is None
     with pytest.raises(ValueError, match="`learning_rate`: expected one .* got none"):
         _ = options.optimizer
@@ -120,19 +118,8 @@ def test_the_tutorials_sample_works_as_it_stands():
 def test_a_whole_config_becomes_optimizer_batch_and_precision():
     options = from_deepspeed(TRAINING, steps_per_epoch=1250)
     assert options.learning_rate == 2e-5
-    assert options.arguments == {
-        "b1": 0.9,
-        "b2": 0.95,
-        "eps": 1e-6,
-        "weight_decay": 0.01,
-        "topk_ratio": 0.05,
-        "update_interval": 4,
-        "select_interval": EpochSelect(1250),
-        "full_warm_up_rounds": 0,
-        "overlap_step": True,
-        "max_grad_norm": 0.5,
-        "provisional_share": None,
-    }
+    adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 0.5}
+    assert options.arguments == RULES_OF_TUTORIAL | adam | {"select_interval": EpochSelect(1250)}
     assert (options.batch_size, options.micro_batches) == (8, None)
     assert options.compute_dtype == jnp.bfloat16
     assert options.threads is None
@@ -150,18 +137,14 @@ def test_the_optimizer_is_that_of_the_arguments():
     assert state.schedule.select == EpochSelect(8)
 
 
-def test_a_file_means_what_its_content_means(tmp_path):
+def test_a_file_means_what_its_content_means_which_is_left_as_it_was(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(TRAINING), encoding="utf-8")
-    for form in (path, str(path)):
-        options = from_deepspeed(form, total_steps=10)
-        assert options == from_deepspeed(TRAINING, total_steps=10)
-
-
-def test_the_config_given_is_left_as_it_was():
     config = copy.deepcopy(TRAINING)
-    from_deepspeed(config, learning_rate=1.0)
+    expected = from_deepspeed(config, total_steps=10)
     assert config == TRAINING
+    for form in (path, str(path)):
+        assert from_deepspeed(form, total_steps=10) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
@@ -207,8 +190,8 @@ def test_neither_is_adamw_on_the_device(clipping):
     ],
     ids=str,
 )
-def test_the_zenflow_block_has_deepspeeds_defaults_and_autos(keys, expected):
-    arguments = from_deepspeed(zenflow_block(**keys)).arguments
+def test_the_zenflow_section_has_deepspeeds_defaults_and_autos(keys, expected):
+    arguments = from_deepspeed(zenflow_section(**keys)).arguments
     assert {key: arguments[key] for key in expected} == expected
 
 
@@ -239,7 +222,7 @@ def test_selection_is_by_strategy_and_interval(
     strategy, interval, extra, steps_per_epoch, expected
 ):
     keys = {"update_interval": 4, "select_strategy": strategy, "select_interval": interval} | extra
-    options = from_deepspeed(zenflow_block(**keys), steps_per_epoch=steps_per_epoch)
+    options = from_deepspeed(zenflow_section(**keys), steps_per_epoch=steps_per_epoch)
     assert options.arguments["select_interval"] == expected
     _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow takes it
 
@@ -248,7 +231,7 @@ def test_selection_is_by_strategy_and_interval(
 def test_selections_by_step_are_where_deepspeed_has_them_or_at_the_next_boundary(warm_up):
     every = 10
     keys = {"update_interval": 4, "select_strategy": "step", "select_interval": every}
-    options = from_deepspeed(zenflow_block(**keys, full_warm_up_rounds=warm_up))
+    options = from_deepspeed(zenflow_section(**keys, full_warm_up_rounds=warm_up))
     schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule
     ours = [step for step in range(1, 61) if schedule.boundary(step, None).selects]
     # DeepSpeed's steps are counted from 0 and select before they are taken.
@@ -265,7 +248,7 @@ def test_selections_by_step_are_where_deepspeed_has_them_or_at_the_next_boundary
 )
 def test_reserved_cores_leave_the_others_to_the_engine(monkeypatch, share, cores, threads):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert from_deepspeed(zenflow_block(pt_reserved_cores_perc=share)).threads == threads
+    assert from_deepspeed(zenflow_section(pt_reserved_cores_perc=share)).threads == threads
 
 
 # --- what "auto" and absent keys are filled with --------------------------------------------
@@ -308,33 +291,28 @@ def test_arguments_fill_in_what_is_auto():
     filled = {"b1": 0.8, "b2": 0.9, "eps": 1e-5, "weight_decay": 0.2, "max_grad_norm": None}
     assert {key: options.arguments[key] for key in filled} == filled
     rate = options.learning_rate
-    expected = warmup_decay(0.0, 3e-4, 10, "log", 100)
-    np.testing.assert_allclose(rate(11), expected(10), rtol=RATE_TOLERANCE)
-    np.testing.assert_allclose(rate(61), expected(60), rtol=RATE_TOLERANCE)
+    expected = [3e-4, 3e-4 * (100 - 60) / (100 - 10)]
+    np.testing.assert_allclose([rate(11), rate(61)], expected, rtol=RATE_TOLERANCE)
     assert options.batch_size is None
     assert options.micro_batches is None
     assert options.compute_dtype is None
 
 
-def test_arguments_fill_in_what_is_absent():
-    options = from_deepspeed(TUTORIAL, learning_rate=3e-4, weight_decay=0.2, max_grad_norm=2.0)
+def test_arguments_fill_in_what_is_absent_and_values_of_the_config_win_over_them():
+    given = {"b1": 0.1, "b2": 0.1, "eps": 0.1, "weight_decay": 0.1, "max_grad_norm": 9}
+    for rate in (1.0, optax.constant_schedule(1.0)):
+        assert from_deepspeed(TRAINING, learning_rate=rate, **given) == from_deepspeed(TRAINING)
+    options = from_deepspeed(TUTORIAL, learning_rate=3e-4, **given)
     assert options.learning_rate == 3e-4
-    assert options.arguments["weight_decay"] == 0.2
-    assert options.arguments["max_grad_norm"] == 2.0
+    assert {key: options.arguments[key] for key in given} == given
 
 
-def test_values_of_the_config_win_over_arguments():
-    schedule = optax.constant_schedule(1.0)
-    for rate in (1.0, schedule):
-        options = from_deepspeed(
-            TRAINING, learning_rate=rate, b1=0.1, b2=0.1, eps=0.1, weight_decay=0.1, max_grad_norm=9
-        )
-        assert options == from_deepspeed(TRAINING)
-
-
-def test_an_optimizer_without_a_rate_has_deepspeeds():
+def test_absent_values_are_deepspeeds():
     assert from_deepspeed(change("optimizer.params.lr", REMOVE)).learning_rate == 1e-3
     assert from_deepspeed(change("optimizer", {"type": "Adam"})).learning_rate == 1e-3
+    for clipping, norm in ((REMOVE, 1.0), (0.0, None)):
+        options = from_deepspeed(change("gradient_clipping", clipping))
+        assert options.max_grad_norm == options.arguments["max_grad_norm"] == norm
 
 
 def test_a_schedule_of_ones_own_may_be_passed():
@@ -348,115 +326,70 @@ def test_a_schedule_of_ones_own_may_be_passed():
     assert names == ["scheduler.type", "scheduler.params"]
 
 
-def test_clipping_is_at_1_unless_it_is_said_or_switched_off():
-    assert from_deepspeed(change("gradient_clipping", REMOVE)).max_grad_norm == 1.0
-    assert from_deepspeed(change("gradient_clipping", 0.0)).max_grad_norm is None
-    assert from_deepspeed(change("gradient_clipping", 0)).arguments["max_grad_norm"] is None
-
-
 # --- schedules: DeepSpeed's formulas, by its iteration, which is a step behind ---------------
 
 
-def risen(i, warmup, shape):
-    return math.log(i + 1) / math.log(warmup) if shape == "log" else i / warmup
-
-
-def warmup_then(after):
-    def schedule(lowest, highest, warmup, shape, total=None):
-        warmup = max(2, warmup)
-
-        def rate(i):
-            if i < 0:
-                return lowest
-            part = risen(i, warmup, shape) if i < warmup else after(i, warmup, total)
-            return lowest + (highest - lowest) * part
-
-        return rate
-
-    return schedule
-
-
-constant = warmup_then(lambda i, warmup, total: 1.0)
-warmup_decay = warmup_then(lambda i, warmup, total: max(0, (total - i) / max(1, total - warmup)))
-
-
-def warmup_cosine(highest, first, last, warmup, shape, total):
+def deepspeed_rate(i, name, *, lowest, highest, first, last, warmup, shape, total):
+    """The rate of iteration `i`; `first` and `last` are shares of `highest`."""
     warmup = max(2, warmup)
-
-    def rate(i):
-        if i < 0:
-            return 0.0
-        if i < warmup:
-            return highest * (first + (1 - first) * risen(i, warmup, shape))
+    cosine = name == "WarmupCosineLR"
+    if i < 0:
+        return 0.0 if cosine else lowest
+    risen = math.log(i + 1) / math.log(warmup) if shape == "log" else i / warmup
+    if cosine and i < warmup:
+        return highest * (first + (1 - first) * risen)
+    if cosine:
         progress = min(1.0, (i - warmup + 1) / max(1, total - warmup))
         return highest * (last + (1 - last) * (1 + math.cos(math.pi * progress)) / 2)
+    fallen = max(0, (total - i) / max(1, total - warmup)) if name == "WarmupDecayLR" else 1.0
+    return lowest + (highest - lowest) * (risen if i < warmup else fallen)
 
-    return rate
 
-
-SHAPES = pytest.mark.parametrize("shape", ["log", "linear"])
-WARMUPS = pytest.mark.parametrize("warmup", [1, 2, 7, 50])
+# As DeepSpeed has them where the config has none: "WarmupDecayLR" ignores the optimizer's rate.
+DEFAULTS = {"lowest": 0.0, "highest": 2e-5, "first": 0.0, "last": 1e-4}
+SCHEDULES = [
+    ("WarmupLR", {}, {}),
+    ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3}, {"lowest": 1e-5, "highest": 1e-3}),
+    ("WarmupDecayLR", {}, {"highest": 1e-3}),
+    (
+        "WarmupDecayLR",
+        {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-4},
+        {"lowest": 1e-5, "highest": 3e-4},
+    ),
+    ("WarmupCosineLR", {}, {}),
+    (
+        "WarmupCosineLR",
+        {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2},
+        {"first": 0.1, "last": 0.2},
+    ),
+]
 STEPS = 120
-
-
-def assert_rates(config, expected):
-    schedule = from_deepspeed(config).learning_rate
-    ours = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(STEPS, dtype=np.int32)))
-    theirs = np.asarray([expected(count - 1) for count in range(STEPS)])
-    assert ours.dtype == np.float32
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=RATE_TOLERANCE * max(theirs))
-    plain = [schedule(0), schedule(3)]  # without jit, of Python's ints
-    np.testing.assert_allclose(ours[[0, 3]], plain, rtol=RATE_TOLERANCE)
 
 
 def scheduled(name, **params):
     return change("scheduler", {"type": name, "params": params})
 
 
-@SHAPES
-@WARMUPS
-def test_warmup_lr_has_deepspeeds_numbers(shape, warmup):
-    params = {"warmup_num_steps": warmup, "warmup_type": shape}
-    assert_rates(scheduled("WarmupLR", **params), constant(0.0, 2e-5, warmup, shape))
-    params |= {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3}
-    assert_rates(scheduled("WarmupLR", **params), constant(1e-5, 1e-3, warmup, shape))
-
-
-@SHAPES
-@WARMUPS
-@pytest.mark.parametrize("total", [5, 100])
-def test_warmup_decay_lr_has_deepspeeds_numbers(shape, warmup, total):
-    params = {"warmup_num_steps": warmup, "warmup_type": shape, "total_num_steps": total}
-    config = scheduled("WarmupDecayLR", **params)
-    # Whatever the optimizer's rate is, as in DeepSpeed.
-    assert_rates(config, warmup_decay(0.0, 1e-3, warmup, shape, total))
-    params |= {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-4}
-    config = scheduled("WarmupDecayLR", **params)
-    assert_rates(config, warmup_decay(1e-5, 3e-4, warmup, shape, total))
-
-
-@SHAPES
-@WARMUPS
-@pytest.mark.parametrize("total", [5, 100])
-def test_warmup_cosine_lr_has_deepspeeds_numbers(shape, warmup, total):
-    params = {"warmup_num_steps": warmup, "warmup_type": shape, "total_num_steps": total}
-    config = scheduled("WarmupCosineLR", **params)
-    assert_rates(config, warmup_cosine(2e-5, 0.0, 1e-4, warmup, shape, total))
-    params |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
-    config = scheduled("WarmupCosineLR", **params)
-    assert_rates(config, warmup_cosine(2e-5, 0.1, 0.2, warmup, shape, total))
+@pytest.mark.parametrize(("name", "params", "numbers"), SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    ("warmup", "shape", "total"), [(1, "log", 100), (7, "linear", 5), (50, "log", 100)]
+)
+def test_schedules_have_deepspeeds_numbers(name, params, numbers, warmup, shape, total):
+    params = params | {"warmup_num_steps": warmup, "warmup_type": shape}
+    params |= {} if name == "WarmupLR" else {"total_num_steps": total}
+    schedule = from_deepspeed(scheduled(name, **params)).learning_rate
+    ours = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(STEPS, dtype=np.int32)))
+    numbers = DEFAULTS | numbers | {"warmup": warmup, "shape": shape, "total": total}
+    theirs = [deepspeed_rate(count - 1, name, **numbers) for count in range(STEPS)]
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=RATE_TOLERANCE * max(theirs))
+    plain = [schedule(0), schedule(3)]  # without jit, of Python's ints
+    np.testing.assert_allclose(ours[[0, 3]], plain, rtol=RATE_TOLERANCE)
 
 
 def test_a_schedule_left_to_itself_warms_up_for_1000_steps_by_the_logarithm():
     rate = from_deepspeed(scheduled("WarmupLR")).learning_rate
-    expected = constant(0.0, 2e-5, 1000, "log")
-    np.testing.assert_allclose(rate(501), expected(500), rtol=RATE_TOLERANCE)
-
-
-def test_no_warm_up_is_one_of_one_step():
-    config = scheduled("WarmupLR", warmup_num_steps="auto")
-    rates = [from_deepspeed(config, warmup_steps=n).learning_rate(2) for n in (0, 1)]
-    assert rates[0] == rates[1]
+    np.testing.assert_allclose(rate(501), 2e-5 * math.log(501) / math.log(1000), rtol=1e-6)
 
 
 def test_lengths_may_become_known_later():
@@ -475,18 +408,6 @@ def test_lengths_may_become_known_later():
             getattr(early, name)
     with pytest.raises(ValueError, match="total_steps="):
         _ = dataclasses.replace(early, warmup_steps=10).learning_rate
-
-
-def test_a_schedule_runs_inside_of_the_optimizer():
-    config = scheduled("WarmupCosineLR", total_num_steps=10, warmup_num_steps=2)
-    options = from_deepspeed(config, steps_per_epoch=8)
-    tx = zenflow_jax.zenflow(options.learning_rate, **options.arguments, offload=False)
-    params = {"w": jnp.ones((8, 4))}
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for _ in range(3):
-        updates, state = update({"w": jnp.ones((8, 4))}, state, params)
-    assert float(jnp.abs(updates["w"]).max()) > 0
 
 
 # --- batch and precision --------------------------------------------------------------------
@@ -526,7 +447,7 @@ def test_under_zenflow_every_micro_batch_is_a_step_as_in_deepspeed():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "dtype", "names"),
+    ("sections", "dtype", "names"),
     [
         ({}, None, []),
         ({"bf16": {"enabled": True}}, jnp.bfloat16, []),
@@ -545,8 +466,8 @@ def test_under_zenflow_every_micro_batch_is_a_step_as_in_deepspeed():
     ],
     ids=str,
 )
-def test_precision_is_bfloat16_float32_or_open(blocks, dtype, names):
-    config = change("bf16", REMOVE) | blocks
+def test_precision_is_bfloat16_float32_or_open(sections, dtype, names):
+    config = change("bf16", REMOVE) | sections
     options, found = untranslated(config)
     assert options.compute_dtype == (None if dtype is None else np.dtype(dtype))
     assert found == names
@@ -561,7 +482,6 @@ def test_precision_is_bfloat16_float32_or_open(blocks, dtype, names):
         ("steps_per_print", 10),
         ("wall_clock_breakdown", False),
         ("flops_profiler", {"enabled": True}),
-        ("amp", {"enabled": True}),
         ("gradient_cliping", 1.0),
         ("zero_optimization.overlap_comm", True),
         ("zero_optimization.stage", 3),
@@ -622,8 +542,9 @@ WRONG = {
     "gradient_clipping": [-1, math.nan],
     "gradient_allreduce_op": ["sum"],
     "train_batch_size": [0],
-    "bf16": ["auto", {"enabled": "yes"}],
-    "fp16": [{"enabled": True}],
+    "amp": [{"enabled": True}],
+    "bf16": ["auto", {"enabled": "yes"}, {"enable": True}],
+    "fp16": [{"enabled": True}, {"loss_scale_windows": 9}],
     "scheduler": [
         {"type": "OneCycle"},
         {"type": "WarmupDecayLR"},
@@ -659,7 +580,7 @@ def test_a_key_whose_value_is_wrong_is_named(path, value):
 def test_selections_that_deepspeed_refuses_are_refused(strategy, interval, steps_per_epoch, words):
     keys = {"update_interval": 4, "select_strategy": strategy, "select_interval": interval}
     with pytest.raises(ValueError, match=f"`{RULES}.select_.*{words}"):
-        _ = from_deepspeed(zenflow_block(**keys), steps_per_epoch=steps_per_epoch).arguments
+        _ = from_deepspeed(zenflow_section(**keys), steps_per_epoch=steps_per_epoch).arguments
 
 
 def test_weight_decay_added_to_the_gradient_is_refused():
@@ -710,13 +631,6 @@ def test_a_file_that_cannot_be_understood_is_named(tmp_path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=re.escape(f"{path}: ")):
         from_deepspeed(path)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.json"):
-        from_deepspeed(tmp_path / "no.json")
-    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
-        from_deepspeed(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Scheduler(NamedTuple):
         """The schedule, with the arguments where the config leaves a length open."""
         warmup = self.warmup
         if warmup is None:
-            warmup = self.warmup_default if warmup_steps is None else max(1, warmup_steps)
+            warmup = self.warmup_default if warmup_steps is None else warmup_steps
         lengths = {"warmup": _known(warmup, "warmup_num_steps", "warmup_steps")}
         if self.kind != "WarmupLR":
             total = total_steps if self.total is None else self.total
@@ -105,25 +105,18 @@ def read_scheduler(
         argument: The caller's, which replaces a scheduler of another kind if it is a schedule.
     """
     scheduler = root.section("scheduler")
-    kind = scheduler.read(
-        "type",
-        None,
-        " or ".join(f'"{name}"' for name in _SCHEDULES),
-        lambda x: x in list(_SCHEDULES) or callable(argument),
-        auto=NO_AUTO,
-        remedy="Pass `from_deepspeed(config, learning_rate=...)` an optax schedule instead.",
-    )
+    if callable(argument) and scheduler.get("type") not in (None, *_SCHEDULES):
+        return argument, None
+    remedy = "Pass `from_deepspeed(config, learning_rate=...)` an optax schedule instead."
+    kind = scheduler.word("type", list(_SCHEDULES), None, auto=NO_AUTO, remedy=remedy)
     if kind is None:  # and DeepSpeed ignores the rest
         return rate, None
-    if kind not in list(_SCHEDULES):
-        scheduler.not_followed("type")
-        return argument, None
     params = scheduler.section("params")
     warmup = params.integer("warmup_num_steps", None, low=1)
     default = None if params.has("warmup_num_steps") else _WARMUP_STEPS
     total = None if kind == "WarmupLR" else params.integer("total_num_steps", None, low=1)
-    remedy = "Resume from a checkpoint instead."
-    params.integer("last_batch_iteration", -1, low=-1, high=-1, remedy=remedy)
+    if params.integer("last_batch_iteration", -1, low=-1) != -1:
+        raise params.error("last_batch_iteration", "-1", "Resume from a checkpoint instead.")
 
     numbers: dict[str, Any] = {"shape": params.word("warmup_type", ["log", "linear"], "log")}
     if kind == "WarmupCosineLR":

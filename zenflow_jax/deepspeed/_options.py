@@ -17,30 +17,39 @@ from zenflow_jax.deepspeed._section import Section, read_config
 from zenflow_jax.deepspeed._zero import Selection, read_zero
 
 _ACCUMULATION = "gradient_accumulation_steps"
+# All keys of the sections of precision, but for `enabled`.
+_BF16 = (
+    "immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
+)
+_FP16 = (
+    "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale fp16_master_weights_and_grads"
+)
+# What DeepSpeed has had once and refuses now. Most of it would train otherwise.
+_REMOVED = (
+    "amp quantize_training compression_training sparse_gradients sparse_attention eigenvalue "
+    "elasticity curriculum_learning progressive_layer_drop graph_harvesting nebula"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Made by `from_deepspeed`.
 
-    `total_steps`, `steps_per_epoch` and `warmup_steps` may become known later, as the first two
-    may depend on the batch size: put them in with `dataclasses.replace`.
+    Numbers of steps may become known later: put them in with `dataclasses.replace`.
 
     Attributes:
-        kind: "zenflow"; "offload" for a config that offloads the optimizer without a `zenflow`
-            section, which is `zenflow` with no channel selected and a window of one step, as in
-            ZeRO-Offload; "adamw" for one that does neither.
+        kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which is
+            `zenflow` with no channel selected and windows of one step; "adamw" for neither.
         fixed_arguments: Those of `arguments` that do not depend on the length of an epoch.
         max_grad_norm: Gradients are clipped to this global norm; None for no clipping. It is also
             among the arguments of `zenflow`.
-        batch_size: Examples in one step on all devices together, its micro-batches too. None where
-            the config leaves it open.
-        micro_batches: The number of parts in which a step works through its batch, taking their
-            mean gradient. None where the config leaves it open.
-        compute_dtype: The dtype that the model is to compute in. None where the config leaves it
+        batch_size: Examples in one step on all devices together; None where the config leaves it
             open.
+        micro_batches: Into how many the batch is divided; likewise.
+        compute_dtype: What the model is to compute in; likewise.
         threads: For `HostEngine(..., threads=...)`, from `pt_reserved_cores_perc` and the cores of
-            this process. None, for the engine's default, where the config has no such key.
+            this process; None without that key.
         not_translated: The names of the keys that are not read or not followed.
         has_zero: Whether the config has a `zero_optimization` section with any keys.
         scheduler: The config's schedule; None if it has none.
@@ -97,9 +106,8 @@ class DeepSpeedOptions:
     def optimizer(self) -> optax.GradientTransformation:
         """The transformation, made anew at each access.
 
-        `zenflow(learning_rate, **arguments)`, to be used with a `HostEngine`; or, of the kind
-        "adamw", `optax.adamw` behind `optax.clip_by_global_norm`, for float32 parameters: optax
-        keeps no master weights.
+        It is `zenflow(learning_rate, **arguments)`, to be used with a `HostEngine`; for "adamw"
+        `optax.adamw` behind `optax.clip_by_global_norm`, which keeps no master weights.
 
         Raises:
             ValueError: If there is no learning rate, or as `learning_rate` and `arguments` do.
@@ -136,21 +144,17 @@ def from_deepspeed(
     """The optimizer, schedule, batch and precision that a DeepSpeed config asks for.
 
     The config's own values win. The arguments fill in what it leaves "auto" or leaves out, as the
-    Hugging Face Trainer's do; their defaults are those of DeepSpeed and of that Trainer alike, and
-    None where the two differ: such an "auto" is an error unless its argument is given. In the
-    `zenflow` section "auto" is a rule of its own.
+    Hugging Face Trainer's do. Where DeepSpeed and that Trainer have different defaults, "auto" is
+    an error unless its argument is given. In the `zenflow` section "auto" is a rule of its own.
 
-    One warning lists all keys that are not read or not followed. docs/deepspeed.md has those that
-    are.
+    One warning lists all keys that are not followed; docs/deepspeed.md has those that are.
 
     Args:
         config: Path of a JSON file, or the result of `json.load` on one.
         total_steps: Of the run; for a schedule's `total_num_steps`.
-        steps_per_epoch: Steps in an epoch, which DeepSpeed asks its data loader for: for the
-            `select_strategy` "epoch", and for "auto", which is selection once per epoch if they are
-            known and else `AutoSelect`.
-        devices: Among which a batch is divided, DeepSpeed's world size. By default what the batch
-            sizes in the config say, or 1 where they do not.
+        steps_per_epoch: For the `select_strategy` "epoch", and for "auto", which is once per epoch
+            if they are known and else `AutoSelect`.
+        devices: DeepSpeed's world size. By default what the batch sizes in the config say, or 1.
         learning_rate: For `lr` and `warmup_max_lr`; a schedule where the config has none.
         warmup_steps: For `warmup_num_steps`; at least 1 is used.
         b1: With `b2`, for `betas`.
@@ -158,17 +162,16 @@ def from_deepspeed(
         eps: For `eps`.
         weight_decay: For `weight_decay`.
         max_grad_norm: For `gradient_clipping`; None for no clipping.
-        mask: What weight decay applies to, as in `zenflow` and `optax.adamw`. DeepSpeed's configs
-            cannot say it, as there it is in the program's parameter groups.
+        mask: What weight decay applies to, as in `zenflow` and `optax.adamw`.
 
     Returns:
         A `DeepSpeedOptions`.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is not plain JSON, or a value has a wrong type, is out of range, does not
-            fit another one, is an "auto" that no argument fills in, or cannot be had; also if
-            `zenflow` or the parameters of optimizer and scheduler have a key that DeepSpeed lacks.
+        ValueError: If it is not plain JSON, or a value is wrong or cannot be had; also if
+            `zenflow`, `bf16`, `fp16` or the parameters of optimizer and scheduler have a key that
+            DeepSpeed lacks, or the config one that DeepSpeed has removed, such as `amp`.
         TypeError: For arguments of a wrong type.
 
     Warns:
@@ -210,6 +213,9 @@ def from_deepspeed(
     batch_size, micro_batches = _batch(root, devices, zero.kind == "zenflow")
     compute_dtype = _precision(root)
     root.read("gradient_allreduce_op", "mean", '"mean"', lambda x: str(x).lower() == "mean")
+    for key in _REMOVED.split():
+        if root.has(key):
+            raise root.error(key, "no such key, which DeepSpeed has removed")
 
     if not_translated := root.unread():
         listed = ", ".join(f"`{name}`" for name in not_translated)
@@ -270,6 +276,8 @@ def _precision(root: Section) -> np.dtype | None:
     # A section that does not say so is not enabled, as in DeepSpeed; "auto" is left open.
     sections = {key: root.section(key) for key in (bf16, fp16) if root.has(key)}
     states = {key: section.flag("enabled", False, auto=None) for key, section in sections.items()}
+    for key, section in sections.items():
+        section.refuse_unread(*(_FP16 if key == fp16 else _BF16).split())
     if states.get(fp16):
         if states.get(bf16):
             raise sections[fp16].error("enabled", f"one of `{bf16}` and `fp16`")

@@ -1,9 +1,9 @@
-"""Reads a DeepSpeed config, and checks each value when it is read."""
+"""Reads the sections of a DeepSpeed config, and checks each value when it is read."""
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 AS_ABSENT = object()  # "auto" means the same as a key that is left out
@@ -11,7 +11,7 @@ NO_AUTO = object()  # "auto" is a value like others
 
 
 class Section:
-    """One object of the config, with its place in it and the keys that were not read.
+    """One JSON object of the config, with its place in it and the keys that were not read.
 
     Its readers raise a ValueError that names the key of a value that does not fit.
 
@@ -35,30 +35,27 @@ class Section:
     def error(self, key: str, expected: str, remedy: str = "") -> ValueError:
         """The error for the value of a key, to be raised."""
         got = json.dumps(self._values[key], default=repr) if key in self._values else "nothing"
-        return ValueError(f"{self._place(key)}: expected {expected}, got {got}. {remedy}".rstrip())
-
-    def _place(self, key: str) -> str:
-        return f"{self.source}: `{self.name(key)}`" if self.source else f"`{self.name(key)}`"
+        file = f"{self.source}: " if self.source else ""
+        text = f"{file}`{self.name(key)}`: expected {expected}, got {got}. {remedy}"
+        return ValueError(text.rstrip())
 
     def unread(self) -> tuple[str, ...]:
         """The names of all keys that were not read or not followed, in the order of the config."""
         names: list[str] = []
         for key in self._values:
-            if key in self._unread:
-                names.append(self.name(key))
-            elif key in self._sections:
-                names += self._sections[key].unread()
+            inner = self._sections[key].unread() if key in self._sections else ()
+            names += [self.name(key)] if key in self._unread else inner
         return tuple(names)
 
     def not_followed(self, key: str) -> None:
-        """Counts a key among the unread, although its value was read."""
+        """Lists a key among the unread, although its value was read."""
         self._unread.add(key)
 
     def refuse_unread(self, *but: str) -> None:
         """Raises an error for a key that DeepSpeed does not have."""
         for key in self._values:
             if key in self._unread and key not in but:
-                raise ValueError(f"{self._place(key)}: DeepSpeed has no such key.")
+                raise self.error(key, "a key that DeepSpeed has")
 
     def read(
         self,
@@ -89,11 +86,9 @@ class Section:
         return value
 
     def section(self, key: str, bool_key: str = "") -> "Section":
-        """The object at a key; an empty one if the key is absent or null.
+        """The section at a key; an empty one if the key is absent or null.
 
-        Args:
-            key: The key.
-            bool_key: The key that is 1 where an old config has `true` instead of an object.
+        An old config may have `true` in its place, which is 1 of `bool_key`.
         """
         types = (Mapping, bool) if bool_key else Mapping
         values = self.read(
@@ -104,6 +99,10 @@ class Section:
         self._sections[key] = Section(values or {}, self.name(key), self.source)
         return self._sections[key]
 
+    def get(self, key: str) -> Any:
+        """The value as it is, still unread; None if the key is absent."""
+        return self._values.get(key)
+
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
         return self._values.get(key) is not None
@@ -112,22 +111,11 @@ class Section:
         self, key: str, default: Any, *, auto: Any = AS_ABSENT, high: float = math.inf
     ) -> Any:
         """A float from 0 to `high`."""
-        bounds = "of at least 0" if high == math.inf else f"in [0, {high:g}]"
-        value = self.read(
-            key, default, f"a number {bounds}", lambda x: is_number(x, 0, high), auto=auto
-        )
+        expected = "a number of at least 0" if high == math.inf else f"a number in [0, {high:g}]"
+        value = self.read(key, default, expected, lambda x: is_number(x, 0, high), auto=auto)
         return float(value) if is_number(value) else value
 
-    def integer(
-        self,
-        key: str,
-        default: Any,
-        *,
-        auto: Any = AS_ABSENT,
-        low: int = 0,
-        high: float | int = math.inf,
-        remedy: str = "",
-    ) -> Any:
+    def integer(self, key: str, default: Any, *, low: int = 0, high: float = math.inf) -> Any:
         """An int from `low` to `high`; 4.0 is one, as it is to DeepSpeed."""
         bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
         value = self.read(
@@ -135,8 +123,6 @@ class Section:
             default,
             f"a whole number of {bounds}",
             lambda x: is_number(x, low, high) and x == int(x),
-            auto=auto,
-            remedy=remedy,
         )
         return int(value) if is_number(value) else value
 
@@ -144,19 +130,16 @@ class Section:
         """A bool."""
         return self.read(key, default, "true or false", lambda x: isinstance(x, bool), auto=auto)
 
-    def word(self, key: str, words: Iterable[str], default: str) -> str:
-        """One of some words."""
-        words = list(words)
-        return self.read(
-            key, default, " or ".join(f'"{word}"' for word in words), lambda x: x in words
-        )
+    def word(self, key: str, words: list[str], default: Any, **options: Any) -> Any:
+        """One of some words; `options` are those of `read`."""
+        expected = " or ".join(f'"{word}"' for word in words)
+        return self.read(key, default, expected, lambda x: x in words, **options)
 
 
-def is_number(value: Any, low: float | int = -math.inf, high: float | int = math.inf) -> bool:
+def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
     """Whether a value is a finite number in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and low <= value <= high
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and math.isfinite(value) and low <= value <= high
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
@@ -173,9 +156,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
     if isinstance(config, Mapping):
         return Section(config)
     if not isinstance(config, str | os.PathLike):
-        raise TypeError(
-            f"`config` must be the path of a DeepSpeed config or a mapping, got {config!r}."
-        )
+        raise TypeError(f"`config` must be a path or a mapping, got {config!r}.")
     source = os.fspath(config)
     with open(source, encoding="utf-8-sig") as file:
         try:
