@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
     Attributes:
         row: Who did it: "device", "mail", "host", "upload" or "caller".
-        kind: What it was; `Timeline` lists the kinds.
+        kind: What it was; docs/timeline.md lists the kinds.
         start: When it began, in seconds of `time.perf_counter`.
         end: When it was over.
         number: The number of its step, or of its window.
@@ -45,31 +45,9 @@ class Span(NamedTuple):
 class Timeline:
     """The last spans of a run, as `HostEngine.timeline` gives them.
 
-    Rows and kinds of spans:
-
-    * "device": "step" ends when the step's scalars are in host memory on all devices of this
-      process. It begins at the end of the step before, or when the engine was given the step if
-      that was later. What `exchange` dispatched in between, such as a merge, counts to the next
-      step. "dispatch" comes before it where the device had nothing more to do: from the end of the
-      step before, or from the return of the call before, until the engine was given the step. In
-      that time the loop prepares and dispatches the step, and the device begins it at a moment that
-      the host does not know.
-    * "mail": "copy" is the rest of a transfer. For a step it is what was left when the step was
-      over, next to nothing where gradients leave during the step. For a window's sums on the device
-      it is what was left when the window's last step was over. "unread" is mail that waits for the
-      worker.
-    * "host": "take in" (of one step's mail), "take in sums" (of a window), "hand over", "update",
-      and "wait for uploads" at its end. Pieces of an update that follow each other are one span.
-      "wait for save" is before arrays are written that a checkpoint does not have yet; it has the
-      time in which they are copied instead.
-    * "upload": "upload", from an update's first upload until the whole of it was on the devices.
-    * "caller": "exchange" and "flush" are the calls; "state" is also `peek` and `master_params`.
-      Inside them "wait for device" is for a step that the call cannot do without, and "wait for
-      host" for what is left when that is done. That is a stall if the device has no later step to
-      do meanwhile.
-
-    A waiting thread sees the ends, up to some 0.1 ms late. If a copy of mail takes longer than a
-    step, steps seem to end when the copy before theirs does.
+    docs/timeline.md says what each row and kind of span means. A waiting thread notes the ends, up
+    to some 0.1 ms late. If a copy of mail takes longer than a step, steps seem to end when the copy
+    before theirs does.
 
     Attributes:
         spans: All spans, by their start.
@@ -99,15 +77,14 @@ class Timeline:
             ValueError: If none of them is recorded.
         """
         device = [span for span in self.spans if span.row == "device"]
-        mine = [span for span in device if span.number in steps]
-        if not mine:
-            held = f"{self.steps[0]} to {self.steps[-1]}" if self.steps else "no step at all"
+        asked = [span for span in device if span.number in steps]
+        if not asked:
+            held = f"{self.steps[0]} to {self.steps[-1]}" if self.steps else "none"
             raise ValueError(
-                f"expected steps that are recorded ({held}), got {steps}. Only the last few "
-                "hundred are kept, and none is there before the first `exchange`: take a part of "
+                f"expected steps that are recorded ({held}), got {steps}. Take a part of "
                 "`timeline.steps`."
             )
-        start, end = min(span.start for span in mine), max(span.end for span in mine)
+        start, end = min(span.start for span in asked), max(span.end for span in asked)
         later = [span.start for span in device if span.number > max(steps)]
         if later:
             return start, min(later)

@@ -1,21 +1,15 @@
-"""A `Timeline` as a picture, and as a file for the trace viewers of browsers."""
+"""Draws a `Timeline`, and writes it for the trace viewers of browsers."""
 
 import json
 import os
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zenflow_jax._diagnostics.timeline import OF_WINDOWS, ROWS, Row, Span, Timeline
+from zenflow_jax._diagnostics.timeline import OF_WINDOWS, ROWS, Span, Timeline
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: From this length on, the axis of a picture is in seconds: nobody reads "40000 ms".
-_IN_SECONDS_S = 10.0
 _SHOWN = 12  # steps that a picture shows unless told otherwise
-
-_RED = "#d62728"
 # In the order of the legend. Pale is what is not work: the unknown, and what lies waiting.
 _COLOURS = {
     "step": "#3b75af",
@@ -33,18 +27,9 @@ _COLOURS = {
     "flush": "#505050",
     "state": "#b5a642",
     "wait for device": "#d9d9d9",
-    "wait for host": _RED,
+    "wait for host": "#d62728",
 }
-_LABELS = {
-    "step": "step (number)",
-    "dispatch": "loop, or the step",
-    "copy": "mail under way",
-    "unread": "mail unread",
-    "update": "update (window)",
-}
-_WAITS_IN_CALLS = ("wait for device", "wait for host")
-# Spans narrower than this share of the picture have no room for their number.
-_LEAST_NUMBERED = 0.012
+_LABELS = {"dispatch": "loop, or the step", "copy": "mail under way", "unread": "mail unread"}
 
 
 def plot_timeline(
@@ -87,46 +72,43 @@ def plot_timeline(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "expected matplotlib, which draws the timeline, got none. Install it with `pip install "
-            "matplotlib` (the extra `plot` of this library has it), or use "
-            "`zenflow_jax.save_trace`, which needs nothing."
+            "expected matplotlib (the extra `plot`), got none. `zenflow_jax.save_trace` needs "
+            "nothing."
         ) from error
 
     steps = timeline.steps[-_SHOWN:] if steps is None else steps
     start, end = timeline.bounds(steps)
-    timeline = timeline.during(steps)
+    spans = timeline.during(steps).spans
     # Not by pyplot, which needs a display and leaves global state.
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    shown = [step for step in timeline.steps if step in steps]
+    shown = [span.number for span in spans if span.kind == "step" and span.number in steps]
     axes.set(
         title=f"steps {shown[0]} to {shown[-1]}" if len(shown) > 1 else f"step {shown[0]}",
         xlabel="ms",
         xlim=(0, 1e3 * (end - start)),
         ylim=(len(ROWS) - 0.5, -0.5),  # the first row on top
     )
-    if end - start >= _IN_SECONDS_S:
-        axes.set_xlabel("s")
-        axes.xaxis.set_major_formatter(lambda ms, _: f"{ms / 1e3:g}")
     axes.set_yticks(range(len(ROWS)), ROWS)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    for place, row in enumerate(ROWS):
-        _draw_row(axes, place, [span for span in timeline.spans if span.row == row], start, end)
-    for span in timeline.spans:
+    for kind, colour in _COLOURS.items():
+        of_kind = [span for span in spans if span.kind == kind]
+        if not of_kind:
+            continue
+        # Waits are in front of their call, whose edges stay visible.
+        height = 0.5 if kind in ("wait for device", "wait for host") else 0.72
+        axes.broken_barh(
+            [(1e3 * (span.start - start), 1e3 * (span.end - span.start)) for span in of_kind],
+            (ROWS.index(of_kind[0].row) - height / 2, height),
+            facecolors=colour,
+            # The edge keeps the shortest spans visible, and steps apart.
+            edgecolors="white" if kind == "step" else colour,
+            linewidth=0.6,
+            label=_LABELS.get(kind, kind),
+        )
+    for span in spans:
         if span.kind == "step":
             axes.axvline(1e3 * (span.end - start), color="0.85", linewidth=0.6, zorder=0)
-    handles, kinds = axes.get_legend_handles_labels()
-    found = dict(zip(kinds, handles, strict=True))
-    ordered = [kind for kind in _COLOURS if kind in found]
-    figure.legend(
-        [found[kind] for kind in ordered],
-        [_LABELS.get(kind, kind) for kind in ordered],
-        loc="outside lower center",
-        ncols=min(len(found), 7),
-        frameon=False,
-        fontsize=9,
-    )
+    figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=9)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
@@ -140,70 +122,27 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         path: Path of the JSON file: name it .json.
     """
     begin = min((span.start for span in timeline.spans), default=0.0)
-    events: list[dict[str, Any]] = [_name("process_name", "zenflow_jax", 0)]
+    events = [_named("process_name", "zenflow_jax", 0)]
     thread = 0
     for row in ROWS:
-        for number, lane in enumerate(_lanes([s for s in timeline.spans if s.row == row])):
+        for lane in _lanes([span for span in timeline.spans if span.row == row]):
             thread += 1
-            events.append(_name("thread_name", f"{row} {number + 1}" if number else row, thread))
-            events.append(
-                _metadata("thread_sort_index", thread, {"sort_index": thread}),
-            )
+            events.append(_named("thread_name", row, thread))
             events.extend(_event(span, begin, thread) for span in lane)
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file)
 
 
-def _draw_row(axes: "Axes", place: int, spans: Sequence[Span], start: float, end: float) -> None:
-    lanes = _lanes(spans)
-    for number, lane in enumerate(lanes):
-        height = 0.72 / len(lanes)
-        top = place - 0.36 + number * height
-        for kind in dict.fromkeys(span.kind for span in lane):
-            mine = [span for span in lane if span.kind == kind]
-            # Waits are in front of their call, whose edges stay visible.
-            inside = kind in _WAITS_IN_CALLS
-            axes.broken_barh(
-                [(1e3 * (s.start - start), 1e3 * (s.end - s.start)) for s in mine],
-                (top + 0.15 * height, 0.7 * height) if inside else (top, height),
-                facecolors=_COLOURS[kind],
-                # The edge keeps the shortest spans visible, and steps apart.
-                edgecolors="white" if kind == "step" else _COLOURS[kind],
-                linewidth=0.6,
-                label=kind,
-                zorder=3 if inside else 2,
-            )
-        for span in lane:
-            left, right = max(span.start, start), min(span.end, end)
-            if span.kind in ("step", "update") and right - left > _LEAST_NUMBERED * (end - start):
-                axes.text(
-                    1e3 * ((left + right) / 2 - start),
-                    top + height / 2,
-                    str(span.number),
-                    ha="center",
-                    va="center",
-                    color="white",
-                    fontsize=8,
-                    zorder=4,
-                )
-
-
-def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans by their start, in lanes; in a lane they follow or enclose each other."""
-    lanes: list[tuple[list[Span], list[float]]] = [([], [])]
+def _lanes(spans: list[Span]) -> list[list[Span]]:
+    """The spans in lanes: viewers draw spans of one thread wrongly that overlap in part."""
+    lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        for lane in lanes:
-            open_ends = lane[1]  # ends of the spans that it may be inside
-            while open_ends and open_ends[-1] <= span.start:
-                open_ends.pop()
-            if not open_ends or span.end <= open_ends[-1]:
-                break
-        else:
-            lane = ([], [])
-            lanes.append(lane)
-        lane[0].append(span)
-        lane[1].append(span.end)
-    return [spans for spans, _ in lanes]
+        fitting = (x for x in lanes if all(y.end <= span.start or span.end <= y.end for y in x))
+        lane = next(fitting, None)
+        if lane is None:
+            lanes.append(lane := [])
+        lane.append(span)
+    return lanes or [[]]
 
 
 def _event(span: Span, begin: float, thread: int) -> dict[str, Any]:
@@ -221,9 +160,5 @@ def _event(span: Span, begin: float, thread: int) -> dict[str, Any]:
     }
 
 
-def _name(kind: str, name: Row | str, thread: int) -> dict[str, Any]:
-    return _metadata(kind, thread, {"name": name})
-
-
-def _metadata(kind: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": args}
+def _named(kind: str, name: str, thread: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
