@@ -101,22 +101,6 @@ def test_a_run_goes_on_from_the_first_step_and_from_an_open_window(step, tmp_pat
     assert_same_bits(ours, go()[0])
 
 
-def test_the_first_evaluation_of_a_run_that_goes_on_sees_all_updates_of_closed_windows(tmp_path):
-    stop_at(4, tmp_path, rolling=False)
-    seen = {}
-    for evaluate in ("as_is", "peek"):
-        recorder = Recorder()
-        trainer = peft_trainer.PeftTrainer(
-            make_model(0), zenflow(rolling=False, **LATE), config(4, tmp_path)
-        )
-        options = {"host_kernel": "numpy"}
-        ZenFlowHooks(trainer, hooks=recorder, evaluate=evaluate, engine_options=options)
-        trainer.train([], [next(batches(1))])
-        seen[evaluate] = recorder.evaluated[0]
-    # A window has closed with step 4, and its update arrives two steps later.
-    assert np.any(seen["peek"]["head"] != seen["as_is"]["head"])
-
-
 def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
     # Of four shards, each of which selects for itself, so many are selected as of the whole.
     options = AS_ADAMW | dict(topk_ratio=0.5)
@@ -138,13 +122,6 @@ def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tm
     _, began, hooks = go(tmp_path, steps=6, rolling=False)
     assert began == 4
     assert hooks.stats.steps == 6
-
-
-def test_a_trainer_that_is_closed_before_it_trains_leaves_a_checkpoint_to_begin_with(tmp_path):
-    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(2, tmp_path))
-    ZenFlowHooks(trainer, engine_options={"host_kernel": "numpy"})
-    trainer.close()
-    assert_same_bits(go(tmp_path, steps=2)[0], go(steps=2)[0])
 
 
 def test_what_is_saved_has_mail_of_its_own_and_all_else_as_it_is(tmp_path):

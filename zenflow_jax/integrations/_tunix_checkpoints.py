@@ -1,7 +1,7 @@
-"""Tunix's checkpoints with the engine's state in them; `tunix.py` makes them a trainer's.
+"""Saves the engine's state in Tunix's checkpoints.
 
-Of Tunix's manager it is known here, as of 0.1.7, that `_checkpoint_manager` is the one of orbax or
-None, and what items that one has handlers for. `tests/in_tunix/test_contract.py` holds it to that.
+It relies on two private matters of Tunix 0.1.7, which `tests/in_tunix/test_contract.py` checks:
+`_checkpoint_manager` is orbax's or None, and which items that one has handlers for.
 """
 
 import dataclasses
@@ -22,8 +22,7 @@ ITEM = "zenflow_engine"
 class CheckpointManager(tunix_checkpoints.CheckpointManager):
     """Tunix's own, whose checkpoints have the engine's state as well.
 
-    All of a checkpoint is in one folder and comes into being at once, so that no kill can part the
-    engine's state from the optimizer's.
+    A checkpoint is one folder that appears at once, so no kill parts the two states.
 
     Args:
         trainer: Whose manager it replaces, and closes.
@@ -75,10 +74,9 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         assert manager is not None  # else there was nothing to restore
         if ITEM not in (manager.metadata(step).item_metadata or ()):
             raise ValueError(
-                f"expected `{ITEM}` in the checkpoint of step {step} in {manager.directory}, which "
-                "the trainer has restored, got one without it: it was saved by a trainer without "
-                "`ZenFlowHooks`, and what its deferred channels have learned is not in it. Start "
-                "with its `model_params` in another `checkpoint_root_directory`."
+                f"expected `{ITEM}` in the checkpoint of step {step} in {manager.directory}, got "
+                "one of a trainer without `ZenFlowHooks`. Start with its `model_params` in another "
+                "`checkpoint_root_directory`."
             )
         return manager.restore(step, args=ocp.args.Composite(**{ITEM: EngineRestore()}))[ITEM]
 

@@ -1,15 +1,15 @@
-"""zenflow in Tunix's trainers (`google-tunix`): the hooks, and checkpoints that have the engine.
+"""Hooks for Tunix's trainers (`google-tunix`), and checkpoints that have the engine's state.
 
     trainer = peft_trainer.PeftTrainer(model, zenflow_jax.zenflow(1e-5), config)
     ZenFlowHooks(trainer)
     trainer.train(batches, evaluation_batches)
 
-What is leant on in Tunix, as of 0.1.7, `tests/in_tunix/` holds to the installed version:
+They rely on three habits of Tunix 0.1.7, which `tests/in_tunix/` checks:
 
 * `train` calls `checkpoint_manager.save` after each update, whether it saves or not, and before the
-  next step. So that is where the exchange is: a checkpoint must have what comes after it. (The hook
+  next step. So the exchange is there: a checkpoint must have what comes after it. (The hook
   `on_train_step_end` comes for the step before, and not after the first one.)
-* `train` restores parameters and optimizer state where the trainer is made, and places the
+* A trainer restores parameters and optimizer state when it is made, and `train` places the
   optimizer state anew before it compiles, by partition specs that this state does not have.
 * Nothing but its checkpoint manager writes checkpoints (`_tunix_checkpoints.py`).
 """
@@ -44,36 +44,34 @@ VERSION = "0.1.7"
 _installed = importlib.metadata.version("google-tunix")
 if _installed.split(".")[:3] != VERSION.split("."):
     raise ImportError(
-        f"expected google-tunix {VERSION}, got {_installed}, in which trainers may save, or call "
-        f"hooks, at other times. Install `google-tunix=={VERSION}`, as `zenflow_jax[tunix]` does, "
-        "or exchange in hooks of your own, by `HostEngine.exchange_nnx`."
+        f"expected google-tunix {VERSION}, got {_installed}. Install `zenflow_jax[tunix]`, or "
+        "exchange in hooks of your own, by `HostEngine.exchange_nnx`."
     )
 
 Evaluate = Literal["as_is", "peek", "flush"]
 
 
 class ZenFlowHooks(tunix_hooks.TrainingHooks):
-    """Has a trainer of Tunix train with `zenflow`: make it after the trainer, before `train`.
+    """Trains with `zenflow` in a trainer of Tunix: make it after the trainer, before `train`.
 
-    It hooks itself into the trainer, beside the hooks that are there, and takes the place of the
-    trainer's checkpoint manager by one that saves the engine's state, too. Every update is
-    exchanged, and the last one flushed: after `train`, the model has all updates. It serves
-    `PeftTrainer` and the trainers that inherit its `train`. Accumulate gradients by
-    `gradient_accumulation_steps` or by an `optax.MultiSteps` of your own. Where `train` is called
-    again and again (`is_managed_externally`, as in Tunix's reinforcement learning) nothing is
-    flushed in between: call `flush` and `close` yourself.
+    It adds itself to the trainer's hooks, and replaces the checkpoint manager with one that saves
+    the engine's state as well. It exchanges every update and flushes the last one: after `train`,
+    the model has all updates. It serves `PeftTrainer` and the trainers that inherit its `train`.
+    Accumulate gradients by `gradient_accumulation_steps` or by an `optax.MultiSteps` of your own.
+    Where `train` is called repeatedly (`is_managed_externally`, as in Tunix's reinforcement
+    learning) nothing is flushed in between: call `flush` and `close` yourself.
 
-    A trainer whose optimizer has `zenflow`, and that has no such hooks, makes one step. From the
-    third one its loss is NaN, because nobody takes the gradients of deferred channels.
+    Without these hooks, the loss of a trainer with `zenflow` is NaN from the third step on, because
+    nobody takes the gradients of deferred channels.
 
     Args:
         trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
             the engine goes on from the same one, bit for bit.
         hooks: Your own hooks, called after these. None: those that the trainer has.
-        evaluate: With which parameters evaluations see the model. "as_is": those that train, which
-            lack updates that are under way. "peek": with all updates of windows that have closed,
-            while training goes on to the same bits; takes the parameters once more on the device.
-            "flush": with all updates; ends the open windows early.
+        evaluate: The parameters that evaluations use. "as_is": those that train, which lack updates
+            that are under way. "peek": with all updates of windows that have closed; training goes
+            on to the same bits, and the device holds the parameters twice. "flush": with all
+            updates; ends the open windows early.
         engine_options: Arguments of `HostEngine`: `host_kernel`, `threads`, `prefetch_bytes`, ...
 
     Raises:
@@ -90,14 +88,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         evaluate: Evaluate = "as_is",
         engine_options: Mapping[str, Any] | None = None,
     ):
-        _check_trainer(trainer)
+        _check_new(trainer)
         others = trainer.training_hooks if hooks is None else hooks
         self._others = _as_list(others)
         if evaluate not in get_args(Evaluate):
-            raise ValueError(
-                f'`evaluate` must be one of {get_args(Evaluate)}, got {evaluate!r}. Take "peek" '
-                "for an evaluation that disturbs nothing."
-            )
+            raise ValueError(f"`evaluate` must be one of {get_args(Evaluate)}, got {evaluate!r}.")
         self._trainer = trainer
         self._evaluate = evaluate
         self._engine_options = dict(engine_options or {})
@@ -128,18 +123,17 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         """
         if self._engine is None:
             raise RuntimeError(
-                "expected a trainer that has started, got one before `train`: there is no engine "
-                "yet. Ask for it after `trainer.train(...)`, or in a hook. If `train` is running, "
-                "other hooks have taken the place of these: pass them on by "
-                "`ZenFlowHooks(trainer, hooks=...)`, and call `with_training_hooks` no more."
+                "expected a trainer that has started, got one before `train`. If `train` is "
+                "running, other hooks have taken the place of these: pass them to "
+                "`ZenFlowHooks(trainer, hooks=...)` instead of `with_training_hooks`."
             )
         return self._engine
 
     @property
     def stats(self) -> EngineStats:
         """What the engine has done; `put_back` counts what these hooks have put back, too."""
-        found = self.engine.stats
-        return dataclasses.replace(found, put_back=found.put_back + self._put_back)
+        stats = self.engine.stats
+        return dataclasses.replace(stats, put_back=stats.put_back + self._put_back)
 
     def exchange(self) -> None:
         """Exchanges the update that the trainer has made last, if that is not done yet."""
@@ -173,7 +167,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     def on_train_step_start(self, train_ctx: Any) -> None:
         """Exchanges, where something else than `CheckpointManager` saves."""
-        self._check_mine(train_ctx)
+        self._check_trainer(train_ctx)
         self.exchange()
         for hook in self._others:
             hook.on_train_step_start(train_ctx)
@@ -216,14 +210,12 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     def _start(self, trainer: Any) -> None:
         """Makes the engine, once the trainer has placed the state for its compiled step."""
-        self._check_mine(trainer)
+        self._check_trainer(trainer)
         if self._closed:
             raise RuntimeError(
-                "expected a trainer whose `train` is called for the first time, got one that has "
-                "ended: Tunix closes all at the end of `train`. To call it several times set "
-                "`trainer.is_managed_externally = True`, and call `hooks.flush()` and "
-                "`trainer.close()` at the end; or make a new trainer and hooks, which go on from "
-                "its checkpoint."
+                "expected a trainer that is open, got one that `train` has closed. To call it "
+                "several times set `trainer.is_managed_externally = True`, and call "
+                "`hooks.flush()` and `trainer.close()` at the end."
             )
         if self._engine is None:
             self._place()
@@ -264,8 +256,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         """Puts back what the trainer has placed anew, or read from a checkpoint."""
         opt_state = self._opt_state
         state = find_state(opt_state)
-        found, _, places = match_leaves(nnx.as_pure(self._params), state)
-        weights = [found[i] for i in places]
+        leaves, _, places = match_leaves(nnx.as_pure(self._params), state)
+        weights = [leaves[i] for i in places]
         check_placement(weights, [leaf.spec for leaf in state.leaves])
         state, moved = put_back(state, weights, memories=True)
         if moved:
@@ -280,20 +272,19 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             for whole in (self._trainer.model, self._trainer.optimizer):
                 nnx.update(whole, jax.tree.map(_bound, nnx.state(whole)))
 
-    def _check_mine(self, trainer: Any) -> None:
+    def _check_trainer(self, trainer: Any) -> None:
         if trainer is not self._trainer:
             raise ValueError(
-                "expected the trainer that these hooks were made for, got another one: its steps "
-                "are not those of the engine. Give each trainer hooks of its own, by "
-                "`ZenFlowHooks(trainer)`."
+                "expected the trainer that these hooks were made for, got another one. Give each "
+                "trainer hooks of its own, by `ZenFlowHooks(trainer)`."
             )
 
 
 def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
-    """The axis of channels of a leaf of Tunix's models, for `zenflow(channel_axis=...)`.
+    """The channel axis of a leaf of Tunix's models, for `zenflow(channel_axis=...)`.
 
-    Their projections to queries, keys and values have the shape `(model, heads, width)`, of which
-    the first axis is the input; zenflow takes the last but one where it is told nothing.
+    Projections to queries, keys and values have the shape `(model, heads, width)` there, whose
+    first axis is the input. By default zenflow takes the last but one.
 
     Args:
         path: The leaf's key path.
@@ -313,10 +304,9 @@ def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
 
 
 def _say_where(variables: Any, state: Any) -> None:
-    """Has each variable of a state say how a mesh divides it, as parameters do.
+    """Writes how a mesh divides each variable into its metadata, as parameters have it.
 
-    Tunix places the optimizer state by that, and where nothing is said it replicates: each device
-    would hold all of the mail.
+    Tunix places the optimizer state by that. Without it each device would hold all of the mail.
     """
     for variable, x in zip(
         jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),
@@ -333,36 +323,30 @@ def _bound(x: Any) -> Any:
 
 
 def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:
-    found = [] if hooks is None else list(hooks) if isinstance(hooks, Sequence) else [hooks]
-    for hook in found:
+    several = [] if hooks is None else list(hooks) if isinstance(hooks, Sequence) else [hooks]
+    for hook in several:
         if not isinstance(hook, tunix_hooks.TrainingHooks):
             raise TypeError(
-                f"expected `hooks` to be Tunix's `TrainingHooks`, got {type(hook).__name__}. Pass "
-                "an object of a class that inherits it, or several in a list."
+                f"expected `hooks` to be Tunix's `TrainingHooks`, got {type(hook).__name__}."
             )
-    return found
+    return several
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_new(trainer: Any) -> None:
+    """Refuses what is no trainer to put hooks into."""
     if not isinstance(trainer, peft_trainer.PeftTrainer):
-        raise TypeError(
-            f"expected a `PeftTrainer` of Tunix, got {type(trainer).__name__}. Make the trainer "
-            "first, with `zenflow(...)` as its optimizer, then `ZenFlowHooks(trainer)`."
-        )
-    if isinstance(trainer.checkpoint_manager, CheckpointManager):
+        raise TypeError(f"expected a `PeftTrainer` of Tunix, got {type(trainer).__name__}.")
+    manager = trainer.checkpoint_manager
+    if isinstance(manager, CheckpointManager):
+        raise ValueError("expected a trainer without `ZenFlowHooks`, got one that has them.")
+    if type(manager) is not tunix_checkpoints.CheckpointManager:
         raise ValueError(
-            "expected a trainer without `ZenFlowHooks`, got one that has them: an update is "
-            "exchanged once. Make them once for each trainer."
-        )
-    if type(trainer.checkpoint_manager) is not tunix_checkpoints.CheckpointManager:
-        raise ValueError(
-            "expected a trainer with Tunix's `CheckpointManager`, got "
-            f"{type(trainer.checkpoint_manager).__name__}, whose checkpoints would lack the "
-            "engine's state. Leave the trainer's own in place until `ZenFlowHooks(trainer)`."
+            f"expected a trainer with Tunix's `CheckpointManager`, got {type(manager).__name__}, "
+            "whose checkpoints would lack the engine's state."
         )
     on_pathways = "proxy" in os.environ.get("JAX_PLATFORMS", "")
     if on_pathways and trainer.config.checkpoint_root_directory is not None:
         raise ValueError(
             "expected jax without Pathways, got JAX_PLATFORMS with a proxy, where Tunix writes "
-            "checkpoints in another way than these hooks do. Set no `checkpoint_root_directory`."
+            "checkpoints in another way. Set no `checkpoint_root_directory`."
         )
