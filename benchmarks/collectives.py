@@ -50,7 +50,7 @@ def collectives(program: str) -> list[Collective]:
     """
     partitions = _PARTITIONS.search(program)
     devices = int(partitions[1]) if partitions else 1
-    found = []
+    operations = []
     for line in program.splitlines():
         if match := _LINE.search(line):
             kind, arrays = match["kind"], [_nbytes(*x) for x in _ARRAY.findall(match["result"])]
@@ -60,8 +60,8 @@ def collectives(program: str) -> list[Collective]:
                 if kind == "collective-permute":
                     arrays = arrays[:2]  # two counters come last
                 arrays = arrays[len(arrays) // 2 :]
-            found.append(Collective(kind, sum(arrays), _group(line, devices)))
-    return found
+            operations.append(Collective(kind, sum(arrays), _group(line, devices)))
+    return operations
 
 
 def _nbytes(name: str, bits: str, shape: str) -> int:
@@ -144,8 +144,10 @@ def main() -> None:
         ours = compiled_step(zenflow_jax.zenflow(1e-3, topk_ratio=0.05), sharding)
         print(name)
         for what, program in (("sgd", sgd), ("zenflow", ours)):
-            found = collectives(program.as_text())
-            print(f"  {what:8}", sum(c.nbytes for c in found), "bytes:", *map(tuple, found))
+            operations = collectives(program.as_text())
+            print(
+                f"  {what:8}", sum(c.nbytes for c in operations), "bytes:", *map(tuple, operations)
+            )
 
 
 if __name__ == "__main__":

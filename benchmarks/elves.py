@@ -95,13 +95,13 @@ def blockwise(
     out, packed = np.empty(data.size, np.uint8), np.empty(2 * data.size, np.uint8)
 
     def pack() -> list[np.ndarray]:
-        found, end = [], 0
+        blocks, end = [], 0
         for i in range(0, data.size, BLOCK):
             block = coder.encode(data[i : i + BLOCK], words).data
             begin, end = end, end + block.size
             packed[begin:end] = block
-            found.append(packed[begin:end])
-        return found
+            blocks.append(packed[begin:end])
+        return blocks
 
     def restore(blocks: list[np.ndarray]) -> np.ndarray:
         for i, block in enumerate(blocks):
@@ -118,38 +118,38 @@ def blockwise(
 def contenders(data: np.ndarray, dtype: str) -> list[Contender]:
     words = Words(4 if dtype == "float32" else 2, True)
     packer, unpacker = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
-    found = [
+    several = [
         blockwise(OURS, data, words, Coder()),
         blockwise("ours, not compared", data, words, NotCompared()),
         Contender("zstd-3", lambda: packer.compress(data), unpacker.decompress, len),
     ]
     if dtype == "float32":
         bounded = Words(4, True, 2**-23)
-        found.append(blockwise("ours, 2^-24", data, bounded, Coder(), exact=False))
+        several.append(blockwise("ours, 2^-24", data, bounded, Coder(), exact=False))
     if importlib.util.find_spec("zipnn") is not None:
-        found.insert(2, zipnn_contender(data, dtype))
-    return found
+        several.insert(2, zipnn_contender(data, dtype))
+    return several
 
 
 def zipnn_contender(data: np.ndarray, dtype: str) -> Contender:
     zipnn: Any = importlib.import_module("zipnn")
     codec = zipnn.ZipNN(bytearray_dtype=dtype, input_format="byte", threads=1)
-    given: list[bytearray] = []
+    copies: list[bytearray] = []
 
     def before() -> None:  # it writes over what it is given
-        given[:] = [bytearray(data.data)]
+        copies[:] = [bytearray(data.data)]
 
-    return Contender("ZipNN", lambda: codec.compress(given[0]), codec.decompress, len, before)
+    return Contender("ZipNN", lambda: codec.compress(copies[0]), codec.decompress, len, before)
 
 
 def compare(title: str, data: np.ndarray, dtype: str, rounds: int) -> None:
     print(f"\n{title}: {data.size / 1e6:.1f} MB; ratio, MB/s, times as fast as it")
-    some = contenders(data, dtype)
-    packing: dict[str, list[float]] = {c.name: [] for c in some}
-    restoring: dict[str, list[float]] = {c.name: [] for c in some}
+    rivals = contenders(data, dtype)
+    packing: dict[str, list[float]] = {c.name: [] for c in rivals}
+    restoring: dict[str, list[float]] = {c.name: [] for c in rivals}
     sizes = {}
     for turn in range(rounds + 1):  # the first one compiles
-        for c in some:
+        for c in rivals:
             c.before()
             begin = time.process_time()
             packed = c.pack()
@@ -162,7 +162,7 @@ def compare(title: str, data: np.ndarray, dtype: str, rounds: int) -> None:
             if turn:
                 packing[c.name].append(middle - begin)
                 restoring[c.name].append(end - middle)
-    for c in some:
+    for c in rivals:
         p, r = packing[c.name], restoring[c.name]
         line = f"{c.name:20} {data.size / sizes[c.name]:.4f}"
         line += f"  pack {_speed(data, p):5.0f} {_times(packing[OURS], p):5.2f}"
@@ -191,8 +191,8 @@ def bounds(path: Path) -> None:
         for name, options in rows:
             if options.bound and sensible and options.bound > sensible[0]:
                 continue
-            (found,) = pack_path(path, out, options)
-            print(f"{name:14} {found.before / found.after:.4f} of the whole file")
+            (packed,) = pack_path(path, out, options)
+            print(f"{name:14} {packed.before / packed.after:.4f} of the whole file")
             out.unlink()
 
 
@@ -207,14 +207,14 @@ def from_base(path: Path, base: Path, rounds: int) -> None:
     """A model and the one that it was made from: all of it, and without its embeddings."""
     with PlainFile(path) as tuned, tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.safetensors"
-        (found,) = pack_path(path, out, Options(), base=base)  # compiles
+        (result,) = pack_path(path, out, Options(), base=base)  # compiles
         times = []
         for _ in range(rounds):
             out.unlink()
             begin = time.process_time()
             pack_path(path, out, Options(), base=base)
             times.append(time.process_time() - begin)
-        header = found.header
+        header = result.header
         assert header is not None
         begin = time.process_time()
         with open_tensors(out) as packed:
@@ -238,7 +238,7 @@ def from_base(path: Path, base: Path, rounds: int) -> None:
                 theirs = data.size / peer.size(peer.pack())
                 line += f", ZipNN {theirs:.4f}, {ours / theirs:.3f} times its"
             print(line)
-        size = found.before / 1e6
+        size = result.before / 1e6
         print(f"pack {size / statistics.median(times):.0f} MB/s, restore {size / restoring:.0f}")
 
 

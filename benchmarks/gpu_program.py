@@ -241,9 +241,9 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     # Left to the compiler, what replicated arguments become need not be replicated.
     kept = jax.tree.map(lambda x: x.sharding, params) if mesh.size > 1 else None
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
-    found = report(step.lower(params, state, tokens).compile(), params)
-    mine = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
-    return found._replace(engine_bytes=sum(device_memory(x).total for x in mine))
+    program_report = report(step.lower(params, state, tokens).compile(), params)
+    states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
+    return program_report._replace(engine_bytes=sum(device_memory(x).total for x in states))
 
 
 def _is_zenflow(x: Any) -> bool:
@@ -257,16 +257,16 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     groups = [of_group(specs, group) for group in range(state.schedule.groups)]
     largest = max(groups, key=lambda group: sum(math.prod(x.shape) for x in group.values()))
     weights = jax.tree.leaves(params)
-    mine, specs = tuple(weights[i] for i in largest), tuple(largest.values())
+    merged, specs = tuple(weights[i] for i in largest), tuple(largest.values())
     uploads = [
         jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
-        for p, spec in zip(mine, specs, strict=True)
+        for p, spec in zip(merged, specs, strict=True)
     ]
-    rows = boundary.abstract_channel_rows(mine, specs)
+    rows = boundary.abstract_channel_rows(merged, specs)
     two = boundary.uploads_in_two(uploads, specs)
-    samples = abstract_samples(mine, specs)
+    samples = abstract_samples(merged, specs)
     static = {"specs": specs, "window": state.schedule.longest_window}
-    merge = boundary.merge.lower(mine, *two, rows, rows, samples, state.reach, **static)
+    merge = boundary.merge.lower(merged, *two, rows, rows, samples, state.reach, **static)
     return report(merge.compile(), params)
 
 
@@ -323,17 +323,17 @@ def _is_matmul(line: str) -> bool:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
         if line and not line.startswith(" ") and line.rstrip().endswith("{"):
             name = "ENTRY" if line.startswith("ENTRY") else line.split()[0].lstrip("%")
-            found[name] = []
+            lines_of[name] = []
         elif line.startswith("}"):
             name = None
         elif name is not None:
-            found[name].append(line)
-    return found
+            lines_of[name].append(line)
+    return lines_of
 
 
 def one_device(shape: Shape) -> None:
@@ -392,12 +392,12 @@ def many_devices(shape: Shape, devices: int) -> None:
 
 def _with_collectives(report: Report) -> str:
     n = report.parameters
-    found = report.collectives
-    counts, size = Counter(c.kind for c in found), Counter[str]()
-    for c in found:
+    operations = report.collectives
+    counts, size = Counter(c.kind for c in operations), Counter[str]()
+    for c in operations:
         size[c.kind] += c.nbytes
     kinds = ", ".join(f"{counts[k]} {k} {size[k] / n:.2f}" for k in sorted(counts))
-    return f"{report.row(f' {sum(c.sent for c in found) / n:6.2f}')}; {kinds}"
+    return f"{report.row(f' {sum(c.sent for c in operations) / n:6.2f}')}; {kinds}"
 
 
 def main() -> None:

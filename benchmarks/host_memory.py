@@ -191,8 +191,8 @@ def main() -> None:
         if args.one:
             way, count = args.one[0], int(args.one[1])
             sgd = way == "sgd"
-            found = plain(count, args.dtype) if sgd else measured(way, count, args.dtype, folder)
-            print(json.dumps(found))
+            peaks = plain(count, args.dtype) if sgd else measured(way, count, args.dtype, folder)
+            print(json.dumps(peaks))
             return
         count = max(1, round(args.millions * 1e6 / WIDTH**2))
         size = count * WIDTH**2

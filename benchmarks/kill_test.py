@@ -195,27 +195,27 @@ def half_written(checkpoints: Path) -> list[str]:
 
 def differences(whole: Path, killed: Path) -> list[str]:
     """What is not the same bits in both runs."""
-    found = []
+    different = []
     models = [(run / "model.safetensors").read_bytes() for run in (whole, killed)]
     if models[0] != models[1]:
-        found.append("model.safetensors")
+        different.append("model.safetensors")
     last = [max(steps_of(run / "checkpoints")) for run in (whole, killed)]
     trees = [
         final_arrays(run / "checkpoints" / str(step))
         for run, step in zip((whole, killed), last, strict=True)
     ]
     if last[0] != last[1] or trees[0].keys() != trees[1].keys():
-        found.append(f"the last checkpoints, {last[0]} and {last[1]}")
+        different.append(f"the last checkpoints, {last[0]} and {last[1]}")
     else:
-        found += [
+        different += [
             name
             for name, x in trees[0].items()
             # Tokens are made from a number that is another one for each start.
             if not name.endswith("token") and x.tobytes() != trees[1][name].tobytes()
         ]
     if losses(whole) != losses(killed):
-        found.append("metrics.csv")
-    return found
+        different.append("metrics.csv")
+    return different
 
 
 def final_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
@@ -223,10 +223,10 @@ def final_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(checkpoint / "state").item_metadata.tree
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in tree}
-        found = checkpointer.restore(checkpoint / "state", restore_args=args)
+        arrays = checkpointer.restore(checkpoint / "state", restore_args=args)
     for path in (checkpoint / "engine").glob("*.safetensors"):  # none with adamw
-        found |= load_file(path)
-    return found
+        arrays |= load_file(path)
+    return arrays
 
 
 def losses(run: Path) -> list[tuple[str, ...]]:

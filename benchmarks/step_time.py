@@ -145,13 +145,14 @@ def compare(
     """
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocabulary, size=(BATCHES, batch, length + 1), dtype=np.int32)
-    found = Comparison(model.parameters, batch, length, [Result(peer.name) for peer in peers])
+    comparison = Comparison(model.parameters, batch, length, [Result(peer.name) for peer in peers])
     both = [
-        (Runner(p, model, tokens, threads), r) for p, r in zip(peers, found.results, strict=True)
+        (Runner(p, model, tokens, threads), r)
+        for p, r in zip(peers, comparison.results, strict=True)
     ]
     half = None if until is None else (time.monotonic() + until) / 2
     for runner, result in both:
-        if half is not None and time.monotonic() > half and result not in found.results[:2]:
+        if half is not None and time.monotonic() > half and result not in comparison.results[:2]:
             result.left_out = True
             print(f"{runner.peer.name}: left out, as time is short", flush=True)
             continue
@@ -161,7 +162,7 @@ def compare(
         print(
             f"{runner.peer.name}: first turn {time.perf_counter() - start:.1f} s{note}", flush=True
         )
-    save(found)
+    save(comparison)
     both = [(runner, result) for runner, result in both if result.fits and not result.left_out]
     longest = 0.0
     try:
@@ -183,11 +184,11 @@ def compare(
                     runner.take_down()
             longest = max(longest, time.perf_counter() - start)
             print(f"round {i + 1}: {time.perf_counter() - start:.1f} s", flush=True)
-            save(found)
+            save(comparison)
     finally:
         for runner, _ in both:
             runner.take_down()
-    return found
+    return comparison
 
 
 def main() -> None:
@@ -245,7 +246,7 @@ def main() -> None:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         for batch in batches:
-            found = compare(
+            comparison = compare(
                 model,
                 peers,
                 batch=batch,
@@ -258,8 +259,9 @@ def main() -> None:
                 threads=args.threads,
                 save=save,
             )
-            done.append(found)
-            print(f"\n{batch} sequences, {found.tokens:,} tokens in a step\n\n{table(found)}\n")
+            done.append(comparison)
+            print(f"\n{batch} sequences, {comparison.tokens:,} tokens in a step\n")
+            print(f"{table(comparison)}\n")
     if args.tokens:
         draw(done, args.plot)
         print(f"drawn: {args.plot}")

@@ -94,8 +94,8 @@ def main() -> None:
         f"{'peer':26} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
     )
     for name in args.peers:
-        found = compile_step(PEERS[name], model, preset.batch, preset.length)
-        print(f"{name:26} {found.row()}", flush=True)
+        program = compile_step(PEERS[name], model, preset.batch, preset.length)
+        print(f"{name:26} {program.row()}", flush=True)
 
 
 if __name__ == "__main__":

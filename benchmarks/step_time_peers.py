@@ -271,12 +271,12 @@ class Runner:
             self.engine = zenflow_jax.HostEngine(self.params, self.state, **self._engine_options)
         if self._step is None:
             # `zenflow` sees to its own arrays in host memory.
-            here = jax.tree.map(lambda x: x.sharding, (self.params, self.state))
+            placement = jax.tree.map(lambda x: x.sharding, (self.params, self.state))
             self._step = make_step(
                 self._model.graphdef,
                 self._optimizer,
                 self.peer.micro_batches,
-                None if self.peer.offloads else here,
+                None if self.peer.offloads else placement,
             )
 
     def advance(self, steps: int) -> None:

@@ -63,11 +63,11 @@ def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
     medians = {r.peer: statistics.median(r.step_s) for r in measured}
     limit = medians.get(LIMIT)
     n = comparison.parameters
-    found = {}
+    of_peers = {}
     for r in measured:
         median = medians[r.peer]
         low, high = np.quantile(r.step_s, [0.25, 0.75]).tolist()
-        found[r.peer] = {
+        of_peers[r.peer] = {
             "step_ms": 1e3 * median,
             "low_ms": 1e3 * low,
             "high_ms": 1e3 * high,
@@ -81,7 +81,7 @@ def figures(comparison: Comparison) -> dict[str, dict[str, Any]]:
             "wait_ms": 1e3 * statistics.median(r.wait_s),
             "host_memory": r.host_bytes / n,
         }
-    return found
+    return of_peers
 
 
 def table(comparison: Comparison) -> str:
@@ -92,15 +92,15 @@ def table(comparison: Comparison) -> str:
         "| host arrays | selections |",
         "|" + "---|" * 13,
     ]
-    found = figures(comparison)
+    of_peers = figures(comparison)
     for r in comparison.results:
         if not r.fits:
             rows.append(f"| {r.peer} | does not fit |" + " - |" * 11)
         if r.left_out:
             rows.append(f"| {r.peer} | left out, no time |" + " - |" * 11)
-        if r.peer not in found:
+        if r.peer not in of_peers:
             continue
-        f = found[r.peer]
+        f = of_peers[r.peer]
         bound = "<= " if r.device_peak_is_bound else ""
         peak = r.device_peak_bytes
         cells = [
@@ -127,13 +127,13 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     by_size = sorted(comparisons, key=lambda c: c.tokens)
-    found = [(c.tokens, figures(c)) for c in by_size]
-    for peer in dict.fromkeys(peer for _, peers in found for peer in peers):
-        points = [(tokens, peers[peer]["step_ms"]) for tokens, peers in found if peer in peers]
+    by_tokens = [(c.tokens, figures(c)) for c in by_size]
+    for peer in dict.fromkeys(peer for _, peers in by_tokens for peer in peers):
+        points = [(tokens, peers[peer]["step_ms"]) for tokens, peers in by_tokens if peer in peers]
         style = "k--" if peer == LIMIT else ".-"
         axes.plot(*zip(*points, strict=True), style, label=peer)
     axes.set(xlabel="tokens in a step", ylabel="median step, ms", xscale="log", yscale="log")
-    axes.set_xticks([tokens for tokens, _ in found], [f"{tokens:,}" for tokens, _ in found])
+    axes.set_xticks([tokens for tokens, _ in by_tokens], [f"{tokens:,}" for tokens, _ in by_tokens])
     axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         formatter("{x:g}")

@@ -22,10 +22,8 @@ from benchmarks.step_time_peers import (
     MAX_GRAD_NORM,
     PEERS,
     WEIGHT_DECAY,
-    Optimizer,
     Runner,
     adamw,
-    make_step,
 )
 from benchmarks.step_time_report import Comparison, Result, draw, figures, table, to_json
 
@@ -139,44 +137,6 @@ def test_synchronous_offload_is_adamw(model, tokens, limit):
     leaves = zip(jax.tree.leaves(masters), jax.tree.leaves(limit.state.master), strict=True)
     for ours, theirs in leaves:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=ATOL)
-
-
-@pytest.mark.slow
-def test_micro_batches_give_the_mean_of_their_gradients_rounded_once(model, tokens):
-    gradients_only = Optimizer(lambda p: (), lambda grads, state, _: (grads, state), lambda p: ())
-
-    def gradients(m):
-        step = make_step(model.graphdef, gradients_only, m)
-        parts = jnp.asarray(tokens[:4]).reshape(-1, m, *tokens.shape[1:])
-        return [step(model.draw(), (), part) for part in parts]
-
-    ((ours, _, loss),) = gradients(4)
-    each = gradients(1)
-    np.testing.assert_allclose(loss, np.mean([x for *_, x in each]), rtol=1e-6)
-    mean = jax.tree.map(
-        lambda *g: np.mean([x.astype(jnp.float32) for x in g], axis=0), *(g for g, *_ in each)
-    )
-    for a, b, p in zip(*map(jax.tree.leaves, (ours, mean, model.shapes)), strict=True):
-        assert a.dtype == p.dtype
-        # One rounding to bf16 of numbers of this size; sums of terms that cancel are rounded more.
-        np.testing.assert_allclose(
-            a.astype(jnp.float32), b, rtol=2**-7, atol=2**-8 * np.abs(b).max()
-        )
-
-
-@pytest.mark.slow
-def test_windows_are_as_long_as_the_peer_says_and_a_second_run_has_the_same_bits(model, tokens):
-    runner = Runner(PEERS["offload-x4"], model, tokens)
-    losses = []
-    for _ in range(2):
-        runner.set_up()
-        runner.advance(2 * runner.peer.window)
-        assert runner.engine.stats.window_lengths == {1: 2}
-        runner.settle()
-        losses.append(float(runner.loss))
-        runner.take_down()
-    assert losses[0] == losses[1]
-    assert runner._step._cache_size() == 1  # checked on jax 0.10.2, 0.11.2
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def channels_are_handed_over_at_every_window(leaves: Leaves) -> None:
 
 def masters_asked_for_in_an_open_window_are_not_overwritten(leaves: Leaves) -> None:
     """`flush` writes what the uploads of `master_params` just before it read."""
-    found = []
+    ends = []
     for wait in (True, False):
         with large(leaves) as training:
             training.go(10)
@@ -163,8 +163,8 @@ def masters_asked_for_in_an_open_window_are_not_overwritten(leaves: Leaves) -> N
             if wait:
                 live = jax.device_get(live)
             training.flush()
-            found.append((jax.device_get(live), training.values()))
-    runs.assert_same_bits(*found)
+            ends.append((jax.device_get(live), training.values()))
+    runs.assert_same_bits(*ends)
 
 
 def a_step_of_nan_changes_nothing(_: Leaves) -> None:

@@ -80,16 +80,16 @@ def _crossings(stage: Stage, device: jax.Device, size: int) -> None:
         ),
         ("`np.asarray` of what a kernel has just made", None, back),
     ]
-    found: dict[str, list[str]] = {}
+    rates_of: dict[str, list[str]] = {}
     head = [f"{size / 2**20:,.0f} MiB", "host to device, GB/s", "device to host, GB/s"]
     for name, inward, outward in rows:
-        found[name] = [
+        rates_of[name] = [
             "-" if copy is None else f"{size / seconds(copy) / 1e9:.1f}"
             for copy in (inward, outward)
         ]
-        cells = ((name, *rates) for name, rates in found.items())
+        cells = ((name, *rates) for name, rates in rates_of.items())
         stage.notes.put("Between host and device", table(head, cells))
-        stage.notes.keep(crossings=found)
+        stage.notes.keep(crossings=rates_of)
 
 
 def _beside(stage: Stage, device: jax.Device, size: int, width: int, most: int) -> None:
@@ -156,7 +156,7 @@ def _arithmetic(stage: Stage, size: int, width: int) -> None:
 def _host_memory(stage: Stage, size: int) -> None:
     """What host updates have: 24 bytes read and written, 4 read, of each of `size` elements."""
     arrays = [np.ones(size, np.float32) for _ in range(4)]
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     most = machine.cores()
     for threads in sorted({n for n in (1, 2, 4, 8, 12, 16, 24, 32, 64) if n < most} | {most}):
         edges = np.linspace(0, size, threads + 1).astype(int)
@@ -169,7 +169,7 @@ def _host_memory(stage: Stage, size: int) -> None:
                 p, m, v, g = (x[begin:end] for x in arrays)
                 stream(p, None, m, v, g, np.float32(0))
 
-            found[threads] = 28 * size / seconds(update, 3) / 1e9
-        rows = [(n, f"{rate:.1f}") for n, rate in found.items()]
+            rates[threads] = 28 * size / seconds(update, 3) / 1e9
+        rows = [(n, f"{rate:.1f}") for n, rate in rates.items()]
         stage.notes.put("The host's memory", table(["threads", "GB/s"], rows))
-        stage.notes.keep(host_gb_s={str(n): rate for n, rate in found.items()})
+        stage.notes.keep(host_gb_s={str(n): rate for n, rate in rates.items()})

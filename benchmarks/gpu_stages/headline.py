@@ -36,16 +36,16 @@ _FOR_ADAMW_S = 15.0
 
 def run(stage: Stage) -> None:
     device = require_gpu(stage)
-    here = Machine(usable_bytes(device) or 0, machine.host_bytes())
+    limits = Machine(usable_bytes(device) or 0, machine.host_bytes())
     for share in _SHARES:
-        smaller = Machine(int(share * here.device_bytes), int(share * here.host_bytes))
+        smaller = Machine(int(share * limits.device_bytes), int(share * limits.host_bytes))
         chosen = sizes.headline(smaller, rehearse=stage.rehearse)
         if chosen is None:
             raise RuntimeError(
                 f"expected room for the smallest shape of sizes.py, got {smaller}. Use a machine "
                 "with more host memory."
             )
-        _say(stage, chosen, here)
+        _say(stage, chosen, limits)
         model = make_model(chosen.config, scan_layers=True, remat=True)
         assert model.parameters == chosen.parameters
         try:
@@ -60,12 +60,15 @@ def run(stage: Stage) -> None:
         return
 
 
-def _say(stage: Stage, chosen: Headline, here: Machine) -> None:
+def _say(stage: Stage, chosen: Headline, limits: Machine) -> None:
     n = chosen.parameters
     rows = [
         ("the shape", f"{chosen.shape}, {_size(n)}"),
-        ("jax may use of the device", f"{here.device_bytes / 1e9:.1f} GB"),
-        ("host memory", f"{here.host_bytes / 1e9:.1f} GB, {sizes.HOST_RESERVE / 1e9:.0f} reserved"),
+        ("jax may use of the device", f"{limits.device_bytes / 1e9:.1f} GB"),
+        (
+            "host memory",
+            f"{limits.host_bytes / 1e9:.1f} GB, {sizes.HOST_RESERVE / 1e9:.0f} reserved",
+        ),
         ("by", f"`{chosen.peer}`, `prefetch_bytes=0`, layers scanned and rematerialized"),
         (
             "it should need, on paper",
@@ -78,7 +81,7 @@ def _say(stage: Stage, chosen: Headline, here: Machine) -> None:
     if not chosen.beats_adamw:
         text += (
             "\n\n**On this machine AdamW trains as large a model: host memory, not the device's, is"
-            " what bounds zenflow here.**"
+            " what bounds zenflow.**"
         )
     stage.notes.put("What was picked, and why", text)
     stage.notes.keep(chosen=chosen._asdict() | {"config": chosen.config._asdict()})
@@ -184,10 +187,10 @@ def batches(count: int, batch: int, length: int) -> np.ndarray:
         int32 `(count, batch, length + 1)`, a byte for a token.
     """
     needed = count * batch * (length + 1)
-    found = bytearray()
+    text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        if len(found) >= needed:
+        if len(text) >= needed:
             break
-        found += path.read_bytes()
-    tokens = np.frombuffer(bytes(found[:needed]), np.uint8).astype(np.int32)
+        text += path.read_bytes()
+    tokens = np.frombuffer(bytes(text[:needed]), np.uint8).astype(np.int32)
     return tokens.reshape(count, batch, length + 1)

@@ -96,13 +96,13 @@ def gpu() -> dict[str, str]:
 
 def summary() -> dict[str, Any]:
     """The first lines of the report."""
-    found = gpu()
+    nvidia = gpu()
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = {x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")}
     return {
-        "GPU": found.get("name", "none"),
-        "GPU memory": found.get("memory.total", "-"),
-        "driver": found.get("driver_version") or _kernel_module() or "-",
+        "GPU": nvidia.get("name", "none"),
+        "GPU memory": nvidia.get("memory.total", "-"),
+        "driver": nvidia.get("driver_version") or _kernel_module() or "-",
         "CPU": ", ".join(sorted(models)) or platform.machine(),
         "cores": cores(),
         "host memory": f"{host_bytes() / 2**30:.1f} GiB",

@@ -21,8 +21,8 @@ class Notes:
         self.sections: dict[str, str] = {}
         self.data: dict[str, Any] = {}
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            self.sections, self.data = found["sections"], found["data"]
+            written = json.loads(path.read_text(encoding="utf-8"))
+            self.sections, self.data = written["sections"], written["data"]
 
     def put(self, title: str, text: str) -> None:
         """Sets what the report says under a title, in Markdown; a later text takes its place."""

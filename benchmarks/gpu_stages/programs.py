@@ -48,13 +48,13 @@ def described(gpu: str, host_gib: float) -> Machine:
 
 def programs(machine: Machine) -> list[Program]:
     """Every step of the stages, once; windows of other lengths are the same program."""
-    found: dict[Any, Program] = {}
+    known: dict[Any, Program] = {}
 
     def add(peer: str, prefetch: bool, *rest: Any, expected: bool = True) -> None:
         peer = sizes.program(peer)
         held = sizes.device_need(peer, scan=False, prefetch=prefetch) - sizes.STEP_BYTES[peer][0]
         new = Program(peer, *rest, held=held, expected=expected)
-        found.setdefault(new[:5], new)
+        known.setdefault(new[:5], new)
 
     beyond = sizes.beyond_adamw(machine)
     for part in sizes.step_time(machine):
@@ -66,13 +66,13 @@ def programs(machine: Machine) -> list[Program]:
         add(best.peer, False, best.config, True, best.batch, best.length)
         fits = not best.beats_adamw
         add("adamw", False, best.config, True, best.batch, best.length, expected=fits)
-    return list(found.values())
+    return list(known.values())
 
 
 def lower_for_cuda(program: Program) -> str:
     """The program as it is given to XLA for a GPU; needs neither one nor its compiler."""
     device = jax.devices()[0]
-    here = jax.sharding.SingleDeviceSharding(device)
+    on_device = jax.sharding.SingleDeviceSharding(device)
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     model = make_model(program.config, scan_layers=program.scan, remat=True)
     traced, _ = trace_step(
@@ -80,7 +80,7 @@ def lower_for_cuda(program: Program) -> str:
         model,
         program.batch,
         program.length,
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device),
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host),
     )
     return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -110,16 +110,16 @@ def main() -> None:
         start = time.monotonic()
         model = make_model(config, scan_layers=program.scan, remat=True)
         n, tokens = model.parameters, program.batch * program.length
-        found = compile_step(PEERS[program.peer], model, program.batch, program.length, args.gpu)
-        peak, held = found.peak_bytes / 1e9, program.held * n / 1e9
+        compiled = compile_step(PEERS[program.peer], model, program.batch, program.length, args.gpu)
+        peak, held = compiled.peak_bytes / 1e9, program.held * n / 1e9
         fits = peak + held <= room
         note = "" if fits == program.expected else ", **not as planned**"
         print(
             f"| {program.peer} | {n / 1e6:,.0f} | {how} | {tokens:,} | {peak:.2f} "
-            f"| {found.peak_bytes / n:.2f} | {held:.2f} | {'yes' if fits else 'no'}{note} |",
+            f"| {compiled.peak_bytes / n:.2f} | {held:.2f} | {'yes' if fits else 'no'}{note} |",
             flush=True,
         )
-        del found
+        del compiled
         print(f"{time.monotonic() - start:.0f} s", flush=True, file=sys.stderr)
 
 

@@ -43,11 +43,11 @@ def write(out: Path, work: Path, machine: dict[str, Any], outcomes: Sequence[Out
     lines += [f"* {name}: {value}" for name, value in machine.items() if name != "rehearsal"]
     lines += ["", table(["stage", "how it went", "s"], map(_row, outcomes))]
     for number, outcome in enumerate(outcomes, start=1):
-        found = notes[outcome.stage]
+        stage_notes = notes[outcome.stage]
         lines += ["", f"## {number}. {outcome.stage}: {outcome.question}", ""]
         if not outcome.well:
             lines += [f"**{outcome.ended}**", ""]
-        for title, text in found.sections.items():
+        for title, text in stage_notes.sections.items():
             lines += [f"### {title}", "", text, ""]
         if outcome.last_lines:
             lines += ["Its last lines:", "", "```", outcome.last_lines, "```"]

@@ -171,10 +171,10 @@ def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
     peers = ("zenflow-s4-r0.05", "zenflow-s4-r0.05-exchange", "zenflow-s4-r0.05-device")
     limits = {p: most(p, machine, scan=True, prefetch=False) for p in peers}
     peer = max(peers, key=limits.__getitem__)  # the first of equals
-    found = list(_shapes_upto(limits[peer], length, _TINY if rehearse else SHAPES))
-    if not found:
+    fitting = list(_shapes_upto(limits[peer], length, _TINY if rehearse else SHAPES))
+    if not fitting:
         return None
-    shape, config = max(found, key=lambda x: parameters(x[1]))
+    shape, config = max(fitting, key=lambda x: parameters(x[1]))
     # Written out it needs less.
     adamw = int(most("adamw", machine, scan=False, prefetch=False))
     return Headline(shape, config, peer, batch, length, parameters(config), adamw)
@@ -190,15 +190,15 @@ def beyond_adamw(machine: Machine, *, rehearse: bool = False) -> tuple[str, Deco
     length = 32 if rehearse else 1024
     least = machine.device_bytes / ADAMW_STATE_BYTES
     rooms = (most(p, machine, scan=True, prefetch=True) for p in _MAILS)
-    found = [
+    larger = [
         (shape.name, config)
         for shape in (_TINY if rehearse else SHAPES)
         for layers in range(_half(shape), shape.layers + 1)
         if parameters(config := llama(length, layers=layers, **shape.sizes)) > least
     ]
-    if not found:
+    if not larger:
         return None
-    name, config = min(found, key=lambda x: parameters(x[1]))
+    name, config = min(larger, key=lambda x: parameters(x[1]))
     if parameters(config) > max(rooms):
         return None
     return f"{name} with {config.layers} layers", config
@@ -231,7 +231,7 @@ _SCANNED = (
 
 def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
     """What the stage `step_time` compares, in the order of its worth."""
-    here = _REHEARSED if rehearse else machine
+    limits = _REHEARSED if rehearse else machine
     preset = MODELS["1b"]
     few, many = 4, 16
     if rehearse:
@@ -244,21 +244,21 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         config: DecoderConfig = preset.config,
     ) -> Part:  # fmt: skip
         title = _title(name, config, scan=scan, tokens=batch * preset.length)
-        together = beside_each_other(peers, parameters(config), here, scan=scan)
+        together = beside_each_other(peers, parameters(config), limits, scan=scan)
         return Part(title, config, scan, batch, preset.length, tuple(peers), until, together)
 
     # As many as have room together: so each is set up once, and a round is its steps.
     # Of a rehearsal as few as show that it works: what peers compute is held by tests of their own.
-    first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, here, scan=False)
+    first = _WRITTEN[:2] if rehearse else _leading(_WRITTEN, preset.config, limits, scan=False)
     parts = [part(first, 0.6, scan=False, batch=few)]
     if not rehearse:
-        second = _leading(_SCANNED, preset.config, here, scan=True)
+        second = _leading(_SCANNED, preset.config, limits, scan=True)
         parts.append(part(second, 0.85, scan=True, batch=many))
     beyond = beyond_adamw(machine, rehearse=rehearse)
     if beyond is not None:
         name, config = beyond
         n = parameters(config)
-        rooms = {p: most(p, here, scan=True, prefetch=True) for p in _SCANNED if p in _MAILS}
+        rooms = {p: most(p, limits, scan=True, prefetch=True) for p in _SCANNED if p in _MAILS}
         peers = ["adamw", *(p for p, room in rooms.items() if room >= n)]
         parts.append(part(peers, 1.0, scan=True, batch=few, config=config, name=name))
     return parts

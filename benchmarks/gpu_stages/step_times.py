@@ -34,11 +34,11 @@ _STEPS = 16  # in a stretch: whole windows of all peers
 
 def run(stage: Stage) -> None:
     device = require_gpu(stage)
-    here = Machine(usable_bytes(device) or 0, machine.host_bytes())
+    limits = Machine(usable_bytes(device) or 0, machine.host_bytes())
     began, whole = time.monotonic(), stage.left
     done: dict[str, Comparison] = {}
     failed = []
-    for part in sizes.step_time(here, rehearse=stage.rehearse):
+    for part in sizes.step_time(limits, rehearse=stage.rehearse):
         until = min(began + part.until * whole, stage.until - 2)
         left, least = until - time.monotonic(), _LEAST_S * sizes.parameters(part.config) / 1e9
         if left < least and not stage.rehearse:
@@ -67,9 +67,9 @@ def _compare(stage: Stage, part: Part, until: float, done: dict[str, Comparison]
     model = make_model(part.config, scan_layers=part.scan, remat=True)
     assert model.parameters == sizes.parameters(part.config)
 
-    def save(found: Comparison) -> None:
-        done[part.title] = found
-        stage.notes.put(part.title, table(found) + "\n\n" + _words(part, found))
+    def save(comparison: Comparison) -> None:
+        done[part.title] = comparison
+        stage.notes.put(part.title, table(comparison) + "\n\n" + _words(part, comparison))
         stage.notes.keep(
             parts={title: figures(c) for title, c in done.items()},
             # All samples, for whoever wants more than medians.
@@ -129,11 +129,11 @@ def _compiled() -> int:
     return len(list(Path(folder).glob("jit_step-*-cache"))) if folder else 0
 
 
-def _words(part: Part, found: Comparison) -> str:
-    measured = [len(r.step_s) for r in found.results if r.step_s]
+def _words(part: Part, comparison: Comparison) -> str:
+    measured = [len(r.step_s) for r in comparison.results if r.step_s]
     rounds = f"{min(measured)} to {max(measured)} stretches" if measured else "no stretch yet"
     where = "all peers in memory at a time" if part.together else "one peer in memory at a time"
     return (
-        f"{rounds} of {_STEPS} steps for each peer, in turns, {where}; {found.batch} sequences of "
-        f"{found.length} tokens, {jax.devices()[0].device_kind}. Bytes are per parameter."
+        f"{rounds} of {_STEPS} steps for each peer, in turns, {where}; {comparison.batch} x "
+        f"{comparison.length} tokens, {jax.devices()[0].device_kind}. Bytes are per parameter."
     )
