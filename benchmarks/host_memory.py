@@ -136,12 +136,10 @@ def measured(way: str, count: int, dtype: str, folder: Path) -> dict[str, float]
     with most_resident() as saving, ocp.AsyncCheckpointer(handler) as checkpointer:
         start = time.perf_counter()
         on_device = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind != "pinned_host"]
-        items = {
-            "state": ocp.args.PyTreeSave({"params": params, "opt_state": on_device}),
-            "engine": zenflow_jax.EngineSave(engine),
-        }
-        checkpointer.save(folder / "step", ocp.args.Composite(**items))
-        del items, on_device
+        tree = ocp.args.PyTreeSave({"params": params, "opt_state": on_device})
+        items = ocp.args.Composite(state=tree, engine=zenflow_jax.EngineSave(engine))
+        checkpointer.save(folder / "step", items)
+        del tree, items, on_device
         held = time.perf_counter() - start
         for _ in range(AFTER):
             params, state = engine.exchange(*step(params, state))

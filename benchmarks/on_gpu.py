@@ -83,19 +83,16 @@ def run(
     command: str,
     cache: Path | None = None,
 ) -> list[Outcome]:
-    """Runs the stages one after the other; the report is whole after each, whatever happens.
+    """Runs the stages in turn; the report is whole after each, whatever happens. How each went.
 
     Args:
         stages: What to run.
         out: Folder for the report; made if it is not there.
         seconds: For all of them together.
-        rehearse: Whether on a CPU, with tiny sizes.
+        rehearse: On a CPU, with tiny sizes.
         command: What the report says it was made with.
         cache: Folder for compiled programs; None for what JAX_COMPILATION_CACHE_DIR says, or one
             that is gone at the end.
-
-    Returns:
-        How each stage went.
     """
     deadline = time.monotonic() + seconds - GRACE_S
     # Some stages alone may have what the others would have taken.

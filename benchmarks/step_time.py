@@ -78,6 +78,25 @@ def first_turn(runner: Runner, result: Result) -> None:
         result.device_peak_is_bound = after["peak_bytes_in_use"] == before["peak_bytes_in_use"]
 
 
+def first_turns(
+    both: list[tuple[Runner, Result]], until: float | None
+) -> list[tuple[Runner, Result]]:
+    """Gives each its first turn, while half of the time lasts; those that can go on."""
+    half = None if until is None else (time.monotonic() + until) / 2
+    for place, (runner, result) in enumerate(both):
+        if half is not None and time.monotonic() > half and place > 1:
+            result.left_out = True
+            print(f"{runner.peer.name}: left out, as time is short", flush=True)
+            continue
+        start = time.perf_counter()
+        first_turn(runner, result)
+        note = "" if result.fits else ", does not fit"
+        print(
+            f"{runner.peer.name}: first turn {time.perf_counter() - start:.1f} s{note}", flush=True
+        )
+    return [(runner, result) for runner, result in both if result.fits and not result.left_out]
+
+
 def warm_up(runner: Runner) -> None:
     runner.set_up()
     runner.advance(runner.peer.window)  # the first boundary selects
@@ -150,20 +169,8 @@ def compare(
         (Runner(p, model, tokens, threads), r)
         for p, r in zip(peers, comparison.results, strict=True)
     ]
-    half = None if until is None else (time.monotonic() + until) / 2
-    for runner, result in both:
-        if half is not None and time.monotonic() > half and result not in comparison.results[:2]:
-            result.left_out = True
-            print(f"{runner.peer.name}: left out, as time is short", flush=True)
-            continue
-        start = time.perf_counter()
-        first_turn(runner, result)
-        note = "" if result.fits else ", does not fit"
-        print(
-            f"{runner.peer.name}: first turn {time.perf_counter() - start:.1f} s{note}", flush=True
-        )
+    both = first_turns(both, until)
     save(comparison)
-    both = [(runner, result) for runner, result in both if result.fits and not result.left_out]
     longest = 0.0
     try:
         if resident == "all":
@@ -191,7 +198,7 @@ def compare(
     return comparison
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="tiny")
@@ -208,6 +215,11 @@ def main() -> None:
     add("--threads", type=int, help="of the engine")
     add("--json", type=Path, help="where all figures go")
     add("--plot", type=Path, default=Path(__file__).with_name("step_time.png"))
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     args = parser.parse_args()
 
     preset = MODELS[args.model]
