@@ -154,7 +154,7 @@ def test_an_updates_time_is_its_staleness_whether_or_not_leaves_take_turns():
     assert times(8) == times(1) == [1, 1, 1]
     assert times(8, rolling=False) == [1, 4, 16]
     assert times(8, staleness=3) == times(8, rolling=False, staleness=3) == [1, 3, 3]
-    assert times(8, rolling=False, overlap_step=False) == [1, 1, 1]
+    assert times(8, rolling=False, staleness=0) == [1, 1, 1]
 
 
 # --- what is said ---------------------------------------------------------------------------

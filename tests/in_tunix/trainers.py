@@ -19,7 +19,7 @@ env_utils.setup_sharding_environment()  # as Tunix's models do
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 6
 #: zenflow is AdamW then.
-AS_ADAMW: dict[str, Any] = dict(update_interval=1, overlap_step=False)
+AS_ADAMW: dict[str, Any] = dict(update_interval=1, staleness=0)
 #: Windows that stay open over steps, updates that are late, and a selection within 12 steps.
 LATE: dict[str, Any] = dict(update_interval=2, select_interval=4, topk_ratio=0.25)
 

@@ -76,11 +76,17 @@ def plot_timeline(
             "nothing."
         ) from error
 
-    steps = timeline.steps[-_SHOWN:] if steps is None else steps
-    start, end = timeline.bounds(steps)
-    spans = timeline.during(steps).spans
     # Not by pyplot, which needs a display and leaves global state.
     figure = Figure(figsize=(13, 4.2), layout="constrained")
+    _draw(figure, timeline, timeline.steps[-_SHOWN:] if steps is None else steps)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _draw(figure: "Figure", timeline: Timeline, steps: range) -> None:
+    start, end = timeline.bounds(steps)
+    spans = timeline.during(steps).spans
     axes = figure.add_subplot()
     shown = [span.number for span in spans if span.kind == "step" and span.number in steps]
     axes.set(
@@ -109,9 +115,6 @@ def plot_timeline(
         if span.kind == "step":
             axes.axvline(1e3 * (span.end - start), color="0.85", linewidth=0.6, zorder=0)
     figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=9)
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
 
 
 def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:

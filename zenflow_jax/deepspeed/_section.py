@@ -115,7 +115,7 @@ class Section:
         value = self.read(key, default, expected, lambda x: is_number(x, 0, high), auto=auto)
         return float(value) if is_number(value) else value
 
-    def integer(self, key: str, default: Any, *, low: int = 0, high: float = math.inf) -> Any:
+    def integer(self, key: str, default: Any, *, low: int = 0, high: float | int = math.inf) -> Any:
         """An int from `low` to `high`; 4.0 is one, as it is to DeepSpeed."""
         bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
         value = self.read(
@@ -136,7 +136,7 @@ class Section:
         return self.read(key, default, expected, lambda x: x in words, **options)
 
 
-def is_number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+def is_number(value: Any, low: float | int = -math.inf, high: float | int = math.inf) -> bool:
     """Whether a value is a finite number in [low, high]."""
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return is_one and math.isfinite(value) and low <= value <= high

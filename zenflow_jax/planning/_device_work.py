@@ -12,6 +12,10 @@ class DeviceWork(NamedTuple):
     flops: float
     moved_bytes: float  # operands that are read, and results that are written
 
+    def of_each(self, devices: int) -> "DeviceWork":
+        """The share of each device."""
+        return DeviceWork(self.flops / devices, self.moved_bytes / devices)
+
 
 def products(jaxpr: Jaxpr) -> DeviceWork:
     """All matrix products and convolutions of a step.

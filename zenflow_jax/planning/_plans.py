@@ -12,7 +12,7 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax.planning._compiled import INSTALL, peak_bytes
-from zenflow_jax.planning._device_work import products
+from zenflow_jax.planning._device_work import DeviceWork, products
 from zenflow_jax.planning._gpus import GPUS, Gpu
 from zenflow_jax.planning._hiding import BUSY, Hiding, hiding_of
 from zenflow_jax.planning._host_work import host_work
@@ -205,6 +205,7 @@ def plan(
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
+        >>> from zenflow_jax.planning import plan
         >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
         >>> tx = zenflow_jax.zenflow(1e-4)
         >>> def train_step(params, opt_state, x):
@@ -225,40 +226,53 @@ def plan(
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
-    devices, shares = _devices(params), _shares(arguments)
+    work = work.of_each(_shares(arguments))
+    estimate = _estimate(work, params, opt_state, gpu, bandwidth, host_state)
+    if host_memory_bytes is not None:
+        estimate = dataclasses.replace(estimate, host_bytes_there=host_memory_bytes)
+    return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
+
+
+def _estimate(
+    work: DeviceWork,
+    params: Any,
+    opt_state: Any,
+    gpu: Gpu,
+    bandwidth: float | None,
+    host_state: str,
+) -> Plan:
+    """The plan without gradients and activations; `work` is that of one device."""
+    devices = _devices(params)
     weights, state_arrays = jax.tree.leaves(params), on_device(opt_state)
     needs = {
         "weights": sum(map(nbytes_here, weights)),
         "optimizer state": sum(map(nbytes_here, state_arrays)),
     }
     # Weights and state are read and written as well.
-    moved = work.moved_bytes / shares + 2 * sum(needs.values())
+    moved = work.moved_bytes + 2 * sum(needs.values())
     step_s = max(
-        1e-9,
-        work.flops / shares / (EFFICIENCY * gpu.flops),
-        moved / (OF_BANDWIDTH * gpu.bandwidth),
+        1e-9, work.flops / (EFFICIENCY * gpu.flops), moved / (OF_BANDWIDTH * gpu.bandwidth)
     )
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
-    saved, of_engine = [*weights, *state_arrays], {}
+    saved, of_host = [*weights, *state_arrays], {}
     for state in _states(opt_state):
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
         engine = device_memory(state)
         needs |= {"mail under way": engine.mail // devices, "uploads": engine.uploads // devices}
-        of_engine = _of_host(state, devices, rate, step_s, host_state)
-    estimate = Plan(
+        of_host = _of_host(state, devices, rate, step_s, host_state)
+    return Plan(
         gpu=gpu,
         devices=devices,
         device=needs,
         checkpoint=sum(map(_nbytes, saved)),
         parameters=sum(math.prod(x.shape) for x in weights),
-        flops=work.flops / shares,
+        flops=work.flops,
         step_s=step_s,
-        host_bytes_there=host_memory_bytes or usual_bytes,
+        host_bytes_there=usual_bytes,
         host_bandwidth=rate,
-        **of_engine,
+        **of_host,
     )
-    return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
 def _known_gpu(device: str | Gpu) -> Gpu:
