@@ -230,27 +230,22 @@ class HostEngine:
         """Sends mail out and brings updates in, between two steps; selects channels where due.
 
         It waits where an update is due that the host has not finished; where the host is more than
-        two mails behind; and, briefly, where channels are selected. Where windows adapt, it also
-        waits for the step before the one just made. Do not use the arrays of `opt_state` that hold
-        mail again; you may use the parameters.
+        two mails behind; and, briefly, where channels are selected or windows adapt. Do not use the
+        arrays of `opt_state` that hold mail again; you may use the parameters.
 
         Args:
-            params: The parameters after the step, or a tree with more leaves that has them at the
-                same paths, as at construction. Each call may pass another such tree.
-            opt_state: The optimizer state after the step, in any wrapper, as at construction.
+            params: The parameters after the step; as at construction, there may be more leaves.
+            opt_state: The optimizer state after the step, in any wrapper.
 
         Returns:
             Parameters and state for the next step, of the same structure, shapes and placement.
-            Leaves that the state does not know come back as they were.
 
         Raises:
             RuntimeError: If the engine is closed or has failed, or a former call was interrupted;
                 if not one step was made since the last call, from what that returned; if
                 `max_skipped` steps in a row were skipped; or if something else than zenflow changed
                 the parameters (seen by samples, two calls later).
-            ValueError: If the state or the parameters lack leaves of the run, or have them in other
-                shapes, dtypes or places.
-            TypeError: If they are no jax arrays.
+            ValueError, TypeError: If state or parameters are not, or lie not, as at construction.
         """
         self._check_open()
         boundaries = self._progress.boundaries()

@@ -47,20 +47,11 @@ def iter_master_params(
     """The leaves of `master_params`, one after the other, to write them to a file.
 
     The devices hold one master at a time, if you let go of it before you ask for the next. In a run
-    of several processes all must ask for all of them.
-
-    Args:
-        params: As for `master_params`.
-        opt_state: As for `master_params`.
-        engine: As for `master_params`.
+    of several processes all must ask for all of them. Arguments and errors are those of
+    `master_params`; a step or a flush that comes in between is an error, too.
 
     Returns:
-        An iterator of pairs: the key path of a leaf, and its masters. They come in the order of
-        `jax.tree.leaves(params)`.
-
-    Raises:
-        RuntimeError, ValueError: As `master_params`; and when a leaf is asked for, if a step or a
-            flush has come in between.
+        Pairs of the key path of a leaf and its masters, in the order of `jax.tree.leaves(params)`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, zenflow_jax

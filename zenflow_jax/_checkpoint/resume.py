@@ -72,13 +72,6 @@ def join_run(
 ) -> tuple[int, Resumed | None]:
     """Resumes what was saved, if anything; returns the run's number and what was resumed.
 
-    Args:
-        engine_state: A saved state that passes `check_resumed`, or None.
-        worker: New; gets the arrays.
-        offloaded: The leaves whose arrays the worker has.
-        state: The device's state.
-        weights: The parameters of all leaves.
-
     Raises:
         ValueError: If this process or another one cannot go on from what it has read.
         OSError: If the files of `engine_state` cannot be read.

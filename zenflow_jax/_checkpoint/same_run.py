@@ -25,9 +25,6 @@ class Given:
     """The parameters that an engine has given to its caller, or had of it, last.
 
     References are weak, as the engine would otherwise keep them alive through the next step.
-
-    Args:
-        devices: The parameters' devices.
     """
 
     def __init__(self, devices: Collection[Any]):
@@ -42,9 +39,6 @@ class Given:
         """Their fingerprints, uint32 and never 0; 0 for a parameter that is no more.
 
         With several processes all must call this: it waits for the others.
-
-        Args:
-            specs: Of all leaves.
         """
         weights = [of_leaf() for of_leaf in self._weights]
         alive = [x is not None and not x.is_deleted() for x in weights]
@@ -88,13 +82,8 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
     """The run's number, the same in every process that has some of these devices.
 
     It is random, and so another one for each engine that is ever made. With several processes all
-    must call this: it waits for the others.
-
-    Args:
-        refusal: Why this process cannot go on with what it has read; None if it can.
-        step: The state's step.
-        token: The state's token.
-        devices: The parameters' devices.
+    must call this: it waits for the others. `refusal` is why this one cannot go on with what it has
+    read.
 
     Raises:
         ValueError: If this process or another one refuses, or if the processes have states of

@@ -29,15 +29,7 @@ from zenflow_jax._host.adam import HostAdam
 
 
 class Saver:
-    """Saves one engine. For its calling thread, while the worker has nothing to do.
-
-    Args:
-        state: The state before the first step.
-        weights: The parameter of each of its leaves.
-        offloaded: The leaves whose arrays the worker has.
-        host_kernel: Adds up mail.
-        worker, mailbox, progress, updates: The engine's.
-    """
+    """Saves one engine. For its calling thread, while the worker has nothing to do."""
 
     def __init__(
         self,

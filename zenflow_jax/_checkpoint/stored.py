@@ -58,9 +58,6 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
 
     The files must stay until that engine has been made.
 
-    Args:
-        folder: Into which all processes wrote.
-
     Raises:
         FileNotFoundError: If there is no file, or those of some processes are missing.
         ValueError: If a file is not whole, or none of an engine's state.

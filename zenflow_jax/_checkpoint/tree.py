@@ -271,11 +271,7 @@ class Content:
         return total
 
     def tree(self, leaves: Sequence[HostLeaf]) -> dict[str, Any]:
-        """The content in memory, in arrays of its own.
-
-        Args:
-            leaves: The host's arrays of each part; nobody may write to them meanwhile.
-        """
+        """The content in memory, in arrays of its own."""
         offloaded = self.offloaded
         pieces: dict[str, list[Sequence[jax.Array | None]]] = {}
         for numbers, first in zip(offloaded.pieces, offloaded.firsts, strict=True):

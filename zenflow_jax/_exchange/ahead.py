@@ -79,14 +79,7 @@ def _compile(program: Any, arrays: tuple[Any, ...], static: dict[str, Any]) -> A
 def prepare_boundaries(
     ahead: Ahead, offloaded: OffloadedLeaves, weights: Sequence[jax.Array], state: ZenFlowState
 ) -> None:
-    """Begins to compile what the run's boundaries need, in the order in which they come.
-
-    Args:
-        ahead: Compiles it.
-        offloaded: The leaves that have boundaries.
-        weights: The parameter of each of them.
-        state: The state, before the first step.
-    """
+    """Begins to compile what the run's boundaries need, in the order in which they come."""
     # The last group's first window is the shortest.
     for number, group in reversed(list(enumerate(offloaded.groups))):
         if not group.leaves:

@@ -28,12 +28,6 @@ from zenflow_jax._plan.leaf import LeafSpec
 class Expected:
     """Refuses what is not of one engine's run. For one calling thread.
 
-    Args:
-        state: The state before the first step.
-        weights: The parameter of each of its leaves, where `check_placement` wants it.
-        offloaded: The leaves that the host updates.
-        moved: Arrays of the first state that were put back.
-
     Attributes:
         put_back: Arrays of states that something had placed anew, and that were put back.
     """
@@ -137,12 +131,7 @@ class Expected:
         return None
 
     def check_params(self, weights: Sequence[Any], groups: Iterable[int]) -> None:
-        """Refuses parameters of some groups that have other shapes or dtypes, or are elsewhere.
-
-        Args:
-            weights: The parameter of each leaf of the state.
-            groups: Those that are read now; resident leaves are looked at with the first one.
-        """
+        """Refuses parameters of some groups that have other shapes or dtypes, or are elsewhere."""
         choice = self._choice(groups)
         params = [weights[i] for i in choice.leaves]
         specs = [self._specs[i] for i in choice.leaves]

@@ -36,10 +36,6 @@ class HostMasters:
 
         No step moves a deferred channel before its first window closes, so what the first one left
         of the parameters is what they were before it.
-
-        Args:
-            weights: The parameter of each offloaded leaf.
-            leaves: The states of all leaves.
         """
         sums = checksums(weights, self._offloaded.pick(leaves))
         before = self._taken_from

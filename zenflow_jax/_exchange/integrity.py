@@ -53,12 +53,6 @@ class Integrity:
 
     All processes have the same counts, so the same call raises in each.
 
-    Args:
-        specs: All leaves of the state.
-        schedule: The state's.
-        ahead: Compiles the programs.
-        step: Steps that have passed.
-
     Attributes:
         known: What is wrong, in words; empty until it is read.
     """

@@ -54,11 +54,7 @@ class _Buffers:
 class Mailbox:
     """The caller's side of the mail. For one calling thread.
 
-    Args:
-        worker: Reads the mail.
-        state: The state before the first step.
-        number: The run's number: another one for each engine, the same in all processes.
-        ahead: Compiles the programs.
+    `number` is the run's: another one for each engine, the same in all processes.
     """
 
     def __init__(self, worker: Worker, state: ZenFlowState, number: int, ahead: Ahead):
@@ -119,10 +115,6 @@ class Mailbox:
 
         A step without an update makes a copy, as between two micro-batches of `optax.MultiSteps`;
         an update uses the token up. Waits for a copy.
-
-        Args:
-            state: The state.
-            name: Of the engine's method that got it.
         """
         self._check_flushed(state)
         if state.token is self._given:

@@ -114,12 +114,7 @@ class Close(_Message):
 
 
 class Receiver:
-    """Waits for the arrays of messages, so that the worker can go on with an update.
-
-    Args:
-        offloaded: The leaves that mail has gradients of.
-        recorder: Notes when arrays arrive.
-    """
+    """Waits for the arrays of messages, so that the worker can go on with an update."""
 
     def __init__(self, offloaded: OffloadedLeaves, recorder: Recorder):
         self._offloaded, self._recorder = offloaded, recorder

@@ -265,14 +265,7 @@ def select_anew(
     scores: jax.Array,
     pieces: Sequence[tuple[jax.Array, ...] | None],
 ) -> tuple[LeafState, jax.Array | None]:
-    """The state of a leaf with newly selected channels, and their masters.
-
-    Args:
-        leaf: The state until now.
-        chosen: Numbers of the new channels.
-        scores: Scores to start from.
-        pieces: For each device, master, moments and step counts of its new channels, if it has any.
-    """
+    """The state of a leaf with newly selected channels, and their masters."""
     leaf = dataclasses.replace(
         leaf, channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
     )

@@ -18,10 +18,6 @@ class Progress:
     that was only just dispatched. They are sums over all processes, so every process has the same
     ones.
 
-    Args:
-        schedule: The schedule that decides.
-        leaves: Number of offloaded leaves.
-
     Attributes:
         step: Steps that have passed.
         open_steps: Steps in each group's open window, skipped ones included.

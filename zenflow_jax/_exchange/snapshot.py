@@ -24,9 +24,7 @@ _logger = logging.getLogger("zenflow_jax")
 class Snapshot:
     """Leaves as they are now. One thread saves them while another one writes to their memory.
 
-    Args:
-        leaves: By their numbers, in the order in which they will be written.
-        copy_bytes: How much memory copies may take.
+    They come in the order in which they will be written. Copies may take `copy_bytes`.
     """
 
     def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
@@ -45,12 +43,7 @@ class Snapshot:
             return self._in_use is None and self._unsaved.keys() <= self._copied
 
     def before_write(self, i: int, ended: Callable[[], bool]) -> bool:
-        """Returns when leaf `i` may be written: True, or False if it may not, but `ended` says so.
-
-        Args:
-            i: Its number; there need be no such leaf in here.
-            ended: Whether to wait no longer.
-        """
+        """Returns when leaf `i`, if it is in here, may be written; False where `ended` says so."""
         with self._condition:
             leaf = self._unsaved.get(i)
             if leaf is not None and i not in self._copied and leaf.nbytes <= self._room:

@@ -60,11 +60,7 @@ class _Pending:
 class Updates:
     """One engine's updates, and its channels that change hands. For one calling thread.
 
-    Args:
-        worker: Makes the updates.
-        offloaded: The leaves whose arrays the worker has.
-        ahead: Compiles the programs.
-        integrity: Is told what merges find changed.
+    Everywhere `weights` are the parameters of the offloaded leaves, `leaves` the states of all.
     """
 
     def __init__(
@@ -134,10 +130,7 @@ class Updates:
     ) -> list[jax.Array]:
         """The parameters with the pending updates of some groups, if there are any.
 
-        Args:
-            weights: The parameter of each offloaded leaf.
-            groups: The groups.
-            state: Of the last step. Only when that is done the memory is free that uploads take.
+        Uploads take memory that is free only when the last step, which made `state`, is done.
         """
         weights = list(weights)
         for number in groups:
@@ -167,12 +160,7 @@ class Updates:
         return weights
 
     def note_parameters(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
-        """Samples the parameters: until the next merge only steps may change them.
-
-        Args:
-            weights: The parameter of each offloaded leaf.
-            leaves: The states of all leaves.
-        """
+        """Samples the parameters: until the next merge only steps may change them."""
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
                 self._samples[number] = samples(group.pick(weights), specs=group.specs)
@@ -273,14 +261,7 @@ class Updates:
     ) -> tuple[list[jax.Array], list[LeafState]]:
         """Closes a group's window and hands channels over; entering ones are up to date at once.
 
-        Args:
-            number: The group.
-            weights: The parameter of each offloaded leaf.
-            leaves: The states of all leaves.
-            after: Arrays of the step, to wait for.
-
-        Returns:
-            The parameters, and the states of all leaves.
+        Waits for the step: `after` are arrays of it.
         """
         group = self._offloaded.groups[number]
         if not group.leaves:
@@ -364,10 +345,8 @@ class Updates:
     ) -> None:
         """Restores another run's pending updates, from masters that are resumed already.
 
-        Args:
-            pending: What `wait` returned there.
-            before: Each part's channels that were selected while its window was open, of the leaf.
-            weights: The parameter of each offloaded leaf.
+        `pending` is what `wait` returned there, `before` the channels of each part, counted in its
+        leaf, that were selected while the window was open.
         """
         host = self._worker.leaves()
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):

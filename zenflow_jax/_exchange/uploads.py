@@ -22,10 +22,6 @@ class Uploads:
     """Uploads arrays of some parts to each of their devices.
 
     Small ones cross together: a call costs as much as some megabytes.
-
-    Args:
-        parts: The parts.
-        arrived: For each part, a list with a place for each of its devices; filled.
     """
 
     def __init__(self, parts: Sequence[Part], arrived: list[list[Any]]):
@@ -54,14 +50,7 @@ class Uploads:
 def hand_over(
     host: HostState, parts: Sequence[Part], item: HandOver, window: ClosedWindow
 ) -> tuple[list[Any], int]:
-    """What `HandOver.done` gives, and how many bytes were read from the device.
-
-    Args:
-        host: The arrays.
-        parts: Those of the window's group.
-        item: What leaves, and what is chosen.
-        window: The window that just closed.
-    """
+    """What `HandOver.done` gives, and how many bytes were read from the device."""
     # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
     leaving = [
         [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
@@ -92,13 +81,6 @@ def update(
     recorder: Recorder,
 ) -> Generator[str, None, list[list[Any]]]:
     """Makes a window's update, a bounded piece at a time, and uploads what is prefetched.
-
-    Args:
-        host: The arrays.
-        offloaded: The leaves whose arrays these are.
-        group: The window's.
-        window: The window.
-        recorder: Notes when uploads begin and end.
 
     Yields:
         Where it is, before each piece, as `HostState.update` does.
