@@ -241,9 +241,9 @@ class HostEngine:
             Parameters and state for the next step, of the same structure, shapes and placement.
 
         Raises:
-            RuntimeError: If the engine is closed, has failed or was interrupted; if not one step was
-                made since the last call, from what that returned; if `max_skipped` steps in a row
-                were skipped; or if something else changed the parameters (seen two calls later).
+            RuntimeError: If the engine is closed, has failed or was interrupted; if not one step
+                was made since the last call, from what that returned; if `max_skipped` steps in a
+                row were skipped; or if something else changed the parameters.
             ValueError, TypeError: If state or parameters are not, or lie not, as at construction.
         """
         self._check_open()
