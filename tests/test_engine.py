@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import zenflow_jax
 from tests import processes, runs
@@ -181,19 +180,6 @@ def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(
         copied.set()
         training.go(12 - training.t)
         runs.assert_same_bits(training.values(), expected)
-
-
-def test_sums_of_float16_gradients_do_not_overflow():
-    leaf = runs.Leaf("w", (6, 4), -2, "float16")
-
-    def steep(leaves, *_):
-        return {x.name: np.full(x.shape, 4e4, np.float16) for x in leaves}
-
-    settings = Settings(topk_ratio=0.3, update_interval=2, send_gradients="per_window")
-    with started(settings, (leaf,), gradients=steep) as training:
-        training.go(4)
-        training.flush()
-        assert np.isfinite(training.values()["w"]).all()
 
 
 @pytest.mark.parametrize(
@@ -516,19 +502,6 @@ def test_flush_and_peek_take_a_copy_of_the_state(duplicate, send_gradients):
         runs.assert_same_bits(training.values(), untouched.values())
 
 
-def test_flush_twice_changes_nothing_more():
-    with started(CALM) as training:
-        training.go(6)
-        training.flush()
-        once, stats = (training.values(), training.moments()), training.engine.stats
-        training.flush()
-        runs.assert_same_bits((training.values(), training.moments()), once)
-        # But for the time that the second call took.
-        again = training.engine.stats
-        assert again.exchange_s > stats.exchange_s
-        assert dataclasses.replace(again, exchange_s=stats.exchange_s) == stats
-
-
 def assert_threads_left(count):
     """Soon: some are told to end and not waited for, as a garbage collector must not wait."""
     end = time.monotonic() + TIMEOUT_S
@@ -776,43 +749,6 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_also_across_a_checkpoint()
         with pytest.raises(RuntimeError, match=words) as caught:
             again.flush()
     assert isinstance(caught.value.__cause__, FloatingPointError)
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.bias = nnx.Param(runs.initial(FEW)["bias"])
-        self.columns = nnx.Param(runs.initial(FEW)["columns"])
-        self.rows = nnx.Param(runs.initial(FEW)["rows"])
-        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-
-
-def test_exchange_nnx_and_flush_nnx_equal_the_functional_form():
-    with started() as expected:
-        model = Model()
-        optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
-
-        traced = []
-
-        @nnx.jit
-        def train_step(model, optimizer, gradients):
-            traced.append(None)
-            runs.update_nnx(model, optimizer, gradients)
-            model.calls[...] += 1
-
-        params = nnx.state(model, nnx.Param)
-        with HostEngine(params, optimizer.opt_state, host_kernel="numpy") as engine:
-            for t in range(1, 8):
-                expected.go(1)
-                train_step(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(FEW, t)))
-                engine.exchange_nnx(model, optimizer)
-                ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-                runs.assert_same_bits(ours, expected.params)
-            expected.flush()
-            engine.flush_nnx(model, optimizer)
-            ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            runs.assert_same_bits(ours, expected.params)
-            assert int(model.calls[...]) == 7
-            assert len(traced) == 1
 
 
 def test_an_interrupted_exchange_is_not_gone_on_from(monkeypatch):

@@ -164,35 +164,42 @@ class Model(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
 
 
-def test_peek_nnx_gives_another_model_and_leaves_the_one_that_trains():
+def trained(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def test_methods_for_nnx_equal_the_functional_form_and_peek_gives_another_model():
     with HERE(FIRST, SETTINGS) as expected:
         model = Model()
         optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
+        traced = []
 
         @nnx.jit
         def train_step(model, optimizer, gradients):
+            traced.append(None)
             runs.update_nnx(model, optimizer, gradients)
             model.calls[...] += 1
 
         params = nnx.state(model, nnx.Param)
-        with zenflow_jax.HostEngine(params, optimizer.opt_state) as engine:
+        with zenflow_jax.HostEngine(params, optimizer.opt_state, **KERNEL) as engine:
             for t in range(1, 8):
                 expected.go(1)
                 train_step(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(FIRST, t)))
                 engine.exchange_nnx(model, optimizer)
+                runs.assert_same_bits(trained(model), expected.params)
             seen = engine.peek_nnx(model, optimizer)
-            ours = nnx.to_pure_dict(nnx.state(seen, nnx.Param))
-            runs.assert_same_bits(ours, peek(expected))
+            runs.assert_same_bits(trained(seen), peek(expected))
             assert int(seen.calls[...]) == 7
             # Neither model's calls and keys are the other's.
             seen.dropout(jnp.ones(3))
             seen.calls[...] += 1
             seen.rows[...] = jnp.zeros_like(seen.rows[...])
-            ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            runs.assert_same_bits(ours, expected.params)
+            expected.flush()
+            engine.flush_nnx(model, optimizer)
+            runs.assert_same_bits(trained(model), expected.params)
             assert int(model.calls[...]) == 7
             assert int(model.dropout.rngs.count[...]) == 0
-            engine.close()
+            assert len(traced) == 1
 
 
 def leave_with(error, *before):

@@ -319,24 +319,6 @@ class UserSequences(RuleBasedStateMachine):
             self._call("flush", True)
             self.params, self.state = kept
 
-    @precondition(lambda self: self._ready() and self.world.offload and not self.unmailed)
-    @rule(kind=st.sampled_from(["missing", "renamed", "swapped", "reshaped"]))
-    def exchange_another_tree(self, kind: str) -> None:
-        self._step()
-        params = other_tree(self.world, self.params, kind)
-        # What the first exchange is given is the truth, as weights may be loaded until then.
-        seen = self._changes_are_seen() and self.t > 1
-        if self.over or params is None or (kind == "swapped" and not seen):
-            return
-        self.misuse = self.misuse or f"exchange of a tree with a leaf {kind}"
-        with self._may_refuse():
-            new, self.state = self.engine.exchange(params, self.state)
-            # As a user would who has one tree for the step and another for the engine.
-            self.params = put_back(self.world, self.params, new)
-            self.unmailed = False
-        if not self.over:
-            self._flush(True)
-
     @precondition(lambda self: not self.over)
     @rule(what=st.sampled_from(["state", "params"]))
     def bring_to_the_host_and_back(self, what: str) -> None:
@@ -545,30 +527,6 @@ def put_back(w: World, params: Any, new: Any) -> Any:
         except KeyError:
             continue
     return tree_of(w.places, [found[place] for place in w.places])
-
-
-def other_tree(w: World, params: Any, kind: str) -> Any:
-    """The parameters as somebody has them who made a mistake; None if they cannot be made."""
-    places, values = list(w.places), values_of(w.places, params)
-    if kind == "missing":
-        return tree_of(places[1:], values[1:])
-    if kind == "renamed":
-        *outer, name = places[0]
-        return tree_of([(*outer, f"{name}{name}"), *places[1:]], values)
-    if kind == "reshaped":
-        return tree_of(places, [jnp.stack([values[0], values[0]]), *values[1:]])
-    everything = [*w.leaves, *w.frozen]
-    twins = (
-        (i, j)
-        for i, x in enumerate(w.leaves)
-        for j, y in enumerate(everything)
-        if i != j and (x.shape, x.dtype) == (y.shape, y.dtype)
-    )
-    i, j = next(twins, (0, 0))
-    if i == j:
-        return None
-    values[i], values[j] = values[j], values[i]
-    return tree_of(places, values)
 
 
 def on_the_host(tree: Any) -> bool:
