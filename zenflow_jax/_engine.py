@@ -59,7 +59,7 @@ _GO_ON = (
 
 
 def _recorded(kind: str) -> Callable[[_Method], _Method]:
-    """Has the calls of a method of the engine in its timeline."""
+    """Records the calls of a method of the engine in its timeline."""
 
     def around(method: Any) -> Any:
         @functools.wraps(method)
@@ -218,7 +218,7 @@ class HostEngine:
 
     @property
     def timeline(self) -> Timeline:
-        """What the last few hundred steps were made of, on one time axis; of this process.
+        """The timeline of this process's last few hundred steps.
 
         The engine always records it, so you can look at a stall that has already happened, with
         `plot_timeline` or `save_trace`.
@@ -370,7 +370,7 @@ class HostEngine:
 
     @_recorded("state")
     def state(self) -> dict[str, Any]:
-        """All that the engine knows, for a checkpoint: a copy, as of the last `exchange`.
+        """Copies all that the engine knows, as of the last `exchange`, for a checkpoint.
 
         With orbax, `EngineSave` saves the same without a copy. Save it together with the parameters
         and the optimizer state that `exchange` returned, and pass it to a new engine as
@@ -390,7 +390,7 @@ class HostEngine:
 
     @_recorded("state")
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
-        """What `state` gives, to be written while the run goes on; `EngineSave` calls it.
+        """Takes the state as `state` does, to be written while the run goes on; for `EngineSave`.
 
         The run waits for whoever has it: it must be written or closed. Errors as `state`.
         """
@@ -399,7 +399,7 @@ class HostEngine:
 
     @_recorded("state")
     def _host_masters(self, params: Any, opt_state: Any) -> Callable[[int], jax.Array]:
-        """Gives the host's masters of an offloaded leaf by its number; for `iter_master_params`."""
+        """Returns a function from an offloaded leaf's number to its masters on the host."""
         self._check_open()
         state = self._expected.state(opt_state)
         if self._progress.step == 0:
@@ -497,7 +497,7 @@ class HostEngine:
         return any(self._progress.open_steps) or self._updates.some_pending
 
     def _what_is_lost(self, error: BaseException) -> str | None:
-        """What an exception leaves behind that goes through the `with` block; None for nothing."""
+        """Says what is lost when an exception leaves the `with` block; None if nothing is."""
         step = self._progress.step
         reason = self._worker.reason or self._integrity.known
         if reason:
@@ -545,7 +545,7 @@ class HostEngine:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Around what must not be left half done and gone on from."""
+        """Marks a block after whose interruption the engine takes no more calls."""
         self._interrupted = True
         yield
         self._interrupted = False
@@ -558,7 +558,7 @@ class HostEngine:
     def _between_steps(
         self, params: Any, opt_state: Any, name: str
     ) -> tuple[ZenFlowState, CallerTree]:
-        """Both arguments of a call, if they are what the last `exchange` or `flush` returned."""
+        """Takes arguments that must be what the last `exchange` or `flush` returned."""
         self._check_open()
         state = self._expected.state(opt_state)
         copied = self._mailbox.check_between_steps(state, name)

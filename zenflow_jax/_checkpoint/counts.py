@@ -21,7 +21,9 @@ class Counts:
     counted: Sequence[int]  # the steps among them that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
-    fingerprints: np.ndarray  # of all leaves: `Given.fingerprints`; 0 before the first step
+    fingerprints: (
+        np.ndarray
+    )  # of all leaves: `LastParameters.fingerprints`; 0 before the first step
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # the next step's

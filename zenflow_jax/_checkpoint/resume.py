@@ -70,7 +70,7 @@ def join_run(
     state: ZenFlowState,
     weights: Sequence[jax.Array],
 ) -> tuple[int, Resumed | None]:
-    """Resumes what was saved, if anything; returns the run's number and what was resumed.
+    """Resumes a saved state, if there is one, and agrees with other processes on the run's number.
 
     Raises:
         ValueError: If this process or another one cannot go on from what it has read.

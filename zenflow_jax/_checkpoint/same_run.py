@@ -21,8 +21,8 @@ from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._plan.leaf import LeafSpec
 
 
-class Given:
-    """The parameters that an engine has given to its caller, or had of it, last.
+class LastParameters:
+    """The parameters that the caller had last, as far as the engine knows.
 
     References are weak, as the engine would otherwise keep them alive through the next step.
     """
@@ -59,11 +59,11 @@ def as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
 def what_differs(
     sums: Sequence[jax.Array], saved: np.ndarray, specs: Sequence[LeafSpec]
 ) -> str | None:
-    """Why the parameters are not those of a saved engine; None if they are.
+    """Says why the parameters are not those of a saved engine; None if they are.
 
     Args:
         sums: The fingerprints of the parameters of all leaves.
-        saved: As `Given.fingerprints`; what is 0 is compared with nothing.
+        saved: As `LastParameters.fingerprints`; what is 0 is compared with nothing.
         specs: Of all leaves.
     """
     same = (saved == 0) | (saved == as_saved(sums))
@@ -79,7 +79,7 @@ def what_differs(
 
 
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
-    """The run's number, the same in every process that has some of these devices.
+    """Draws the run's number, and returns the same one in every process with these devices.
 
     It is random, and so another one for each engine that is ever made. With several processes all
     must call this: it waits for the others. `refusal` is why this one cannot go on with what it has
@@ -111,7 +111,7 @@ def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) 
 
 
 def gather(values: Sequence[int], devices: Collection[Any]) -> dict[int, list[int]]:
-    """The values of each process, sent through the devices: jax has no other public way."""
+    """Gathers values of each process through the devices: jax has no other public way."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(ordered), ("device",))
     row = np.array([values], np.int32)

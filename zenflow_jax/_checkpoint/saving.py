@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._checkpoint.counts import Counts
-from zenflow_jax._checkpoint.same_run import Given
+from zenflow_jax._checkpoint.same_run import LastParameters
 from zenflow_jax._checkpoint.tensor_file import FORMAT, TensorWriter, file_name
 from zenflow_jax._checkpoint.tree import Content
 from zenflow_jax._device.state import ZenFlowState
@@ -43,7 +43,7 @@ class Saver:
         updates: Updates,
     ):
         devices = devices_of(weights)
-        self._given = Given(devices)
+        self._last = LastParameters(devices)
         self.note(weights)
         self._abstract = jax.tree.map(_shape, state)
         self._offloaded, self._host_kernel = offloaded, host_kernel
@@ -53,10 +53,10 @@ class Saver:
 
     def note(self, weights: Sequence[jax.Array]) -> None:
         """Remembers the parameters that the caller has now, without keeping them alive."""
-        self._given.note(weights)
+        self._last.note(weights)
 
     def tree(self) -> dict[str, Any]:
-        """What is saved, in arrays of its own."""
+        """Copies the state into a tree of arrays."""
         content = self._content()
         try:
             return content.tree(self._worker.leaves())
@@ -64,7 +64,7 @@ class Saver:
             content.adam.close()
 
     def stream(self, copy_bytes: int | None) -> "EngineStream":
-        """The same, to be written while the run goes on; nothing is copied now.
+        """Takes the state without a copy, to be written while the run goes on.
 
         The run waits for whoever has it: it must be written or closed.
 
@@ -94,7 +94,7 @@ class Saver:
             schedule_state=progress.schedule_state,
             shares=progress.shares,
             # Before the first step others may be loaded.
-            fingerprints=self._given.fingerprints(specs)
+            fingerprints=self._last.fingerprints(specs)
             if progress.step
             else np.zeros(len(specs), np.uint32),
             **self._worker.counts(),

@@ -117,7 +117,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
 
 
 def _small(counts: Counts, schedule: Schedule, options: dict[str, Any]) -> dict[str, Any]:
-    """What the tree has beside the leaves, the same in every process."""
+    """The small arrays of the tree, equal in every process."""
     return {
         "counts": counts_to_tree(counts, schedule),
         "options": options,
@@ -127,7 +127,7 @@ def _small(counts: Counts, schedule: Schedule, options: dict[str, Any]) -> dict[
 
 
 def _shown(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in the same order, as errors name the first difference; `jax.tree.map` sorts."""
+    """Wraps the arrays for orbax, in their order, as errors name the first difference."""
     return {
         name: _shown(x) if isinstance(x, Mapping) else x.view(_Shown) for name, x in tree.items()
     }
@@ -191,7 +191,7 @@ def place_of(name: str, part: Part, spec: LeafSpec) -> tuple[slice, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Content:
-    """What is saved of an engine as of one moment: trees and files are written from this alone.
+    """The saved content of an engine at one moment, from which trees and files are written.
 
     Attributes:
         offloaded: The leaves whose arrays the host has.

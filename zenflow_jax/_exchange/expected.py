@@ -1,4 +1,4 @@
-"""What a caller's parameters and state must be, looked at in every call at next to no cost.
+"""Checks a caller's parameters and state in every call, at next to no cost.
 
 A model has hundreds of leaves, and a look at each of their arrays takes longer than all else that a
 call does. So it looks at the leaves whose numbers are read now, and compares their shardings with
@@ -73,7 +73,7 @@ class Expected:
         return state
 
     def take(self, params: Any) -> "CallerTree":
-        """The tree of parameters in parts; its leaves are not looked at.
+        """Takes a tree of parameters apart; does not look at its leaves.
 
         Raises:
             ValueError: If it lacks a leaf of the state.
@@ -99,7 +99,7 @@ class Expected:
         return state
 
     def _misplaced(self, state: ZenFlowState, groups: Iterable[int]) -> str | None:
-        """Which array of a state is not where the step keeps it, beside its parameter, in words.
+        """Names an array of a state that is not where the step keeps it, beside its parameter.
 
         On a mesh a misplaced array has other pieces on each device; they would be read as other
         channels. There it looks at all mail, as each step's is read.

@@ -142,7 +142,7 @@ class Receiver:
     def _receive_mail(
         self, item: Mail, times: tuple[float, float]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Each piece's gradient on its first device, and the step scalars, once in host memory."""
+        """Waits for each piece's gradient on its first device, and for the step scalars."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
         pieces = []
         if item.gradients:
@@ -158,7 +158,7 @@ class Receiver:
         return pieces, step_scalars
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:
-        """Each part's sum on its first device, once in host memory."""
+        """Waits for each part's sum on its first device, in host memory."""
         parts = self._offloaded.groups[item.group].parts
         pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
         if item.last is not None:

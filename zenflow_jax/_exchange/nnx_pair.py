@@ -1,6 +1,6 @@
-"""A flax nnx model and its optimizer, as the trees of arrays that an engine knows.
+"""Converts a flax nnx model and its optimizer to trees of arrays, and back.
 
-Imported by who has such a pair: flax takes as long to import as all of this library.
+Imported on first use: flax takes as long to import as all of this library.
 """
 
 from collections.abc import Callable, Sequence

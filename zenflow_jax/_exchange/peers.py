@@ -186,7 +186,7 @@ class PeerMonitor:
             if now >= end:
                 if self._exit_if_stuck:
                     self._end_process()
-                self._say_that_it_waits()
+                self._say_how_it_ends("is not ended, as `exit_if_stuck=False` says, but")
                 return
             if self._exits:
                 exit_end = min(exit_end, now + self._grace_s)
@@ -259,32 +259,22 @@ class PeerMonitor:
         )
 
     def _end_process(self) -> NoReturn:
-        _say(
-            f"{self._what()}\n"
-            f"Process {self._me} ends itself with code 1: {self._reason()}. Start them all again, "
-            "from the last checkpoint. The threads of this one now:\n"
-        )
-        faulthandler.dump_traceback(2)
+        self._say_how_it_ends("ends itself with code 1")
         os._exit(1)
 
-    def _say_that_it_waits(self) -> None:
-        _say(
-            f"{self._what()}\n"
-            f"Process {self._me} is not ended, as `exit_if_stuck=False` says, but: "
-            f"{self._reason()}. End them all and start them again, from the last checkpoint. The "
-            "threads of this one now:\n"
-        )
-        faulthandler.dump_traceback(2)
-
-    def _reason(self) -> str:
+    def _say_how_it_ends(self, how: str) -> None:
         states = ", ".join(
             f"process {i} left it at {self._left[i]}" if i in self._left else f"process {i} did not"
             for i in sorted(self._processes)
         )
-        return (
-            f"{self._grace_s:g} s later the processes have not all left the engine at the same "
-            f"point ({states}), and whoever goes on waits in a collective that others never join"
+        _say(
+            f"{self._what()}\n"
+            f"Process {self._me} {how}: {self._grace_s:g} s later the processes have not all left "
+            f"the engine at the same point ({states}), and whoever goes on waits in a collective "
+            "that others never join. End what is left of them and start them all again, from the "
+            "last checkpoint. The threads of this one now:\n"
         )
+        faulthandler.dump_traceback(2)
 
 
 def _say(text: str) -> None:

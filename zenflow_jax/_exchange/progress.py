@@ -47,7 +47,7 @@ class Progress:
         return float(known.mean()) if known.size else None
 
     def boundaries(self) -> list[Boundary]:
-        """What happens to each group after the next step."""
+        """Says what happens to each group after the next step."""
         self._read()
         return [
             Boundary(*map(bool, self._schedule.boundary(self.step + 1, self._state, group)))

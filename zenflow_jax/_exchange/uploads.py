@@ -1,4 +1,4 @@
-"""What the worker uploads: updates, and channels that change hands."""
+"""Uploads for the worker: updates, and channels that change hands."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -50,7 +50,7 @@ class Uploads:
 def hand_over(
     host: HostState, parts: Sequence[Part], item: HandOver, window: ClosedWindow
 ) -> tuple[list[Any], int]:
-    """What `HandOver.done` gives, and how many bytes were read from the device."""
+    """Hands channels over; returns what `HandOver.done` gives, and how many bytes were read."""
     # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
     leaving = [
         [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
