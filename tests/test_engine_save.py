@@ -1,5 +1,6 @@
 """An engine's state that is written while the run goes on is that of the moment of the save."""
 
+import dataclasses
 import errno
 import functools
 import os
@@ -116,8 +117,8 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
 def test_what_is_written_first_is_saved_first():
     with Training(FIRST, SETTINGS, **KERNEL) as training:
         go(training, PLAN, 9)
-        parts = training.engine._saver._offloaded.parts
         stream = training.engine.stream(0)
+        parts = stream.content.offloaded.parts
         # In the order in which their windows close, at steps 10, 12 and 13.
         assert [parts[i].spec.group for i, _ in stream.snapshot.leaves()] == [0, 2, 1]
         mine = training.engine._worker.leaves()
@@ -322,10 +323,10 @@ def test_files_that_are_not_whole_are_refused_by_name(tmp_path):
 
 def save_as(training, process, folder, monkeypatch):
     """Saves as one of two processes would."""
-    training.engine._saver._processes = [0, 1]
+    stream = dataclasses.replace(training.engine.stream(), processes=[0, 1])
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: process)
-        EngineCheckpointHandler().save(folder, args=zenflow_jax.EngineSave(training.engine))
+        stream.write(folder)
 
 
 def test_files_of_several_saves_are_refused(tmp_path, monkeypatch):
