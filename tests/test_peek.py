@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import zenflow_jax
-from tests import runs
+from tests import processes, runs
 from tests.resuming import KERNEL, PLAN, SETTINGS, end, fail_elsewhere, go, resumed, saved
 from tests.runs import FIRST, ONE, SECOND, Settings, Training
 from tests.test_ahead import compilations
@@ -168,7 +168,8 @@ def trained(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def test_methods_for_nnx_equal_the_functional_form_and_peek_gives_another_model():
+def test_methods_for_nnx_equal_the_functional_form_and_peek_gives_another_model(monkeypatch):
+    monkeypatch.setattr(processes, "optimized", False)  # as `nnx.jit` is here
     with HERE(FIRST, SETTINGS) as expected:
         model = Model()
         optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
