@@ -215,12 +215,12 @@ def add_ours(cases: dict[str, dict[str, Run]], x: Arrays, adam: HostAdam, name: 
 
 
 def laid_out(moment: Moment, shape: tuple[int, ...]) -> Moment:
-    """The same codes, taken for those of another layout; units are as many."""
-    if moment.units is None:
+    """The same codes, taken for those of another layout; scales are as many."""
+    if moment.scales is None:
         return Moment(moment.values.reshape(shape))
     of_shape = Moment.compact(shape, moment.values.dtype)
-    assert of_shape.units is not None
-    return Moment(moment.values.reshape(shape), moment.units.reshape(of_shape.units.shape))
+    assert of_shape.scales is not None
+    return Moment(moment.values.reshape(shape), moment.scales.reshape(of_shape.scales.shape))
 
 
 def add_torch(cases: dict[str, dict[str, Run]], x: Arrays, threads: int, name: str) -> None:

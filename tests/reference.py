@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
@@ -593,45 +594,34 @@ def _clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.flo
 
 
 def compact(mu: Any, nu: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A channel's moments after they were kept in 8 bits, with a unit for each 32 neighbours."""
+    """A channel's moments after they were kept in 8 bits, with a scale for each 32 neighbours."""
     return compact_one(mu, first=True), compact_one(nu, first=False)
 
 
 def compact_one(moment: Any, *, first: bool) -> np.ndarray:
     """One of the two."""
-    round_group = _round_first if first else _round_second
+    round_block = _round_first if first else _round_second
     flat = np.array(moment, np.float32).reshape(-1)
-    with np.errstate(all="ignore"):  # of what is not finite
-        for i in range(0, flat.size, 32):
-            flat[i : i + 32] = round_group(flat[i : i + 32])
+    for i in range(0, flat.size, 32):
+        flat[i : i + 32] = round_block(flat[i : i + 32])
     return flat.reshape(np.shape(moment))
 
 
 def _round_first(m: np.ndarray) -> np.ndarray:
-    # Codes c from -127 to 127 stand for c (|c| + 60) units.
-    unit = _of_bits(9, _largest(m) * (np.float32(1) / np.float32(127 * 187)))
-    if _largest(m) < np.float32(2.0**-100):
-        return np.where(np.isfinite(m), np.float32(0), np.float32(np.nan))
-    c = np.rint(np.sqrt(abs(m) * (np.float32(1) / unit) + np.float32(900)) - np.float32(30))
-    return np.where(np.isfinite(m), np.copysign(c * (c + 60) * unit, m) + 0, np.float32(np.nan))
+    # Codes c from -127 to 127 stand for c (|c| + 60) / 23749 of the scale.
+    top, largest = np.float32(127 * 187), np.max(abs(m))
+    if largest < 2.0**-60:
+        return np.zeros_like(m)
+    scale = largest.astype(ml_dtypes.bfloat16).astype(np.float32)
+    c = np.rint(np.sqrt(abs(m) * (top / scale) + np.float32(900)) - np.float32(30))
+    return np.copysign(c * (c + 60) * (1 / top) * scale, m) + 0
 
 
 def _round_second(v: np.ndarray) -> np.ndarray:
-    # Codes c from 0 to 254 stand for roots of c units, and only zero's is 0.
-    root = np.sqrt(v)
-    largest = _largest(root)
-    if largest == 0:
-        return np.where(np.isfinite(root), np.float32(0), np.float32(np.nan))
-    unit = _of_bits(16, max(largest * (np.float32(1) / np.float32(254)), np.float32(2.0**-74)))
-    c = np.maximum(np.rint(root * (np.float32(1) / unit)), (root > 0).astype(np.float32))
-    return np.where(np.isfinite(root), (c * unit) ** 2, np.float32(np.nan))
-
-
-def _largest(x: np.ndarray) -> np.float32:
-    return np.max(abs(x), where=np.isfinite(x), initial=np.float32(0))
-
-
-def _of_bits(bits: int, x: Any) -> np.float32:
-    """The nearest number of so many significant bits."""
-    fraction, exponent = np.frexp(x)
-    return np.float32(np.ldexp(np.rint(fraction * 2**bits), int(exponent) - bits))
+    # Codes c from 0 to 255 stand for roots of c / 255 of the scale; only zero's is 0.
+    root, top = np.sqrt(v), np.float32(255)
+    scale = np.max(root)
+    if scale < 2.0**-60:
+        return np.zeros_like(v)
+    c = np.maximum(np.rint(root * (top / scale)), (root > 0).astype(np.float32))
+    return (c * (1 / top) * scale) ** 2

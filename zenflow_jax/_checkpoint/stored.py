@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from zenflow_jax._checkpoint.tensor_file import FORMAT, Tensor, file_name, read_header
-from zenflow_jax._host.aligned import blank
+from zenflow_jax._host.arrays import blank
 
 
 class StoredArray:

@@ -27,7 +27,7 @@ from zenflow_jax._exchange.parts import (
     joined,
 )
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.aligned import blank
+from zenflow_jax._host.arrays import blank
 from zenflow_jax._host.state import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
@@ -252,18 +252,17 @@ class Content:
             channels = leaf.channels if before is None else before
             yield 0, channels + self.offloaded.parts[i].first
         else:
-            scratch = blank((min(_BLOCK, leaf.master.size),))
             for begin in range(0, leaf.master.size, _BLOCK):
                 end = min(begin + _BLOCK, leaf.master.size)
                 if name == "total":
-                    yield begin, self._sum(leaf, begin, end, scratch)
+                    yield begin, self._sum(leaf, begin, end)
                 else:
                     array = {"master": leaf.master, "mu": leaf.mu, "nu": leaf.nu}[name]
-                    yield begin, array.range(begin, end, scratch)
+                    yield begin, array.range(begin, end)
 
-    def _sum(self, leaf: HostLeaf, begin: int, end: int, scratch: np.ndarray) -> np.ndarray:
+    def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
         """Some of the sum of the leaf's open window, with the bits of any other way to add up."""
-        total = scratch[: end - begin]
+        total = np.empty(end - begin, np.float32)
         if leaf.total is not None:
             np.copyto(total, leaf.total.reshape(-1)[begin:end])
         mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in leaf.mails]

@@ -24,16 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Layout, Moment, new_moments, tiles_of_groups
-from zenflow_jax._host.numpy_kernel import (
-    GRADIENTS_PER_PASS,
-    Moving,
-    MovingArray,
-    NumpyKernel,
-    Step,
-    Tile,
-    flat,
-)
+from zenflow_jax._host.moments import Layout, Moment, Tile, as_matrix, new_moments
+from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, flat
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
 
@@ -125,7 +117,7 @@ class HostAdam:
             kernel.accumulate(sums[part], [(g[part], factor) for g, factor in addends], first)
 
         limit = self._limit(kernel, total.size, len(gradients))
-        self._run(work, _tiles(1, total.size, limit))
+        self._run(work, Layout.of((1, 1, 1, total.size)).tiles(limit))
 
     def adamw(
         self,
@@ -161,7 +153,7 @@ class HostAdam:
         Yields:
             None, after each chunk.
         """
-        assert (mu.units is None) == (nu.units is None)
+        assert (mu.scales is None) == (nu.scales is None)
         assert mu.shape == nu.shape == masters.shape
         assert all(x.flags.writeable for x in (*masters.arrays, *mu.arrays, *nu.arrays))
         assert gradients
@@ -169,42 +161,37 @@ class HostAdam:
         assert steps.dtype == np.int32
         assert steps.shape == active.shape == masters.shape[::2]
         layout = Layout.of(masters.shape)
-        rows, width, trailing = layout
-        compact = mu.units is not None
         active = active.copy()  # The caller may select again while the step is under way.
         if masters.size == 0 or not active.any():
             return
         steps += active * np.int32(of_window.advance)
 
-        def segments(x: np.ndarray) -> np.ndarray:
-            return flat(x).reshape(-1, width)
+        def segments(x: np.ndarray | None) -> np.ndarray | None:
+            return None if x is None else flat(x).reshape(-1, layout.width)
 
-        m_scale, v_scale = (_debias(steps, beta) for beta in (of_window.b1, of_window.b2))
+        def scales(x: Moment) -> np.ndarray | None:
+            return None if x.scales is None else as_matrix(x.scales, layout)
+
         step = Step(
+            layout=layout,
             p=segments(masters.values),
-            rest=None if masters.rest is None else segments(masters.rest),
-            cast=None if masters.cast is None else segments(masters.cast),
+            rest=segments(masters.rest),
+            cast=segments(masters.cast),
             m=segments(mu.values),
             v=segments(nu.values),
-            m_units=mu.units,
-            v_units=nu.units,
+            m_scales=scales(mu),
+            v_scales=scales(nu),
             gradients=[(segments(g), np.float32(factor)) for g, factor in gradients],
             active=active.reshape(-1),
-            m_scale=m_scale,
-            v_scale=np.sqrt(v_scale) if compact else v_scale,
-            rows=rows,
-            trailing=trailing,
+            m_debias=_debias(steps, of_window.b1),
+            v_debias=_debias(steps, of_window.b2),
             scale=np.float32(scale),
             scalars=AdamScalars(*map(np.float32, of_window.scalars)),
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), masters.cast)
         limit = self._limit(kernel, masters.size, len(gradients))
-        tiles = (
-            tiles_of_groups(step.p.shape[0], layout, limit)
-            if compact
-            else _tiles(step.p.shape[0], width, limit)
-        )
-        if not trailing:
+        tiles = layout.tiles(limit)
+        if not layout.trailing:
             tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
 
         work = kernel.adamw(step)
@@ -225,7 +212,8 @@ class HostAdam:
         """
         entries, rows, _, tail = arrays[0].shape
         taken = [np.empty((entries, rows, channels.shape[1], tail), np.float32) for _ in arrays]
-        self._move(arrays, taken, channels, inward=False)
+        for x, of_array in zip(arrays, taken, strict=True):
+            self._move_numbers(x, channels, of_array, inward=False)
         return taken
 
     def put(
@@ -235,42 +223,50 @@ class HostAdam:
 
         Of a float16 leaf what is uploaded stays as it is, until the channels' next update.
         """
-        self._move(arrays, rows, channels, inward=True)
+        for x, of_array in zip(arrays, rows, strict=True):
+            self._move_numbers(x, channels, of_array, inward=True)
 
     def close(self) -> None:
         """Ends the threads. Safe twice."""
         if self._pool is not None:
             self._pool.shutdown()
 
+    def _move_numbers(
+        self, x: Movable, channels: np.ndarray, rows: np.ndarray, *, inward: bool
+    ) -> None:
+        assert rows.dtype == np.float32
+        if isinstance(x, Masters):
+            self._move(x.values, x.rest, rows, channels, inward=inward)
+        elif x.scales is None:
+            self._move(x.values, None, rows, channels, inward=inward)
+        elif rows.size:
+            codes = Moment.compact(rows.shape, x.values.dtype)
+            assert codes.scales is not None
+            layout = Layout.of(rows.shape)
+            convert = self._kernel.convert(codes, rows, inward=inward)
+            tiles = self._tiles_for(layout, rows.size)
+            if inward:
+                self._run(convert, tiles)
+            self._move(x.values, None, codes.values, channels, inward=inward)
+            self._move(x.scales, None, codes.scales, channels, inward=inward)
+            if not inward:
+                self._run(convert, tiles)
+
     def _move(
         self,
-        arrays: Sequence[Movable],
-        some: Sequence[np.ndarray],
+        x: np.ndarray,
+        rest: np.ndarray | None,
+        rows: np.ndarray,
         channels: np.ndarray,
         *,
         inward: bool,
     ) -> None:
-        moving = Moving(
-            [
-                MovingArray(x.values, x.rest, None, rows)
-                if isinstance(x, Masters)
-                else MovingArray(x.values, None, x.units, rows)
-                for x, rows in zip(arrays, some, strict=True)
-            ],
-            channels,
-            inward=inward,
-        )
-        kernel, rows = self._kernel, some[0]
-        entries, height, n, tail = arrays[0].shape
-        k = channels.shape[1]
+        entries, height, n, tail = x.shape
         # Compiled code checks nothing: it would read and write anywhere.
         assert channels.dtype == np.int32
-        assert channels.shape == (entries, k)
-        for x, rest, units, new in moving.arrays:
-            assert x.shape == (entries, height, n, tail)
-            assert new.shape == (entries, height, k, tail)
-            assert new.dtype == np.float32
-            assert rest is not None or units is not None or x.dtype == np.float32
+        assert channels.shape == (entries, rows.shape[2])
+        assert rows.shape == (entries, height, channels.shape[1], tail)
+        assert rows.dtype == (x.dtype if rest is None else np.float32)
         if rows.size == 0:
             return
         if not 0 <= channels.min() <= channels.max() < n:
@@ -278,13 +274,14 @@ class HostAdam:
                 f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}. "
                 "The optimizer state is damaged, or of other devices: go on from a checkpoint."
             )
-        layout = Layout(1, tail, False) if height == 1 else Layout(height, k, True)
-        segments = entries * (k if height == 1 else height)
-        tiles = [(0, segments, 0, layout.width)]
-        # NumPy holds Python's lock while it copies rows, so threads would not help.
-        if kernel is not self._portable:
-            tiles = tiles_of_groups(segments, layout, self._limit(kernel, rows.size, 1))
-        self._run(kernel.move(moving), tiles)
+        move = self._kernel.move(x, rest, rows, channels, inward=inward)
+        self._run(move, self._tiles_for(Layout.of(rows.shape), rows.size))
+
+    def _tiles_for(self, layout: Layout, size: int) -> list[Tile]:
+        """Tiles for moving channels; one that is ignored for NumPy, which moves them at once."""
+        if self._kernel is self._portable:
+            return [(0, layout.segments, 0, layout.width)]
+        return layout.tiles(self._limit(self._kernel, size, 1))
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
@@ -322,19 +319,6 @@ def available_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows do not tell
         return os.cpu_count() or 1
-
-
-def _tiles(segments: int, width: int, limit: int) -> list[Tile]:
-    """Cuts `segments` of `width` elements into contiguous tiles of at most `limit` elements."""
-    if width <= limit:
-        k = limit // max(width, 1)
-        return [(i, min(i + k, segments), 0, width) for i in range(0, segments, k)]
-    part = -(-width // -(-width // limit))
-    return [
-        (i, i + 1, left, min(left + part, width))
-        for i in range(segments)
-        for left in range(0, width, part)
-    ]
 
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:

@@ -18,25 +18,24 @@ do: such a leaf keeps float32 masters, and beside them what is uploaded.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host.aligned import blank, copied
+from zenflow_jax._host.arrays import PIECE, HostArray, blank
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT16 = np.iinfo(np.int16)
-# Elements of a leaf that are worked on at once: the scratch stays in the cache.
-_BLOCK = 128 * 1024
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Masters:
-    """The masters of one leaf, and what is uploaded of them; arrays of one shape, C-contiguous."""
+class Masters(HostArray):
+    """The masters of one leaf, and what is uploaded of them: arrays of one shape.
 
-    values: np.ndarray  # float32; of a bfloat16 leaf the masters rounded, which are uploaded
+    `values` are float32; of a bfloat16 leaf the masters rounded, which are uploaded.
+    """
+
     rest: np.ndarray | None = None  # of a bfloat16 leaf: int16, what `values` lack of the masters
     cast: np.ndarray | None = None  # of a float16 leaf: the masters rounded, which are uploaded
 
@@ -50,44 +49,9 @@ class Masters:
         return cls(blank(shape))
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def size(self) -> int:
-        return self.values.size
-
-    @property
-    def arrays(self) -> list[np.ndarray]:
-        """Those that there are."""
-        return [x for x in (self.values, self.rest, self.cast) if x is not None]
-
-    @property
     def to_upload(self) -> np.ndarray:
         """The masters in the leaf's dtype. Not a copy: the next update writes it."""
         return self.values if self.cast is None else self.cast
-
-    def as_float32(self) -> np.ndarray:
-        """All masters: new memory where they are split, else `values`, which updates write."""
-        if self.rest is None:
-            return self.values
-        found = blank(self.shape)
-        for rounded, rest, x in _blocks(self.values, self.rest, found):
-            join(rounded, rest, out=x)
-        return found
-
-    def copy(self) -> "Masters":
-        """The same in other memory."""
-        rest, cast = (None if x is None else copied(x) for x in (self.rest, self.cast))
-        return Masters(copied(self.values), rest, cast)
-
-    def range(self, begin: int, end: int, scratch: np.ndarray) -> np.ndarray:
-        """Some masters in their order, float32: a view, or written to the start of `scratch`."""
-        values = self.values.reshape(-1)[begin:end]
-        if self.rest is None:
-            return values
-        join(values, self.rest.reshape(-1)[begin:end], out=scratch[: end - begin])
-        return scratch[: end - begin]
 
     def write(self, x: np.ndarray) -> None:
         """Sets all masters.
@@ -104,8 +68,15 @@ class Masters:
             np.copyto(self.values, x)
             self.rest[...] = 0
         else:
-            for rounded, rest, some in _blocks(self.values, self.rest, np.ascontiguousarray(x)):
-                split(some, rounded, rest)
+            arrays = [a.reshape(-1) for a in (np.ascontiguousarray(x), self.values, self.rest)]
+            for i in range(0, x.size, PIECE):
+                split(*(a[i : i + PIECE] for a in arrays))
+
+    def _decoded(self, begin: int, end: int) -> np.ndarray:
+        assert self.rest is not None
+        masters = np.empty(end - begin, np.float32)
+        join(self.values.reshape(-1)[begin:end], self.rest.reshape(-1)[begin:end], out=masters)
+        return masters
 
 
 def join(rounded: np.ndarray, rest: np.ndarray, *, out: np.ndarray) -> None:
@@ -144,9 +115,3 @@ def split(
 def _round(x: np.ndarray, *, out: np.ndarray, where: "np.ndarray | bool" = True) -> None:
     with np.errstate(all="ignore"):  # what is too large becomes infinite, as on the device
         np.copyto(out, x, where=where, casting="same_kind")
-
-
-def _blocks(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
-    flat = [x.reshape(-1) for x in arrays]
-    for i in range(0, flat[0].size, _BLOCK):
-        yield [x[i : i + _BLOCK] for x in flat]

@@ -1,115 +1,105 @@
 """The two moments of a leaf on the host: float32, or "compact" in codes of 8 bits.
 
-A group of 32 neighbours in a channel has codes and one unit in which they count. So the two moments
-take 1.0625 and 1.125 bytes in place of 4 each. Groups never span channels: a channel that takes no
-step keeps every bit, and one that is handed over changes nothing of its neighbours.
+A block of 32 neighbours in a channel has a code for each and one scale, its largest magnitude. So
+the two moments take 1.0625 and 1.125 bytes in place of 4 each. Blocks never span channels: a
+channel that takes no step keeps every bit, and one that is handed over changes nothing of its
+neighbours.
 
-First moment: codes `c` from -127 to 127 stand for `c (|c| + 60)` units. The steps between them grow
-from near zero to the largest by 4, as those of a softsign curve do (FlashOptim,
+First moment: codes `c` from -127 to 127 stand for `c (|c| + 60) / 23749` of the scale. The steps
+between them grow from near zero to the largest by 4, as those of a softsign curve do (FlashOptim,
 https://arxiv.org/abs/2602.23349); but this curve takes no division on the way back. Second moment:
-its square root is `c` units, `c` from 0 to 254. A code is the nearest, and at least 1 where a
-second moment is above zero: one that vanished under a first moment would make a huge step. One code
-of each, -128 and 255, stands for what is not finite; it comes back as NaN, and its neighbours as
-they are.
+its square root is `c / 255` of the scale, `c` from 0 to 255. A code is the nearest, and at least 1
+where a second moment is above zero: one that vanished under a first moment would make a huge step.
 
-The unit is the group's largest number over that of the largest code, rounded to 9 bits of a first
-moment and 16 of a second. Kept are bits 15 to 30 of the first one's float32: it has no sign, and
-ends in zeros. So it has float32's range, and is never rounded to zero, as second moments in float16
-would be. The second one's is a float32. With 9 bits it would stand still: where `b2` is 0.999 an
-update lets the root shrink by 1 in 2000, which would be rounded away each time. Codes have up to 15
-and 8 bits, so codes times unit are exact in float32; and with 9 bits the largest number always gets
-the largest code, with 8 not. Hence what has been read and is written again, in the same groups,
-gives the same codes and units: checkpoints have float32 moments and lose nothing. At the lower end,
-a group of first moments below 2**-100 becomes zero, as their squares are in float32; units of
-second moments are at least 2**-74, so that a code's square never is. Where the largest of a group
-is zero, so is the unit.
+The first moment's scale is a bfloat16, the second's a float32. In bfloat16 it would stand still:
+where `b2` is 0.999 an update lets the root shrink by 1 in 2000, which would be rounded away.
 
-Letters: `m` the first moment; `w` the square root of the second, which the kernels work with.
+Numbers that were decoded give the same codes and scales again, in the same blocks: the largest has
+the largest code, and that one stands for the scale, exactly. So checkpoints have float32 moments,
+which any mesh can read, and lose nothing. A block whose numbers (or roots) are all below 2**-60 is
+zero, as their squares are in float32. A number that is not finite makes its block NaN or infinite.
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+import math
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host.aligned import blank, copied
+from zenflow_jax._host.arrays import PIECE, HostArray, blank
 
-#: Elements that share a unit; fewer where a channel ends.
-GROUP = 32
-#: What stands for a number that is not finite.
-NO_FIRST, NO_SECOND = -128, 255
-# A first moment's code `c` is `c (|c| + 2 h)` units. Of the numbers near 30 this `h` is one where
-# 127 (127 + 2 h) times its reciprocal is 1 in float32.
+#: Elements that share a scale; fewer where a channel ends.
+BLOCK = 32
+# A first moment's code is `c (|c| + 2 h)` steps. Of the numbers near 30 this `h` is one where
+# 127 (127 + 2 h) times its reciprocal is 1 in float32, as it has to be, and as 255 times its is.
 BEND = np.float32(30)
-TOP_FIRST, TOP_SECOND = np.float32(127 * (127 + 60)), np.float32(254)
+TOP_FIRST, TOP_SECOND = np.float32(127 * (127 + 60)), np.float32(255)
 PER_FIRST, PER_SECOND = 1 / TOP_FIRST, 1 / TOP_SECOND
-BEND_SQUARED = BEND * BEND
-#: A group of first moments, all smaller, is zero.
-LEAST_FIRST = np.float32(2.0**-100)
-#: The smallest unit of a second moment.
-LEAST_UNIT = np.float32(2.0**-74)
-#: Added to a small number it leaves the nearest integer in the lower bits: ties to even.
-ROUNDER = np.float32(1.5 * 2**23)
-#: The bits of float32 infinity.
-INFINITE = 0x7F800000
-_MAGNITUDE = np.int32(0x7FFFFFFF)
+#: Blocks below are zero.
+LEAST = np.float32(2.0**-60)
 
-_UNITS = (np.dtype(np.uint16), np.dtype(np.float32))
 _FIRST, _SECOND = np.dtype(np.int8), np.dtype(np.uint8)
-# Elements that are worked on at once: the scratch stays in the cache.
-_BLOCK = 128 * 1024
+_SCALES = {_FIRST: np.dtype(ml_dtypes.bfloat16), _SECOND: np.dtype(np.float32)}
+
+#: First and last + 1 segment, first and last + 1 element in each.
+Tile = tuple[int, int, int, int]
 
 
 class Layout(NamedTuple):
-    """How `(entries, rows, n, tail)` lies in memory, as segments of `width` elements."""
+    """How `(entries, rows, n, tail)` lies in memory, as segments of `width` elements.
 
-    rows: int  # segments of a stack entry in the trailing layout
+    Where channels lead, a segment is one of them. Where they trail, it is a row of all of them,
+    and blocks have 32 rows of an entry.
+    """
+
+    segments: int
+    rows: int  # segments of an entry; of all of them where channels lead
     width: int
     trailing: bool
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> "Layout":
-        _, rows, n, tail = shape
-        if n == 1:  # One channel: its elements are contiguous in either layout.
-            rows, tail = 1, rows * tail
+        entries, rows, n, tail = shape
         assert rows == 1 or tail == 1
-        return cls(rows, n, True) if tail == 1 else cls(1, tail, False)
+        if tail == 1:
+            return cls(entries * rows, rows, n, True)
+        return cls(entries * n, entries * n, tail, False)
 
     @property
     def axis(self) -> int:
-        """Along which axis of `(segments, width)` groups of codes lie."""
+        """Along which axis of `(segments, width)` blocks lie."""
         return 0 if self.trailing else 1
 
-    def cut_at_entries(self, first: int, last: int) -> Iterator[slice]:
-        """Cuts a range of segments where stack entries end, if groups of codes span segments."""
-        if not self.trailing:
-            yield slice(first, last)
-            return
-        for entry in range(first // self.rows, -(-last // self.rows)):
-            yield slice(max(first, entry * self.rows), min(last, (entry + 1) * self.rows))
+    def tiles(self, limit: int) -> list[Tile]:
+        """Tiles of whole blocks of one entry, of at most `limit` elements or one block."""
+        height, breadth = (BLOCK, 1) if self.trailing else (1, BLOCK)
+        edges = _cut(self.width, limit // height, breadth)
+        sides = _cut(self.rows, limit // edges[0][1], height)
+        return [
+            (entry + top, entry + bottom, left, right)
+            for entry in range(0, self.segments, self.rows)
+            for top, bottom in sides
+            for left, right in edges
+        ]
 
-    def units(self, segments: slice, elements: slice) -> tuple[slice, slice]:
-        """Where the units of a region are: of whole groups of codes, in one stack entry."""
+    def scales(self, tile: Tile) -> tuple[slice, slice]:
+        """Where the scales of a tile are."""
+        first, last, left, right = tile
         if not self.trailing:
-            return segments, slice(elements.start // GROUP, blocks_of(elements.stop))
-        entry, row = divmod(segments.start, self.rows)
-        first = entry * blocks_of(self.rows) + row // GROUP
-        return slice(first, first + blocks_of(segments.stop - segments.start)), elements
-
-    def spread(self, units: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The unit of each element of a region of whole groups, of this shape."""
-        wide = np.repeat(units, GROUP, axis=self.axis)
-        return wide[: shape[0], : shape[1]]
+            return slice(first, last), slice(left // BLOCK, blocks_of(right))
+        start = first // self.rows * blocks_of(self.rows) + first % self.rows // BLOCK
+        return slice(start, start + blocks_of(last - first)), slice(left, right)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moment:
-    """One moment of one leaf, `(entries, rows, n, tail)`, C-contiguous."""
+class Moment(HostArray):
+    """One moment of one leaf, `(entries, rows, n, tail)`.
 
-    values: np.ndarray  # float32; or codes, int8 of a first moment, uint8 of a second
-    units: np.ndarray | None = None  # (segments or blocks of them, groups): of the codes
+    `values` are float32; or codes, int8 of a first moment and uint8 of a second.
+    """
+
+    scales: np.ndarray | None = None  # of the codes: like `values`, one for each block
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...]) -> "Moment":
@@ -119,84 +109,38 @@ class Moment:
     @classmethod
     def compact(cls, shape: tuple[int, ...], dtype: Any) -> "Moment":
         """Zeros in codes: int8 for a first moment, uint8 for a second."""
-        return cls(blank(shape, dtype), blank(_units_shape(shape), _UNITS[dtype == _SECOND]))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def arrays(self) -> list[np.ndarray]:
-        """Those that there are."""
-        return [self.values] if self.units is None else [self.values, self.units]
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return Layout.of(self.shape)
-
-    def as_float32(self) -> np.ndarray:
-        """All of it: new memory where it is compact, else `values`, which updates write."""
-        if self.units is None:
-            return self.values
-        found = blank(self.shape)
-        self.range(0, found.size, found.reshape(-1))
-        return found
-
-    def copy(self) -> "Moment":
-        """The same in other memory."""
-        return Moment(copied(self.values), None if self.units is None else copied(self.units))
-
-    def range(self, begin: int, end: int, scratch: np.ndarray) -> np.ndarray:
-        """Some of it in C order, float32: a view, or written to the start of `scratch`."""
-        if self.units is None:
-            return self.values.reshape(-1)[begin:end]
-        out = scratch[: end - begin]
-        width = self.layout.width
-        codes, at = self.values.reshape(-1), begin
-        for first, last, left, right in _regions(begin, end, width):
-            size = (last - first) * (right - left)
-            some = out[at - begin : at - begin + size].reshape(last - first, right - left)
-            units = self._units_of(first, last, left, right)
-            decode(codes[at : at + size].reshape(some.shape), units, out=some)
-            if codes.dtype == _SECOND:
-                some *= some
-            at += size
-        return out
+        return cls(blank(shape, dtype), blank(_shape_of_scales(shape), _SCALES[np.dtype(dtype)]))
 
     def write(self, x: np.ndarray) -> None:
-        """Sets all of it; `x` is of the same shape, float32."""
         assert x.shape == self.shape
-        if self.units is None:
+        if self.scales is None:
             np.copyto(self.values, x)
             return
-        rows, width, trailing = self.layout
-        codes, flat = self.values.reshape(-1, width), np.ascontiguousarray(x).reshape(-1, width)
-        tiles = tiles_of_groups(flat.shape[0], self.layout, _BLOCK)
-        for first, last, left, right in tiles:
-            for segments in self.layout.cut_at_entries(first, last):
-                here = (segments, slice(left, right))
-                some = np.array(flat[here], np.float32)
-                if codes.dtype == _SECOND:
-                    with np.errstate(invalid="ignore"):
-                        np.sqrt(some, out=some)
-                encode(some, self.layout.axis, codes[here], self.units[self.layout.units(*here)])
+        layout = Layout.of(self.shape)
+        codes, numbers = (a.reshape(-1, layout.width) for a in (self.values, x))
+        scales = as_matrix(self.scales, layout)
+        for tile in layout.tiles(PIECE):
+            first, last, left, right = tile
+            region = slice(first, last), slice(left, right)
+            encode(
+                np.array(numbers[region]), layout.axis, codes[region], scales[layout.scales(tile)]
+            )
 
-    def _groups(self, segments: Any, elements: Any) -> tuple[Any, Any]:
-        """Indices into `units` of elements, by their segments and their places in these."""
-        rows, _, trailing = self.layout
-        if not trailing:
-            return segments, elements // GROUP
-        return segments // rows * blocks_of(rows) + segments % rows // GROUP, elements
-
-    def _units_of(self, first: int, last: int, left: int, right: int) -> np.ndarray:
-        """The unit of each element of a region, or `(segments, 1)` where one has it for all."""
-        assert self.units is not None
-        i, j = self._groups(np.arange(first, last), np.arange(left, right))
-        if self.layout.trailing:
-            return self.units[i][:, left:right]
-        some = self.units[first:last, j[0] : j[-1] + 1]
-        begin = left % GROUP
-        return np.repeat(some, GROUP, axis=1)[:, begin : begin + right - left]
+    def _decoded(self, begin: int, end: int) -> np.ndarray:
+        # Whole segments, for blocks may begin and end anywhere in them.
+        assert self.scales is not None
+        layout = Layout.of(self.shape)
+        rows, width = layout.rows, layout.width
+        first, last = begin // width, -(-end // width)
+        scales = as_matrix(self.scales, layout)
+        if layout.trailing:
+            segments = np.arange(first, last)
+            scales = scales[segments // rows * blocks_of(rows) + segments % rows // BLOCK]
+        else:
+            scales = spread(scales[first:last], 1, (last - first, width))
+        numbers = np.empty((last - first, width), np.float32)
+        decode(self.values.reshape(-1, width)[first:last], scales, numbers)
+        return numbers.reshape(-1)[begin - first * width : end - first * width]
 
 
 def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[Moment, Moment]:
@@ -208,161 +152,89 @@ def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[Moment, Momen
 
 def bytes_of_moments(shape: tuple[int, ...], *, compact: bool) -> int:
     """Bytes of both moments of a leaf."""
-    size = int(np.prod(shape, dtype=np.int64))
+    size = math.prod(shape)
     if not compact:
-        return 2 * np.dtype(np.float32).itemsize * size
-    units = int(np.prod(_units_shape(shape), dtype=np.int64))
-    each = sum(unit.itemsize for unit in _UNITS)
-    return (_FIRST.itemsize + _SECOND.itemsize) * size + each * units
+        return 8 * size
+    scales = sum(dtype.itemsize for dtype in _SCALES.values())
+    return 2 * size + scales * math.prod(_shape_of_scales(shape))
 
 
-def decode(codes: np.ndarray, units: np.ndarray, out: np.ndarray) -> None:
-    """What codes stand for: `m`, or `w`.
-
-    Args:
-        codes: int8 or uint8.
-        units: Of each code; or broadcast.
-        out: float32, of the shape of `codes`; written.
-    """
+def decode(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
+    """Writes to `out`, float32, the numbers that codes stand for; `scales` are of each code."""
     np.copyto(out, codes)
-    if codes.dtype == _FIRST:
-        steps = np.abs(out)
-        steps += 2 * BEND
-        out *= steps
-        missing = codes == NO_FIRST
-    else:
-        missing = codes == NO_SECOND
-    with np.errstate(over="ignore"):
-        out *= widened(units)
-    if missing.any():
-        out[missing] = np.nan
+    with np.errstate(all="ignore"):  # of blocks that are not finite
+        if codes.dtype == _FIRST:
+            out *= np.abs(out) + 2 * BEND
+            out *= PER_FIRST
+            out *= scales.astype(np.float32)
+        else:
+            out *= PER_SECOND
+            out *= scales
+            out *= out
 
 
 def encode(
     x: np.ndarray,
     axis: int,
     codes: np.ndarray,
-    units: np.ndarray,
+    scales: np.ndarray,
     where: "np.ndarray | bool" = True,
 ) -> None:
-    """Codes and units of numbers, of whole groups.
+    """Writes codes and scales of numbers.
 
     Args:
-        x: float32 (a, b): `m` or `w`. Garbage afterwards.
-        axis: Along which groups lie; they begin at its beginning.
-        codes: int8 for `m`, uint8 for `w`; written.
-        units: uint16 for `m`, float32 for `w`; written.
-        where: Bool, broadcast to `codes` and `units`: elsewhere both stay as they are.
+        x: float32 (a, b). Garbage afterwards.
+        axis: Along which blocks lie; they begin at its beginning.
+        codes: int8 of a first moment, uint8 of a second; written.
+        scales: Of each block; written.
+        where: Bool, broadcast to `codes` and `scales`: elsewhere both stay as they are.
     """
-    bits = x.view(np.int32) & _MAGNITUDE
-    missing = None
-    if bits.size and bits.max() >= INFINITE:
-        missing = bits >= INFINITE
-        bits[missing] = 0
-    starts = np.arange(0, x.shape[axis], GROUP)
-    largest = np.maximum.reduceat(bits, starts, axis=axis).view(np.float32)
-    new_units, inverse = units_for(largest, first=codes.dtype == _FIRST)
-    inverse = np.repeat(inverse, GROUP, axis=axis)[: x.shape[0], : x.shape[1]]
-    with np.errstate(all="ignore"):  # what is not finite gets its code below
-        if codes.dtype == _FIRST:
-            y = np.abs(x)
-            y *= inverse
-            y += BEND_SQUARED
-            np.sqrt(y, out=y)
-            y -= BEND
-            np.copysign(y, x, out=y)
+    first = codes.dtype == _FIRST
+    with np.errstate(all="ignore"):  # of blocks that are not finite
+        size = np.abs(x) if first else np.sqrt(x, out=x)
+        starts = np.arange(0, x.shape[axis], BLOCK)
+        largest = np.maximum.reduceat(size, starts, axis=axis)
+        largest[largest < LEAST] = 0
+        new_scales = largest.astype(scales.dtype)
+        wide = new_scales.astype(np.float32)
+        top = TOP_FIRST if first else TOP_SECOND
+        inverse = np.divide(top, wide, out=np.zeros_like(wide), where=wide > 0)
+        inverse = spread(inverse, axis, x.shape)
+        if first:
+            size *= inverse
+            size += BEND * BEND
+            np.sqrt(size, out=size)
+            size -= BEND
+            new_codes = np.copysign(size, x, out=size)
+            np.rint(new_codes, out=new_codes)
         else:
-            y = x * inverse
-        y += ROUNDER
-    found = y.view(np.int32)
-    if codes.dtype == _SECOND:
-        found &= 0xFF
-        np.maximum(found, np.minimum(bits, 1), out=found)
-    if missing is not None:
-        found[missing] = NO_FIRST if codes.dtype == _FIRST else NO_SECOND
-    np.copyto(codes, found, where=where, casting="unsafe")
-    np.copyto(units, new_units, where=where)
+            x *= inverse
+            new_codes = np.maximum(np.rint(x), x > 0)
+        np.copyto(codes, new_codes, where=where, casting="unsafe")
+    np.copyto(scales, new_scales, where=where)
 
 
-def units_for(largest: np.ndarray, *, first: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Units of groups with these largest magnitudes, as kept; and their reciprocals, float32."""
-    if first:
-        wide = np.where(largest < LEAST_FIRST, np.float32(0), largest * PER_FIRST)
-        units = (_rounded(wide, 15) >> 15).astype(np.uint16)
-    else:
-        wide = np.where(largest > 0, np.maximum(largest * PER_SECOND, LEAST_UNIT), np.float32(0))
-        units = _rounded(wide, 8).view(np.float32)
-    wide = widened(units)
-    return units, np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide > 0)
+def spread(scales: np.ndarray, axis: int, shape: tuple[int, ...]) -> np.ndarray:
+    """For each element of a region of this shape its block's scale."""
+    return np.repeat(scales, BLOCK, axis=axis)[: shape[0], : shape[1]]
 
 
-def _rounded(x: np.ndarray, zeros: int) -> np.ndarray:
-    """The bits of float32 numbers, rounded so that they end in zeros: to nearest, ties to even."""
-    bits = x.view(np.uint32)
-    half = np.uint32((1 << zeros - 1) - 1)
-    return (bits + half + (bits >> zeros & 1)) >> zeros << zeros
-
-
-def widened(units: np.ndarray) -> np.ndarray:
-    """Units in float32."""
-    if units.dtype == np.float32:
-        return units
-    return (units.astype(np.uint32) << 15).view(np.float32)
-
-
-def tiles_of_groups(segments: int, layout: Layout, limit: int) -> list[tuple[int, int, int, int]]:
-    """Cuts segments into tiles of whole groups, of at most `limit` elements, or one group's.
-
-    A tile is its first and last + 1 segment, and its first and last + 1 element in each.
-    """
-    rows, width, trailing = layout
-    if not trailing:
-        if width <= limit:
-            k = limit // max(width, 1)
-            return [(i, min(i + k, segments), 0, width) for i in range(0, segments, k)]
-        edges = _edges(width, max(limit // GROUP, 1) * GROUP, GROUP)
-        return [(i, i + 1, *pair) for i in range(segments) for pair in edges]
-    height = max(min(GROUP, rows), 1)
-    blocks = blocks_of(rows)
-    count, together = segments // max(rows, 1) * blocks, max(limit // (height * max(width, 1)), 1)
-    starts = [i // blocks * rows + i % blocks * GROUP for i in range(0, count, together)]
-    edges = _edges(width, max(limit // height, 1), 1)
-    return [
-        (first, last, *pair)
-        for first, last in zip(starts, [*starts[1:], segments], strict=True)
-        for pair in edges
-    ]
-
-
-def _edges(width: int, limit: int, step: int) -> list[tuple[int, int]]:
-    """Cuts a width into nearly equal parts of at most `limit`, at multiples of `step`."""
-    part = -(-width // -(-width // limit))
-    part = -(-part // step) * step
-    return [(left, min(left + part, width)) for left in range(0, width, part)]
+def as_matrix(scales: np.ndarray, layout: Layout) -> np.ndarray:
+    """Scales as `(segments or blocks of them, blocks or channels)`."""
+    return scales.reshape(-1, layout.width if layout.trailing else blocks_of(layout.width))
 
 
 def blocks_of(elements: int) -> int:
-    """Groups of codes that so many neighbours make."""
-    return -(-elements // GROUP)
+    """How many blocks so many neighbours make."""
+    return -(-elements // BLOCK)
 
 
-def _units_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, width, trailing = Layout.of(shape)
-    segments = int(np.prod(shape, dtype=np.int64)) // max(width, 1)
-    if trailing:
-        return segments // max(rows, 1) * blocks_of(rows), width
-    return segments, blocks_of(width)
+def _shape_of_scales(shape: tuple[int, ...]) -> tuple[int, ...]:
+    entries, rows, n, tail = shape
+    return (entries, blocks_of(rows), n, 1) if tail == 1 else (entries, rows, n, blocks_of(tail))
 
 
-def _regions(begin: int, end: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cuts a range of elements into regions of segments, none much larger than a block."""
-    while begin < end:
-        segment, left = divmod(begin, width)
-        if left or end - begin < width or width > _BLOCK:
-            right = min(width, left + end - begin, left + _BLOCK)
-            yield segment, segment + 1, left, right
-            begin += right - left
-        else:
-            count = min((end - begin) // width, _BLOCK // width)
-            yield segment, segment + count, 0, width
-            begin += count * width
+def _cut(size: int, limit: int, step: int) -> list[tuple[int, int]]:
+    """Cuts a size into pieces of at most `limit`, at multiples of `step`."""
+    piece = max(limit // step, 1) * step
+    return [(i, min(i + piece, size)) for i in range(0, size, piece)]

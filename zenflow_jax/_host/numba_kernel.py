@@ -7,13 +7,11 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from zenflow_jax._host import numba_loops, numba_moments
+from zenflow_jax._host import numba_loops
+from zenflow_jax._host.moments import Layout, Moment, Tile
 from zenflow_jax._host.numpy_kernel import (
     GRADIENTS_PER_PASS,
-    Moving,
-    MovingArray,
     Step,
-    Tile,
     Weighed,
     flat,
 )
@@ -31,33 +29,26 @@ class NumbaKernel:
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
         addends = [(_readable(g), factor) for g, factor in gradients]
         for i in range(0, len(addends), GRADIENTS_PER_PASS):
-            some = _padded(addends[i : i + GRADIENTS_PER_PASS])
-            numba_loops.accumulate(total, *some, first and i == 0)
+            together = _padded(addends[i : i + GRADIENTS_PER_PASS])
+            numba_loops.accumulate(total, *together, first and i == 0)
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
         """The function that takes the step on one tile."""
         assert step.cast is None  # float16 takes the other kernel
-        p, m, v = (_bits(x).reshape(-1) for x in (step.p, step.m, step.v))
-        rest = None if step.rest is None else step.rest.reshape(-1)
-        per_channel = (step.active, step.m_scale, step.v_scale)
-        width = step.p.shape[1]
-        if step.m_units is None or step.v_units is None:
-            loops, moments = numba_loops, (m, v)
-        else:
-            units_m, units_v = (x.reshape(-1) for x in (step.m_units, step.v_units))
-            loops, moments = numba_moments, (m, units_m, v, units_v)
-        if step.trailing:
-            advance, sizes = loops.adamw_trailing, (step.rows, width)
-        else:
-            advance, sizes = loops.adamw_leading, (width,)
-        more = (rest, *per_channel, (step.scale, *step.scalars), *sizes)
-        gradients = [(_readable(g.reshape(-1)), factor) for g, factor in step.gradients]
-        if len(gradients) <= GRADIENTS_PER_PASS:
-            return functools.partial(advance, p, *moments, *_padded(gradients), 0, *more)
-        early, late = (
-            gradients[: 1 - GRADIENTS_PER_PASS],
-            gradients[1 - GRADIENTS_PER_PASS :],
-        )
+        arrays = [_flat(x) for x in (step.p, step.rest)]
+        arrays += [_flat(x) for x in (step.m, step.m_scales, step.v, step.v_scales)]
+        channels = (step.active, step.m_debias, step.v_debias)
+        _, rows, width, trailing = step.layout
+        loop = numba_loops.adamw_trailing if trailing else numba_loops.adamw_leading
+        sources = [(_readable(flat(g)), factor) for g, factor in step.gradients]
+        early, late = [], sources
+        if len(sources) > GRADIENTS_PER_PASS:
+            early, late = sources[: 1 - GRADIENTS_PER_PASS], sources[1 - GRADIENTS_PER_PASS :]
+
+        def advance(tile: Tile, gradients: Weighed, origin: int) -> None:
+            of_tile = (*_padded(gradients), origin)
+            scalars = (step.scale, *step.scalars)
+            loop(*arrays, of_tile, channels, scalars, rows, width, tile)
 
         def add_up_and_advance(tile: Tile) -> None:
             first, last, left, right = tile
@@ -68,39 +59,38 @@ class NumbaKernel:
             starts = [i] if whole else range(i, j, width)
             size = j - i if whole else right - left
             for k in starts:
-                some = [(g[k : k + size], factor) for g, factor in early]
-                self.accumulate(total[k - i : k - i + size], some, first=True)
-            gs = _padded([(_readable(total), np.float32(1)), *late])
-            advance(p, *moments, *gs, i, *more, tile)
+                pieces = [(g[k : k + size], factor) for g, factor in early]
+                self.accumulate(total[k - i : k - i + size], pieces, first=True)
+            advance(tile, [(_readable(total), np.float32(1)), *late], i)
 
-        return add_up_and_advance
+        return add_up_and_advance if early else lambda tile: advance(tile, late, 0)
 
-    def move(self, moving: Moving) -> Callable[[Tile], None]:
-        """The function that moves one tile: some channels (leading), or some rows (trailing)."""
-        _, height, n, tail = moving.arrays[0].x.shape
-        size = tail if height == 1 else height
-        moves = [self._move(x, moving, n, size, leading=height == 1) for x in moving.arrays]
-
-        def work(tile: Tile) -> None:
-            for move in moves:
-                move(tile)
-
-        return work
-
-    def _move(
-        self, array: MovingArray, moving: Moving, n: int, size: int, *, leading: bool
+    def move(
+        self,
+        x: np.ndarray,
+        rest: np.ndarray | None,
+        rows: np.ndarray,
+        channels: np.ndarray,
+        *,
+        inward: bool,
     ) -> Callable[[Tile], None]:
-        x = _bits(flat(array.x))
-        rows = _readable(flat(array.rows)) if moving.inward else flat(array.rows)
-        if array.units is not None:
-            way, layout = "put" if moving.inward else "take", "leading" if leading else "trailing"
-            move = getattr(numba_moments, f"{way}_{layout}")
-            units = array.units.reshape(-1)
-            return functools.partial(move, x, units, rows, moving.channels, n, size)
-        rest = None if array.rest is None else flat(array.rest)
-        inward = moving.inward or None  # another type than True's, so that Numba compiles each way
-        move = numba_loops.move_leading if leading else numba_loops.move_trailing
-        return functools.partial(move, x, rest, rows, moving.channels, inward, n, size)
+        """The function that moves one tile of `rows`; see `NumpyKernel.move`."""
+        layout = Layout.of(rows.shape)
+        loop = numba_loops.move_trailing if layout.trailing else numba_loops.move_leading
+        moved = _readable(flat(rows)) if inward else _flat(rows)
+        sizes = (x.shape[2], layout.rows, layout.width)
+        return functools.partial(
+            loop, _flat(x), _flat(rest), moved, channels, inward or None, *sizes
+        )
+
+    def convert(self, moment: Moment, x: np.ndarray, *, inward: bool) -> Callable[[Tile], None]:
+        """The function that decodes a tile of a compact moment to `x`, or encodes it from there."""
+        _, rows, width, trailing = Layout.of(x.shape)
+        loop = numba_loops.convert_trailing if trailing else numba_loops.convert_leading
+        moved = _readable(flat(x)) if inward else flat(x)
+        root = (moment.values.dtype == np.uint8) or None
+        arrays = _flat(moment.values), _flat(moment.scales), moved
+        return functools.partial(loop, *arrays, root, inward or None, rows, width)
 
     def _scratch(self, size: int) -> np.ndarray:
         """A float32 array that belongs to the calling thread; its contents are garbage."""
@@ -118,6 +108,10 @@ def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np
 
 def _bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.dtype == _BFLOAT16 else x
+
+
+def _flat(x: np.ndarray | None) -> np.ndarray | None:
+    return None if x is None else _bits(flat(x))
 
 
 def _readable(x: np.ndarray) -> np.ndarray:

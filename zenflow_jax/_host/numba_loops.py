@@ -1,4 +1,4 @@
-"""Compiled loops: AdamW and the sum of gradients in one pass over memory, and rows that move.
+"""Compiled loops: AdamW and the sum of gradients in one pass over memory, and channels that move.
 
 `numba_kernel.py` runs them on each tile. bfloat16 arrives as its bits, in uint16 arrays. float16
 does not arrive, because Numba has none on CPUs. Every operation rounds once, on its own, as IEEE
@@ -6,35 +6,51 @@ does not arrive, because Numba has none on CPUs. Every operation rounds once, on
 scalar tail give the same bits, and NumPy gives them too. That costs nothing, because the loops wait
 for memory (`benchmarks/host_adam.py`).
 
-The functions carry no annotations, and `no_type_check` keeps jaxtyping's import hook from wrapping
-them: Numba could not compile the wrapper. Numba makes uint64 of the sum of two uint32, so each step
-of bit arithmetic is cast back. Loops count over slices, from zero: Numba checks in the loop an
-index that it cannot prove positive, and the check keeps LLVM from vectorizing.
+Moments in codes (`moments.py`) are decoded to scratch, a chunk at a time, take the step there as
+float32 ones do in place, and are encoded again.
+
+How loops are written: Numba makes uint64 of the sum of two uint32, so each step of bit arithmetic
+is cast back. It checks in the loop an index that it cannot prove positive, and the check keeps LLVM
+from vectorizing: so indices are unsigned (`np.uintp`), or count over slices from zero. Flags that
+choose a function (`_by_type`) are True or None, which have types of their own.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flat. Of a split master `p` is the
-rounded one and `rest` what it lacks, like `p` (`masters.py`); else `rest` is None. `gs` are four
-gradients like them and `fs` their factors; a missing gradient is None and its factor 0.
-The first gradient may begin at the element `origin` of the others. A tile has the segments `first`
-to `last`, and of each the elements `left` to `right`.
-
-Where rows move, `x` is a leaf's array (or `x` and `rest` its split masters) and `some` has the rows
-of its `channels`, `(entries, k)` of `n`; all are flat. A segment is one of these channels, of
-`width` elements (leading), or one row of all of them (trailing, `height` rows in a stack entry).
-`inward` is True, or None for the other way. A `group` here is a stack entry.
+rounded one and `rest` what it lacks, like `p` (`masters.py`); else `rest` is None. Of moments in
+codes `m_scales` and `v_scales` are their scales; else None. `gs` are four gradients like `p` and
+`fs` their factors; a missing gradient is None and its factor 0. The first gradient may begin at the
+element `origin` of the others. A tile has the segments `first` to `last`, and of each the elements
+`left` to `right`; it consists of whole blocks.
 """
 
+import inspect
 from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import Any
 
 import numba
 import numpy as np
 from numba.extending import overload
+
+from zenflow_jax._host import moments
 
 # C code calls none of these functions, and Python none of those inside of others. Numba would write
 # ways in for both, which was a third of the time to compile. Both are options of `numba.njit` that
 # its manual leaves out; it refuses those that it does not know.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _INNER: Any = {**_OPTIONS, "no_cpython_wrapper": True}
+
+# Numba compiles again what it keeps on disk when this file changes, not when that one does.
+BLOCK = moments.BLOCK
+_TWICE_BEND, _BEND, _BEND_SQUARED = 2 * moments.BEND, moments.BEND, moments.BEND * moments.BEND
+_TOP_FIRST, _TOP_SECOND = moments.TOP_FIRST, moments.TOP_SECOND
+_PER_FIRST, _PER_SECOND = moments.PER_FIRST, moments.PER_SECOND
+_LEAST, _ZERO = moments.LEAST, np.float32(0)
+# Added to a small number it leaves the nearest integer in the lower bits: ties to even.
+_ROUNDER = np.float32(1.5 * 2**23)
+# Elements of a chunk where channels lead. Larger scratch leaves the first cache, smaller chunks
+# cost calls. Where they trail a chunk has the rows of a block and so many lanes: with fewer the
+# scratch (512 KiB) would leave the second cache for the first, but memory is read in short pieces.
+_CHUNK = 4096
+_LANES = 2048
 
 
 def _compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
@@ -43,6 +59,7 @@ def _compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
     Numba keeps it beside this file, else in the user's cache folder. If it can write neither, it
     raises at import; then every process compiles for itself.
     """
+    function = inspect.unwrap(function)  # jaxtyping's import hook wraps it, in tests
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:
@@ -54,103 +71,95 @@ def _inner(function: Callable) -> Any:
     return _compiled(function, _INNER)
 
 
-def _overload(function: Callable) -> Callable[[Callable], Callable]:
-    """`numba.extending.overload`, for compiled code to call."""
-    return overload(function, jit_options=_INNER)
+def _by_type(place: int, wanted: Any, if_wanted: Callable, otherwise: Callable) -> Callable:
+    """A function that is one of two, by the type of its argument at some place.
+
+    For compiled code to call: Numba would give `x if y is None else z` a type for both.
+    """
+
+    def chosen(*args: Any) -> Any:
+        raise NotImplementedError("compiled code only")
+
+    pair = inspect.unwrap(if_wanted), inspect.unwrap(otherwise)
+    # Not strict: the arguments' names need not be those of `args`.
+    overload(chosen, jit_options=_INNER, strict=False)(
+        lambda *args: pair[0] if args[place] == wanted else pair[1]
+    )
+    return chosen
 
 
-def _widened(x):
-    raise NotImplementedError("compiled code only")
-
-
-@_overload(_widened)
-@no_type_check
-def _(x):
-    if x == numba.uint16:  # the bits of a bfloat16 are the upper half of a float32
-        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return lambda x: x
-
-
-def _piece(x, begin, end):
-    raise NotImplementedError("compiled code only")
-
-
-@_overload(_piece)
-@no_type_check
-def _(x, begin, end):
-    if x == numba.none:
-        return lambda x, begin, end: None
-    return lambda x, begin, end: x[begin:end]
-
-
-def _plus(total, g, f, i):
-    raise NotImplementedError("compiled code only")
-
-
-@_overload(_plus)
-@no_type_check
-def _(total, g, f, i):
-    if g == numba.none:
-        return lambda total, g, f, i: total
-    if total == numba.none:
-        return lambda total, g, f, i: _widened(g[i]) * f
-    return lambda total, g, f, i: total + _widened(g[i]) * f
+# The bits of a bfloat16 are the upper half of a float32.
+_widened = _by_type(
+    0,
+    numba.uint16,
+    lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32),
+    lambda x: x,
+)
+_added = _by_type(
+    0,
+    numba.none,
+    lambda total, g, f, i: _widened(g[i]) * f,
+    lambda total, g, f, i: total + _widened(g[i]) * f,
+)
+_plus = _by_type(
+    1,
+    numba.none,
+    lambda total, g, f, i: total,
+    lambda total, g, f, i: _added(total, g, f, i),
+)
 
 
 @_inner
-@no_type_check
-def _sum(total, gs, fs, i):
+def _sum(total, gs, fs, i, origin):
     """The sum, one after the other; each product and sum rounds, as in a pass for each."""
     a, b, c, d = gs
     e, f, g, h = fs
-    return _plus(_plus(_plus(_plus(total, a, e, i), b, f, i), c, g, i), d, h, i)
+    total = _plus(total, a, e, np.uintp(i - np.uintp(origin)))
+    return _plus(_plus(_plus(total, b, f, i), c, g, i), d, h, i)
 
 
-def _master(p, rest, i):
-    raise NotImplementedError("compiled code only")
+@_compiled
+def accumulate(total, gs, fs, first):
+    if first:
+        for e in range(total.size):
+            i = np.uintp(e)
+            total[i] = _sum(None, gs, fs, i, 0)
+    else:
+        for e in range(total.size):
+            i = np.uintp(e)
+            total[i] = _sum(total[i], gs, fs, i, 0)
 
 
-@_overload(_master)
-@no_type_check
-def _(p, rest, i):
-    if rest == numba.none:
-        return lambda p, rest, i: p[i]
-
-    def joined(p, rest, i):
-        rounded = np.uint32(np.uint32(p[i]) << np.uint32(16))
-        return np.uint32(rounded + np.uint32(np.int32(rest[i]))).view(np.float32)
-
-    return joined
+# Masters.
 
 
-def _keep(x, p, rest, i, on):
-    raise NotImplementedError("compiled code only")
+def _joined(p, rest, i):
+    rounded = np.uint32(np.uint32(p[i]) << np.uint32(16))
+    return np.uint32(rounded + np.uint32(np.int32(rest[i]))).view(np.float32)
 
 
-@_overload(_keep)
-@no_type_check
-def _(x, p, rest, i, on):
-    def whole(x, p, rest, i, on):
-        p[i] = x if on else p[i]
+def _keep_whole(x, p, rest, i, on):
+    p[i] = x if on else p[i]
 
-    def split(x, p, rest, i, on):
-        rounded = bfloat16_bits(x)
-        p[i] = _chosen(on, rounded, p[i])
-        rest[i] = np.int16(_chosen(on, rest_of(x, rounded), np.uint16(rest[i])))
 
-    return whole if rest == numba.none else split
+def _keep_split(x, p, rest, i, on):
+    rounded = bfloat16_bits(x)
+    p[i] = _chosen(on, rounded, p[i])
+    rest[i] = np.int16(_chosen(on, _rest_of(x, rounded), np.uint16(rest[i])))
+
+
+_master = _by_type(1, numba.none, lambda p, rest, i: p[i], _joined)
+_keep = _by_type(2, numba.none, _keep_whole, _keep_split)
 
 
 @_inner
-@no_type_check
 def _chosen(on, new, old):
     """`new` if `on`, else `old`: uint16, bit by bit, as LLVM vectorizes no branch around both."""
     return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
 
 
 @_inner
-@no_type_check
-def rest_of(x, rounded):
+def _rest_of(x, rounded):
     """What a bfloat16, given as its bits, lacks of `x`; both as uint16 (`masters.py`)."""
     bits = np.float32(x).view(np.uint32)
     lower, upper = np.uint16(bits), np.uint16(np.uint32(bits >> np.uint32(16)))
@@ -159,7 +168,6 @@ def rest_of(x, rounded):
 
 
 @_compiled
-@no_type_check
 def bfloat16_bits(x):
     """To nearest, ties to even; a NaN becomes the quiet one of its sign, as in ml_dtypes."""
     bits = np.float32(x).view(np.uint32)
@@ -169,155 +177,304 @@ def bfloat16_bits(x):
     return np.uint16(np.uint32(nearest if x == x else nan) >> np.uint32(16))
 
 
-@_inner
-@no_type_check
-def _pieces(gs, origin, begin, end):
-    a, b, c, d = gs
-    first = _piece(a, begin - origin, end - origin)
-    return first, _piece(b, begin, end), _piece(c, begin, end), _piece(d, begin, end)
+# AdamW.
 
 
 @_inner
-@no_type_check
-def _element(p, m, v, g, m_scale, v_scale, scalars):
+def _element(p, m, v, g, m_debias, v_debias, scalars):
     scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
     g = g * scale
     m = m * b1 + g * one_minus_b1
     v = v * b2 + (g * g) * one_minus_b2
-    direction = (m * m_scale) / (np.sqrt(v * v_scale) + eps) + p * weight_decay
+    direction = (m * m_debias) / (np.sqrt(v * v_debias) + eps) + p * weight_decay
     return p - direction * learning_rate, m, v
 
 
+@_inner
+def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes, scalars):
+    """Takes the step on `size` neighbours, from the elements `at` of masters and `at_m` of moments.
+
+    They are of one channel; or, where `lanes` is True, each of the next one. Then every lane is
+    written, with its new or its old value: LLVM vectorizes a branch around the stores only where
+    the machine has masked ones.
+    """
+    gs, fs, origin = gradients
+    active, m_debias, v_debias = channels
+    for e in range(size):
+        i, j = np.uintp(at + e), np.uintp(at_m + e)
+        c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
+        on = True if lanes is None else active[c]
+        g = _sum(None, gs, fs, i, origin)
+        x = _master(p, rest, i)
+        x, new_m, new_v = _element(x, m[j], v[j], g, m_debias[c], v_debias[c], scalars)
+        _keep(x, p, rest, i, on)
+        m[j] = new_m if on else m[j]
+        v[j] = new_v if on else v[j]
+
+
+# Where moments take the step: in place, or in scratch.
+_workplace = _by_type(
+    1, numba.none, lambda x, scales, size: x, lambda x, scales, size: np.empty(size, np.float32)
+)
+
+
 @_compiled
-@no_type_check
-def adamw_leading(p, m, v, gs, fs, origin, rest, active, m_scale, v_scale, scalars, width, tile):
+def adamw_leading(
+    p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
+):
     first, last, left, right = tile
+    active, m_debias, v_debias = channels
+    wide_m, wide_v = _workplace(m, m_scales, _CHUNK), _workplace(v, v_scales, _CHUNK)
+    blocks = _blocks(width)
+    together = max(_CHUNK // max(right - left, 1), 1)
     s = first
     while s < last:
         if not active[s]:
             s += 1
             continue
-        # Neighbours that take the same step are one piece: a narrow channel costs more to begin
+        # Neighbours that take the same step are one chunk: a narrow channel costs more to begin
         # than to compute.
         end = s + 1
         while (
-            end < last and active[end] and m_scale[end] == m_scale[s] and v_scale[end] == v_scale[s]
+            end < min(last, s + together)
+            and active[end]
+            and m_debias[end] == m_debias[s]
+            and v_debias[end] == v_debias[s]
         ):
             end += 1
-        i, j = s * width + left, (end - 1) * width + right
-        _advance_channels(
-            p[i:j],
-            m[i:j],
-            v[i:j],
-            _pieces(gs, origin, i, j),
-            fs,
-            _piece(rest, i, j),
-            m_scale[s],
-            v_scale[s],
-            scalars,
-        )
+        for a in range(left, right, _CHUNK):
+            b = min(a + _CHUNK, right)
+            i, j = s * width + a, (end - 1) * width + b
+            k, k_end = s * blocks + a // BLOCK, (end - 1) * blocks + _blocks(b)
+            at_m = i if m_scales is None else 0
+            if m_scales is not None:
+                _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, None)
+                _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, None)
+            _advance(p, rest, i, wide_m, wide_v, at_m, j - i, gradients, channels, s, None, scalars)
+            if m_scales is not None:
+                _convert(m[i:j], m_scales[k:k_end], wide_m[: j - i], b - a, None, True)
+                _convert(v[i:j], v_scales[k:k_end], wide_v[: j - i], b - a, True, True)
         s = end
 
 
-@_inner
-@no_type_check
-def _advance_channels(p, m, v, gs, fs, rest, m_scale, v_scale, scalars):
-    for i in range(p.size):
-        g = _sum(None, gs, fs, i)
-        p_i = _master(p, rest, i)
-        p_i, m_i, v_i = _element(p_i, m[i], v[i], g, m_scale, v_scale, scalars)
-        _keep(p_i, p, rest, i, True)
-        m[i] = m_i
-        v[i] = v_i
-
-
 @_compiled
-@no_type_check
 def adamw_trailing(
-    p, m, v, gs, fs, origin, rest, active, m_scale, v_scale, scalars, rows, width, tile
+    p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
 ):
     first, last, left, right = tile
-    for s in range(first, last):
-        i, j = s * width + left, s * width + right
-        group = (s // rows) * width
-        channels = slice(group + left, group + right)
-        _advance_row(
-            p[i:j],
-            m[i:j],
-            v[i:j],
-            _pieces(gs, origin, i, j),
-            fs,
-            _piece(rest, i, j),
-            active[channels],
-            m_scale[channels],
-            v_scale[channels],
-            scalars,
-        )
+    active, m_debias, v_debias = channels
+    lanes = right - left if m_scales is None else min(_LANES, right - left)
+    wide_m = _workplace(m, m_scales, BLOCK * lanes)
+    wide_v = _workplace(v, v_scales, BLOCK * lanes)
+    entry = first // rows
+    for top in range(first, last, BLOCK):
+        height = min(BLOCK, last - top)
+        k = _block_of(top, rows)
+        for a in range(left, right, lanes):
+            size = min(lanes, right - a)
+            i, c = top * width + a, entry * width + a
+            if m_scales is not None:
+                shape, on = (height, size, width, size), active[c : c + size]
+                m_of, v_of = m_scales[k * width + a :], v_scales[k * width + a :]
+                _convert_rows(m[i:], m_of, wide_m, shape, on, None, None)
+                _convert_rows(v[i:], v_of, wide_v, shape, on, True, None)
+            for r in range(height):
+                at = i + r * width
+                at_m = at if m_scales is None else r * size
+                _advance(
+                    p, rest, at, wide_m, wide_v, at_m, size, gradients, channels, c, True, scalars
+                )
+            if m_scales is not None:
+                _convert_rows(m[i:], m_of, wide_m, shape, on, None, True)
+                _convert_rows(v[i:], v_of, wide_v, shape, on, True, True)
+
+
+# Moments in codes. `root` is True of a second moment, whose codes are of its square root, else
+# None; `inward` is True to encode and None to decode.
+
+
+def _first_decoded(code, scale, root):
+    c = np.float32(code)
+    return ((c * (np.abs(c) + _TWICE_BEND)) * _PER_FIRST) * scale
+
+
+def _second_decoded(code, scale, root):
+    w = (np.float32(code) * _PER_SECOND) * scale
+    return w * w
+
+
+def _first_code(x, inverse, root):
+    y = np.sqrt(np.abs(x) * inverse + _BEND_SQUARED) - _BEND
+    return np.int8(np.float32(np.copysign(y, x) + _ROUNDER).view(np.uint32))
+
+
+def _second_code(x, inverse, root):
+    y = np.sqrt(x) * inverse
+    return max(np.uint8(np.float32(y + _ROUNDER).view(np.uint32)), np.uint8(y > _ZERO))
+
+
+_decoded = _by_type(2, numba.none, _first_decoded, _second_decoded)
+_code = _by_type(2, numba.none, _first_code, _second_code)
+# A block's scale as it is kept, by its largest magnitude.
+_scale = _by_type(
+    1,
+    numba.none,
+    lambda x, root: bfloat16_bits(_ZERO if x < _LEAST else x),
+    lambda x, root: _ZERO if np.sqrt(x) < _LEAST else np.sqrt(x),
+)
 
 
 @_inner
-@no_type_check
-def _advance_row(p, m, v, gs, fs, rest, active, m_scale, v_scale, scalars):
-    # Writes every lane, with its new or its old value: LLVM vectorizes a branch around the stores
-    # only where the machine has masked ones.
-    for i in range(p.size):
-        g = _sum(None, gs, fs, i)
-        p_i = _master(p, rest, i)
-        p_i, m_i, v_i = _element(p_i, m[i], v[i], g, m_scale[i], v_scale[i], scalars)
-        _keep(p_i, p, rest, i, active[i])
-        m[i] = m_i if active[i] else m[i]
-        v[i] = v_i if active[i] else v[i]
+def _inverse(scale, root):
+    scale = _widened(scale)
+    top = _TOP_FIRST if root is None else _TOP_SECOND
+    return top / scale if scale > _ZERO else _ZERO
 
 
-def _move(x, rest, i, some, j, inward):
-    raise NotImplementedError("compiled code only")
+@_inner
+def _magnitude(x):
+    """The bits of |x|: they order numbers as they are ordered, and NaN above all."""
+    return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
 
 
-@_overload(_move)
-@no_type_check
-def _(x, rest, i, some, j, inward):
-    # Chosen at compile time: what moves inward is read-only.
-    def out_of(x, rest, i, some, j, inward):
-        some[j] = _master(x, rest, i)
+@_inner
+def _float(bits):
+    return np.uint32(bits).view(np.float32)
 
-    def into(x, rest, i, some, j, inward):
-        _keep(some[j], x, rest, i, True)
 
-    return out_of if inward == numba.none else into
+@_inner
+def _convert(codes, scales, x, width, root, inward):
+    """Converts channels of `width` elements, or a piece of one channel."""
+    size = codes.size if width % BLOCK == 0 else width
+    whole = size // BLOCK * BLOCK
+    for s in range(codes.size // size):
+        i, k = s * size, s * _blocks(size)
+        for a, b, length in ((i, i + whole, BLOCK), (i + whole, i + size, size - whole)):
+            if a < b:
+                shape = ((b - a) // length, length)
+                end = k + shape[0]
+                _convert_blocks(
+                    codes[a:b].reshape(shape), scales[k:end], x[a:b].reshape(shape), root, inward
+                )
+                k = end
+
+
+def _decode_blocks(codes, scales, x, root, inward):
+    for b in range(x.shape[0]):
+        scale = _widened(scales[b])
+        for i in range(x.shape[1]):
+            x[b, i] = _decoded(codes[b, i], scale, root)
+
+
+def _encode_blocks(codes, scales, x, root, inward):
+    # LLVM vectorizes the search for a largest number only where its length is not known.
+    for b in range(x.shape[0]):
+        largest = np.uint32(0)
+        for i in range(x.shape[1]):
+            bits = _magnitude(x[b, i])
+            largest = bits if bits > largest else largest
+        scales[b] = _scale(_float(largest), root)
+        inverse = _inverse(scales[b], root)
+        for i in range(x.shape[1]):
+            codes[b, i] = _code(x[b, i], inverse, root)
+
+
+def _decode_rows(codes, scales, x, shape, active, root, inward):
+    height, lanes, apart, apart_x = shape
+    for r in range(height):
+        for e in range(lanes):
+            i, j = np.uintp(r * apart + e), np.uintp(r * apart_x + e)
+            x[j] = _decoded(codes[i], _widened(scales[np.uintp(e)]), root)
+
+
+def _encode_rows(codes, scales, x, shape, active, root, inward):
+    height, lanes, apart, apart_x = shape
+    largest = np.zeros(lanes, np.uint32)
+    for r in range(height):
+        for e in range(lanes):
+            bits = _magnitude(x[np.uintp(r * apart_x + e)])
+            largest[e] = bits if bits > largest[e] else largest[e]
+    inverse = np.empty(lanes, np.float32)
+    for e in range(lanes):
+        scale = _scale(_float(largest[e]), root)
+        inverse[e] = _inverse(scale, root)
+        scales[e] = scale if active[e] else scales[e]
+    for r in range(height):
+        for e in range(lanes):
+            i, j = np.uintp(r * apart + e), np.uintp(r * apart_x + e)
+            code = _code(x[j], inverse[e], root)
+            codes[i] = code if active[e] else codes[i]
+
+
+# Blocks, a row each.
+_convert_blocks = _by_type(4, numba.none, _decode_blocks, _encode_blocks)
+# The rows of a block; channels that are not `active` keep codes and scales. Each has `lanes`
+# elements; `shape` also has how far apart rows are among codes, and in `x`.
+_convert_rows = _by_type(6, numba.none, _decode_rows, _encode_rows)
+
+
+@_inner
+def _blocks(size):
+    return (size + BLOCK - 1) // BLOCK
+
+
+@_inner
+def _block_of(row, rows):
+    """The number of a row's block, among those of all entries of `rows` each."""
+    return row // rows * _blocks(rows) + row % rows // BLOCK
 
 
 @_compiled
-@no_type_check
-def move_leading(x, rest, some, channels, inward, n, width, tile):
+def convert_leading(codes, scales, x, root, inward, rows, width, tile):
+    first, last, left, right = tile
+    blocks = _blocks(width)
+    i, j = first * width + left, (last - 1) * width + right
+    k = first * blocks + left // BLOCK
+    k_end = (last - 1) * blocks + _blocks(right)
+    _convert(codes[i:j], scales[k:k_end], x[i:j], right - left, root, inward)
+
+
+@_compiled
+def convert_trailing(codes, scales, x, root, inward, rows, width, tile):
+    first, last, left, right = tile
+    every = np.ones(right - left, np.bool_)
+    for top in range(first, last, BLOCK):
+        shape = (min(BLOCK, last - top), right - left, width, width)
+        i, k = top * width + left, _block_of(top, rows) * width + left
+        _convert_rows(codes[i:], scales[k:], x[i:], shape, every, root, inward)
+
+
+# Rows that move: `x` is a leaf's array (or `x` and `rest` its split masters) and `some` has the
+# rows of its `channels`, `(entries, k)` of `n`; all are flat. A segment is one of these channels,
+# of `width` elements (leading), or one row of all of them (trailing, `rows` in an entry). `inward`
+# is True to write them to `x`, and None for the other way.
+
+
+def _move_out(x, rest, i, some, j, inward):
+    some[j] = _master(x, rest, i)
+
+
+def _move_in(x, rest, i, some, j, inward):
+    _keep(some[j], x, rest, i, True)
+
+
+_move = _by_type(5, numba.none, _move_out, _move_in)
+
+
+@_compiled
+def move_leading(x, rest, some, channels, inward, n, rows, width, tile):
     first, last, left, right = tile
     for s in range(first, last):
-        group, j = divmod(s, channels.shape[1])
-        i = (group * n + channels[group, j]) * width
-        here, there = x[i + left : i + right], some[s * width + left : s * width + right]
-        rest_here = _piece(rest, i + left, i + right)
-        for e in range(there.size):
-            _move(here, rest_here, e, there, e, inward)
+        entry, c = divmod(s, channels.shape[1])
+        i, j = (entry * n + channels[entry, c]) * width, s * width
+        for e in range(left, right):
+            _move(x, rest, np.uintp(i + e), some, np.uintp(j + e), inward)
 
 
 @_compiled
-@no_type_check
-def move_trailing(x, rest, some, channels, inward, n, height, tile):
+def move_trailing(x, rest, some, channels, inward, n, rows, width, tile):
     first, last, left, right = tile
-    k = channels.shape[1]
     for s in range(first, last):
-        index = channels[s // height, left:right]
-        here, there = x[s * n : (s + 1) * n], some[s * k + left : s * k + right]
-        rest_here = _piece(rest, s * n, (s + 1) * n)
-        for e in range(there.size):
-            _move(here, rest_here, index[e], there, e, inward)
-
-
-@_compiled
-@no_type_check
-def accumulate(total, gs, fs, first):
-    if first:
-        for i in range(total.size):
-            total[i] = _sum(None, gs, fs, i)
-    else:
-        for i in range(total.size):
-            total[i] = _sum(total[i], gs, fs, i)
+        index = channels[s // rows]
+        for e in range(left, right):
+            _move(x, rest, np.uintp(s * n + index[e]), some, np.uintp(s * width + e), inward)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.aligned import blank, copied
+from zenflow_jax._host.arrays import blank, copied
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
@@ -44,12 +44,15 @@ class HostLeaf:
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
+    def written(self) -> list[np.ndarray]:
+        """The arrays that updates write, which `copy` copies."""
+        total = [] if self.total is None else [self.total]
+        return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
+
+    @property
     def arrays(self) -> list[np.ndarray]:
         """All that are the leaf's own, spare ones included; mails are not."""
-        total = [] if self.total is None else [self.total]
-        moments = [*self.mu.arrays, *self.nu.arrays]
-        state = [*self.master.arrays, *moments, self.steps, self.channels]
-        return [*state, *total, *self.spare]
+        return [*self.written, self.channels, *self.spare]
 
     @property
     def to_upload(self) -> np.ndarray:
@@ -59,8 +62,7 @@ class HostLeaf:
     @property
     def nbytes(self) -> int:
         """Bytes of what `copy` copies."""
-        state = [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps]
-        return sum(x.nbytes for x in (*state, *([] if self.total is None else [self.total])))
+        return sum(x.nbytes for x in self.written)
 
     def now(self) -> "HostLeaf":
         """The leaf as it is now, in the same memory until somebody writes there."""
@@ -231,8 +233,8 @@ class HostState:
             window.counted = steps
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
             leaf.take_master(of_leaf["master"])
-            for name in ("mu", "nu"):
-                getattr(leaf, name).write(of_leaf[name].reshape(leaf.master.shape))
+            leaf.mu.write(of_leaf["mu"].reshape(leaf.master.shape))
+            leaf.nu.write(of_leaf["nu"].reshape(leaf.master.shape))
             leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
@@ -302,16 +304,16 @@ class HostState:
         self.windows += 1
         window = self.open[group]
         counted = window.counted
-        mine = {i: self.leaves[i] for i in window.leaves}
+        leaves = {i: self.leaves[i] for i in window.leaves}
         closed = ClosedWindow(
             number=self.windows,
             counted=counted,
             step=window_step(self.scalars, max(counted, 1), self._scaling, np),
             leaves=window.leaves,
-            gradients={i: WindowGradients(x.total, x.mails) for i, x in mine.items() if counted},
-            active={i: ~_members(x.channels, x.spec.n) for i, x in mine.items()},
+            gradients={i: WindowGradients(x.total, x.mails) for i, x in leaves.items() if counted},
+            active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
         )
-        for leaf in mine.values():
+        for leaf in leaves.values():
             leaf.total, leaf.mails = None, []
         window.counted = 0
         self._closed.append(closed)
@@ -390,8 +392,8 @@ class HostState:
         before, leaf.channels = leaf.channels, chosen
         master, mu, nu = self._adam.take(wide, chosen)
         if self.compact:  # what stays is rounded on the host only, where it is not current
-            for taken, given in ((mu, leaving.mu), (nu, leaving.nu)):
-                _keep_staying(taken, chosen, given, before, leaf.spec.n)
+            for taken, left in ((mu, leaving.mu), (nu, leaving.nu)):
+                _keep_staying(taken, chosen, left, before)
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
         return SelectedRows(master, mu, nu, steps)
 
@@ -423,14 +425,12 @@ def _for_leaf(step: WindowStep, spec: LeafSpec) -> WindowStep:
 
 
 def _keep_staying(
-    rows: np.ndarray, chosen: np.ndarray, given: np.ndarray, before: np.ndarray, n: int
+    taken: np.ndarray, chosen: np.ndarray, left: np.ndarray, before: np.ndarray
 ) -> None:
-    """Writes over rows of `chosen` channels those that were `given` of the same ones `before`."""
-    for some, now, old, then in zip(rows, chosen, given, before, strict=True):
-        place = np.full(n, -1)
-        place[then] = np.arange(then.size)
-        stays = place[now] >= 0
-        some[:, stays] = old[:, place[now[stays]]]
+    """Writes over rows taken of `chosen` channels those that the same ones `before` left with."""
+    for rows, now, old_rows, then in zip(taken, chosen, left, before, strict=True):
+        _, new, old = np.intersect1d(now, then, assume_unique=True, return_indices=True)
+        rows[:, new] = old_rows[:, old]
 
 
 def _members(channels: np.ndarray, n: int) -> np.ndarray:
