@@ -166,8 +166,8 @@ class HostAdam:
             return
         steps += active * np.int32(of_window.advance)
 
-        def segments(x: np.ndarray | None) -> np.ndarray | None:
-            return None if x is None else flat(x).reshape(-1, layout.width)
+        def segments(x: np.ndarray) -> np.ndarray:
+            return flat(x).reshape(-1, layout.width)
 
         def scales(x: Moment) -> np.ndarray | None:
             return None if x.scales is None else as_matrix(x.scales, layout)
@@ -175,8 +175,8 @@ class HostAdam:
         step = Step(
             layout=layout,
             p=segments(masters.values),
-            rest=segments(masters.rest),
-            cast=segments(masters.cast),
+            rest=None if masters.rest is None else segments(masters.rest),
+            cast=None if masters.cast is None else segments(masters.cast),
             m=segments(mu.values),
             v=segments(nu.values),
             m_scales=scales(mu),

@@ -55,7 +55,8 @@ class HostArray(abc.ABC):
 
     def copy(self: _Array) -> _Array:
         """The same in other memory."""
-        return type(self)(*(None if x is None else copied(x) for x in vars(self).values()))
+        arrays = {name: copied(x) for name, x in vars(self).items() if x is not None}
+        return dataclasses.replace(self, **arrays)
 
     def range(self, begin: int, end: int) -> np.ndarray:
         """Some of the numbers in C order: a view where they are float32."""

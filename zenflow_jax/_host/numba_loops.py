@@ -269,15 +269,13 @@ def adamw_trailing(
     entry = first // rows
     for top in range(first, last, BLOCK):
         height = min(BLOCK, last - top)
-        k = _block_of(top, rows)
         for a in range(left, right, lanes):
             size = min(lanes, right - a)
-            i, c = top * width + a, entry * width + a
+            i, c, k = top * width + a, entry * width + a, _block_of(top, rows) * width + a
+            shape, on = (height, size, width, size), active[c : c + size]
             if m_scales is not None:
-                shape, on = (height, size, width, size), active[c : c + size]
-                m_of, v_of = m_scales[k * width + a :], v_scales[k * width + a :]
-                _convert_rows(m[i:], m_of, wide_m, shape, on, None, None)
-                _convert_rows(v[i:], v_of, wide_v, shape, on, True, None)
+                _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, None)
+                _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, None)
             for r in range(height):
                 at = i + r * width
                 at_m = at if m_scales is None else r * size
@@ -285,8 +283,8 @@ def adamw_trailing(
                     p, rest, at, wide_m, wide_v, at_m, size, gradients, channels, c, True, scalars
                 )
             if m_scales is not None:
-                _convert_rows(m[i:], m_of, wide_m, shape, on, None, True)
-                _convert_rows(v[i:], v_of, wide_v, shape, on, True, True)
+                _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, True)
+                _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, True)
 
 
 # Moments in codes. `root` is True of a second moment, whose codes are of its square root, else
