@@ -37,7 +37,7 @@ BLOCK = 1 << 20
 CODECS = ("stored", "constant", "planes", "delta", "elf", "elf24", "distance", "zstd")
 STORED, CONSTANT, PLANES, DELTA, ELF, _, _, ZSTD = range(len(CODECS))
 _HEAD = struct.Struct("<IIB")
-#: Bytes that a block has beside what its codec has written.
+#: Bytes of a block's own header.
 HEAD = _HEAD.size
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -46,7 +46,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _NOISE = 7.95
 # Each has a Huffman code of its own, which is shorter where weights of several kinds follow.
 _STRETCH = 1 << 16
-# Below, there are repetitions beside the frequencies; a finder of matches is then worth its time.
+# Below, bytes repeat in sequences, and a finder of matches is worth its time.
 _REPETITIVE = 2.0
 
 _HUFFMAN = zstandard.ZstdCompressionParameters(
@@ -67,7 +67,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Words:
-    """What the bytes of a tensor are."""
+    """The words that the bytes of a tensor are."""
 
     width: int  # bytes of a word: 1, 2, 4 or 8
     is_float: bool  # whether a word has its sign on top, then an exponent
@@ -299,7 +299,7 @@ class Coder:
         x[places] = np.frombuffer(values.tobytes(), np.uint32)
 
     def _unpack(self, data: np.ndarray, out: np.ndarray) -> None:
-        """What is in a zstd frame, which must be as long as `out`."""
+        """Decodes a zstd frame into `out`, which it must fill."""
         try:
             size = zstandard.get_frame_parameters(data).content_size
             # Into memory that is there: new memory for each frame takes a fifth of the time.
@@ -328,7 +328,7 @@ class Coder:
 
 
 def _sampled_counts(plane: np.ndarray) -> np.ndarray:
-    """How often each byte is in every 16th stretch of 64."""
+    """Counts each byte in every 16th stretch of 64."""
     whole = plane.size // 1024 * 1024
     sample = plane[:whole].reshape(-1, 1024)[:, :64].ravel()
     return np.bincount(np.append(sample, plane[whole : whole + 64]), minlength=256)

@@ -36,7 +36,7 @@ from elves.header import (
 
 
 class Info(NamedTuple):
-    """What a tensor is."""
+    """Dtype, shape and size of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]

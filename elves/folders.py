@@ -29,7 +29,7 @@ _PREFIX = re.compile(r"^(model|bert)\.")
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one file."""
+    """The outcome for one file."""
 
     path: Path  # in the folder; of a single file its name
     header: Header | None  # None of a file that was copied
@@ -154,7 +154,7 @@ def check_path(source: Path, *, base: Path | None = None, threads: int = 1) -> t
 
 
 def results(source: Path) -> list[Result]:
-    """Of a packed file or folder, what became of each file.
+    """Lists the files of a packed file or folder, with their headers and sizes.
 
     Raises:
         ElvesError: If there is none, or a header is damaged.

@@ -90,7 +90,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a packed file says of itself, and of the file that was packed."""
+    """Describes a packed file, and the file that was packed."""
 
     kind: str  # "safetensors"; or "bytes", as 0.2 wrote for the pieces of other files
     head: bytes  # what is in front of its tensors, compressed by zlib
@@ -100,7 +100,7 @@ class Header:
     tensors: Mapping[str, Tensor]  # in its order
 
     def unpacked_head(self) -> bytes:
-        """What is in front of the tensors of the file that was packed."""
+        """The header of the file that was packed, as bytes."""
         return zlib.decompress(self.head) if self.head else b""
 
 
@@ -155,7 +155,7 @@ def _json(value: Any) -> str:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file says that it is one of these; it may be damaged."""
+    """Whether a file begins as a packed one; it may be damaged."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -204,7 +204,7 @@ def read_header(path: Path) -> tuple[Header, int]:
 
 
 def _header(said: Mapping[str, Any]) -> Header:
-    """What the text says, if it can be true. Raises ValueError and what comes of wrong types."""
+    """Parses and checks the description. Raises ValueError, or what wrong types raise."""
     if said["block_bytes"] != BLOCK or said["kind"] not in (SAFETENSORS, BYTES):
         raise ValueError(f"blocks of {said['block_bytes']} bytes of the kind {said['kind']}")
     head = base64.b64decode(said["head"], validate=True)

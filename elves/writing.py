@@ -1,4 +1,4 @@
-"""How a file is packed: pieces in, blocks out, each decoded and compared while it is written.
+"""Packs a file: pieces in, blocks out, each decoded and compared while it is written.
 
 Memory holds a few blocks for each thread, whatever the size of the file: pieces are looked at where
 they are, which may be a file that is mapped.
@@ -36,7 +36,7 @@ from elves.header import (
 )
 from train.whole import made_whole
 
-# Of a smaller tensor a copy costs no more than to say what it is a copy of.
+# A copy of a smaller tensor costs no more than a reference to it.
 _LEAST_DUPLICATE = 256
 _ZEROS = np.zeros(BLOCK, np.uint8)
 
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to pack."""
+    """Options of packing."""
 
     bound: float | None = None  # the largest error that a float32 may get
     threads: int = 1

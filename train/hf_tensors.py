@@ -116,7 +116,7 @@ def leaf_name(path: Any) -> str:
 
 
 def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
-    """What a leaf is made of.
+    """Names the tensors that a leaf is made of.
 
     Args:
         architecture: A key of MODULES.

@@ -78,7 +78,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a path is in, or is, what `made_whole` has made."""
+    """Whether a path is a temporary one of `made_whole`, or in such a folder."""
     return any(map(_NAME.fullmatch, path.parts))
 
 

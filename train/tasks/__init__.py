@@ -1,12 +1,14 @@
-"""What a run learns: examples to train on, examples to validate on, and what counts as good.
+"""Tasks: examples to train on, examples to validate on, and a score.
 
     standard_library.py  the next byte of Python's own source files; needs no download
     language.py          the next token of text
     alpaca.py            answers to instructions
     chat.py              answers in conversations
+    answers.py           what both of these share
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
     classification.py    a class for a text or a pair of texts of one's own
-    overview.py          what is said of the examples before the first step
+    sentences.py         what both of these share
+    overview.py          what the script prints about the examples before the first step
 
 All tasks but the first tokenize everything once, at the start, and keep it in flat arrays
 (`encoding.py`). An example is cut out of them when it is asked for. Shuffling, batching and placing
@@ -52,5 +54,5 @@ class Task(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What a loss is the mean over."""
+        """The unit that a loss is the mean over."""
         return "label" if self.labels else "token"

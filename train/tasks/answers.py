@@ -18,7 +18,7 @@ import numpy as np
 from train.data import DataError
 from train.tasks import Task
 from train.tasks.files import find_files, split_examples
-from train.tasks.overview import said_of_example, said_of_lengths
+from train.tasks.overview import describe_example, describe_lengths
 from train.tokenizer import Tokenizer
 
 
@@ -64,7 +64,7 @@ def make(
     notes = list(files.notes)
 
     train = _read(files.train, tokenizer, encode, sequence_length, notes)
-    lengths = train.said_of_lengths()
+    lengths = train.describe_lengths()
     if files.validation:
         validation = _read(files.validation, tokenizer, encode, sequence_length, notes)
     else:
@@ -81,7 +81,7 @@ def make(
         best="loss",
         checksum=validation.checksum(train.checksum(0)),
         notes=tuple(dict.fromkeys(notes)),
-        overview=(lengths, *said_of_example(train, tokenizer)),
+        overview=(lengths, *describe_example(train, tokenizer)),
     )
 
 
@@ -134,7 +134,7 @@ class Answers:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of each example the tokens after which another one is predicted."""
+        """The number of inputs of each example that are followed by a target."""
         starts = self._encoded.starts
         return np.minimum(starts[self._rows + 1] - starts[self._rows] - 1, self._length)
 
@@ -154,9 +154,9 @@ class Answers:
         other._rows = self._rows[indices]
         return other
 
-    def said_of_lengths(self) -> str:
-        """How long the examples are, with those that are not among the rows."""
-        return said_of_lengths(np.diff(self._encoded.starts), self._rows, self._length + 1)
+    def describe_lengths(self) -> str:
+        """A line about the lengths of all examples, dropped ones included."""
+        return describe_lengths(np.diff(self._encoded.starts), self._rows, self._length + 1)
 
     def checksum(self, start: int) -> int:
         """CRC-32 of the examples' tokens, answers, lengths and order, going on from `start`."""

@@ -60,7 +60,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
-    """Of a task the names of its classes, and the figure that says which weights are best.
+    """The names of a task's classes, and the figure that says which weights are best.
 
     Without its data, so without the names where those say them.
     """

@@ -153,7 +153,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def expect_examples(
     paths: list[Path], read: Callable[[Path], Iterator[Example]]
 ) -> Iterator[Example]:
-    """What `read` gives of each file, which must be something.
+    """Yields what `read` yields for each file, which must be at least one example.
 
     Raises:
         DataError: If a file has none.

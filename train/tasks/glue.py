@@ -84,7 +84,7 @@ _MNLI: Files = {
 
 
 class Format(NamedTuple):
-    """How the files of a task look, and what counts."""
+    """The format of a task's files, and its score."""
 
     folder: str  # the task's name in GLUE's download
     sentences: tuple[str, ...]  # names of their columns

@@ -33,11 +33,11 @@ from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, enclose, encode
 from train.tasks.files import find_files, lines, records, split, text_field
-from train.tasks.overview import said_of_example
+from train.tasks.overview import describe_example
 from train.tokenizer import Tokenizer, end_token
 
 # Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
-# of memory beside the tokens, now 150 MB, in no more time.
+# of memory on top of the tokens, now 150 MB, in no more time.
 PIECE_CHARACTERS = CHUNK_CHARACTERS // 4
 SUFFIXES = (".txt", ".jsonl", *tables.SUFFIXES)
 
@@ -99,7 +99,7 @@ def make(
         best="loss",
         checksum=checksum,
         notes=tuple(notes),
-        overview=said_of_example(windows, tokenizer),
+        overview=describe_example(windows, tokenizer),
     )
 
 

@@ -1,4 +1,4 @@
-"""What is said of the examples before the first step: how long they are, and how one of them reads.
+"""Lines about the examples before the first step: their lengths, and one of them as text.
 
 That examples are cut, or that something else is learned than was meant, is to be seen here.
 """
@@ -17,8 +17,8 @@ from train.tokenizer import Tokenizer
 PARTS, CHARACTERS = 8, 240
 
 
-def said_of_lengths(lengths: np.ndarray, kept: np.ndarray, longest: int) -> str:
-    """How long examples are, and how many did not fit.
+def describe_lengths(lengths: np.ndarray, kept: np.ndarray, longest: int) -> str:
+    """Describes the lengths of examples, and how many did not fit.
 
     Args:
         lengths: Of all examples in the files, in tokens, before they were cut.
@@ -33,7 +33,7 @@ def said_of_lengths(lengths: np.ndarray, kept: np.ndarray, longest: int) -> str:
     )
 
 
-def said_of_example(
+def describe_example(
     source: Source, tokenizer: Tokenizer, *, labels: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """One example as text, with marks around what is learned of it; () if there is none.

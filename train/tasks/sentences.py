@@ -14,7 +14,7 @@ import numpy as np
 
 from train.data import DataError
 from train.tasks.encoding import Text, encode
-from train.tasks.overview import said_of_example, said_of_lengths
+from train.tasks.overview import describe_example, describe_lengths
 from train.tokenizer import Tokenizer
 
 
@@ -71,8 +71,8 @@ class Sentences:
     def overview(self, tokenizer: Tokenizer, classes: Sequence[str]) -> tuple[str, ...]:
         """Lines about the examples: how long all texts are, and how one example reads."""
         whole = self._encoded.whole
-        lengths = said_of_lengths(whole, np.arange(len(whole)), self._length)
-        return (lengths, *said_of_example(self, tokenizer, labels=classes))
+        lengths = describe_lengths(whole, np.arange(len(whole)), self._length)
+        return (lengths, *describe_example(self, tokenizer, labels=classes))
 
     def checksum(self, start: int) -> int:
         """CRC-32 of tokens, types, lengths, labels and choice, going on from `start`."""

@@ -23,7 +23,7 @@ ROWS = 256
 
 
 def is_table(path: Path) -> bool:
-    """Whether the file is one, by its name."""
+    """Whether the name of a file is that of a table."""
     return path.name.lower().endswith(SUFFIXES)
 
 
