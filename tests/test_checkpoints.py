@@ -410,11 +410,19 @@ def test_checkpoints_that_were_damaged_before_keep_their_names(tmp_path):
     ]
 
 
-def test_half_a_checkpoint_is_cleared_away_and_a_copy_stays(tmp_path):
-    saved_run(tmp_path, 10, 20)
+def test_half_a_checkpoint_is_cleared_away_by_writers_and_a_copy_stays(tmp_path):
+    values = saved_run(tmp_path, 10, 20)
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(checkpoints / "20", checkpoints / "20.copy")
-    (checkpoints / "20").rename(checkpoints / "20.orbax-checkpoint-tmp")
+    half = checkpoints / "20.orbax-checkpoint-tmp"
+    (checkpoints / "20").rename(half)
+    # Who only reads leaves a save that is under way alone.
+    saved = SavedCheckpoints(
+        checkpoints, describe=description(Settings(optimizer="adamw"), 0), say=print
+    )
+    weights = saved.weights(saved.find("10"), Job(tmp_path).params)
+    jax.tree.map(np.testing.assert_array_equal, weights, values[0][0])
+    assert checksums.damage(half) is None
     with Job(tmp_path) as job:
         assert job.checkpoints.newest() == 10
         job.restored(10)
@@ -422,19 +430,6 @@ def test_half_a_checkpoint_is_cleared_away_and_a_copy_stays(tmp_path):
         job.checkpoints.finish()
     assert sorted(p.name for p in checkpoints.iterdir()) == ["10", "20", "20.copy"]
     assert checksums.damage(checkpoints / "20.copy") is None
-
-
-def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
-    values = saved_run(tmp_path, 10)
-    half = tmp_path / "checkpoints" / "20.orbax-checkpoint-tmp"
-    shutil.copytree(tmp_path / "checkpoints" / "10", half)
-    saved = SavedCheckpoints(
-        tmp_path / "checkpoints", describe=description(Settings(optimizer="adamw"), 0), say=print
-    )
-    assert saved.find("10") == 10
-    weights = saved.weights(10, Job(tmp_path).params)
-    jax.tree.map(np.testing.assert_array_equal, weights, values[0][0])
-    assert checksums.damage(half) is None
 
 
 def test_damaged_checkpoints_alone_are_an_error_and_stay(tmp_path):
@@ -626,6 +621,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_older_stay(disk, reques
 
 def test_the_rounds_of_a_warm_up_are_those_that_the_run_began_with(tmp_path):
     assert saved_rounds(tmp_path / "checkpoints") is None
+    assert Job(tmp_path).checkpoints.newest() is None
     saved_run(tmp_path, 10, 20, steps=40, full_warm_up_share=0.05)
     (tmp_path / "checkpoints" / "10" / "run" / "metadata").write_text("{", encoding="utf-8")
     assert saved_rounds(tmp_path / "checkpoints") == 2
@@ -645,11 +641,6 @@ def test_the_rounds_of_a_warm_up_are_those_that_the_run_began_with(tmp_path):
         assert re.match(told or "None", str(said))
     new = dataclasses.replace(given, run="new")
     assert with_saved_rounds(new) == (new, None)
-
-
-def test_without_a_folder_there_is_nothing_to_go_on_from(tmp_path):
-    with Job(tmp_path) as job:
-        assert job.checkpoints.newest() is None
 
 
 # --- with an engine -------------------------------------------------------------------------

@@ -73,10 +73,6 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 # --- settings -------------------------------------------------------------------------------
 
 
-def test_the_quickstart_file_names_settings_and_trains_with_zenflow():
-    assert load_settings(QUICKSTART).optimizer == "zenflow"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -126,27 +122,29 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
         load_settings(tmp_path)
 
 
-def test_a_whole_number_does_for_a_float_and_becomes_one(tmp_path):
-    settings = load_settings(config_file(tmp_path, "weight_decay = 1\nmax_grad_norm = 2"))
+def test_a_whole_number_becomes_a_float_and_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_text("weight_decay = 1\nmax_grad_norm = 2", encoding="utf-8-sig")
+    settings = load_settings(path)
     assert isinstance(settings.weight_decay, float)
     assert isinstance(settings.max_grad_norm, float)
 
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
-    path = config_file(tmp_path, "steps = 30\nlearning_rate = 0.5\nmax_grad_norm = 1.0")
-    given = [str(path), "--learning-rate", "1e-2", "--max-grad-norm", "None", "--no-overlap-step"]
+    text = 'steps = 30\nlearning_rate = 0.5\nmax_grad_norm = 1.0\nselect_interval = "auto"'
+    path = config_file(tmp_path, text)
+    given = [str(path), "--learning-rate", "1e-2", "--max-grad-norm", "None", "--no-rolling"]
+    given += ["--update-interval", "auto", "--mesh", "tensor=8"]
     command = read_command_line(given, program="train")
     assert command.settings == Settings(
-        steps=30, learning_rate=1e-2, max_grad_norm=None, overlap_step=False
+        steps=30,
+        learning_rate=1e-2,
+        max_grad_norm=None,
+        rolling=False,
+        select_interval="auto",
+        update_interval="auto",
+        mesh="tensor=8",
     )
-
-
-def test_intervals_are_numbers_or_words_in_the_file_and_on_the_command_line(tmp_path):
-    path = config_file(tmp_path, 'update_interval = "auto"\nselect_interval = 64')
-    words = ["--update-interval", "2", "--select-interval", "epoch"]
-    read = [read_command_line([str(path), *given], program="train") for given in ([], words)]
-    intervals = [(c.settings.update_interval, c.settings.select_interval) for c in read]
-    assert intervals == [("auto", 64), (2, "epoch")]
 
 
 @pytest.mark.parametrize(
@@ -172,12 +170,6 @@ def test_a_mistake_in_the_arguments_is_one_line_and_code_2(arguments, expected, 
     assert error.startswith("error: ")
     assert expected in error
     assert error.count("\n") == 1
-
-
-def test_a_config_that_begins_with_a_byte_order_mark_is_read(tmp_path):
-    path = tmp_path / "windows.toml"
-    path.write_text("steps = 7", encoding="utf-8-sig")
-    assert load_settings(path).steps == 7
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from tests.processes import environment, reserved_port
 from train import finetune, models, processes, sharding
-from train.command_line import load_settings, read_command_line
 from train.data import Batches
 from train.settings import Launch, Settings, SettingsError
 from train.tasks.standard_library import Windows
@@ -67,14 +66,6 @@ def shapes_of(settings: Settings):
 # --- mesh and rules -------------------------------------------------------------------------
 
 
-def test_a_mesh_is_read_from_the_file_and_the_command_line_goes_over_it(tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text('mesh = "data=2,fsdp=4"', encoding="utf-8")
-    assert load_settings(path).mesh == "data=2,fsdp=4"
-    command = read_command_line([str(path), "--mesh", "tensor=8"], program="train")
-    assert (command.settings.mesh, command.launch) == ("tensor=8", Launch())
-
-
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
@@ -117,9 +108,7 @@ def test_every_weight_of_the_model_is_split_by_its_rule():
         "norm": norm,
         "head": {"kernel": columns},
     }
-
-
-def test_an_axis_that_the_mesh_does_not_have_splits_nothing():
+    # An axis that the mesh does not have splits nothing.
     shardings = sharding.weight_shardings(abstract_mesh(tensor=2), shapes_of(tiny_settings()))
     assert shardings["head"]["kernel"].spec == PartitionSpec(None, "tensor")
 

@@ -122,7 +122,7 @@ def train(
         stack.enter_context(run_lock(folder, say))
         run = Run(job, opt_state, folder, console, stop, stack)
         del opt_state  # the run donates it
-        summary = run.resume(stack, timeline)
+        summary = run.resume(timeline)
         if summary is None:
             run.loop()
             summary = run.finish(begun_s)

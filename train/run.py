@@ -57,7 +57,8 @@ class Run:
         stop: StopRequest,
         stack: contextlib.ExitStack,
     ):
-        self.job, self.folder, self.console, self.stop = job, folder, console, stop
+        self.job, self.folder, self.console = job, folder, console
+        self.stop, self.stack = stop, stack
         self.params, self.opt_state = job.model.params, opt_state
         self.engine: zenflow_jax.HostEngine | None = None
         self.validations: list[tuple[int, dict[str, float]]] = []  # steps before each, figures
@@ -75,11 +76,10 @@ class Run:
             )
         )
 
-    def resume(self, stack: contextlib.ExitStack, timeline: Path | None) -> Summary | None:
+    def resume(self, timeline: Path | None) -> Summary | None:
         """Restores the newest checkpoint, if there is one, and gets ready for the next step.
 
         Args:
-            stack: Closes engine and log.
             timeline: File for a timeline of the last steps; None for none.
 
         Returns:
@@ -97,9 +97,9 @@ class Run:
         else:
             self._begins_anew()
         if self.job.settings.optimizer != "adamw":
-            self._open_engine(engine_state, stack, timeline)
+            self._open_engine(engine_state, timeline)
         self.checkpoints.set_aside()  # this start is a valid one
-        self._open_log(progress, stack)
+        self._open_log(progress)
         if not self.done:
             check_finite(self._validated(0), self._causes_of_infinity())
         elif self._is_validated(self.done):
@@ -130,9 +130,7 @@ class Run:
         if drawn := self.job.model.drawn:
             self._say(f"not in {self.job.settings.model}, so drawn at random: {', '.join(drawn)}")
 
-    def _open_engine(
-        self, engine_state: Any, stack: contextlib.ExitStack, timeline: Path | None
-    ) -> None:
+    def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
         settings = self.job.settings
         try:
             engine = zenflow_jax.HostEngine(
@@ -148,12 +146,12 @@ class Run:
             )
         except ValueError as error:  # too little pinned memory, or other options than before
             raise SettingsError(str(error)) from error
-        self.engine = stack.enter_context(engine)
+        self.engine = self.stack.enter_context(engine)
         if timeline and processes.is_first():
             # However the run ends.
-            stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
+            self.stack.callback(lambda: write_timeline(timeline, engine.timeline, self.console))
 
-    def _open_log(self, progress: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
+    def _open_log(self, progress: Mapping[str, Any]) -> None:
         """Opens the metrics, going on with those of the last checkpoint."""
         settings, engine, done = self.job.settings, self.engine, self.done
         metered = progress.get("meter")
@@ -169,7 +167,7 @@ class Run:
                 rows=read_rows(self.folder, until=in_rows, say=self._say),
                 validations=self.validations,
             )
-        stack.enter_context(self.log)
+        self.stack.enter_context(self.log)
         self.meter = Meter(
             log_every=settings.log_every,
             steps=settings.steps,
