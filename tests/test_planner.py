@@ -515,7 +515,7 @@ def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--plan-json", "x.json"], "expected --plan beside it"),
+        (["--plan-json", "x.json"], "expected --plan too"),
         (["--plan", "--plan-json", "x.txt"], "ends in .json"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
     ],

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, by name, without those that are made anew when it is restored."""
+"""The arrays of a checkpoint, by name, without those that a restart makes itself."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def name_of(path: Any) -> str:
 
 
 def templates_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Where to put each array of a checkpoint."""
+    """Shape, dtype and sharding of each array, for orbax to restore into."""
     return {
         name: x
         if isinstance(x, np.ndarray)

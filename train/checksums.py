@@ -35,7 +35,7 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if nothing is."""
+    """The first damage in a checkpoint; None if it is whole."""
     if (folder / UNPACKED).exists():
         return f"it is packed (python -m train.compress --restore {folder} makes it what it was)"
     try:

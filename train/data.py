@@ -203,7 +203,7 @@ class _Padding:
 
 
 class _Place:
-    """Where batches lie, and which of their rows on this process."""
+    """Puts batches on the devices, and knows which of their rows lie on this process."""
 
     def __init__(self, batch_size: int, mesh: Mesh | None):
         self._size = batch_size

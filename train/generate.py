@@ -72,9 +72,9 @@ class Options:
     top_p: float | None = None
     """Draw from the fewest tokens that together are as probable as this."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Of weights and products. Left out: that of the folder."""
+    """Dtype of weights and products. Left out: that of the folder."""
 
     def check(self) -> None:
         """Raises `SettingsError` if a value is impossible."""
@@ -97,7 +97,7 @@ class Options:
 
 
 class Prompt(NamedTuple):
-    """What the model is to continue."""
+    """A prompt as tokens."""
 
     tokens: list[int]
     ends: frozenset[int]  # tokens that end the continuation

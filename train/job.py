@@ -1,4 +1,4 @@
-"""What a run is made of before it has a folder: data, model, optimizer, compiled functions.
+"""Prepares a run before it has a folder: data, model, optimizer, compiled functions.
 
 `read` checks what needs no weights, `prepare` makes the rest. Everything is alike in every process.
 """
@@ -30,7 +30,7 @@ from zenflow_jax.deepspeed import DeepSpeedOptions
 
 
 class Sources(NamedTuple):
-    """What a run reads: settings, data, and the config of a model."""
+    """The inputs of a run: settings, data, and the config of a model."""
 
     asked: Settings  # without the values of a DeepSpeed config
     settings: Settings
@@ -43,7 +43,7 @@ class Sources(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a run trains, and how."""
+    """The model, the data and the compiled functions of a run."""
 
     settings: Settings  # as they are in force
     mesh: Mesh | None
@@ -93,7 +93,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
-    """Makes model and compiled functions, and beside them the first state of the optimizer.
+    """Makes model and compiled functions, and the first state of the optimizer.
 
     Args:
         sources: What `read` returned.

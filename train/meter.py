@@ -233,7 +233,7 @@ class Meter:
 
 
 def mean_window_length(stats: zenflow_jax.EngineStats) -> float:
-    """Of all windows that have closed, in steps; those of the warm-up count, of one step each."""
+    """Mean length, in steps, of all closed windows; those of the warm-up have one step each."""
     return _steps_in_windows(stats) / stats.windows
 
 

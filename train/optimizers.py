@@ -249,7 +249,7 @@ def in_force(
 def said_of_deepspeed(
     asked: Settings, settings: Settings, deepspeed: DeepSpeedOptions | None
 ) -> list[str]:
-    """Which settings the DeepSpeed config has changed, and which of its keys are not followed.
+    """Lines on the settings that the DeepSpeed config has changed, and its keys that are ignored.
 
     Args:
         asked: The settings without it.

@@ -40,7 +40,7 @@ WAYS = 3
 
 
 class Memory(NamedTuple):
-    """What a run with some settings takes, in bytes, and whether there is so much.
+    """The bytes that a run with some settings takes, and whether they fit.
 
     Without a compiler gradients and activations are not in it.
     """
@@ -53,13 +53,13 @@ class Memory(NamedTuple):
 class Way(NamedTuple):
     """Settings with which a run fits."""
 
-    changes: Mapping[str, Any]  # by name, beside that of the batch
+    changes: Mapping[str, Any]  # by name, apart from the batch
     batch_size: int
     memory: Memory
 
 
 class RunPlan(NamedTuple):
-    """What is planned of a run."""
+    """The plan of a run, for all three optimizers."""
 
     settings: Settings
     of_optimizers: Mapping[str, planning.Plan]
@@ -280,7 +280,7 @@ def ways_that_fit(
 
 
 def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
-    """The changes beside the batch, and combinations of them: few changes first."""
+    """Changes other than the batch, and combinations of them: few changes first."""
     choices: list[tuple[str, Any]] = []
     if settings.optimizer != "adamw" and settings.host_state != "compact":
         choices.append(("host_state", "compact"))
@@ -303,7 +303,7 @@ def largest_batch(
 ) -> int | None:
     """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
 
-    `needs` is asked at most `COMPILATIONS` times beside the run's own batch, between the largest
+    `needs` is asked at most `COMPILATIONS` times after the run's own batch, between the largest
     known to fit and the smallest known not to.
 
     Args:

@@ -86,7 +86,7 @@ def sum_over(value: float) -> float:
 
 
 def from_first(text: str) -> str:
-    """In every process the `text` of process 0, at most 4 KiB of UTF-8."""
+    """Sends the `text` of process 0, at most 4 KiB of UTF-8, to every process."""
     if jax.process_count() == 1:
         return text
     padded = np.zeros(4096, np.uint8)

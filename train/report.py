@@ -50,7 +50,7 @@ class Summary:
     tokens_per_s: float  # after the first step, which compiles
     bytes_per_parameter_and_step: float  # to the host and back, all processes together
     wait_share: float  # of `train_s`, 0 to 1; of process 0
-    host_s: float  # in which the host update of process 0 worked, beside the device or not
+    host_s: float  # that the host update of process 0 worked, hidden or not
     train_s: float  # after the first step, with the last update of the host
     total_s: float  # with reading the text, compilation and validation
     validation_before: dict[str, float]  # `loss` in nats per token or label, and the task's metrics
@@ -68,7 +68,7 @@ def write_summary(folder: Path, summary: Summary) -> None:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """What `write_summary` wrote; None if it did not, or if the file is damaged."""
+    """Reads `summary.json`; None if there is none, or if it is damaged."""
     try:
         return Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):  # no UTF-8 or JSON; other keys

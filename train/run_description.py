@@ -35,7 +35,7 @@ OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
 def description(
     settings: Settings, data: int, config: Any = None, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What a run must share with the one it goes on from: JSON.
+    """The facts that a run shares with the one it goes on from: JSON.
 
     Args:
         settings: Settings of the run.

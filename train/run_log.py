@@ -148,7 +148,7 @@ class RunLog:
 
 
 class NoLog(contextlib.nullcontext):
-    """In place of a `RunLog`, in a process that does not report."""
+    """Replaces `RunLog` in a process that does not report."""
 
     rows: Sequence[Row] = ()
 

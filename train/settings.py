@@ -174,7 +174,7 @@ class Settings:
     transfer_dtype: Literal["bfloat16"] | None = None
     """Send the gradients of float32 weights in half the bytes, rounded."""
     host_kernel: Literal["numba", "numpy"] = "numba"
-    """What computes the host update."""
+    """The implementation of the host update."""
     host_state: Literal["float32", "compact"] = "float32"
     """How the host keeps Adam's moments. compact: in 8 bits, 2.1875 bytes per parameter in place of
     8, rounded at each host update."""
@@ -295,9 +295,9 @@ class Launch:
     coordinator: str | None = None
     """HOST:PORT at which process 0 will listen and the others reach it; the same for all."""
     processes: int | None = None
-    """How many there are."""
+    """The number of processes."""
     process: int | None = None
-    """Which of them this is, counted from 0."""
+    """The number of this one, counted from 0."""
 
     def __post_init__(self):
         values = dataclasses.asdict(self)
@@ -348,7 +348,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """What a run would need of device and host, before it is started: docs/planning.md."""
+    """Plans a run without starting it: docs/planning.md."""
 
     plan: bool = False
     """Train nothing: say what the run would need of device and host, whether its host work would
@@ -372,7 +372,7 @@ class Planning:
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise SettingsError(_impossible(name, "a finite number above 0", value))
         if self.plan_json is not None and not self.plan:
-            raise SettingsError("`plan_json`: expected --plan beside it, got it alone.")
+            raise SettingsError("`plan_json`: expected --plan too, got it alone.")
         _check_file("plan_json", self.plan_json, (".json",))
 
 

@@ -27,7 +27,7 @@ AHEAD = 8
 
 
 class PerExample(NamedTuple):
-    """What a model makes of each of the `b` examples of a batch."""
+    """Loss and prediction of each of the `b` examples of a batch."""
 
     losses: jax.Array  # (b,) float32, cross-entropy in nats, summed over the example's targets
     targets: jax.Array  # (b,) float32, their number
