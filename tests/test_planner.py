@@ -20,7 +20,7 @@ from train import settings as of_train
 from train.command_line import read_command_line
 from train.planned_step import folder_of_config, planned_step, with_batch
 from train.pretrained import read_folder
-from train.run import hidden_share
+from train.report import hidden_share
 from zenflow_jax import planning as library
 from zenflow_jax._device.state import with_interval
 from zenflow_jax.planning import GPUS, HOST_RESERVE, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes

@@ -43,17 +43,8 @@ def continued(
 ) -> Iterator[int]:
     """The tokens that continue a prompt, each as soon as it is known.
 
-    Args:
-        graphdef: Definition of a `Decoder` with stacked blocks.
-        params: Its weights.
-        prompt: At least one token.
-        most: The most tokens, at least 1.
-        ends: Tokens that end the continuation, as its last.
-        sampling: How each token is chosen.
-        seed: Seed of the draws.
-
-    Raises:
-        LogitsError: If the logits are not finite.
+    The model is a `Decoder` with stacked blocks. There are at most `most` tokens, and none after
+    one of `ends`. Raises `LogitsError` if the logits are not finite.
     """
     key = jax.random.key(seed)
     cache = nnx.merge(graphdef, params).empty_cache(1, len(prompt) + most)

@@ -13,13 +13,7 @@ from train.step import PER_EXAMPLE, make_validate
 
 
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
-    """Shows the figures of a validation. All processes must call this.
-
-    Raises:
-        SettingsError: If the model does not divide by the mesh, or the processes differ.
-        ModelError: If the weights cannot be read.
-        NotFiniteError: If a figure is not finite.
-    """
+    """Shows the figures of a validation, which must be finite. All processes must call this."""
     settings, task, samples = sources.settings, sources.task, sources.samples
     processes.check_same(to_toml(settings), task.checksum)
     for note in task.notes:

@@ -26,18 +26,12 @@ from train.whole import made_whole
 
 
 def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:
-    """Writes the weights of a checkpoint.
+    """Writes the weights of the checkpoint `which`: a step, or "best" in the validations.
 
-    Args:
-        settings: Settings of the run, with its name.
-        which: The number of its step, or "best" for the best in the validations.
-        target: A new or empty folder. It gets a `model.safetensors`, and where the model was read
-            from a folder all else that such a folder has.
-        say: Shows a line to the user.
-
-    Raises:
-        SettingsError: If there is no such run or checkpoint, or the target holds something.
-        CheckpointError, ModelError: If the weights cannot be read or written.
+    `target` is a new or empty folder. It gets a `model.safetensors`, and where the model was read
+    from a folder all else that such a folder has. Raises `SettingsError` if there is no such run or
+    checkpoint, or the target holds something; `CheckpointError` or `ModelError` if the weights
+    cannot be read or written.
     """
     if settings.run is None:
         raise SettingsError("`--export`: expected the name of a run (--run), got none.")

@@ -122,10 +122,12 @@ def train(
         stack.enter_context(run_lock(folder, say))
         run = Run(job, opt_state, folder, console, stop, stack)
         del opt_state  # the run donates it
-        summary = run.resume(timeline)
+        summary, ended = run.resume(timeline), None
         if summary is None:
             run.loop()
-            summary = run.finish(begun_s)
+            ended = run.finish()
+    if ended is not None:
+        summary = run.report(ended, begun_s)
     processes.leave()
     return summary
 

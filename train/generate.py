@@ -105,18 +105,10 @@ class Prompt(NamedTuple):
 
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Writes the continuation of the prompt.
+    """Writes the continuation of the prompt, piece by piece; `say` shows a line about it.
 
-    Args:
-        options: The command's.
-        write: Takes the text, piece by piece.
-        say: Shows a line about it.
-
-    Raises:
-        SettingsError: If an option is impossible, the folder has no decoder, or the prompt is
-            empty or too long for it.
-        ModelError, TokenizerError: If the folder cannot be read.
-        LogitsError: If the model gives no finite logits.
+    Raises one of `FAILURES` if an option is impossible, the folder has no decoder or cannot be
+    read, the prompt is empty or too long, or the model gives no finite logits.
     """
     options.check()
     folder = Path(options.model)

@@ -73,15 +73,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
-    """The sizes and options of the model.
+    """The sizes and options of the model, from the content `raw` of the file `path`.
 
-    Args:
-        path: The file, for messages.
-        raw: Its content.
-
-    Raises:
-        ModelError: If the model is none that is built here, or a key is missing, of another type,
-            or has a value that is not built here.
+    Raises `ModelError` if the model is none that is built here, or a key is missing, of another
+    type, or has a value that is not built here.
     """
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:

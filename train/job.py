@@ -95,14 +95,8 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     """Makes model and compiled functions, and the first state of the optimizer.
 
-    Args:
-        sources: What `read` returned.
-        check: Called between the batches of a validation; what it raises ends the validation.
-
-    Raises:
-        SettingsError: If zenflow rejects its options, the model does not divide by the mesh, or the
-            processes differ in settings or data.
-        ModelError: If the weights cannot be read.
+    `check` is called between the batches of a validation; what it raises ends the validation.
+    Errors are those of `train`.
     """
     settings, mesh, task = sources.settings, sources.mesh, sources.task
     batches = Batches(

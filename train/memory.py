@@ -17,13 +17,8 @@ from train.sharding import batch_parts
 def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mesh | None) -> None:
     """Refuses a run that cannot fit, by the least that it needs however it is laid out.
 
-    A run that needs more than that fails later; `--plan` knows before.
-
-    Args:
-        settings: Settings of the run.
-        parameters: Number of the model's parameters.
-        vocabulary: Number of float32 logits of a token; 0 for a classifier.
-        mesh: The devices; None for one.
+    A run that needs more than that fails later; `--plan` knows before. `parameters` and
+    `vocabulary` (0 for a classifier) are those of the model.
     """
     devices, processes = 1 if mesh is None else mesh.size, jax.process_count()
     adamw, trains = settings.optimizer == "adamw", settings.steps != 0

@@ -155,22 +155,12 @@ def write(
     labels: Sequence[str] = (),
     texts: Mapping[str, str] | None = None,
 ) -> str:
-    """Writes the trained weights into the run's `folder`; all processes must call it.
+    """Writes the trained weights into the run's `folder`, and returns the name of file or folder.
 
-    Args:
-        folder: Folder of the run.
-        model: What was trained.
-        params: Its parameters.
-        values: The weights to write, in the order of the leaves: each is asked for when it is
-            written, so that the devices never have all of them.
-        labels: Names of the classes that it has learned.
-        texts: As for `hf_saving.save_folder`.
-
-    Returns:
-        The name of the file or folder.
-
-    Raises:
-        CheckpointError, ModelError: If it cannot be written.
+    All processes must call it. `values` are the weights to write, in the order of the leaves of
+    `params`: each is asked for when it is written, so that the devices never have all of them.
+    `labels` and `texts` are as for `hf_saving.save_folder`. Raises `CheckpointError` or
+    `ModelError` if it cannot be written.
     """
     if model.origin is None:
         write_weights(folder / WEIGHTS, params, values)
@@ -197,11 +187,7 @@ def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) 
     """Writes weights as float32 safetensors, named by key path: `blocks.0.gate.kernel`.
 
     All processes must call it; the first writes, under another name until the file is whole.
-
-    Args:
-        path: The file.
-        params: A tree of arrays: the weights, unless there are `values`, as for `write`.
-        values: See there.
+    `values` are as for `write`; None for the arrays of `params`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     entries = [Entry(name_of(name), np.dtype(np.float32), x.shape) for name, x in leaves]

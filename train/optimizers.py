@@ -155,17 +155,8 @@ def _selection_rule(
 def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpeedOptions | None]:
     """Reads the DeepSpeed config that the settings name, and puts its values in their place.
 
-    Two of them depend on the number of steps, which may follow from the batch size: see `in_force`.
-
-    Args:
-        settings: Settings of the run.
-        devices: Number of devices among which a batch is divided.
-
-    Returns:
-        The settings, and the config; None if they name none.
-
-    Raises:
-        SettingsError: If the config cannot be read or followed.
+    `devices` divide a batch. Two values depend on the number of steps, which may follow from the
+    batch size: see `in_force`. The config is None if the settings name none.
     """
     if settings.deepspeed is None:
         return settings, None
@@ -212,15 +203,8 @@ def in_force(
 ) -> tuple[Settings, DeepSpeedOptions | None]:
     """Both results of `with_deepspeed`, with the rest of the config's values in place.
 
-    Some of the config, such as the shape of a learning rate's schedule, no setting can express.
-
-    Args:
-        settings: As `with_deepspeed` returned them, with `steps`.
-        deepspeed: Likewise.
-        steps_per_epoch: Batches in a pass over the data.
-
-    Raises:
-        SettingsError: If the config cannot be followed.
+    `settings.steps` and the batches in a pass over the data must be known. Some of the config, such
+    as the shape of a learning rate's schedule, no setting can express.
     """
     if deepspeed is None:
         return settings, None
@@ -251,10 +235,7 @@ def said_of_deepspeed(
 ) -> list[str]:
     """Lines on the settings that the DeepSpeed config has changed, and its keys that are ignored.
 
-    Args:
-        asked: The settings without it.
-        settings: Those in force.
-        deepspeed: The config, if there is one.
+    `asked` are the settings without it, `settings` those in force.
     """
     if deepspeed is None:
         return []

@@ -44,16 +44,10 @@ def folder_of_config(model: str) -> Pretrained:
 def planned_step(
     settings: Settings, origin: Pretrained | None, mesh: Mesh | None, *, placed: bool = False
 ) -> PlannedStep:
-    """The step that a run of these settings would compile.
+    """The step that a run of these settings, with the model's folder `origin`, would compile.
 
-    Args:
-        settings: Settings of the run.
-        origin: The folder of `settings.model`.
-        mesh: The devices; None for one.
-        placed: Whether arguments have placements although the settings name no mesh.
-
-    Raises:
-        SettingsError: If zenflow rejects its options, or the model or the batch does not divide.
+    With `placed` its arguments have placements although the settings name no mesh. Raises
+    `SettingsError` if zenflow rejects its options, or the model or the batch does not divide.
     """
     kind = "decoder" if origin is None else origin.architecture
     if not settings.steps:

@@ -155,15 +155,9 @@ class _Planner:
 def plan_run(
     settings: Settings, asked: Planning, deepspeed: DeepSpeedOptions | None = None
 ) -> RunPlan:
-    """Plans a run.
+    """Plans a run on the device and host that are `asked` for.
 
-    Args:
-        settings: Settings of the run, with the values of the DeepSpeed config.
-        asked: The device and host to plan for.
-        deepspeed: The config, if there is one.
-
-    Raises:
-        SettingsError, ModelError: If the settings or the model's config cannot be followed.
+    `settings` have the values of the DeepSpeed config, if there is one.
     """
     if (settings.model is None) != (settings.task == "standard_library"):
         raise SettingsError(
@@ -254,12 +248,8 @@ def ways_that_fit(
 ) -> list[Way]:
     """At most `WAYS` ways to make a run fit: larger batches first, then fewer changes.
 
-    None of them has all the changes of another one and a batch that is no larger.
-
-    Args:
-        settings: Settings of a run that does not fit.
-        unit: Batches are multiples of it.
-        memory_of: Tells what a run takes; None if its settings cannot be followed.
+    None of them has all the changes of another one and a batch that is no larger. Batches are
+    multiples of `unit`. `memory_of` returns None for settings that cannot be followed.
     """
 
     def fitting(changes: dict[str, Any], batch: int) -> Way | None:
@@ -303,15 +293,9 @@ def largest_batch(
 ) -> int | None:
     """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
 
-    `needs` is asked at most `COMPILATIONS` times after the run's own batch, between the largest
-    known to fit and the smallest known not to.
-
-    Args:
-        start: The run's batch.
-        unit: Batches are multiples of it.
-        memory: Bytes that the device has.
-        least: Bytes that it needs whatever the batch.
-        needs: Tells the bytes that it needs with a batch.
+    `needs` returns the bytes that a batch needs. It is asked for the run's own batch, `start`, and
+    at most `COMPILATIONS` times more, between the largest known to fit and the smallest known not
+    to. `memory` are the bytes that the device has, `least` those that any batch needs.
     """
     if least > memory:
         return None

@@ -18,7 +18,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import jax
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -29,6 +31,9 @@ import zenflow_jax
 from train.meter import Row
 from train.settings import TRACE
 from train.whole import replace_text
+
+# Steps that a start must have made for its timings to be worth advice.
+LEAST_STEPS = 100
 
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
@@ -192,3 +197,17 @@ def summary_table(summary: Summary) -> Table:
         for name, value in figures.items():
             table.add_row(f"validation {name} {when}", f"{value:.3f}")
     return table
+
+
+def hidden_share(
+    opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
+) -> zenflow_jax.Hiding | None:
+    """The host's load in the steps that were timed, which are all but the first.
+
+    None where that says nothing of a longer run or of a GPU: after few steps, and on a CPU, whose
+    cores the host's work shares with the step.
+    """
+    if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
+        return None
+    of_all = seconds * stats.steps / (stats.steps - 1)
+    return zenflow_jax.hiding(opt_state, stats, of_all, host_state=host_state)

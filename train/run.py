@@ -1,4 +1,4 @@
-"""A run that is under way: `resume`, `loop`, `finish`, in this order."""
+"""A run that is under way: `resume`, `loop`, `finish`, `report`, in this order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -19,6 +19,7 @@ from train.meter import Meter, Totals, mean_window_length
 from train.optimizers import skipped_steps
 from train.report import (
     Summary,
+    hidden_share,
     read_summary,
     summary_table,
     write_picture,
@@ -32,8 +33,13 @@ from train.settings import SettingsError
 from train.skipping import SkippedSteps, causes_of_infinity, check_finite
 from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
 
-# Steps that a start must have made for its timings to be worth advice.
-LEAST_STEPS = 100
+
+class Ended(NamedTuple):
+    """The outcome of a run that has taken all its steps."""
+
+    totals: Totals
+    best: int  # the step whose weights the model has
+    written: str  # name of the model's file or folder
 
 
 class Run:
@@ -256,13 +262,9 @@ class Run:
         self.skips.step(skipped)
         self.checkpoints.poll()
 
-    def finish(self, begun_s: float) -> Summary:
-        """Flushes and validates, and writes the model and the summary.
-
-        Args:
-            begun_s: When the command began, by `time.perf_counter`.
-        """
-        settings, steps = self.job.settings, self.job.settings.steps
+    def finish(self) -> Ended:
+        """Flushes and validates, and writes the model."""
+        steps = self.job.settings.steps
         if self.done == steps:
             self.meter.start()
         for row in self.meter.drain():
@@ -277,22 +279,33 @@ class Run:
         best = self.checkpoints.best(or_step=steps)
         written = self._write_model(best)
         self.checkpoints.finish()
+        return Ended(totals, best, written)
 
-        summary = self._summary(totals, best, begun_s)
+    def report(self, ended: Ended, begun_s: float) -> Summary:
+        """Writes and shows the summary. To be called when all files are closed.
+
+        Args:
+            ended: What `finish` returned.
+            begun_s: When the command began, by `time.perf_counter`.
+        """
+        summary = self._summary(ended, begun_s)
         if not processes.is_first():
             return summary
         with naming(self.folder):
             write_picture(self.folder, self.log.rows, self.validations, summary)
             write_summary(self.folder, summary)
         self.console.print(summary_table(summary))
+        settings = self.job.settings
         if self.engine:
-            stats = self.engine.stats
-            hiding = hidden_share(self.opt_state, stats, totals.seconds, settings.host_state)
+            seconds, stats = ended.totals.seconds, self.engine.stats
+            hiding = hidden_share(self.opt_state, stats, seconds, settings.host_state)
             if hiding:
                 self._say(hiding.advice)
         if settings.keep_best:
-            self._say(f"{written} is that of step {best}, which did best in the validation")
-        self._say(f"metrics, loss curve, settings and {written}: {self.folder}")
+            self._say(
+                f"{ended.written} is that of step {ended.best}, which did best in the validation"
+            )
+        self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
         return summary
 
     def _write_model(self, best: int) -> str:
@@ -315,7 +328,7 @@ class Run:
             texts=self.job.texts,
         )
 
-    def _summary(self, totals: Totals, best: int, begun_s: float) -> Summary:
+    def _summary(self, ended: Ended, begun_s: float) -> Summary:
         job, settings = self.job, self.job.settings
         stats = self.engine.stats if self.engine else None
         parameters = sum(x.size for x in jax.tree.leaves(self.params))
@@ -330,13 +343,13 @@ class Run:
             target=job.task.target,
             steps=settings.steps,
             skipped=self.skips.total,
-            best_step=best if settings.keep_best else None,
+            best_step=ended.best if settings.keep_best else None,
             resumed_at=self.done,
-            tokens_per_s=totals.tokens_per_s,
+            tokens_per_s=ended.totals.tokens_per_s,
             bytes_per_parameter_and_step=processes.sum_over(moved),
-            wait_share=totals.wait_share,
+            wait_share=ended.totals.wait_share,
             host_s=stats.work_s if stats else 0.0,
-            train_s=totals.seconds,
+            train_s=ended.totals.seconds,
             total_s=time.perf_counter() - begun_s,
             validation_before=self.validations[0][1],
             validation_after=self.validations[-1][1],
@@ -382,17 +395,3 @@ class Run:
 def is_due(every: int, step: int) -> bool:
     """Whether what is done every `every` steps, 0 for never, is done after this one."""
     return every > 0 and step % every == 0
-
-
-def hidden_share(
-    opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
-) -> zenflow_jax.Hiding | None:
-    """The host's load in the steps that were timed, which are all but the first.
-
-    None where that says nothing of a longer run or of a GPU: after few steps, and on a CPU, whose
-    cores the host's work shares with the step.
-    """
-    if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
-        return None
-    of_all = seconds * stats.steps / (stats.steps - 1)
-    return zenflow_jax.hiding(opt_state, stats, of_all, host_state=host_state)

@@ -37,11 +37,8 @@ def description(
 ) -> dict[str, Any]:
     """The facts that a run shares with the one it goes on from: JSON.
 
-    Args:
-        settings: Settings of the run.
-        data: Checksum of all that it reads.
-        config: As for `description_of_model`.
-        labels: Names of the classes, in the order of their ids.
+    `data` is a checksum of all that it reads, `config` as for `description_of_model`, `labels` the
+    names of the classes in the order of their ids.
     """
     fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
     # The other two have the same bits, and may be exchanged.
@@ -64,9 +61,7 @@ def description(
 def description_of_model(settings: Settings, config: Any = None) -> dict[str, Any]:
     """The part of a `description` that whoever reads the run's weights must share.
 
-    Args:
-        settings: Settings of the run.
-        config: Config of the model's folder, a NamedTuple; None if the model is from no folder.
+    `config` is that of the model's folder, a NamedTuple; None if the model is from no folder.
     """
     fixed = {name: getattr(settings, name) for name in OF_THE_MODEL}
     return {"settings": fixed, "model": _as_strings(config)}
@@ -80,16 +75,9 @@ def _as_strings(config: Any) -> dict[str, str]:
 def check_same_run(
     folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
 ) -> None:
-    """Compares the run of a checkpoint with this one.
+    """Raises `SettingsError` if the description `saved` in the checkpoint is another run's.
 
-    Args:
-        folder: The checkpoint's.
-        saved: The description in the checkpoint.
-        wanted: As `description` or `description_of_model` gave it.
-        otherwise: The remedy if another setting is meant: the end of a sentence.
-
-    Raises:
-        SettingsError: If it is another run.
+    `otherwise` is the remedy if another setting is meant: the end of a sentence.
     """
     for name, value in wanted["settings"].items():
         before = saved["settings"].get(name, value)

@@ -40,15 +40,9 @@ WRITTEN = {
 def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
     """The folder of the run below `output_dir`, the same for every process.
 
-    Args:
-        output_dir: Folder of all runs.
-        run: Name of the folder, which may hold an earlier start; None for a new folder.
-        label: Ends the name of a new folder, behind its number.
-        fresh: Refuse a folder that holds a run.
-
-    Raises:
-        SettingsError: If the folder cannot be made, holds a run without checkpoints, or holds files
-            of no run that this one would write over.
+    `run` names it, and may hold an earlier start unless `fresh`; None makes a new folder, whose
+    name is a number and `label`. Raises `SettingsError` if the folder cannot be made, holds a run
+    without checkpoints, or holds files of no run that this one would write over.
     """
     if not processes.is_first():
         return Path(processes.from_first(""))
@@ -107,12 +101,7 @@ def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -
     """Writes `settings.toml`, and copies of a DeepSpeed config and a chat template.
 
     The file names the copies: a run that goes on with it has what was in force, whatever became of
-    the originals.
-
-    Args:
-        folder: Folder of the run.
-        settings: As they are in force.
-        texts: The copies, by name, but for the DeepSpeed config.
+    the originals. `texts` are the copies, by name, but for the DeepSpeed config.
     """
     if settings.deepspeed is not None:
         copy = folder / DEEPSPEED
@@ -128,11 +117,8 @@ def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -
 def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Keeps a second start of the same run out of its folder.
 
-    Process 0 locks a file in it while the `with` block lasts. The kernel ends the lock with the
-    process, however that ends.
-
-    Raises:
-        SettingsError: In process 0, if another start of the run is under way.
+    Process 0 locks a file in it while the `with` block lasts, or raises `SettingsError`. The kernel
+    ends the lock with the process, however that ends.
     """
     if not processes.is_first():
         yield

@@ -90,15 +90,10 @@ class SavedCheckpoints:
         return () if newest is None else tuple(self._read_run(newest)["labels"])
 
     def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
-        """Restores the checkpoint of `step`.
+        """Restores the checkpoint of `step`, which `newest` has returned.
 
-        Args:
-            step: As `newest` returned it.
-            params, opt_state: Fresh ones, which are used up: each restored array goes where the
-                fresh one was.
-
-        Raises:
-            SettingsError: If the checkpoint is of a run with other settings, data or model.
+        `params` and `opt_state` are used up: each restored array goes where the fresh one was.
+        Raises `SettingsError` if the checkpoint is of a run with other settings, data or model.
         """
         run = self._read_run(step)
         self._check(step, run)
@@ -118,15 +113,9 @@ class SavedCheckpoints:
     def find(self, which: str, *, rival: float = math.nan) -> int | None:
         """Finds a checkpoint by its step, or the "best" of those that have figures.
 
-        Args:
-            which: A step, or "best".
-            rival: The figure of weights that are in no checkpoint; NaN if there are none.
-
-        Returns:
-            The step; None if "best" is asked for and the rival is at least as good.
-
-        Raises:
-            SettingsError: If there is none, or it is of a run with other settings.
+        `rival` is the figure of weights that are in no checkpoint; NaN if there are none. Returns
+        None if it is at least as good as the best. Raises `SettingsError` if there is no such
+        checkpoint, or it is of a run with other settings.
         """
         newest, steps = self.newest(), self.steps()
         if which != "best":
@@ -155,14 +144,9 @@ class SavedCheckpoints:
     def weights(self, step: int, like: Any) -> Any:
         """Restores the parameters of a checkpoint alone.
 
-        Args:
-            step: Step of the checkpoint.
-            like: Parameters of the run, of any step, or NumPy arrays like them. They are used up:
-                each restored array goes where theirs was.
-
-        Raises:
-            CheckpointError: If the checkpoint is damaged.
-            SettingsError: If it has other parameters.
+        `like` are parameters of the run, of any step, or NumPy arrays like them. They are used up:
+        each restored array goes where theirs was. Raises `CheckpointError` if the checkpoint is
+        damaged, `SettingsError` if it has other parameters.
         """
         folder = self._folder / str(step)
         if problem := processes.from_first(damage(folder) or ""):

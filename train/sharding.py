@@ -62,12 +62,9 @@ UNEVEN = r"^(embed/embedding|head/kernel)$"
 def make_mesh(text: str | None) -> Mesh | None:
     """The mesh over all devices of all processes; None if `text` is.
 
-    Args:
-        text: `axis=size` pairs with commas between them, axes of `MESH_AXES`.
-
-    Raises:
-        SettingsError: If `text` is not of that form, the sizes do not multiply to the number of
-            devices, or there are several processes and no mesh.
+    `text` has `axis=size` pairs with commas between them, axes of `MESH_AXES`. Raises
+    `SettingsError` if it is not of that form, the sizes do not multiply to the number of devices,
+    or there are several processes and no mesh.
     """
     devices = jax.devices()
     processes = jax.process_count()
@@ -98,11 +95,7 @@ def weight_shardings(mesh: Mesh, weights: Any) -> Any:
 
 
 def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> NamedSharding:
-    """The sharding of a batch or micro-batch `(b, ...)`: its sequences over `BATCH_AXES`.
-
-    Raises:
-        SettingsError: If a micro-batch does not divide by their sizes.
-    """
+    """The sharding of a batch or micro-batch `(b, ...)`: its sequences over `BATCH_AXES`."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
     parts = micro_batches * batch_parts(mesh)
     if batch_size % parts:
@@ -134,12 +127,9 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     """The same arrays, each bound to its place.
 
     jit's results are bound to a place if an argument is. If the first arguments were not, the
-    second step would differ from the first in that alone, and compile again.
-
-    Args:
-        tree: Arrays.
-        mesh: Arrays that are bound to nothing yet (such as the step counts of an optimizer) go to
-            each of its devices. None: each to the device and the memory that it is in.
+    second step would differ from the first in that alone, and compile again. Arrays that are bound
+    to nothing yet (such as the step counts of an optimizer) go to each device of the mesh; without
+    one, to the device and the memory that they are in.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
