@@ -76,7 +76,7 @@ class HostArray(abc.ABC):
 
     @abc.abstractmethod
     def write(self, x: np.ndarray) -> None:
-        """Sets all of the numbers; `x` is float32, of the same shape."""
+        """Sets all of the numbers; `x` is float32, of the same size."""
 
     @abc.abstractmethod
     def _decoded(self, begin: int, end: int) -> np.ndarray: ...

@@ -57,9 +57,9 @@ class Masters(HostArray):
         """Sets all masters.
 
         Args:
-            x: Of the same shape, float32 or in the leaf's dtype.
+            x: Of the same size, float32 or in the leaf's dtype.
         """
-        assert x.shape == self.shape
+        x = x.reshape(self.shape)
         if self.rest is None:
             np.copyto(self.values, x)
             if self.cast is not None:

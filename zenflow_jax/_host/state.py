@@ -79,10 +79,6 @@ class HostLeaf:
             total=None if self.total is None else copied(self.total),
         )
 
-    def take_master(self, weight: np.ndarray) -> None:
-        """Sets the masters to these parameters."""
-        self.master.write(weight.reshape(self.master.shape))
-
 
 @dataclasses.dataclass
 class WindowGradients:
@@ -232,9 +228,9 @@ class HostState:
         for window, steps in zip(self.open, counted, strict=True):
             window.counted = steps
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
-            leaf.take_master(of_leaf["master"])
-            leaf.mu.write(of_leaf["mu"].reshape(leaf.master.shape))
-            leaf.nu.write(of_leaf["nu"].reshape(leaf.master.shape))
+            leaf.master.write(of_leaf["master"])
+            leaf.mu.write(of_leaf["mu"])
+            leaf.nu.write(of_leaf["nu"])
             leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
@@ -251,7 +247,7 @@ class HostState:
     def take_master(self, i: int, weight: np.ndarray) -> None:
         """Sets the masters of leaf `i` to these parameters."""
         self._before_write(i)
-        self.leaves[i].take_master(weight)
+        self.leaves[i].master.write(weight)
 
     def note(self, scalars: AdamScalars) -> None:
         """Keeps the scalars of a step; the last ones before a window closes are the window's."""
@@ -412,7 +408,7 @@ def _new_leaf(
         steps=blank((entries, spec.n), np.int32),
         channels=np.array(channels, np.int32).reshape(entries, spec.k),
     )
-    leaf.take_master(weight)  # a copy: the parameter's memory belongs to the device
+    leaf.master.write(weight)  # a copy: the parameter's memory belongs to the device
     return leaf
 
 
