@@ -23,7 +23,7 @@ from zenflow_jax._checkpoint.handler import EngineCheckpointHandler
 from zenflow_jax._checkpoint.stored import read_engine_state
 from zenflow_jax._exchange import snapshot
 from zenflow_jax._exchange.snapshot import Snapshot
-from zenflow_jax._host.state import HostLeaf
+from zenflow_jax._host.leaf import HostLeaf
 
 ALL = 10**9  # bytes
 

@@ -28,7 +28,7 @@ from zenflow_jax._exchange.parts import (
 )
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
-from zenflow_jax._host.state import HostLeaf
+from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._plan.schedule import Schedule

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from zenflow_jax._host.state import HostLeaf
+from zenflow_jax._host.leaf import HostLeaf
 
 # How often somebody who waits looks whether it should end.
 _LOOK_S = 0.1

@@ -11,7 +11,8 @@ from zenflow_jax._device.memory import copy_to_host, upload, view
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import HandOver
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
-from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState, SelectedRows
+from zenflow_jax._host.leaf import HostLeaf
+from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 
 # About how many bytes one call uploads.

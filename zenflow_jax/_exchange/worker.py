@@ -34,7 +34,8 @@ from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.uploads import hand_over, nbytes, update
-from zenflow_jax._host.state import ClosedWindow, HostLeaf, HostState
+from zenflow_jax._host.leaf import HostLeaf
+from zenflow_jax._host.state import ClosedWindow, HostState
 from zenflow_jax._plan.scalars import AdamScalars
 
 # How often a caller that waits looks whether the device still has work.

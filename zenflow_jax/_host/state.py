@@ -14,8 +14,7 @@ import numpy as np
 
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank, copied
-from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Moment, new_moments
+from zenflow_jax._host.leaf import HostLeaf, WindowGradients
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
@@ -24,76 +23,6 @@ from zenflow_jax._plan.schedule import Schedule
 #: The most mails that are kept. An update frees the closed window's mails leaf by leaf while those
 #: of the next one come in. So windows of four steps need no sums as long as the update keeps up.
 MAILS_KEPT = 5
-
-
-@dataclasses.dataclass
-class HostLeaf:
-    """One leaf's arrays, all `(entries, rows, n, tail)` unless said otherwise."""
-
-    spec: LeafSpec
-    master: Masters
-    mu: Moment
-    nu: Moment
-    steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
-    channels: np.ndarray  # int32 (entries, k), ascending: selected now
-    # The open window: the float32 sum of its first mails, if any were added up; then the other
-    # mails in order, each with its factor. Mails are views of host memory that is freed with them.
-    total: np.ndarray | None = None
-    mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
-    # Sums not in use. While an update runs two may be in use: its window's, and the next one's.
-    spare: list[np.ndarray] = dataclasses.field(default_factory=list)
-
-    @property
-    def written(self) -> list[np.ndarray]:
-        """The arrays that updates write, which `copy` copies."""
-        total = [] if self.total is None else [self.total]
-        return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
-
-    @property
-    def arrays(self) -> list[np.ndarray]:
-        """All that are the leaf's own, spare ones included; mails are not."""
-        return [*self.written, self.channels, *self.spare]
-
-    @property
-    def to_upload(self) -> np.ndarray:
-        """What an update uploads of the leaf, in its shape. Not a copy."""
-        return self.master.to_upload.reshape(self.spec.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what `copy` copies."""
-        return sum(x.nbytes for x in self.written)
-
-    def now(self) -> "HostLeaf":
-        """The leaf as it is now, in the same memory until somebody writes there."""
-        return dataclasses.replace(self, mails=list(self.mails), spare=[])
-
-    def copy(self) -> "HostLeaf":
-        """The leaf in memory of its own, but for mails and channels, which nobody writes."""
-        return dataclasses.replace(
-            self.now(),
-            master=self.master.copy(),
-            mu=self.mu.copy(),
-            nu=self.nu.copy(),
-            steps=copied(self.steps),
-            total=None if self.total is None else copied(self.total),
-        )
-
-
-@dataclasses.dataclass
-class WindowGradients:
-    """One leaf's gradients of a closed window, until they are used."""
-
-    total: np.ndarray | None  # the float32 sum of the first of them; the leaf owns its memory
-    mails: list[tuple[np.ndarray, float]]  # the others, each with its factor; in the mail's memory
-
-    @property
-    def sources(self) -> list[tuple[np.ndarray, float]]:
-        """Everything that is to be added up, each with its factor."""
-        return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
-
-    def clear(self) -> None:
-        self.total, self.mails = None, []
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +90,8 @@ class HostState:
         before_write: Callable[[int], None] = lambda i: None,
     ):
         self.leaves = [
-            _new_leaf(*args, compact=compact) for args in zip(specs, weights, channels, strict=True)
+            HostLeaf.new(*args, compact=compact)
+            for args in zip(specs, weights, channels, strict=True)
         ]
         self.compact = compact
         self._pieces = [[i] for i in range(len(specs))] if pieces is None else pieces
@@ -261,7 +191,7 @@ class HostState:
         take in one pass. That changes no bit.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            _keep(leaf, gradient, factor)
+            leaf.keep(gradient, factor)
         self.count()
         for least in (GRADIENTS_PER_PASS, 1):
             if self.mails_kept <= MAILS_KEPT:
@@ -279,7 +209,7 @@ class HostState:
         window = self.open[group]
         if window.counted:
             for i, gradient in zip(window.leaves, sums, strict=True):
-                _keep(self.leaves[i], gradient, 1.0)
+                self.leaves[i].keep(gradient, 1.0)
 
     def add_up(self, least: int = 1) -> None:
         """Adds up the gradients kept for open windows, of leaves with `least` or more of them."""
@@ -392,28 +322,6 @@ class HostState:
                 _keep_staying(taken, chosen, left, before)
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
         return SelectedRows(master, mu, nu, steps)
-
-
-def _new_leaf(
-    spec: LeafSpec, weight: np.ndarray, channels: np.ndarray, *, compact: bool
-) -> HostLeaf:
-    shape = spec.view4(spec.n)
-    entries = shape[0]
-    mu, nu = new_moments(shape, compact=compact)
-    leaf = HostLeaf(
-        spec=spec,
-        master=Masters.zeros(shape, spec.dtype),
-        mu=mu,
-        nu=nu,
-        steps=blank((entries, spec.n), np.int32),
-        channels=np.array(channels, np.int32).reshape(entries, spec.k),
-    )
-    leaf.master.write(weight)  # a copy: the parameter's memory belongs to the device
-    return leaf
-
-
-def _keep(leaf: HostLeaf, gradient: np.ndarray, factor: float) -> None:
-    leaf.mails.append((gradient.reshape(leaf.master.shape), factor))
 
 
 def _for_leaf(step: WindowStep, spec: LeafSpec) -> WindowStep:
