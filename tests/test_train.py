@@ -616,8 +616,8 @@ def test_the_model_of_keep_best_is_that_of_the_step_that_did_best(tmp_path, caps
     folder = tmp_path / "runs" / "001-adamw"
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     with open(folder / "validation.csv", newline="", encoding="utf-8") as file:
-        found = {int(row["step"]): float(row["value"]) for row in csv.DictReader(file)}
-    assert found == losses
+        written = {int(row["step"]): float(row["value"]) for row in csv.DictReader(file)}
+    assert written == losses
     assert summary["best_step"] == 6
     assert "model.safetensors is that of step 6, which did best" in capsys.readouterr().out
     assert_weights_of_checkpoint(folder, 6, folder)
