@@ -68,7 +68,8 @@ class Checkpoints(SavedCheckpoints):
         self.wait()
         if self._manager is not None:  # not so after a save that has failed
             self._manager.close()
-        sys.unraisablehook = self._unraisable
+        if self._failed is None:  # else writes may come to their end later than this
+            sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
         """Renames the damaged checkpoints that `newest` has passed over.
