@@ -26,8 +26,11 @@ def tensors():
     """One of each kind, some of them over several blocks."""
     odd = noise(70)
     odd[:4] = [np.nan, -0.0, np.inf, -np.inf]
+    nearly = noise(700, 512)
+    nearly[350] = 0  # between ends that are equal
     return {
         "w": noise(700, 512),
+        "nearly": nearly,
         "cast": noise(1200, 512, seed=1, dtype=ml_dtypes.bfloat16),
         "half": noise(300, dtype=np.float16),
         "double": noise(30, dtype=np.float64),
