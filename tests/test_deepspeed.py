@@ -539,7 +539,7 @@ WRONG = {
     f"{ADAM}.bias_correction": [False],
     f"{ADAM}.max_grad_norm": [1.0],
     f"{ADAM}.weightdecay": [0.1],
-    "gradient_clipping": [-1, math.nan],
+    "gradient_clipping": [-1, math.nan, math.inf],
     "gradient_allreduce_op": ["sum"],
     "train_batch_size": [0],
     "amp": [{"enabled": True}],
