@@ -266,7 +266,8 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
     two = boundary.uploads_in_two(uploads, specs)
     samples = abstract_samples(merged, specs)
     static = {"specs": specs, "window": state.schedule.longest_window}
-    merge = boundary.merge.lower(merged, *two, rows, rows, samples, state.reach, **static)
+    since = boundary.SinceMerge(rows, rows, samples, state.reach)
+    merge = boundary.merge.lower(merged, *two, since, **static)
     return report(merge.compile(), params)
 
 

@@ -140,7 +140,7 @@ class Job:
         constant = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2}}
         path = self._folder / "constant.json"
         path.write_text(json.dumps({"scheduler": constant}))
-        words = {"mesh": "data=2", "progress": False, "update_interval": 4, "overlap_step": True}
+        words = {"mesh": "data=2", "progress": False, "update_interval": 4}
         return config_file(self._folder, steps=steps, log_every=10, deepspeed=str(path), **words)
 
     def output(self) -> str:

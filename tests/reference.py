@@ -34,10 +34,9 @@ class Settings:
     update_interval: int | AutoWindow = 4
     select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
     full_warm_up_rounds: int = 0  # steps
-    overlap_step: bool = True
     rolling: bool = True
     staleness: int | None = None
-    window_scaling: float | str | None = "auto"  # exponent of the rate; "auto" is 0.5 or None
+    window_scaling: float | None = 0.5  # exponent of the rate
     provisional_share: float | None = 0.5
     max_grad_norm: float | None = None
     send_gradients: str = "during_step"
@@ -316,8 +315,6 @@ class Reference:
     def _staleness(self) -> int | None:
         """Steps from the end of a window to where its update arrives; None is its next end."""
         s = self._settings
-        if not s.overlap_step:
-            return 0
         if s.staleness is not None or isinstance(s.update_interval, AutoWindow):
             return s.staleness
         return 1 if s.rolling else s.update_interval
@@ -556,8 +553,6 @@ def _adamw(channel: _Channel, g: Any, lr: np.float32, s: Settings, steps: int = 
     """
     b1, b2, eps, decay = s.b1, s.b2, s.eps, channel.weight_decay
     scaling = s.window_scaling
-    if isinstance(scaling, str):
-        scaling = 0.5 if s.rolling and not isinstance(s.update_interval, AutoWindow) else None
     c = 1
     if scaling is not None:
         c = steps

@@ -1,7 +1,6 @@
 """Runs that are saved at some step and go on in new objects."""
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +62,14 @@ def go(training: Training, plan: Plan, until: int) -> None:
 def end(training: Training) -> Any:
     """Parameters and state at the end, without the token that each engine has of its own."""
     training.flush()
-    return training.params, dataclasses.replace(training.state, token=None)
+    return training.params, training.state._replace(token=None)
 
 
 def without_tokens(tree: Any) -> Any:
     """What `saved` gave, without what each engine in a process has of its own."""
     params, state, engine_state = tree
     counts = {name: x for name, x in engine_state["counts"].items() if name != "token"}
-    return params, dataclasses.replace(state, token=None), engine_state | {"counts": counts}
+    return params, state._replace(token=None), engine_state | {"counts": counts}
 
 
 def counted(training: Training) -> dict[str, Any]:

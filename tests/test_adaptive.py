@@ -212,7 +212,7 @@ def test_the_selection_follows_a_switch_within_the_stated_time(select, rolling, 
         ),
         (
             THIRD,
-            {"update_interval": AutoWindow(3, 0.3), "select_interval": 5, "overlap_step": False},
+            {"update_interval": AutoWindow(3, 0.3), "select_interval": 5, "staleness": 0},
         ),
         (FEW, {"update_interval": 3, "select_interval": AutoSelect(0.6, 4)}),
     ],

@@ -17,7 +17,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zenflow_jax
-from zenflow_jax import HostEngine, attach
+from zenflow_jax import HostEngine
+from zenflow_jax.attach import attach
 
 STEPS = 7  # one window of four, and most of another
 PARAMS = {

@@ -121,7 +121,7 @@ def test_parameters_that_were_changed_are_refused_before_they_are_saved(end):
 
 
 def test_parameters_that_were_changed_are_refused_by_a_flush_with_nothing_left_to_bring():
-    settings = dataclasses.replace(SETTINGS, update_interval=1, overlap_step=False)
+    settings = dataclasses.replace(SETTINGS, update_interval=1, staleness=0)
     with Training(FIRST, settings, host_kernel="numpy", threads=1) as run:
         run.go(5)
         run.params = load(run.params)
@@ -214,7 +214,7 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
     "options",
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
-        {"behind": [], "full_warm_up_rounds": 3, "overlap_step": False},
+        {"behind": [], "full_warm_up_rounds": 3, "staleness": 0},
         {"behind": [], "b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
         {
             "behind": [],

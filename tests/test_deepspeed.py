@@ -99,7 +99,6 @@ RULES_OF_TUTORIAL = {
     "topk_ratio": 0.05,
     "update_interval": 4,
     "full_warm_up_rounds": 0,
-    "overlap_step": True,
     "provisional_share": None,
 }
 
@@ -155,7 +154,7 @@ def test_offloading_without_zenflow_is_its_synchronous_limit(device):
     assert options.kind == "offload"
     assert options.arguments["topk_ratio"] == 0
     assert options.arguments["update_interval"] == 1
-    assert options.arguments["overlap_step"] is False
+    assert options.arguments["staleness"] == 0
     assert options.arguments["max_grad_norm"] == 0.5
     assert names == (["zero_optimization.offload_optimizer.device"] if device == "nvme" else [])
     assert options.optimizer.init({"w": jnp.ones((4, 4))}).schedule.window == 1
@@ -181,8 +180,8 @@ def test_neither_is_adamw_on_the_device(clipping):
     ("keys", "expected"),
     [
         ({}, {"update_interval": AutoWindow(), "select_interval": AutoSelect()}),
-        ({}, {"topk_ratio": 0.1, "overlap_step": False, "full_warm_up_rounds": 0}),
-        ({"topk_ratio": "auto", "overlap_step": "auto"}, {"topk_ratio": 0.1, "overlap_step": 0}),
+        ({}, {"topk_ratio": 0.1, "staleness": 0, "full_warm_up_rounds": 0}),
+        ({"topk_ratio": "auto", "overlap_step": "auto"}, {"topk_ratio": 0.1, "staleness": 0}),
         ({"update_interval": "auto", "auto_ratio": 0.5}, {"update_interval": AutoWindow(8, 0.5)}),
         ({"update_interval": "auto", "auto_ratio": 0}, {"update_interval": 2}),
         ({"update_interval": 4.0}, {"update_interval": 4}),

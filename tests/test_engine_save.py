@@ -48,7 +48,7 @@ def waits(monkeypatch):
         (FIRST, {}, "numba"),
         pytest.param(
             SECOND,
-            {"send_gradients": "per_window", "overlap_step": False},
+            {"send_gradients": "per_window", "staleness": 0},
             "numpy",
             marks=pytest.mark.slow,
         ),

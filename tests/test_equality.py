@@ -68,14 +68,14 @@ def test_windows_of_one_step_without_overlap_equal_optax_adamw(
         topk_ratio=ratio,
         update_interval=1,
         select_interval=select_interval,
-        overlap_step=False,
+        staleness=0,
         provisional_share=0.5,
     )
     assert_equals_adamw(leaves, options)
 
 
 def test_selections_move_in_the_runs_that_are_compared_with_optax():
-    options = Settings(topk_ratio=0.25, update_interval=1, select_interval=1, overlap_step=False)
+    options = Settings(topk_ratio=0.25, update_interval=1, select_interval=1, staleness=0)
     history, _ = runs.reference(SECOND, options, Plan(STEPS))
     assert len({chosen["rows"].tobytes() for chosen in history.selected}) > STEPS // 2
 
@@ -112,6 +112,7 @@ AGREEMENTS = {
             update_interval=4,
             select_interval=8,
             rolling=False,
+            window_scaling=None,
             staleness=2,
             provisional_share=0.25,
         ),
@@ -143,7 +144,7 @@ AGREEMENTS = {
             update_interval=4,
             select_interval=EpochSelect(6),
             full_warm_up_rounds=4,
-            overlap_step=False,
+            staleness=0,
         ),
         Plan(20, bad=(2, 9, 10, 11, 12), flush_at=(14,)),
     ),
@@ -184,13 +185,13 @@ AGREEMENTS = {
             update_interval=4,
             select_interval=8,
             send_gradients="per_window",
-            overlap_step=False,
+            staleness=0,
         ),
         Plan(14, bad=(2, 7), flush_at=(9,)),
     ),
     "added up on the device, not stale, clipped": (
         tuple(leaf._replace(dtype="float32") for leaf in FIRST),
-        dict(WARM, send_gradients="per_window", overlap_step=False),
+        dict(WARM, send_gradients="per_window", staleness=0),
         Plan(20, bad=(2, 5, 13), flush_at=(10,)),
     ),
     "nothing selected, float32 that is added up and travels as bf16": (

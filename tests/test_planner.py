@@ -242,7 +242,8 @@ def test_a_finished_run_says_how_busy_its_host_was():
     assert library.hiding(training.state, dataclasses.replace(half, steps=7), 10.0) is None
     # Had six of the eight steps been a warm-up, most of the four seconds would be theirs.
     schedule = dataclasses.replace(training.state.schedule, full_warm_up_rounds=6)
-    warm = library.hiding(dataclasses.replace(training.state, schedule=schedule), half, 10.0)
+    static = dataclasses.replace(training.state.static, schedule=schedule)
+    warm = library.hiding(training.state._replace(static=static), half, 10.0)
     of_warm_up = host_work(with_interval(training.state, 1)).mean
     expected = found.busy * work.mean * 8 / (6 * of_warm_up + 2 * work.mean)
     assert warm.busy == pytest.approx(expected)

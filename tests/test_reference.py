@@ -62,7 +62,7 @@ def assert_equals_optax(transformation, settings, steps):
 
 def one_leaf(n, learning_rate=1.0, *, dtype=np.float32, **options):
     """A reference for one `(n, 1)` leaf of zeros whose steps can be done by hand."""
-    settings = Settings(**{"rolling": False, **BY_HAND, **options})
+    settings = Settings(**{"rolling": False, "window_scaling": None, **BY_HAND, **options})
     return Reference([np.zeros((n, 1), dtype)], learning_rate, settings, channel_axes=[-2])
 
 
@@ -85,7 +85,7 @@ def test_windows_of_one_step_without_overlap_equal_optax_adamw(ratio, select_int
         topk_ratio=ratio,
         update_interval=1,
         select_interval=select_interval,
-        overlap_step=False,
+        staleness=0,
     )
     ours = assert_equals_optax(
         optax.adamw(schedule, weight_decay=0.05, mask=DECAY), settings, steps=20
@@ -103,20 +103,20 @@ def test_selections_move_in_the_example_that_is_compared_with_optax():
     assert len(seen) > 10
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("staleness", [0, None])
 @pytest.mark.parametrize("interval", [1, 3, 4])
-def test_selecting_every_channel_equals_optax_adamw(interval, overlap):
+def test_selecting_every_channel_equals_optax_adamw(interval, staleness):
     settings = Settings(
-        topk_ratio=1.0, update_interval=interval, select_interval=interval, overlap_step=overlap
+        topk_ratio=1.0, update_interval=interval, select_interval=interval, staleness=staleness
     )
     ours = assert_equals_optax(optax.adamw(schedule, mask=DECAY), settings, steps=10)
     assert ours.reselections == 10 // interval
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_warm_up_longer_than_the_run_equals_optax_adamw(overlap):
+@pytest.mark.parametrize("staleness", [0, None])
+def test_a_warm_up_longer_than_the_run_equals_optax_adamw(staleness):
     settings = Settings(
-        topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11, overlap_step=overlap
+        topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11, staleness=staleness
     )
     ours = assert_equals_optax(optax.adamw(schedule, mask=DECAY), settings, steps=10)
     assert ours.reselections == 0
@@ -128,7 +128,7 @@ def test_max_grad_norm_equals_optax_clipping_in_front(max_norm):
         topk_ratio=0.25,
         update_interval=1,
         select_interval=2,
-        overlap_step=False,
+        staleness=0,
         max_grad_norm=max_norm,
     )
     clipped = optax.chain(optax.clip_by_global_norm(max_norm), optax.adamw(schedule, mask=DECAY))
@@ -155,7 +155,7 @@ def test_finite_leaves_of_infinite_norm_are_clipped_to_zero_as_optax_does():
 
 
 def test_a_deferred_channel_takes_one_step_with_the_mean_of_its_window():
-    reference = one_leaf(2, topk_ratio=0.5, update_interval=2, overlap_step=False)
+    reference = one_leaf(2, topk_ratio=0.5, update_interval=2, staleness=0)
     assert step(reference, 1.0, 1.0) == [-0.5, 0.0]
     assert step(reference, 1.0, 5.0) == [-1.0, -0.75]
     _, _, _, steps = reference.moments(0)
@@ -164,9 +164,7 @@ def test_a_deferred_channel_takes_one_step_with_the_mean_of_its_window():
 
 def test_a_deferred_channel_uses_the_learning_rate_of_the_last_step_of_its_window():
     rates = [8.0, 4.0]
-    reference = one_leaf(
-        2, rates.__getitem__, topk_ratio=0.5, update_interval=2, overlap_step=False
-    )
+    reference = one_leaf(2, rates.__getitem__, topk_ratio=0.5, update_interval=2, staleness=0)
     assert step(reference, 1.0, 1.0) == [-4.0, 0.0]
     assert step(reference, 1.0, 1.0) == [-6.0, -2.0]
 
@@ -201,7 +199,7 @@ def test_an_entering_channel_receives_the_update_of_the_closed_window_at_once():
 
 def test_a_leaving_channel_keeps_its_adam_state_and_joins_the_next_window():
     reference = one_leaf(
-        2, topk_ratio=0.5, update_interval=2, select_interval=2, overlap_step=False, b1=0.5
+        2, topk_ratio=0.5, update_interval=2, select_interval=2, staleness=0, b1=0.5
     )
     step(reference, 1.0, 4.0)
     step(reference, 1.0, 4.0)
@@ -315,19 +313,17 @@ def test_a_gradient_without_finite_square_is_skipped_wherever_it_is(bad):
 
 def test_a_skipped_step_counts_for_schedule_and_window_but_not_for_the_mean():
     rates = [1.0, 2.0, 4.0]
-    reference = one_leaf(
-        2, rates.__getitem__, topk_ratio=0.5, update_interval=3, overlap_step=False
-    )
+    reference = one_leaf(2, rates.__getitem__, topk_ratio=0.5, update_interval=3, staleness=0)
     assert step(reference, 1.0, 1.0) == [-0.5, 0.0]
     assert step(reference, 1.0, 5.0) == [-1.5, 0.0]
     # Mean 3 of the two steps before it, rate 4 of its own.
     assert step(reference, np.nan, 1.0) == [-1.5, -3.0]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_window_of_skipped_steps_makes_no_host_update(overlap):
+@pytest.mark.parametrize("staleness", [0, None])
+def test_a_window_of_skipped_steps_makes_no_host_update(staleness):
     reference = one_leaf(
-        2, topk_ratio=0.5, update_interval=2, overlap_step=overlap, weight_decay=0.5
+        2, topk_ratio=0.5, update_interval=2, staleness=staleness, weight_decay=0.5
     )
     for _ in range(4):
         assert step(reference, 0.0, np.nan) == [0.0, 0.0]
@@ -374,7 +370,7 @@ def test_a_low_precision_parameter_is_the_cast_of_a_float32_master(dtype):
     reference = Reference(
         [np.ones((2, 1), dtype)],
         tiny,
-        Settings(**BY_HAND, topk_ratio=0.5, update_interval=1, overlap_step=False),
+        Settings(**BY_HAND, topk_ratio=0.5, update_interval=1, staleness=0),
         channel_axes=[-2],
     )
     ones = np.ones((2, 1), dtype)

@@ -40,7 +40,7 @@ from zenflow_jax._host import state as host_state
         (FIRST, {}, "numpy"),
         (SECOND, {"rolling": False}, "numpy"),
         (SECOND, {"staleness": 2, "window_scaling": 0.0}, "numpy"),
-        (THIRD, {"overlap_step": False}, "numba"),
+        (THIRD, {"staleness": 0}, "numba"),
         (
             FIRST,
             {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.6, 3)},
@@ -144,9 +144,7 @@ def through_flax(training, target):
     """What flax reads of what it has written."""
     tree = (training.params, training.state, training.engine.state())
     params, state, engine_state = serialization.from_bytes(target, serialization.to_bytes(tree))
-    for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(target[1]), strict=True):
-        assert x.sharding == like.sharding
-    return runs.place(params, None), state, engine_state
+    return runs.place(params, None), runs.put_by_name(state, target[1]), engine_state
 
 
 def through_numpy(training, target):
@@ -193,9 +191,9 @@ def test_flax_keeps_a_train_state_in_graph():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"topk_ratio": 0.5}, r"expected int32 \(5,\) at .*channels, got int32 \(3,\)"),
-        ({"topk_ratio": 1.0}, "expected nothing at ./leaves/0/channels, got an array"),
-        ({"send_gradients": "per_window"}, "expected bfloat16 .* at .*total, got float32"),
+        ({"topk_ratio": 0.5}, "'selected': 5} at ./leaves/0/spec, got .*'selected': 3}.* Read it"),
+        ({"topk_ratio": 1.0}, "'selected': 0} at ./leaves/0/spec, got .*'selected': 3}"),
+        ({"send_gradients": "per_window"}, "'per_window'} at ./static, got .*'during_step'}"),
     ],
     ids=str,
 )
@@ -204,10 +202,8 @@ def test_what_flax_has_written_of_other_options_is_refused(changes, words):
     other = runs.transformation(ONE, dataclasses.replace(SETTINGS, **changes), offload=False)
     params = runs.initial(ONE)
     found = serialization.to_state_dict(tx.init(params))
-    with pytest.raises(ValueError, match=words + ".* Pass as the target"):
+    with pytest.raises(ValueError, match=words):
         serialization.from_state_dict(other.init(params), found)
-    with pytest.raises(ValueError, match="expected step, .*got nothing. Pass as the target"):
-        serialization.from_state_dict(tx.init(params), {"nothing": 1})
 
 
 def continued(training, **changes):
@@ -215,7 +211,7 @@ def continued(training, **changes):
     params, state, engine_state = saved(training)
     settings = dataclasses.replace(training.settings, **changes)
     fresh = runs.transformation(training.leaves, settings).init(runs.initial(training.leaves))
-    fresh = dataclasses.replace(fresh, step=state.step, token=state.token)
+    fresh = fresh._replace(step=state.step, token=state.token)
     return lambda: zenflow_jax.HostEngine(params, fresh, engine_state=engine_state)
 
 
@@ -233,11 +229,11 @@ def continued(training, **changes):
             "`select_interval` as in the saved run, 8, got 8 .rule",
         ),
         ({"full_warm_up_rounds": 0}, "`full_warm_up_rounds` as in the saved run, 2, got 0"),
-        ({"overlap_step": False}, "`staleness` as in the saved run, 1, got 0"),
+        ({"staleness": 0}, "`staleness` as in the saved run, 1, got 0"),
         ({"staleness": 2}, "`staleness` as in the saved run, 1, got 2"),
         ({"rolling": False, "staleness": 1}, "`rolling` as in the saved run, 1, got 0"),
         ({"window_scaling": 0.0}, "`window_scaling` as in the saved run, 0.5, got 0"),
-        ({"window_scaling": None}, "`window_scaling` as in the saved run, 0.5, got "),
+        ({"window_scaling": None}, "`window_scaling` as in the saved run, 0.5, got None"),
         ({"provisional_share": 0.1}, "`provisional_share` as in the saved run, 0.5, got 0.1"),
         (
             {"send_gradients": "per_window"},
@@ -276,7 +272,7 @@ def test_an_engine_state_of_another_step_or_another_run_is_refused():
         params, state, engine_state = saved(training)
         with pytest.raises(ValueError, match=r"after step 5, got one after step 6\. Save and"):
             zenflow_jax.HostEngine(params, state, engine_state=earlier)
-        other = dataclasses.replace(state, token=state.token + 1)
+        other = state._replace(token=state.token + 1)
         with pytest.raises(ValueError, match="got one after step 6 of another run"):
             zenflow_jax.HostEngine(params, other, engine_state=engine_state)
         with pytest.raises(ValueError, match="a state from `tx.init`, got one after 6 steps"):

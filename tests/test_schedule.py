@@ -161,13 +161,6 @@ def test_a_rule_says_how_many_leaves_must_be_ripe():
     assert AutoWindow(share=0.01).needed(3) == 1
 
 
-def test_auto_is_the_rules_with_their_defaults():
-    tx = zenflow_jax.zenflow(1e-2, update_interval="auto", select_interval="auto")
-    schedule = tx.init({"w": jnp.ones((8, 4))}).schedule
-    assert schedule.window == AutoWindow()
-    assert schedule.select == AutoSelect()
-
-
 def test_a_selection_is_every_sixteen_windows_by_default():
     tx = zenflow_jax.zenflow(1e-2, update_interval=3)
     assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == 48

@@ -25,7 +25,7 @@ from zenflow_jax._host.state import HostState
 
 LATE = dataclasses.replace(STALE, send_gradients="after_step")
 SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
-EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, overlap_step=False)
+EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, staleness=0)
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 IN_WINDOW = 5  # with an update under way
 

@@ -657,7 +657,7 @@ def assert_weights_of_checkpoint(run, step, where):
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
 def test_windows_of_one_step_without_overlap_train_like_adamw(tmp_path):
-    command = tiny_command(tmp_path, learning_rate=1e-2, update_interval=1, overlap_step=False)
+    command = tiny_command(tmp_path, learning_rate=1e-2, update_interval=1, staleness=0)
     losses = []
     for optimizer in ("adamw", "zenflow"):
         assert finetune.main([*command, "--optimizer", optimizer]) == 0

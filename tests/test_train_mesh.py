@@ -42,7 +42,7 @@ TINY = {
     "learning_rate": 1e-2,
     # The settings in which zenflow is adamw, whatever it selects: it selects inside each shard.
     "update_interval": 1,
-    "overlap_step": False,
+    "staleness": 0,
     "host_kernel": "numpy",  # in a fresh checkout each process would compile Numba's
 }
 

@@ -173,7 +173,7 @@ def test_every_array_that_is_donated_is_given_up():
     with Training(FEW, OPTIONS, donate=True, host_kernel="numpy") as training:
         for t in range(1, 9):
             # Mail is not an input of the program, so it is dropped rather than donated.
-            given = dataclasses.replace(training.state, step_scalars=None, mail=None)
+            given = training.state._replace(step_scalars=None, mail=None)
             paths = jax.tree_util.tree_leaves_with_path((training.params, given))
             training.step()
             kept = [jax.tree_util.keystr(path) for path, x in paths if not x.is_deleted()]
@@ -434,11 +434,9 @@ def test_parameters_plus_updates_are_the_cast_of_the_master_bit_for_bit(dtype, s
     params = jax.device_put({"w": master.astype(dtype)}, jax.devices()[0])
     state = tx.init(params)
     # As after many steps: the master is not a number that the dtype has.
-    leaves = (dataclasses.replace(state.leaves[0], master=master[:3]),)
+    leaves = (state.leaves[0]._replace(master=master[:3]),)
     g = np.random.default_rng(seed).normal(size=(6, 1))
-    after, state = step(
-        params, dataclasses.replace(state, leaves=leaves), {"w": jnp.asarray(g, dtype)}
-    )
+    after, state = step(params, state._replace(leaves=leaves), {"w": jnp.asarray(g, dtype)})
     runs.assert_same_bits(after["w"][:3], state.leaves[0].master.astype(dtype))
     runs.assert_same_bits(after["w"][3:], params["w"][3:])
 

@@ -70,16 +70,15 @@ def world(number: int) -> World:
     # Of shapes that trained leaves have, so that one could be taken for the other.
     frozen = tuple(leaf(int(kind)) for kind in which[: rng.integers(1, 3)])
     window = int(rng.integers(1, 5))
-    overlap = bool(rng.integers(4))
+    stale = int(rng.integers(window + 1))
     options = Settings(
         topk_ratio=float(rng.choice([0.0, 0.3, 0.3, 1.0])),
         update_interval=window,
         select_interval=window * int(rng.integers(1, 3)),
         full_warm_up_rounds=int(rng.choice([0, 0, 2])),
-        overlap_step=overlap,
         rolling=bool(rng.integers(3)),
-        staleness=[None, int(rng.integers(window + 1)) * overlap][rng.integers(2)],
-        window_scaling=["auto", None, 0.0, 1.0][rng.integers(4)],
+        staleness=[None, stale, 0][rng.choice(3, p=[0.4, 0.4, 0.2])],
+        window_scaling=[0.5, None, 0.0, 1.0][rng.integers(4)],
         weight_decay=0.1,
         max_grad_norm=float(rng.choice([2.0, 50.0])),
         send_gradients=str(rng.choice(["during_step", "after_step", "per_window"])),

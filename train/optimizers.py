@@ -118,16 +118,15 @@ def skipped_steps(opt_state: Any) -> jax.Array:
 def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
     """zenflow's arguments about channels, windows and selections."""
     if settings.optimizer == "offload":
-        return {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
+        return {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
     return {
         "topk_ratio": settings.topk_ratio,
         "update_interval": _window_rule(settings),
         "select_interval": _selection_rule(settings, steps_per_epoch),
         "full_warm_up_rounds": settings.warm_up_rounds,
-        "overlap_step": settings.overlap_step,
         "rolling": settings.rolling,
         "staleness": settings.staleness,
-        "window_scaling": None if settings.window_scaling == "none" else settings.window_scaling,
+        "window_scaling": _window_scaling(settings),
         "provisional_share": settings.provisional_share or None,
     }
 
@@ -138,6 +137,12 @@ def _window_rule(settings: Settings) -> int | zenflow_jax.AutoWindow:
     return zenflow_jax.AutoWindow(
         max_interval=settings.auto_window_max_interval, share=settings.auto_window_share
     )
+
+
+def _window_scaling(settings: Settings) -> float | None:
+    if settings.window_scaling == "auto":
+        return 0.5 if settings.rolling and settings.update_interval != "auto" else None
+    return None if settings.window_scaling == "none" else settings.window_scaling
 
 
 def _selection_rule(
@@ -253,8 +258,8 @@ def said_of_deepspeed(
 
 def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
     """`zenflow`'s arguments by the names and in the words of the settings."""
-    names = "topk_ratio update_interval full_warm_up_rounds overlap_step provisional_share".split()
-    values = {name: arguments[name] for name in names}
+    names = "topk_ratio update_interval full_warm_up_rounds staleness provisional_share".split()
+    values = {name: arguments[name] for name in names if name in arguments}
     # "auto" until the length of an epoch is known, which fits all windows.
     values |= {"full_warm_up_share": None, "select_interval": "auto"}
     values["provisional_share"] = values["provisional_share"] or 0.0
@@ -263,6 +268,7 @@ def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
         values["update_interval"] = "auto"
         values["auto_window_max_interval"] = window.max_interval
         values["auto_window_share"] = window.share
+        values["window_scaling"] = "none"
     return values
 
 

@@ -31,6 +31,7 @@ import zenflow_jax
 from train.meter import Row
 from train.settings import TRACE
 from train.whole import replace_text
+from zenflow_jax import planning
 
 # Steps that a start must have made for its timings to be worth advice.
 LEAST_STEPS = 100
@@ -201,7 +202,7 @@ def summary_table(summary: Summary) -> Table:
 
 def hidden_share(
     opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
-) -> zenflow_jax.Hiding | None:
+) -> planning.Hiding | None:
     """The host's load in the steps that were timed, which are all but the first.
 
     None where that says nothing of a longer run or of a GPU: after few steps, and on a CPU, whose
@@ -210,4 +211,4 @@ def hidden_share(
     if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
         return None
     of_all = seconds * stats.steps / (stats.steps - 1)
-    return zenflow_jax.hiding(opt_state, stats, of_all, host_state=host_state)
+    return planning.hiding(opt_state, stats, of_all, host_state=host_state)

@@ -103,7 +103,7 @@ class Settings:
     optimizer: Literal["zenflow", "adamw", "offload"] = "zenflow"
     """zenflow: zenflow_jax.zenflow with a HostEngine. adamw: optax.adamw, float32 master weights,
     all on the device. offload: every channel on the host and every step waits for it, which is what
-    ZeRO-Offload does (zenflow with update_interval 1, topk_ratio 0 and no overlap)."""
+    ZeRO-Offload does (zenflow with update_interval 1, topk_ratio 0 and staleness 0)."""
     deepspeed: str | None = None
     """A DeepSpeed JSON config that overrides these settings: optimizer, schedule, clipping, batch
     size, dtype, zenflow. Its "auto" means what is set here. Keys that are not followed are listed
@@ -154,14 +154,12 @@ class Settings:
     full_warm_up_share: float | None = None
     """The same as a share of the steps, rounded up; the paper recommends 0.05.
     Left out: full_warm_up_rounds counts, which must be 0 otherwise."""
-    overlap_step: bool = True
-    """Let the host update run beside the next window."""
     rolling: bool = True
     """Let leaves take turns: at every step a few of them close their windows, not all at every few
     steps."""
     staleness: int | None = None
-    """Steps that an update may take before it reaches the parameters. Left out: 1 if leaves take
-    turns, else as many as a window has."""
+    """Steps that an update may take before it reaches the parameters; each step waits for it if 0.
+    Left out: 1 if leaves take turns, else as many as a window has."""
     window_scaling: float | Literal["auto", "none"] = "auto"
     """Scale a deferred channel's step to the steps in its window: the exponent for the learning
     rate, 0.5 for the rule of the square root. "auto": 0.5 if leaves take turns, else "none"."""

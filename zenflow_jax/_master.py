@@ -1,6 +1,5 @@
 """The float32 weights of a run, put together from device, host and parameters."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +35,14 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
     Raises:
         RuntimeError: If the engine is closed or has failed.
         ValueError: If state or parameters do not belong to the engine, or the engine is missing.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4), jnp.bfloat16)}, jax.devices()[0])
+        >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
+        >>> with zenflow_jax.HostEngine(params, opt_state) as engine:
+        ...     zenflow_jax.master_params(params, opt_state, engine)["w"].dtype
+        dtype('float32')
     """
     masters = iter_master_params(params, opt_state, engine)
     return jax.tree.unflatten(jax.tree.structure(as_pure(params)), [x for _, x in masters])
@@ -94,7 +101,7 @@ def iter_master_params(
                 host, steps = leaf.deferred.master, leaf.deferred.steps
             elif of_host is not None and number is not None:
                 host = of_host(number)
-            bare = dataclasses.replace(leaf, deferred=None, spec=leaf.spec.anonymous)
+            bare = leaf._replace(deferred=None, spec=leaf.spec.anonymous)
             yield path, _master(weight, bare, host, steps)
 
     return each()

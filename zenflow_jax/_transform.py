@@ -7,10 +7,10 @@ the rest on: as mail to the host (`offload=True`, taken in by `_engine.py`), or 
 """
 
 import dataclasses
-import functools
+import inspect
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,10 @@ from zenflow_jax._device.checks import check_outside_of_shard_map, check_placeme
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.shards import as_its_parameter
+from zenflow_jax._device.state import Static, ZenFlowState, tell_flax
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import (
+    GradientParts,
     add_mail,
     finite_and_clip_factor,
     next_reach,
@@ -32,7 +34,8 @@ from zenflow_jax._device.step import (
 )
 from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._plan.arguments import (
-    check_arguments,
+    NUMBERS,
+    check_bool,
     check_numbers,
     check_schedule,
     check_selectors,
@@ -40,27 +43,12 @@ from zenflow_jax._plan.arguments import (
     check_transfer_dtype,
 )
 from zenflow_jax._plan.groups import in_groups
-from zenflow_jax._plan.resolve import resolve_specs, warn_if_all_resident
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.resolve import LeafRules, resolve_specs, warn_if_all_resident
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._plan.scalars import AdamScalars
 
-_Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
-
-def _called_as_adamw(factory: _Factory) -> _Factory:
-    """Tells who calls it like `optax.adamw` where the two differ."""
-    made: Any = factory
-
-    @functools.wraps(made)
-    def call(*arguments: Any, **options: Any) -> Any:
-        check_arguments(arguments, options)
-        return made(*arguments, **options)
-
-    checked: Any = call
-    return checked
-
-
-@_called_as_adamw
 def zenflow(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
@@ -70,13 +58,12 @@ def zenflow(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[Any], Any] | None = None,
     topk_ratio: float = 0.1,
-    update_interval: int | str | AutoWindow = 4,
-    select_interval: int | str | AutoSelect | EpochSelect | None = None,
+    update_interval: int | AutoWindow = 4,
+    select_interval: int | AutoSelect | EpochSelect | None = None,
     full_warm_up_rounds: int = 0,
-    overlap_step: bool = True,
     rolling: bool = True,
     staleness: int | None = None,
-    window_scaling: float | str | None = "auto",
+    window_scaling: float | None = 0.5,
     provisional_share: float | None = 0.5,
     max_grad_norm: jax.typing.ArrayLike | None = None,
     channel_axis: int | Callable[[tuple[Any, ...], Any], int] = -2,
@@ -95,7 +82,7 @@ def zenflow(
     at every step the window of some of them closes, and the update made from it reaches the
     parameters one step later, while the device computes that step.
 
-    With `update_interval=1, overlap_step=False`, or with `topk_ratio=1`, it is `optax.adamw` with
+    With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with
     float32 master weights. Clip with `max_grad_norm`: a transformation in front that needs all
     gradients at once (`optax.clip_by_global_norm`) keeps the mail from leaving during the backward
     pass. zenflow skips steps whose gradient is not finite. With an engine, do not let
@@ -117,15 +104,12 @@ def zenflow(
             parameters that returns one: True where weight decay applies. Everywhere by default.
         topk_ratio: Share of a leaf's channels that is selected, in [0, 1], rounded up.
         update_interval: Steps in a window, at least 1; or an `AutoWindow`, which closes a window
-            when enough has piled up in it, "auto" for its defaults.
+            when enough has piled up in it.
         select_interval: Steps between two selections, a multiple of `update_interval`; by default
             16 windows (of the longest, if they adapt). The first selection is at the first
-            boundary. Or an `AutoSelect`, which selects when other channels matter more, "auto" for
-            its defaults; or an `EpochSelect`.
+            boundary. Or an `AutoSelect`, which selects when other channels matter more, or an
+            `EpochSelect`, which selects once per epoch.
         full_warm_up_rounds: The first steps, at each of which all channels are updated.
-        overlap_step: True: the host makes an update beside the steps that follow its window, and
-            the result arrives when `staleness` says. False: the loop waits for it, as with
-            `staleness=0`.
         rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
             one of which closes its window at each step. So the host's work and the bus's load are
             the same at every step, and a gradient takes effect 1 to `update_interval` steps later.
@@ -139,7 +123,8 @@ def zenflow(
             Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
             divided by the root of c, weight decay as in c steps. 0.5 is their rule, 0 scales the
             betas alone. None, the paper's way, scales nothing: as if the batch were c times larger
-            and nobody had told Adam. "auto": 0.5 if leaves take turns, else None. With
+            and nobody had told Adam. Pass None where windows close together (`rolling=False`, or an
+            `AutoWindow`): their updates are staler, so that longer steps overshoot. With
             `update_interval=1` it changes nothing.
         provisional_share: At each step the device moves every deferred weight by this share of the
             learning rate, against the sign of its gradient, so that the gradients of a window are
@@ -217,133 +202,140 @@ def zenflow(
         https://arxiv.org/abs/2205.10287, 2022.
     """
     schedule = check_schedule(
-        topk_ratio,
-        update_interval,
-        select_interval,
-        full_warm_up_rounds,
-        overlap_step,
-        rolling,
-        staleness,
-        window_scaling,
-        provisional_share,
-        offload,
+        topk_ratio=topk_ratio,
+        update_interval=update_interval,
+        select_interval=select_interval,
+        full_warm_up_rounds=full_warm_up_rounds,
+        rolling=rolling,
+        staleness=staleness,
+        window_scaling=window_scaling,
+        provisional_share=provisional_share,
     )
-    sending = check_send_gradients(send_gradients)
-    mail_dtype = check_transfer_dtype(transfer_dtype)
-    check_numbers(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-    )
+    check_bool("offload", offload)
+    sending, mail_dtype = check_send_gradients(send_gradients), check_transfer_dtype(transfer_dtype)
+    numbers = learning_rate, b1, b2, eps, weight_decay, max_grad_norm
+    check_numbers(**dict(zip(NUMBERS, numbers, strict=True)))
     check_selectors(channel_axis, resident, partition_replicated, mask)
-    _tell_flax()
+    rules = LeafRules(topk_ratio, channel_axis, resident, partition_replicated, mail_dtype)
+    tell_flax()
 
-    def scalars_at(step: jax.Array) -> AdamScalars:
-        # As in optax, schedules count the steps before this one.
-        rate = _scalar(learning_rate(step - 1) if callable(learning_rate) else learning_rate)
-        decay = _scalar(weight_decay(step - 1) if callable(weight_decay) else weight_decay)
-        first, second = _scalar(b1), _scalar(b2)
-        return AdamScalars(rate, first, second, 1 - first, 1 - second, _scalar(eps), decay)
-
-    def init(params: Any) -> Any:  # ZenFlowState; optax's protocol knows no dataclass
+    def init(params: Any) -> Any:  # ZenFlowState; optax's protocol knows no such tuple
         check_outside_of_shard_map("tx.init")
-        specs = resolve_specs(
-            params,
-            topk_ratio=topk_ratio,
-            channel_axis=channel_axis,
-            resident=resident,
-            partition_replicated=partition_replicated,
-            param_shardings=param_shardings,
-            mask=mask,
-            transfer_dtype=mail_dtype,
-        )
-        specs, of_run = in_groups(specs, schedule)
-        weights = jax.tree.leaves(params)
+        specs = resolve_specs(params, rules, param_shardings, mask)
         if offload and topk_ratio < 1:
             warn_if_all_resident(specs)
-        if offload and all(isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights):
-            check_placement(weights, specs)
-        return first_state(params, specs, of_run, offload, sending)
+        return _init(params, specs, Static(schedule, bool(offload), sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
         check_outside_of_shard_map("tx.update")
-        gradients, treedef = jax.tree.flatten(updates)
         weights = check_update(updates, params, state, offload)
-        gradients = [
-            as_its_parameter(g, leaf.spec) for g, leaf in zip(gradients, state.leaves, strict=True)
-        ]
-        step = state.step + 1
-        scalars = scalars_at(step)
-        rank = mail_rank([leaf.spec for leaf in state.leaves])
-
-        # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
-        share = state.schedule.provisional_share
-        seen = [
-            split_gradient(g, leaf, state.send_gradients, rank, signs=share is not None)
-            for g, leaf in zip(gradients, state.leaves, strict=True)
-        ]
-        finite, factor = finite_and_clip_factor([s.squares for s in seen], max_grad_norm)
-        reach, length = state.reach, None
-        if share is not None:
-            length = state.schedule.provisional_step(step, scalars.learning_rate, finite, jnp)
-            if reach is not None:
-                reach = next_reach(reach, length, state.schedule.longest_window)
-
-        stepped = [
-            step_selected(p, s, leaf, scalars, factor, finite, length)
-            for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
-        ]
-        changes = [change for change, _ in stepped]
-        statistics = None
-        if state.schedule.needs_statistics:
-            statistics = window_statistics([s.squares for s in seen], state.leaves, factor, finite)
-        leaves = tuple(leaf for _, leaf in stepped)
-        new = dataclasses.replace(
-            state,
-            step=step,
-            skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
-            leaves=leaves,
-            reach=reach,
-        )
-        if offload:
-            # Without `exchange` in between, the last step's mail is lost: deferred channels would
-            # silently stop learning. A jitted update cannot raise; NaN is seen.
-            lost = state.token == USED
-            _raise_if_lost(lost)
-            changes = [jnp.where(lost, jnp.nan, change) for change in changes]
-            mail = tuple(s.mail for s in seen)
-            if state.send_gradients.sums_on_device:
-                mail = tuple(
-                    None if total is None else add_mail(total, s, leaf.spec, factor, finite)
-                    for total, s, leaf in zip(state.mail, seen, state.leaves, strict=True)
-                )
-            step_scalars = StepScalars.pack(scalars, factor, step, state.token, finite, statistics)
-            if state.send_gradients.in_step:
-                step_scalars = StepScalars(
-                    *(x if x is None else to_host(x, rank) for x in step_scalars)
-                )
-            used = jnp.full_like(state.token, USED)
-            new = dataclasses.replace(new, mail=mail, token=used, step_scalars=step_scalars)
-        else:
-            new, changes = in_graph.advance(
-                new, weights, gradients, changes, scalars, factor, finite, statistics
-            )
-        return jax.tree.unflatten(treedef, changes), new
+        scalars = _scalars_at(state.step + 1, *numbers[:-1])
+        return _update(updates, state, weights, scalars, max_grad_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _tell_flax() -> None:
-    """Has flax know the classes of a state, of which there is none yet."""
-    # Not before: flax takes as long to import as all of this library.
-    from zenflow_jax._checkpoint.flax_state import register_states
+#: Arguments that shape the state, or that are functions but not schedules.
+#: `optax.inject_hyperparams` would turn them into arrays unless it is told which they are:
+#: `optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)(...)`.
+STATIC_ARGS = tuple(name for name in inspect.signature(zenflow).parameters if name not in NUMBERS)
 
-    register_states()
+
+def _init(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
+    specs, schedule = in_groups(specs, static.schedule)
+    weights = jax.tree.leaves(params)
+    if static.offload and all(
+        isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights
+    ):
+        check_placement(weights, specs)
+    return first_state(params, specs, dataclasses.replace(static, schedule=schedule))
+
+
+def _update(
+    updates: Any,
+    state: ZenFlowState,
+    weights: list[Any],
+    scalars: AdamScalars,
+    max_grad_norm: jax.typing.ArrayLike | None,
+) -> tuple[Any, ZenFlowState]:
+    schedule, step = state.schedule, state.step + 1
+    gradients, treedef = jax.tree.flatten(updates)
+    gradients = [
+        as_its_parameter(g, leaf.spec) for g, leaf in zip(gradients, state.leaves, strict=True)
+    ]
+    rank = mail_rank([leaf.spec for leaf in state.leaves])
+
+    # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
+    moves = schedule.provisional_share is not None
+    seen = [
+        split_gradient(g, leaf, state.send_gradients, rank, signs=moves)
+        for g, leaf in zip(gradients, state.leaves, strict=True)
+    ]
+    finite, factor = finite_and_clip_factor([s.squares for s in seen], max_grad_norm)
+    reach, length = state.reach, None
+    if moves:
+        length = schedule.provisional_step(step, scalars.learning_rate, finite, jnp)
+        if reach is not None:
+            reach = next_reach(reach, length, schedule.longest_window)
+
+    stepped = [
+        step_selected(p, s, leaf, scalars, factor, finite, length)
+        for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
+    ]
+    changes = [change for change, _ in stepped]
+    statistics = None
+    if schedule.needs_statistics:
+        statistics = window_statistics([s.squares for s in seen], state.leaves, factor, finite)
+    new = state._replace(
+        step=step,
+        skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
+        leaves=tuple(leaf for _, leaf in stepped),
+        reach=reach,
+    )
+    if state.offload:
+        # Without `exchange` in between, the last step's mail is lost: deferred channels would
+        # silently stop learning. A jitted update cannot raise; NaN is seen.
+        lost = state.token == USED
+        _raise_if_lost(lost)
+        changes = [jnp.where(lost, jnp.nan, change) for change in changes]
+        packed = StepScalars.pack(scalars, factor, step, state.token, finite, statistics)
+        new = _with_mail(new, seen, packed, factor, finite, rank)
+    else:
+        new, changes = in_graph.advance(
+            new, weights, gradients, changes, scalars, factor, finite, statistics
+        )
+    return jax.tree.unflatten(treedef, changes), new
+
+
+def _with_mail(
+    state: ZenFlowState,
+    seen: list[GradientParts],
+    scalars: StepScalars,
+    factor: jax.Array,
+    finite: jax.Array,
+    rank: int,
+) -> ZenFlowState:
+    """The state with the step's mail, or with the sums that it is added to."""
+    mail = tuple(s.mail for s in seen)
+    if state.send_gradients.sums_on_device:
+        mail = tuple(
+            None if total is None else add_mail(total, s, leaf.spec, factor, finite)
+            for total, s, leaf in zip(state.mail, seen, state.leaves, strict=True)
+        )
+    if state.send_gradients.in_step:
+        scalars = StepScalars(*(x if x is None else to_host(x, rank) for x in scalars))
+    return state._replace(mail=mail, token=jnp.full_like(state.token, USED), step_scalars=scalars)
+
+
+def _scalars_at(step: jax.Array, rate: Any, b1: Any, b2: Any, eps: Any, decay: Any) -> AdamScalars:
+    """The hyperparameters of a step, which is counted from 1."""
+    # As in optax, schedules count the steps before this one.
+    rate = _scalar(rate(step - 1) if callable(rate) else rate)
+    decay = _scalar(decay(step - 1) if callable(decay) else decay)
+    first, second = _scalar(b1), _scalar(b2)
+    return AdamScalars(rate, first, second, 1 - first, 1 - second, _scalar(eps), decay)
 
 
 def _scalar(x: Any) -> Any:
@@ -354,8 +346,6 @@ def _scalar(x: Any) -> Any:
 def _raise_if_lost(lost: jax.Array) -> None:
     if not isinstance(lost, Tracer) and bool(lost):
         raise RuntimeError(
-            "the mail of the last step was not taken: `update` was called twice with no "
-            "`HostEngine.exchange` in between, so deferred channels would not learn. Call "
-            "`params, opt_state = engine.exchange(params, opt_state)` after every step, or use "
-            "`zenflow(..., offload=False)` where there is no engine."
+            "expected `params, opt_state = engine.exchange(params, opt_state)` between two calls "
+            "of `update`, got none: the last step's mail is lost."
         )

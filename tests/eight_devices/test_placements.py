@@ -23,7 +23,7 @@ ENGINE = {"threads": 1, "host_kernel": "numpy", "donate": True}
 PLAN = Plan(14, bad=(6,), flush_at=(9,))
 SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
 EVERY = Settings(
-    topk_ratio=0.2, update_interval=1, select_interval=3, overlap_step=False, weight_decay=0.1
+    topk_ratio=0.2, update_interval=1, select_interval=3, staleness=0, weight_decay=0.1
 )
 
 # Every placement, most with both modes on both kinds of axes. Each is compiled anew, and takes two
@@ -401,9 +401,7 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
         if name == "mail":
             return jax.device_put(state, there)
         (leaf,) = state.leaves
-        return dataclasses.replace(
-            state, leaves=(dataclasses.replace(leaf, mu=jax.device_put(leaf.mu, there)),)
-        )
+        return state._replace(leaves=(leaf._replace(mu=jax.device_put(leaf.mu, there)),))
 
     def run(at_first, after_a_step):
         now, state = params, tx.init(params)

@@ -11,6 +11,7 @@ import zenflow_jax
 from tests import meshes, runs
 from tests.meshes import STALE
 from tests.runs import Leaf, Plan, Training
+from zenflow_jax import AutoSelect, AutoWindow
 
 LEAVES: runs.Leaves = (
     Leaf("layers", (6, 16, 8), -2, "bfloat16"),
@@ -58,7 +59,9 @@ def test_ranges_on_a_mesh_equal_the_reference(placement, kind, more):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"update_interval": "auto", "select_interval": "auto"}], ids=["fixed", "auto"]
+    "more",
+    [{}, {"update_interval": AutoWindow(), "select_interval": AutoSelect()}],
+    ids=["fixed", "auto"],
 )
 def test_the_second_step_in_graph_on_explicit_axes_compiles_nothing(more):
     settings = dataclasses.replace(STALE, **more)

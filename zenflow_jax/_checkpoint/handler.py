@@ -20,6 +20,17 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
 
     orbax finds it by the arguments `EngineSave` and `EngineRestore`, so that a `CheckpointManager`
     or a `Checkpointer` with a composite handler needs no word of it.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
+        >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
+        >>> folder = tempfile.mkdtemp() + "/engine"
+        >>> with (
+        ...     zenflow_jax.HostEngine(params, opt_state) as engine,
+        ...     ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer,
+        ... ):
+        ...     checkpointer.save(folder, args=zenflow_jax.EngineSave(engine))
     """
 
     async def async_save(
@@ -132,6 +143,18 @@ class EngineRestore(ocp.args.CheckpointArgs):
     Raises:
         FileNotFoundError: In `restore`, if files are missing.
         ValueError: If they are not whole.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, orbax.checkpoint as ocp, tempfile, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
+        >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
+        >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+        ...     with zenflow_jax.HostEngine(params, opt_state) as engine:
+        ...         saved = manager.save(0, args=zenflow_jax.EngineSave(engine))
+        ...         manager.wait_until_finished()
+        ...     engine_state = manager.restore(0, args=zenflow_jax.EngineRestore())
+        ...     engine = zenflow_jax.HostEngine(params, opt_state, engine_state=engine_state)
+        ...     engine.close()
     """
 
 

@@ -188,11 +188,9 @@ def _other_moment(counts: Counts, step: int, token: int) -> str | None:
 
 
 _MAY_CHANGE = (
-    "A resumed run needs the parameters, `topk_ratio`, `channel_axis`, `resident`, `mask`, "
-    "intervals, warm-up, `rolling`, `staleness`, `window_scaling` and `provisional_share` of the "
-    "saved one, and `send_gradients` as it was if that is 'per_window'. Learning rate, betas, eps, "
-    "weight decay and `max_grad_norm` may be others, and so may devices, processes, "
-    "`partition_replicated`, `host_kernel`, `host_state` and `threads`. "
+    "A resumed run needs the parameters and options of the saved one, but for learning rate, "
+    "betas, eps, weight decay, `max_grad_norm`, devices, processes, `partition_replicated` and "
+    "`send_gradients` (unless that is 'per_window'). "
     "A mesh may divide the layers of a stack if that of the saved run did, and else not."
 )
 
@@ -221,14 +219,10 @@ def _check_options(
         check(f"the group of {name}", *pair)
 
 
-#: What a negative number stands for.
-_OTHERWISE = {"window_scaling": "None", "provisional_share": "None", "staleness": "next boundary"}
-
-
 def _in_words(name: str, option: Any) -> str:
     if name == "send_gradients":
         return '"per_window"' if option else "another value"
     if not isinstance(option, list):
-        return _OTHERWISE[name] if name in _OTHERWISE and option < 0 else f"{option:g}"
+        return "None" if option < 0 else f"{option:g}"
     number, rule, share = option
     return f"{number:g}" + ("" if rule == 0 else f" (rule {rule:g}, share {share:g})")

@@ -56,18 +56,18 @@ def options_of(state: ZenFlowState) -> dict[str, Any]:
         selects = (select, 0, 0)
     specs = [leaf.spec for leaf in state.leaves]
     rows = [(-1 if s.axis is None else s.axis, s.k, s.decay, len(s.groups)) for s in specs]
-    scaling, share = schedule.window_scaling, schedule.provisional_share
+    rules = {"window", "select", "groups"}
+    numbers = {f.name for f in dataclasses.fields(schedule)} - rules
     return {
         # The number, the kind of rule, and the rule's share.
         "update_interval": np.array(windows, np.float32),
         "select_interval": np.array(selects, np.float32),
-        "full_warm_up_rounds": np.array(schedule.full_warm_up_rounds, np.int32),
         "rolling": np.array(schedule.groups > 1, np.int32),
-        # -1 for the next boundary, wherever an adaptive window has it.
-        "staleness": np.array(-1 if schedule.staleness is None else schedule.staleness, np.int32),
         # -1 for None.
-        "window_scaling": np.array(-1 if scaling is None else scaling, np.float32),
-        "provisional_share": np.array(-1 if share is None else share, np.float32),
+        **{
+            name: np.array(-1 if (x := getattr(schedule, name)) is None else x, np.float32)
+            for name in sorted(numbers)
+        },
         # 1 for "per_window", whose sums the optimizer state has; the other two give the same bits.
         "send_gradients": np.array(state.send_gradients.sums_on_device, np.int32),
         # For each leaf its channel axis (-1 if resident), selected channels, weight decay, ranges.
@@ -89,6 +89,13 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: If there is not one `ZenFlowState` with `offload=True` in `opt_state`.
+
+    Examples:
+        >>> import jax.numpy as jnp, zenflow_jax
+        >>> opt_state = zenflow_jax.zenflow(1e-2).init({"w": jnp.ones((8, 4))})
+        >>> tree = zenflow_jax.abstract_engine_state(opt_state)
+        >>> tree["leaves"][0]["master"].shape
+        (8, 4)
     """
     state = find_state(opt_state)
     if not state.offload:

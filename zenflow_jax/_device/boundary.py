@@ -56,14 +56,40 @@ def _becomes_weight(spec: LeafSpec) -> bool:
     return spec.start is None and not gathered
 
 
+class SinceMerge(NamedTuple):
+    """What tells which weights of a group may have changed since their last merge.
+
+    Attributes:
+        before: Channels that were selected during the window, as `channel_rows` gives them.
+        now: Channels that are selected since the window closed.
+        samples: Samples of the parameters, from their last merge.
+        reach: As the state has it.
+    """
+
+    before: Array
+    now: Array
+    samples: Array
+    reach: Reach | None
+
+    def of_leaves(self, specs: Specs) -> "list[SinceMerge]":
+        """The same of each leaf, or range of a leaf."""
+        widths = channel_widths(specs)
+        rows = split(self.before, widths), split(self.now, widths)
+        rows = *rows, split_samples(self.samples, specs)
+        return [SinceMerge(*row, self.reach) for row in zip(*rows, strict=True)]
+
+    def layout(self, lay: Layout) -> "SinceMerge":
+        """The partition specs of what `of_leaves` gives."""
+        each: Any = lay.each_device
+        reach: Any = None if self.reach is None else REPLICATED
+        return SinceMerge(each, each, each, reach)
+
+
 def _merge(
     weights: Arrays,
     used_up: Arrays,
     others: Arrays,
-    before: Array,
-    now: Array,
-    samples: Array,
-    reach: Reach | None,
+    since: SinceMerge,
     *,
     specs: Specs,
     window: int,
@@ -74,38 +100,28 @@ def _merge(
         weights: Parameters, of whole leaves.
         used_up: Casts of the masters, in parts, as `uploads_in_two` gives them.
         others: The same.
-        before: Channels that were selected during the window, as `channel_rows` gives them.
-        now: Channels that are selected since the window closed.
-        samples: Samples of the parameters, from their last merge.
-        reach: As the state has it.
+        since: What `compare` compares by.
         specs: The leaves, or ranges of leaves.
         window: The most steps of a window.
     """
 
     def one(
-        here: Here,
-        weight: Array,
-        upload: Array,
-        before: Array,
-        now: Array,
-        sample: Array,
-        reach: Reach | None,
+        here: Here, weight: Array, upload: Array, since: SinceMerge
     ) -> tuple[Array, Array, Array]:
-        selected = _selected(here, before, now)
+        selected = _selected(here, since)
         new = jnp.where(selected, weight, here.gather(upload))
-        return new, sample_row(new), _changed(here, weight, selected, sample, reach, window)
+        return new, sample_row(new), _changed(here, weight, selected, since, window)
 
     two = {True: iter(used_up), False: iter(others)}
     new, seen, changed = [], [], []
-    rows = _of_leaves(before, now, samples, specs)
-    for spec, weight, *mine in zip(specs, weights, *rows, strict=True):
+    for spec, weight, its in zip(specs, weights, since.of_leaves(specs), strict=True):
         lay = Layout(spec)
         made = on_each_device(
             one,
             spec,
-            [lay.block, lay.part, *[lay.each_device] * 3, None if reach is None else REPLICATED],
+            [lay.block, lay.part, its.layout(lay)],
             (lay.block, lay.each_device, REPLICATED),
-        )(cut(weight, spec), next(two[_becomes_weight(spec)]), *mine, reach)
+        )(cut(weight, spec), next(two[_becomes_weight(spec)]), its)
         new.append(put(weight, made[0], spec))
         seen.append(made[1])
         changed.append(made[2])
@@ -149,82 +165,44 @@ def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
     return [math.prod(block.stack) * block.k for block in blocks]
 
 
-def _of_leaves(
-    before: Array, now: Array, samples: Array, specs: Specs
-) -> tuple[list[Array], list[Array], list[Array]]:
-    widths = channel_widths(specs)
-    return split(before, widths), split(now, widths), split_samples(samples, specs)
-
-
-def _selected(here: Here, before: Array, now: Array) -> Array:
-    """Bool, broadcast against a block: where a channel was selected then, or is now.
-
-    Both are rows of numbers on this device.
-    """
+def _selected(here: Here, since: SinceMerge) -> Array:
+    """Bool, broadcast against a block: where a channel was selected then, or is now."""
     block = here.block
-    then, since = (contains(x.reshape(*block.stack, block.k), block.n) for x in (before, now))
-    return broadcast_channels(then | since, block)
+    then, now = (
+        contains(x.reshape(*block.stack, block.k), block.n) for x in (since.before, since.now)
+    )
+    return broadcast_channels(then | now, block)
 
 
-def _changed(
-    here: Here,
-    weight: Array,
-    selected: Array,
-    sample: Array,
-    reach: Reach | None,
-    window: int,
-) -> Array:
+def _changed(here: Here, weight: Array, selected: Array, since: SinceMerge, window: int) -> Array:
     """How many samples of deferred channels are not where a step may have left them.
 
     Without provisional steps they are as they were last merged.
     """
     moved = sample_row(jnp.broadcast_to(selected, weight.shape)).astype(bool)
     now = sample_row(weight)
-    changed = differ(now, sample, weight.dtype) & ~moved
-    if reach is not None:
-        changed &= strays(now, sample, reach, weight.dtype, window)
+    changed = differ(now, since.samples, weight.dtype) & ~moved
+    if since.reach is not None:
+        changed &= strays(now, since.samples, since.reach, weight.dtype, window)
     return here.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
 
 
 @partial(jax.jit, static_argnames=_STATIC)
 def compare(
-    weights: Arrays,
-    before: Array,
-    now: Array,
-    samples: Array,
-    reach: Reach | None,
-    *,
-    specs: Specs,
-    window: int,
+    weights: Arrays, since: SinceMerge, *, specs: Specs, window: int
 ) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
-    def one(
-        here: Here,
-        weight: Array,
-        before: Array,
-        now: Array,
-        sample: Array,
-        reach: Reach | None,
-    ) -> tuple[Array, Array]:
-        selected = _selected(here, before, now)
-        return sample_row(weight), _changed(here, weight, selected, sample, reach, window)
+    def one(here: Here, weight: Array, since: SinceMerge) -> tuple[Array, Array]:
+        return sample_row(weight), _changed(here, weight, _selected(here, since), since, window)
 
-    made = [
-        on_each_device(
-            one,
-            spec,
-            [lay.block, *[lay.each_device] * 3, None if reach is None else REPLICATED],
-            (lay.each_device, REPLICATED),
-        )(cut(weight, spec), *mine, reach)
-        for spec, lay, weight, *mine in zip(
-            specs,
-            map(Layout, specs),
-            weights,
-            *_of_leaves(before, now, samples, specs),
-            strict=True,
+    made = []
+    for spec, weight, its in zip(specs, weights, since.of_leaves(specs), strict=True):
+        lay = Layout(spec)
+        of_leaf = on_each_device(
+            one, spec, [lay.block, its.layout(lay)], (lay.each_device, REPLICATED)
         )
-    ]
+        made.append(of_leaf(cut(weight, spec), its))
     seen, changed = zip(*made, strict=True)
     return join(seen), jnp.stack(changed)
 

@@ -19,9 +19,7 @@ def check_outside_of_shard_map(what: str) -> None:
     if axes:
         raise ValueError(
             f"expected `{what}` outside of `jax.shard_map` and `jax.pmap`, got it inside one over "
-            f"{', '.join(map(repr, axes))}, where each device would clip, skip and select by what "
-            "it has alone. Compute the gradients inside, return them, and call "
-            f"`{what}` on what comes out: zenflow works on each device's part by itself."
+            f"{', '.join(map(repr, axes))}: call it on the gradients that come out."
         )
 
 
@@ -34,13 +32,12 @@ def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[A
             else f"a {type(state).__name__}"
         )
         raise ValueError(
-            f"expected a ZenFlowState of this `zenflow(..., offload={offload})`, got {got}. Pass "
-            "what `tx.init(params)` of the same transformation returned."
+            f"expected the ZenFlowState that `tx.init(params)` returned, with offload={offload}, "
+            f"got {got}."
         )
     if params is None:
         raise ValueError(
-            "`update` needs the parameters, got None: weight decay and the float32 masters are "
-            "about them. Call `tx.update(gradients, opt_state, params)`."
+            "expected the parameters, as in `tx.update(gradients, opt_state, params)`, got None."
         )
     weights = jax.tree.leaves(params)
     specs = [leaf.spec for leaf in state.leaves]
@@ -48,32 +45,29 @@ def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[A
     for what, tree, leaves in (("gradients", updates, gradients), ("params", params, weights)):
         if len(leaves) != len(specs):
             raise ValueError(
-                f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}. "
-                "Make the state anew with `tx.init(params)` for this tree."
+                f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}."
             )
         for (path, _), spec in zip(jax.tree.leaves_with_path(tree), specs, strict=True):
             if plain_name(path) != spec.name:
                 raise ValueError(
-                    f"`{what}` must have {spec.name} where `init` saw it, got {plain_name(path)} "
-                    "in its place. Make the state anew with `tx.init(params)` for this tree."
+                    f"`{what}` must have {spec.name} where `init` saw it, got {plain_name(path)}."
                 )
         for x, spec in zip(leaves, specs, strict=True):
             if tuple(x.shape) != spec.shape:
                 raise ValueError(
                     f"`{what}` must have shape {spec.shape} at {spec.name}, as `init` saw it, got "
-                    f"{tuple(x.shape)}. Make the state anew with `tx.init(params)` for this tree."
+                    f"{tuple(x.shape)}."
                 )
     for x, spec in zip(weights, specs, strict=True):
         if np.dtype(x.dtype) != spec.dtype:
             raise ValueError(
                 f"`params` must be {spec.dtype.name} at {spec.name}, as `init` saw it, got "
-                f"{x.dtype}. Make the state anew with `tx.init(params)` after a cast."
+                f"{x.dtype}."
             )
     for x, spec in zip(gradients, specs, strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
-                f"`gradients` must be real floating point, got {x.dtype} at {spec.name}. Use "
-                "`jax.grad` of a real loss with respect to floating-point parameters."
+                f"`gradients` must be real floating point, got {x.dtype} at {spec.name}."
             )
     return weights
 
@@ -83,8 +77,8 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
     for weight, spec in zip(weights, specs, strict=True):
         if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
             raise TypeError(
-                f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}. Put "
-                "them on a device with `jax.device_put`, outside of jit."
+                f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}: use "
+                "`jax.device_put`, outside of jit."
             )
         if 0 in spec.shape:
             continue  # an empty leaf has no place
@@ -92,14 +86,12 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         if now is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
             raise ValueError(
                 f"expected each leaf on one device or placed by a NamedSharding, got {spec.name} "
-                f"on {weight.sharding}. Place the parameters with `jax.device_put(params, "
-                "shardings)` before `tx.init`."
+                f"on {weight.sharding}."
             )
         if then is None and now is not None and now.mesh.size > 1:
             raise ValueError(
                 f"expected {spec.name} on one device, as the state takes it to be, got "
-                f"{weight.sharding}. Call `tx.init` outside of jit, with parameters that are where "
-                "they stay, or tell it of them with `param_shardings`."
+                f"{weight.sharding}: call `tx.init` outside of jit, or pass `param_shardings`."
             )
         if (
             then is not None
@@ -112,14 +104,10 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         ):
             raise ValueError(
                 f"expected {spec.name} divided by the mesh axes {then.block} of "
-                f"{dict(then.mesh.shape)}, as `tx.init` took it to be, got {weight.sharding}. Keep "
-                "the parameters where they are, as by `jax.jit(step, out_shardings=...)`, or make "
-                "the state anew with `tx.init`."
+                f"{dict(then.mesh.shape)}, as `tx.init` saw it, got {weight.sharding}: keep it "
+                "there, as by `jax.jit(step, out_shardings=...)`."
             )
     devices = {frozenset(weight.sharding.device_set) for weight in weights}
     if len(devices) > 1:
         names = sorted(sorted(map(str, group)) for group in devices)
-        raise ValueError(
-            f"expected all leaves on the same devices, got {names[0]} and {names[1]}. Put them on "
-            "one mesh: `jax.device_put(params, NamedSharding(mesh, PartitionSpec()))` replicates."
-        )
+        raise ValueError(f"expected all leaves on the same devices, got {names[0]} and {names[1]}.")

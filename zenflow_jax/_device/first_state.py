@@ -4,7 +4,6 @@ If the first state and the second differ only in how their shardings are written
 step twice. So on a mesh the first one comes out of jit too.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from zenflow_jax._device.channels import first_channels, take
 from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host
 from zenflow_jax._device.placing import with_shardings
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState, Reach, ZenFlowState, leaf_layout
+from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
 from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars
@@ -28,16 +27,11 @@ from zenflow_jax._plan.sending import SendGradients
 from zenflow_jax._version import LAYOUT_NAME, version_number
 
 
-def first_state(
-    params: Any,
-    specs: tuple[LeafSpec, ...],
-    schedule: Schedule,
-    offload: bool,
-    sending: SendGradients,
-) -> ZenFlowState:
+def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
     """The state that `zenflow().init` returns for parameters: arrays, traced or abstract ones."""
+    schedule, offload, sending = static.schedule, static.offload, static.send_gradients
     leaves = jax.tree.leaves(params)
-    build = partial(_build, specs=specs, schedule=schedule, offload=offload, sending=sending)
+    build = partial(_build, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         # Shapes in, shapes out: there are no weights to take masters from.
         return with_shardings(jax.eval_shape(build, leaves), leaves)
@@ -45,7 +39,7 @@ def first_state(
     if not specs and not isinstance(params, Mapping | list | tuple | None):
         # `optax.tree_map_params` asks with a placeholder, neither arrays nor an empty container,
         # and wants it back where the per-leaf states are to stand.
-        return dataclasses.replace(build(weights), leaves=params, mail=params if offload else None)
+        return build(weights)._replace(leaves=params, mail=params if offload else None)
     like = next(iter(weights), None)
     if any(isinstance(p, Tracer) for p in weights) or all(s.placement is None for s in specs):
         return commit(build(weights), like)
@@ -55,7 +49,7 @@ def first_state(
     if not offload:
         small = (state.open_steps, state.schedule_state)
         open_steps, schedule_state = jax.tree.map(partial(_in_full, specs=specs, like=like), small)
-        return dataclasses.replace(state, open_steps=open_steps, schedule_state=schedule_state)
+        return state._replace(open_steps=open_steps, schedule_state=schedule_state)
     rank = mail_rank(specs)
     each = tuple(
         None if spec.resident else _mail_zeros(p, spec.anonymous, sending, rank)
@@ -65,18 +59,17 @@ def first_state(
         _first_scalars, specs=specs, schedule=schedule, sending=sending, rank=rank
     )
     step_scalars = jax.jit(make_scalars, keep_unused=True)(weights)
-    return dataclasses.replace(state, mail=each, step_scalars=step_scalars)
+    return state._replace(mail=each, step_scalars=step_scalars)
 
 
 def _build(
     weights: list[jax.Array],
     *,
     specs: tuple[LeafSpec, ...],
-    schedule: Schedule,
-    offload: bool,
-    sending: SendGradients,
+    static: Static,
     mail: bool = True,
 ) -> ZenFlowState:
+    schedule, offload, sending = static.schedule, static.offload, static.send_gradients
     rank = mail_rank(specs)
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
@@ -112,9 +105,7 @@ def _build(
         if offload and schedule.provisional_share is not None
         else None,
         layout={LAYOUT_NAME: jnp.array(version_number(), jnp.int32)},
-        schedule=schedule,
-        offload=offload,
-        send_gradients=sending,
+        static=static,
     )
 
 

@@ -5,7 +5,6 @@ use this mode as their oracle. `flush` is here a function; an engine has it as a
 is as large as its leaf, so this mode saves no memory.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -113,8 +112,7 @@ def advance(
             leaves[i] = put_state(leaves[i], leaf)
             changes[i] = put(changes[i], change, spec)
     closes = jnp.stack([boundary.closes for boundary in boundaries])
-    new = dataclasses.replace(
-        state,
+    new = state._replace(
         leaves=tuple(leaves),
         open_steps=jnp.where(closes, jnp.zeros_like(open_steps), open_steps),
         scalars=AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars)),
@@ -152,8 +150,8 @@ def _follow(state: ZenFlowState, weights: list[jax.Array]) -> list[LeafState]:
     masters = [leaves[i].deferred.master for i in offloaded]
     masters = jax.lax.cond(state.step == 1, follow, lambda masters: masters, masters)
     for i, master in zip(offloaded, masters, strict=True):
-        half = dataclasses.replace(leaves[i].deferred, master=master)
-        leaves[i] = dataclasses.replace(leaves[i], deferred=half)
+        half = leaves[i].deferred._replace(master=master)
+        leaves[i] = leaves[i]._replace(deferred=half)
     return leaves
 
 
@@ -191,7 +189,7 @@ def _collect(
     assert leaf.deferred is not None
     # Rounded to the mail's dtype; the sum of "per_window" has that dtype, too.
     total = add_gradient(leaf.deferred.total, g.astype(here.part.mail_dtype), factor, finite)
-    return dataclasses.replace(leaf, deferred=dataclasses.replace(leaf.deferred, total=total))
+    return leaf._replace(deferred=leaf.deferred._replace(total=total))
 
 
 def _arrive_leaf(leaf: LeafState, p: jax.Array, change: jax.Array) -> tuple[LeafState, jax.Array]:
@@ -210,9 +208,9 @@ def _arrive(
     assert half is not None
     target = here.gather(half.master.astype(here.part.dtype)).astype(jnp.float32)
     arrives = broadcast_channels(half.pending, here.block)
-    half = dataclasses.replace(half, pending=jnp.zeros_like(half.pending))
+    half = half._replace(pending=jnp.zeros_like(half.pending))
     change = jnp.where(arrives, target - p.astype(jnp.float32), change)
-    return dataclasses.replace(leaf, deferred=half), change
+    return leaf._replace(deferred=half), change
 
 
 def _close_leaf(
@@ -251,7 +249,7 @@ def _close(
     active = ~contains(here.to_local(leaf.channels), spec.n) & (open_steps > 0)
     half = _update(before, active, scalars, open_steps, scaling, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)
-    leaf = dataclasses.replace(leaf, deferred=dataclasses.replace(half, pending=waits))
+    leaf = leaf._replace(deferred=half._replace(pending=waits))
     if boundary.selects is not False:  # as `flush` says it, which so has no branch to compile
         leaf = jax.lax.cond(
             boundary.selects,
@@ -291,8 +289,7 @@ def _update(
         half.master, mean, half.mu, half.nu, count, step.scalars, decay=spec.decay, single=scalars
     )
     on = broadcast_channels(active, spec)
-    return dataclasses.replace(
-        half,
+    return half._replace(
         master=jnp.where(on, half.master + change, half.master),
         mu=jnp.where(on, mu, half.mu),
         nu=jnp.where(on, nu, half.nu),
@@ -326,13 +323,12 @@ def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> L
             place >= 0, jnp.take_along_axis(leaf.steps, jnp.maximum(place, 0), axis=-1), half.steps
         )
     )
-    half = dataclasses.replace(half, master=master, mu=mu, nu=nu, steps=steps)
+    half = half._replace(master=master, mu=mu, nu=nu, steps=steps)
 
     index = top_channels(leaf.scores, spec.k)
     # Entering channels do not wait for the next boundary.
-    half = dataclasses.replace(half, pending=half.pending & ~contains(index, spec.n))
-    return dataclasses.replace(
-        leaf,
+    half = half._replace(pending=half.pending & ~contains(index, spec.n))
+    return leaf._replace(
         channels=here.to_global(index),
         steps=jnp.take_along_axis(steps, index, axis=-1),
         master=None if leaf.master is None else take(master, index, spec),
@@ -362,6 +358,15 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     Raises:
         ValueError: If the state belongs to an engine, or its leaves are not those of `params`.
+
+    Examples:
+        >>> import jax.numpy as jnp, zenflow_jax
+        >>> params = {"w": jnp.ones((8, 4))}
+        >>> tx = zenflow_jax.zenflow(1e-2, offload=False)
+        >>> updates, opt_state = tx.update(params, tx.init(params), params)
+        >>> params, opt_state = zenflow_jax.flush(params, opt_state)
+        >>> bool((params["w"] < 1).any())
+        True
     """
     state = find_state(opt_state)
     if state.offload:
@@ -393,7 +398,5 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
                 leaf, changes = put_state(leaf, part), put(changes, change, spec)
             weights[place] = (p.astype(jnp.float32) + changes).astype(p.dtype)
         leaves.append(leaf)
-    new = dataclasses.replace(
-        state, leaves=tuple(leaves), open_steps=jnp.zeros_like(state.open_steps)
-    )
+    new = state._replace(leaves=tuple(leaves), open_steps=jnp.zeros_like(state.open_steps))
     return jax.tree.unflatten(treedef, weights), replace_state(opt_state, new)

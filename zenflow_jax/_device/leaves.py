@@ -60,17 +60,14 @@ class Places:
             raise ValueError(
                 f"expected `params` with the leaf {some(missing)} that the state was made for, got "
                 f"{len(paths)} leaves without it"
-                f"{f', and {some(others)} that it does not know' if others else ''}. Pass the "
-                "parameters that `tx.init` saw, or a tree with more leaves in which these have "
-                "the same paths; of an nnx model `nnx.state(model)`, not the model."
+                f"{f', and {some(others)} that it does not know' if others else ''} (of an nnx "
+                "model, pass `nnx.state(model)`)."
             )
         for name, count in ours.items():
             if len(by_name[name]) != count:
                 raise ValueError(
                     f"expected {count} leaves at {name}, as the state has them, got "
-                    f"{len(by_name[name])}: leaves of one path cannot be told apart. Pass the "
-                    "parameters that `tx.init` saw, or have the container's "
-                    "`tree_flatten_with_keys` give each of its leaves a key of its own."
+                    f"{len(by_name[name])}: leaves of one path cannot be told apart."
                 )
         rest = {name: iter(by_name[name]) for name in ours}
         return [next(rest[spec.name]) for spec in self._specs]
@@ -93,8 +90,7 @@ def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
         if shape != spec.shape or dtype != spec.dtype:
             raise ValueError(
                 f"expected `params` to hold {spec.dtype.name} {spec.shape} at {spec.name}, as the "
-                f"state does, got {type(leaf).__name__ if shape is None else f'{dtype} {shape}'}. "
-                "Pass the parameters that `tx.init` saw."
+                f"state does, got {type(leaf).__name__ if shape is None else f'{dtype} {shape}'}."
             )
 
 

@@ -4,7 +4,6 @@ Trainers place optimizer states by rules of their own: on a mesh they may replic
 no partition spec for. The numbers are right there, but neither device nor host would read its part.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -60,9 +59,8 @@ def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
         return put(mail, Layout(leaf.spec).mail(len(mail.shape)), mail_kind, mesh_of(parameter))
 
     mail = state.mail and tuple(map(put_mail, state.mail, state.leaves, leaves))
-    alike = dataclasses.replace(state, leaves=None, mail=None, step_scalars=None)
-    return dataclasses.replace(
-        jax.tree.map(lambda x: put(x, REPLICATED), alike),
+    alike = state._replace(leaves=None, mail=None, step_scalars=None)
+    return jax.tree.map(lambda x: put(x, REPLICATED), alike)._replace(
         leaves=tuple(map(put_leaf, state.leaves, leaves)),
         mail=mail,
         step_scalars=jax.tree.map(lambda x: put(x, REPLICATED, mail_kind), state.step_scalars),
@@ -101,7 +99,7 @@ def put_back(
 
     expected = with_shardings(state, weights) if on_mesh else state
     mail = (state.mail, state.step_scalars), (expected.mail, expected.step_scalars)
-    rest = [dataclasses.replace(x, mail=None, step_scalars=None) for x in (state, expected)]
+    rest = [x._replace(mail=None, step_scalars=None) for x in (state, expected)]
     mail, step_scalars = jax.tree.map(partial(one, in_mail=True), *mail)
     placed = jax.tree.map(partial(one, in_mail=False), *rest)
-    return dataclasses.replace(placed, mail=mail, step_scalars=step_scalars), moved
+    return placed._replace(mail=mail, step_scalars=step_scalars), moved

@@ -4,7 +4,6 @@ Parameters and state hold whole leaves; where a window closes, each range is a l
 mesh divides the first axis of a leaf that has ranges, so nothing moves between devices.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
     """The state of a range."""
     if spec.start is None:
         return leaf
-    return dataclasses.replace(jax.tree.map(lambda x: cut(x, spec), leaf), spec=spec)
+    return jax.tree.map(lambda x: cut(x, spec), leaf)._replace(spec=spec)
 
 
 def put_state(whole: LeafState, part: LeafState) -> LeafState:
@@ -40,5 +39,5 @@ def put_state(whole: LeafState, part: LeafState) -> LeafState:
     spec = part.spec
     if spec.start is None:
         return part
-    part = dataclasses.replace(part, spec=whole.spec)
+    part = part._replace(spec=whole.spec)
     return jax.tree.map(lambda x, y: put(x, y, spec), whole, part)

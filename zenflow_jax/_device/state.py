@@ -1,4 +1,4 @@
-"""The state that `zenflow()` keeps between steps: plain pytrees with static metadata.
+"""The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
 
 The engine needs nothing else: the treedef carries, resolved and hashable, which leaves are
 offloaded, their channel axes, and the schedule. Fields are annotated `Any` because trees of
@@ -6,12 +6,12 @@ shardings, shapes and wrapped variables use the same classes.
 """
 
 import dataclasses
+import functools
 import itertools
 from typing import Any, NamedTuple
 
 import jax
 
-from zenflow_jax._device.as_tuple import AsTuple
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.words import count, named, short
 from zenflow_jax._plan.groups import in_groups
@@ -20,9 +20,7 @@ from zenflow_jax._plan.schedule import Schedule
 from zenflow_jax._plan.sending import SendGradients
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class DeferredState(AsTuple):
+class DeferredState(NamedTuple):
     """The deferred channels of one leaf, in-graph (`offload=False`). Full shapes."""
 
     master: Any  # float32, the leaf's shape; rows of selected channels are not current
@@ -36,9 +34,7 @@ class DeferredState(AsTuple):
         return f"DeferredState{short(self)}"
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class LeafState(AsTuple):
+class LeafState(NamedTuple):
     """Adam state of one leaf on the device.
 
     Selected arrays have the leaf's shape with `k` channels in place of `n`. A resident leaf is
@@ -52,7 +48,7 @@ class LeafState(AsTuple):
     nu: Any  # float32 selected
     scores: Any  # float32 (*stack, n): sum of squares since the last selection
     deferred: Any  # DeferredState in-graph, if anything is deferred; None with an engine
-    spec: LeafSpec = dataclasses.field(metadata={"static": True})
+    spec: Any  # LeafSpec, static
 
     @property
     def offloaded(self) -> bool:
@@ -66,7 +62,8 @@ class LeafState(AsTuple):
         else:
             kind = f"{spec.k} of {spec.n} channels of axis {spec.axis}"
         shape = ",".join(map(str, spec.shape))
-        return f"{spec.name} {spec.dtype}[{shape}], {kind}: {named(self._asdict())}"
+        arrays = self._replace(spec=None)._asdict()
+        return f"{spec.name} {spec.dtype}[{shape}], {kind}: {named(arrays)}"
 
 
 class Reach(NamedTuple):
@@ -81,9 +78,23 @@ class Reach(NamedTuple):
     drift: Any  # the sum of the changes from one length to the next
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class ZenFlowState(AsTuple):
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What no step of a run changes.
+
+    Attributes:
+        schedule: When windows close and channels are selected.
+        offload: Whether the deferred half is with an engine.
+        send_gradients: When gradients leave the device.
+    """
+
+    schedule: Schedule
+    offload: bool
+    send_gradients: SendGradients
+
+
+class ZenFlowState(NamedTuple):
     """State of `zenflow()`: a pytree of arrays, with all that is static in its treedef.
 
     Attributes:
@@ -106,15 +117,21 @@ class ZenFlowState(AsTuple):
             `offload=False`.
         layout: int32 (), in a dict under a name that says which layout the state has
             (`_version.py`): the version of zenflow_jax that began the run.
-        schedule: When windows close and channels are selected. Static.
-        offload: Whether the deferred half is with an engine. Static.
-        send_gradients: When gradients leave the device. Static. "during_step": the step copies them
-            to pinned host memory, where `mail` is, with leading unit axes. "after_step": the step
-            leaves them on the device, and `exchange` puts one element per device in their place.
-            "per_window": the step adds them to a sum on the device, and `exchange` takes each
-            window's. With the last two the state has nothing in host memory, and the step copies
-            nothing: copies of a few scalars would be enough for XLA:GPU to keep all layers'
-            activations (benchmarks/LOG.md).
+        static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`,
+            which the state has as attributes, too.
+
+    With `send_gradients="during_step"` the step copies gradients to pinned host memory, where
+    `mail` is, with leading unit axes. With "after_step" the step leaves them on the device, and
+    `exchange` puts one element per device in their place. With "per_window" the step adds them to a
+    sum on the device, and `exchange` takes each window's. With the last two the state has nothing
+    in host memory, and the step copies nothing: copies of a few scalars would be enough for XLA:GPU
+    to keep all layers' activations (benchmarks/LOG.md).
+
+    Examples:
+        >>> import jax.numpy as jnp, zenflow_jax
+        >>> state = zenflow_jax.zenflow(1e-2, offload=False).init({"w": jnp.ones((8, 4))})
+        >>> int(state.step), state.offload, state.leaves[0].mu.shape
+        (0, False, (1, 4))
     """
 
     step: Any
@@ -129,14 +146,27 @@ class ZenFlowState(AsTuple):
     schedule_state: Any
     reach: Any
     layout: Any
-    schedule: Schedule = dataclasses.field(metadata={"static": True})
-    offload: bool = dataclasses.field(metadata={"static": True})
-    send_gradients: SendGradients = dataclasses.field(metadata={"static": True})
+    static: Any
+
+    @property
+    def schedule(self) -> Schedule:
+        """When windows close and channels are selected."""
+        return self.static.schedule
+
+    @property
+    def offload(self) -> bool:
+        """Whether the deferred half is with an engine."""
+        return self.static.offload
+
+    @property
+    def send_gradients(self) -> SendGradients:
+        """When gradients leave the device."""
+        return self.static.send_gradients
 
     def __repr__(self) -> str:
         counts = ("step", "skipped", "skipped_in_a_row")
         head = ", ".join(f"{name}={count(getattr(self, name))}" for name in counts)
-        apart = (*counts, "leaves", "mail")
+        apart = (*counts, "leaves", "mail", "static")
         rest = {name: x for name, x in self._asdict().items() if name not in apart}
         rest |= {"offload": self.offload, "send_gradients": self.send_gradients.value}
         lines = [f"ZenFlowState({head}, {named(rest)},", f"{self.schedule},"]
@@ -179,22 +209,20 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
     Raises:
         ValueError: If there is none, or more than one.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, zenflow_jax
+        >>> tx = optax.chain(optax.identity(), zenflow_jax.zenflow(1e-2))
+        >>> int(zenflow_jax.find_state(tx.init({"w": jnp.ones((8, 4))})).step)
+        0
     """
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
-    if len(found) != 1:
+    states = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
+    if len(states) != 1:
         raise ValueError(
-            f"expected an optimizer state with one ZenFlowState in it, got {len(found)} in a "
-            f"{type(opt_state).__name__}. "
-            + (
-                "Pass what `tx.init(params)` returned for a `tx` that contains `zenflow(...)`: of "
-                "an `nnx.Optimizer` its `opt_state`, of a checkpoint what was read into the place "
-                "of such a state."
-                if not found
-                else "Use one `zenflow(...)` for all leaves; where groups of leaves need other "
-                "settings, pass `mask`, `resident` and `channel_axis` functions to that one."
-            )
+            f"expected an optimizer state with one ZenFlowState in it, got {len(states)} in a "
+            f"{type(opt_state).__name__} (of an `nnx.Optimizer`, pass its `opt_state`)."
         )
-    return found[0]
+    return states[0]
 
 
 def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
@@ -206,10 +234,37 @@ def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
     """
     whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
     specs, schedule = in_groups(whole, state.schedule.with_interval(interval))
-    leaves = tuple(
-        dataclasses.replace(leaf, spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True)
-    )
-    return dataclasses.replace(state, leaves=leaves, schedule=schedule)
+    leaves = tuple(leaf._replace(spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True))
+    static = dataclasses.replace(state.static, schedule=schedule)
+    return state._replace(leaves=leaves, static=static)
+
+
+@functools.cache
+def tell_flax() -> None:
+    """Has `flax.serialization` write in place of static facts what shapes the arrays beside them.
+
+    It refuses to read them back into a state of other options.
+    """
+    # Not at import: flax takes as long to import as all of this library.
+    from flax import serialization
+
+    def read(target: Any, saved: Any) -> Any:
+        if saved != (expected := _shaping(target)):
+            raise ValueError(
+                f"expected a state of {expected} at {serialization.current_path()}, got {saved}. "
+                "Read it into what `tx.init(params)` returns for the saved run's options."
+            )
+        return target
+
+    for kind in (LeafSpec, Static):
+        serialization.register_serialization_state(kind, _shaping, read)
+
+
+def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
+    if isinstance(static, Static):
+        return {"offload": static.offload, "send_gradients": static.send_gradients.value}
+    shape = ",".join(map(str, static.shape))
+    return {"leaf": f"{static.dtype}[{shape}]", "axis": static.axis, "selected": static.k}
 
 
 def has_state(tree: Any) -> bool:

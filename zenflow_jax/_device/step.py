@@ -4,7 +4,6 @@ The functions take a leaf at a time; on a mesh each device works on its own part
 gradient of deferred channels goes on as mail, or to `in_graph.py`.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -209,7 +208,7 @@ def step_selected(
         (layout.block, mine),
     )
     # The step does not touch `deferred`; outside it needs no partition spec.
-    bare = dataclasses.replace(leaf, deferred=None)
+    bare = leaf._replace(deferred=None)
     change, new = step(
         p,
         seen.squares,
@@ -221,7 +220,7 @@ def step_selected(
         finite,
         length if moves else None,
     )
-    return change, dataclasses.replace(new, deferred=leaf.deferred)
+    return change, new._replace(deferred=leaf.deferred)
 
 
 def add_mail(
@@ -273,14 +272,13 @@ def _step(
     def if_counted(new: Any, old: Any) -> Any:
         return jnp.where(finite, new.astype(old.dtype), old)
 
-    leaf = dataclasses.replace(
-        leaf,
+    leaf = leaf._replace(
         steps=if_counted(steps, leaf.steps),
         mu=if_counted(mu, leaf.mu),
         nu=if_counted(nu, leaf.nu),
     )
     if leaf.master is not None:
-        leaf = dataclasses.replace(leaf, master=if_counted(master + change, master))
+        leaf = leaf._replace(master=if_counted(master + change, master))
         # The float32 difference of two low-precision numbers is exact unless they are a factor of
         # 2**16 apart, so adding it gives the cast of the master.
         new = here.gather(leaf.master.astype(spec.dtype))
@@ -295,7 +293,7 @@ def _step(
         others = provisional_change(p, length * sign)
     change = _spread_out(here, change, index, others)
     scores = leaf.scores + squares * jnp.square(factor)
-    return change, dataclasses.replace(leaf, scores=if_counted(scores, leaf.scores))
+    return change, leaf._replace(scores=if_counted(scores, leaf.scores))
 
 
 def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:

@@ -53,6 +53,15 @@ class EngineStats:
         pinned_bytes: Bytes of mail, all of it pinned, that the worker has read and keeps for its
             windows' updates. Beside it there are mail that is unread or being written, and blank
             mail in the state.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, zenflow_jax
+        >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
+        >>> opt_state = zenflow_jax.zenflow(1e-2).init(params)
+        >>> with zenflow_jax.HostEngine(params, opt_state) as engine:
+        ...     params, opt_state = engine.flush(params, opt_state)
+        >>> engine.stats.steps, engine.stats.windows
+        (0, 0)
     """
 
     steps: int = 0

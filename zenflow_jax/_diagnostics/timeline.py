@@ -32,6 +32,11 @@ class Span(NamedTuple):
         start: When it began, in seconds of `time.perf_counter`.
         end: When it was over.
         number: The number of its step, or of its window.
+
+    Examples:
+        >>> span = Span("host", "update", start=1.0, end=1.25, number=3)
+        >>> span.end - span.start
+        0.25
     """
 
     row: Row
@@ -51,6 +56,12 @@ class Timeline:
 
     Attributes:
         spans: All spans, by their start.
+
+    Examples:
+        >>> spans = [Span("device", "step", t - 1.0, t + 0.0, t) for t in (1, 2, 3)]
+        >>> timeline = Timeline(tuple(spans))
+        >>> timeline.bounds(timeline.steps[-2:])
+        (1.0, 3.0)
     """
 
     spans: tuple[Span, ...]

@@ -123,6 +123,12 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     Args:
         timeline: What `HostEngine.timeline` gave, or a part of it: `timeline.during(steps)`.
         path: Path of the JSON file: name it .json.
+
+    Examples:
+        >>> import tempfile, zenflow_jax
+        >>> span = zenflow_jax.Span("host", "update", start=1.0, end=1.25, number=3)
+        >>> path = tempfile.mkdtemp() + "/trace.json"
+        >>> zenflow_jax.save_trace(zenflow_jax.Timeline((span,)), path)
     """
     begin = min((span.start for span in timeline.spans), default=0.0)
     events = [_named("process_name", "zenflow_jax", 0)]

@@ -5,7 +5,6 @@ run: where the first window closes, or where the warm-up ends. `ZENFLOW_JAX_COMP
 environment leaves it at that, for programs that make many engines and few steps with each.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.boundary import (
+    SinceMerge,
     abstract_channel_rows,
     choose,
     cut_states,
@@ -97,7 +97,8 @@ def prepare_boundaries(
         key = ("merge", number)
         reach = jax.tree.map(abstract, state.reach)
         static = {"specs": group.specs, "window": state.schedule.longest_window}
-        ahead.prepare(key, merge, params, *two, rows, rows, seen, reach, **static)
+        since = SinceMerge(rows, rows, seen, reach)
+        ahead.prepare(key, merge, params, *two, since, **static)
         if state.schedule.needs_kept_share:
             scores, channels = [s.scores for s in states], [s.channels for s in states]
             key = ("measure", number)
@@ -120,7 +121,7 @@ def _prepare_selection(
     if group.cut:
         which = [specs[i] for i in group.cut]
         whole, parts = ([x[i] for i in group.cut] for x in (states, ranges))
-        parts = [dataclasses.replace(x, spec=spec) for x, spec in zip(parts, which, strict=True)]
+        parts = [x._replace(spec=spec) for x, spec in zip(parts, which, strict=True)]
         ahead.prepare(("cut", number), cut_states, whole, specs=tuple(which))
         ahead.prepare(("put", number), put_states, whole, parts)
     masters = [

@@ -156,7 +156,7 @@ class Integrity:
 def _alone(leaf: LeafState) -> LeafState:
     """The leaf without what distinguishes it from leaves that are alike."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
-    return dataclasses.replace(leaf, deferred=None, scores=None, spec=spec)
+    return leaf._replace(deferred=None, scores=None, spec=spec)
 
 
 class _Rows(NamedTuple):
@@ -194,7 +194,7 @@ def _compare(
     on_device = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), sent)
     step = on_device.unpack()
     layout = Layout(leaf.spec)
-    of_leaf = dataclasses.replace(leaf_layout(leaf.spec, deferred=False), scores=None)
+    of_leaf = leaf_layout(leaf.spec, deferred=False)._replace(scores=None)
     count = on_each_device(
         partial(_count, schedule=schedule),
         leaf.spec,

@@ -189,7 +189,7 @@ class Mailbox:
             for i, rest in zip(leaves.cut, rests, strict=True):
                 mail[i] = as_before(rest, mail[i])
         self._post(Sums(group, [taken[i] for i in sorted(taken)], self._last))
-        return dataclasses.replace(state, mail=tuple(mail))
+        return state._replace(mail=tuple(mail))
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
         """The state with a new token, after a flush.
@@ -201,7 +201,7 @@ class Mailbox:
         number = self._token + 500_009
         self._make_tokens(number, 1, state.token)
         self._take_token(number)
-        return dataclasses.replace(state, token=self._given)
+        return state._replace(token=self._given)
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
         """The state for the next step: `leaves`, buffers for its mail, and a token."""
@@ -211,8 +211,7 @@ class Mailbox:
             self._blank = _alike_once(self._blank)
         self._unshared = False
         mail = state.mail if self._sending.sums_on_device else self._blank.mail
-        return dataclasses.replace(
-            state,
+        return state._replace(
             leaves=tuple(leaves),
             mail=mail,
             token=self._given,

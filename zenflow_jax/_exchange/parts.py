@@ -266,8 +266,8 @@ def select_anew(
     pieces: Sequence[tuple[jax.Array, ...] | None],
 ) -> tuple[LeafState, jax.Array | None]:
     """The state of a leaf with newly selected channels, and their masters."""
-    leaf = dataclasses.replace(
-        leaf, channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
+    leaf = leaf._replace(
+        channels=as_before(chosen, leaf.channels), scores=as_before(scores, leaf.scores)
     )
     if leaf.spec.k == 0:
         return leaf, None
@@ -280,4 +280,4 @@ def select_anew(
         )
     )
     kept = None if leaf.master is None else master
-    return dataclasses.replace(leaf, master=kept, mu=mu, nu=nu, steps=steps), master
+    return leaf._replace(master=kept, mu=mu, nu=nu, steps=steps), master

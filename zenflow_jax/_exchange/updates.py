@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._device.boundary import (
     Merged,
+    SinceMerge,
     abstract_channel_rows,
     channel_rows,
     channel_widths,
@@ -144,10 +145,9 @@ class Updates:
             if not uploads:
                 # All steps of its window were skipped. The next merge could not tell what has
                 # changed until now, as `before` is gone, which knew the channels that left.
-                rows, params = self._both_rows(number, before), group.pick(weights)
-                old = self._samples[number]
                 static = {"specs": group.specs, "window": state.schedule.longest_window}
-                seen, changed = compare(params, *rows, old, state.reach, **static)
+                since = self._since(number, before, state)
+                seen, changed = compare(group.pick(weights), since, **static)
             else:
                 uploads = self._fetch_rest(group, uploads, state.step)
                 new, seen, changed = self._merge(number, weights, uploads, before, state)
@@ -192,12 +192,11 @@ class Updates:
         """The states of a group's leaves, whole, from those of all leaves."""
         return group.pick(self._offloaded.pick(leaves))
 
-    def _both_rows(
-        self, number: int, before: jax.Array | None
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """The channels that were selected in a pending update's window, and those that are now."""
+    def _since(self, number: int, before: jax.Array | None, state: ZenFlowState) -> SinceMerge:
+        """What a group's parameters are compared by; `before` as of its pending update."""
         rows = self._rows[number]
-        return rows if before is None else before, rows
+        before = rows if before is None else before
+        return SinceMerge(before, rows, self._samples[number], state.reach)
 
     def _merge(
         self,
@@ -221,9 +220,7 @@ class Updates:
                     params, group.specs, by_leaf(group.parts, uploads), strict=True
                 )
             ]
-        rows = self._both_rows(number, before)
-        two = uploads_in_two(new, group.specs)
-        arrays = (params, *two, *rows, self._samples[number], state.reach)
+        arrays = (params, *uploads_in_two(new, group.specs), self._since(number, before, state))
         static = {"specs": group.specs, "window": state.schedule.longest_window}
         if keep:  # rare, and compiled where it is called
             merged = merge_and_keep(*arrays, **static)

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,63 +15,48 @@ from zenflow_jax._plan.leaf import DTYPES, LeafSpec, plain_name
 from zenflow_jax._plan.mesh import Placement, divide_blocks, placement_of
 
 
+class LeafRules(NamedTuple):
+    """The arguments of `zenflow` that say what kind of leaf each parameter is."""
+
+    topk_ratio: float
+    channel_axis: int | Callable[[tuple[Any, ...], Any], int]
+    resident: Callable[[tuple[Any, ...], Any], bool] | None
+    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool]
+    transfer_dtype: np.dtype | None
+
+
 def resolve(
-    path: tuple[Any, ...],
-    leaf: Any,
-    *,
-    topk_ratio: float,
-    channel_axis: int | Callable[[tuple[Any, ...], Any], int],
-    resident: Callable[[tuple[Any, ...], Any], bool] | None,
-    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool],
-    sharding: Any,
-    decay: bool,
-    transfer_dtype: np.dtype | None,
+    path: tuple[Any, ...], leaf: Any, rules: LeafRules, *, sharding: Any, decay: bool
 ) -> LeafSpec:
     """The spec of one leaf: its kind, as the user's options decide."""
     name = plain_name(path)
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise TypeError(
-            f"expected parameters that are arrays, got {leaf!r} at {name}. Make it one with "
-            "`jnp.asarray`, or keep it out with `optax.masked`."
-        )
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise ValueError(
-            f"expected parameters that can be trained, got a random key ({leaf.dtype}) at {name}. "
-            "Keep it out: of an nnx model train `nnx.state(model, nnx.Param)`; elsewhere use "
-            "`optax.masked` or `optax.partition`."
-        )
-    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"zenflow trains float32, bfloat16 and float16 leaves, but {name} is {dtype.name}: "
-            "its arithmetic is float32. Cast the leaf, or keep it out with `optax.masked` or "
-            "`optax.partition` (of an nnx model, train `nnx.state(model, nnx.Param)`)."
-        )
+    shape, dtype = _check_leaf(leaf, name)
     place = placement_of(leaf, sharding)
     if place is not None:
         _check_even(name, shape, place)
     alone = LeafSpec(name, shape, dtype, axis=None, k=0, decay=decay, placement=place)
+    resident = rules.resident
     if len(shape) < 2 or 0 in shape or (resident is not None and bool(resident(path, leaf))):
         return alone
-    axis = channel_axis(path, leaf) if callable(channel_axis) else channel_axis
+    axis = rules.channel_axis
+    axis = axis(path, leaf) if callable(axis) else axis
     if not isinstance(axis, Integral) or not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"`channel_axis` must be an axis of the leaf, got {axis} for {name} of shape {shape}. "
-            "Pass a function of (key path, leaf) where leaves differ, or keep the leaf on the "
-            "device with `resident`."
+            f"`channel_axis` must be an axis of the leaf, got {axis} for {name} of shape {shape}."
         )
+    transfer_dtype = rules.transfer_dtype
     if transfer_dtype is None and dtype == np.float16:
         # Unscaled gradients do not fit float16: most are too small, some too large.
         transfer_dtype = np.dtype(np.float32)
     elif transfer_dtype == dtype:
         transfer_dtype = None
     spec = dataclasses.replace(alone, axis=int(axis) % len(shape), transfer_dtype=transfer_dtype)
-    pieces = 1 if place is None else place.count(place.block[int(axis)])
+    shards = 1 if place is None else place.count(place.block[int(axis)])
     # Rounded first: 0.07 * 100 is 7.000000000000001, and the user meant 7.
-    k = pieces * math.ceil(round(topk_ratio * (spec.n // pieces), 6))
+    k = shards * math.ceil(round(rules.topk_ratio * (spec.n // shards), 6))
     if k >= spec.n:
         return alone  # with every channel selected, nothing is left to offload
-    cut = partition_replicated
+    cut = rules.partition_replicated
     if place is not None and (bool(cut(path, leaf)) if callable(cut) else cut):
         # The channel axis stays whole, because a block selects among all of its channels. So do
         # stack axes, because a scan fills a stack (of layers) one entry after the other.
@@ -80,19 +65,35 @@ def resolve(
     return dataclasses.replace(spec, k=k, placement=place)
 
 
+def _check_leaf(leaf: Any, name: str) -> tuple[tuple[int, ...], np.dtype]:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise TypeError(f"expected an array at {name}, got {leaf!r}. {_KEEP_OUT}")
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.dtype(leaf.dtype) not in DTYPES:
+        raise ValueError(
+            f"expected leaves of float32, bfloat16 or float16, but {name} is {leaf.dtype}. "
+            f"{_KEEP_OUT}"
+        )
+    return tuple(leaf.shape), np.dtype(leaf.dtype)
+
+
+_KEEP_OUT = (
+    "Keep it out with `optax.masked` or `optax.partition`, or of an nnx model train "
+    "`nnx.state(model, nnx.Param)`."
+)
+
+
 def _check_even(name: str, shape: tuple[int, ...], place: Placement) -> None:
     for axis, names in enumerate(place.block):
         if place.explicit.intersection(names) not in (set(), set(names)):
+            types = dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))
             raise ValueError(
-                f"expected mesh axes of one kind along axis {axis} of {name}, got {names} of "
-                f"{dict(zip(place.mesh.axis_names, place.mesh.axis_types, strict=True))}. Make all "
-                "of them Auto or all Explicit, or divide another axis of it by one of them."
+                f"expected mesh axes all Auto or all Explicit along axis {axis} of {name}, got "
+                f"{names} of {types}."
             )
         if shape[axis] % place.count(names):
             raise ValueError(
                 f"expected axis {axis} of {name} to divide evenly over the mesh axes {names}, got "
-                f"a size of {shape[axis]} for {place.count(names)} devices. Pad the leaf, or shard "
-                "another axis of it."
+                f"a size of {shape[axis]} for {place.count(names)} devices."
             )
 
 
@@ -100,32 +101,14 @@ _logger = logging.getLogger("zenflow_jax")
 
 
 def resolve_specs(
-    params: Any,
-    *,
-    topk_ratio: float,
-    channel_axis: int | Callable[[tuple[Any, ...], Any], int],
-    resident: Callable[[tuple[Any, ...], Any], bool] | None,
-    partition_replicated: bool | Callable[[tuple[Any, ...], Any], bool],
-    param_shardings: Any,
-    mask: Any,
-    transfer_dtype: np.dtype | None,
+    params: Any, rules: LeafRules, param_shardings: Any, mask: Any
 ) -> tuple[LeafSpec, ...]:
     """One `LeafSpec` for each leaf of `params`, in order."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     if not paths:
         return ()
     return tuple(
-        resolve(
-            path,
-            leaf,
-            topk_ratio=topk_ratio,
-            channel_axis=channel_axis,
-            resident=resident,
-            partition_replicated=partition_replicated,
-            sharding=sharding,
-            decay=decay,
-            transfer_dtype=transfer_dtype,
-        )
+        resolve(path, leaf, rules, sharding=sharding, decay=decay)
         for (path, leaf), decay, sharding in zip(
             paths, _decayed(params, mask), _shardings(params, param_shardings), strict=True
         )
@@ -138,31 +121,28 @@ def warn_if_all_resident(specs: Sequence[LeafSpec]) -> None:
         return
     first = specs[0]
     _logger.warning(
-        "zenflow saves no memory: expected some leaf with two axes, with channels left over by "
-        "`topk_ratio` and not kept by `resident`, got %d that stay on the device, the first %s of "
-        "shape %s. `optax.flatten` around zenflow makes one vector of all leaves: leave it out. "
-        "If these leaves are all there is, `optax.adamw` is simpler.",
+        "zenflow saves no memory: all %d leaves stay on the device, the first %s of shape %s. "
+        "Expected one with two axes and with channels beyond `topk_ratio`, in a tree that "
+        "`optax.flatten` has not made one vector of.",
         len(specs),
         first.name or "a bare array",
         first.shape,
     )
 
 
-def _shardings(params: Any, given: Any) -> list[Any]:
+def _shardings(params: Any, param_shardings: Any) -> list[Any]:
     """The sharding that the user gave for each leaf; None without one."""
     count = len(jax.tree.leaves(params))
-    if given is None:
+    if param_shardings is None:
         return [None] * count
-    tree = given(params) if callable(given) else given
+    tree = param_shardings(params) if callable(param_shardings) else param_shardings
     shardings = jax.tree.leaves(tree)
     wrong = [x for x in shardings if not isinstance(x, jax.sharding.NamedSharding)]
     if wrong or len(shardings) != count:
         raise TypeError(
             "`param_shardings` must be a tree of one NamedSharding for each leaf of the "
             f"parameters, got {f'a {type(wrong[0]).__name__}' if wrong else len(shardings)} for "
-            f"{count} leaves. Pass `jax.tree.map(lambda p: p.sharding, params)` (under "
-            "`optax.masked` a function of the parameters that are left), or leave it out and call "
-            "`init` outside of jit."
+            f"{count} leaves, as of `jax.tree.map(lambda p: p.sharding, params)`."
         )
     return shardings
 
@@ -179,7 +159,6 @@ def _decayed(params: Any, mask: Any) -> list[bool]:
     except ValueError as error:
         raise ValueError(
             "`mask` must be a tree of bools like the parameters or a prefix of it, got "
-            f"{jax.tree.structure(tree)} for {jax.tree.structure(params)}. Return it from a "
-            "function of the parameters to keep the two in step."
+            f"{jax.tree.structure(tree)} for {jax.tree.structure(params)}."
         ) from error
     return jax.tree.leaves(spread)

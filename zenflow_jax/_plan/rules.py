@@ -27,20 +27,17 @@ class AutoWindow:
 
     Examples:
         >>> from zenflow_jax import zenflow
-        >>> tx = zenflow(1e-3, update_interval=AutoWindow(max_interval=16))
+        >>> tx = zenflow(1e-3, update_interval=AutoWindow(max_interval=16), window_scaling=None)
     """
 
     max_interval: int = 8
     share: float = 0.99
 
     def __post_init__(self):
-        _at_least_one(self, "max_interval", "It counts the steps in the longest window.")
-        _in_unit(self, "share", "It is a share of the leaves: 0.99 for all but one in a hundred.")
+        _at_least_one(self, "max_interval")
+        _in_unit(self, "share")
         if self.share == 0:
-            raise ValueError(
-                "`AutoWindow.share` must be above 0, got 0. No leaf would have to be ripe: pass "
-                "`update_interval=2` for windows that always close that early."
-            )
+            raise ValueError("`AutoWindow.share` must be above 0, got 0.")
 
     def needed(self, leaves: int) -> int:
         """How many of `leaves` offloaded leaves must be ripe."""
@@ -66,14 +63,18 @@ class AutoSelect:
 
     Raises:
         TypeError, ValueError: If a value is of another kind or out of range.
+
+    Examples:
+        >>> from zenflow_jax import zenflow
+        >>> tx = zenflow(1e-3, select_interval=AutoSelect(keep=0.8))
     """
 
     keep: float = 0.9
     max_windows: int = 64
 
     def __post_init__(self):
-        _in_unit(self, "keep", "It is a share of the score: 0.9 for nine tenths of it.")
-        _at_least_one(self, "max_windows", "It counts the windows between two selections.")
+        _in_unit(self, "keep")
+        _at_least_one(self, "max_windows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +101,8 @@ class EpochSelect:
     epochs: int = 1
 
     def __post_init__(self):
-        _at_least_one(
-            self,
-            "steps_per_epoch",
-            "It counts the optimizer steps in an epoch, `len(loader)` for a loader of batches; "
-            "with less, channels would never be selected again.",
-        )
-        _at_least_one(self, "epochs", "It counts the epochs between two selections.")
+        _at_least_one(self, "steps_per_epoch")
+        _at_least_one(self, "epochs")
 
     @property
     def steps(self) -> int:
@@ -118,19 +114,19 @@ def longest(window: int | AutoWindow) -> int:
     return window.max_interval if isinstance(window, AutoWindow) else window
 
 
-def _at_least_one(rule: Any, name: str, meaning: str) -> None:
+def _at_least_one(rule: Any, name: str) -> None:
     value, kind = getattr(rule, name), type(rule).__name__
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"`{kind}.{name}` must be an int, got {value!r}. {meaning}")
+        raise TypeError(f"`{kind}.{name}` must be an int, got {value!r}.")
     if value < 1:
-        raise ValueError(f"`{kind}.{name}` must be at least 1, got {value}. {meaning}")
+        raise ValueError(f"`{kind}.{name}` must be at least 1, got {value}.")
     object.__setattr__(rule, name, int(value))
 
 
-def _in_unit(rule: Any, name: str, meaning: str) -> None:
+def _in_unit(rule: Any, name: str) -> None:
     value, kind = getattr(rule, name), type(rule).__name__
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"`{kind}.{name}` must be a float, got {value!r}. {meaning}")
+        raise TypeError(f"`{kind}.{name}` must be a float, got {value!r}.")
     if not 0 <= float(value) <= 1:
-        raise ValueError(f"`{kind}.{name}` must lie in [0, 1], got {value}. {meaning}")
+        raise ValueError(f"`{kind}.{name}` must lie in [0, 1], got {value}.")
     object.__setattr__(rule, name, float(value))

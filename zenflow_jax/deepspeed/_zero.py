@@ -78,7 +78,7 @@ def read_zero(zero: Section) -> Zero:
     if has_rules:
         return _rules(zero.section("zenflow"))
     if offloads:
-        return Zero("offload", {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False})
+        return Zero("offload", {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0})
     return Zero("adamw", {})
 
 
@@ -127,8 +127,11 @@ def _rules(section: Section) -> Zero:
         "topk_ratio": ratio,
         "update_interval": window,
         "full_warm_up_rounds": warm_up,
-        "overlap_step": section.flag("overlap_step", False),
     }
+    if not section.flag("overlap_step", False):
+        arguments["staleness"] = 0
+    if isinstance(window, AutoWindow):
+        arguments["window_scaling"] = None  # as DeepSpeed, and best for windows that adapt
     threads = _threads(section.number("pt_reserved_cores_perc", None, high=1.0))
     offloads_selected = section.flag("offload", False)
     section.refuse_unread()

@@ -60,6 +60,7 @@ def attach(
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
+        >>> from zenflow_jax.attach import attach
         >>> params = jax.device_put({"w": jnp.ones((8, 4))}, jax.devices()[0])
         >>> tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
         >>> opt_state = tx.init(params)
@@ -68,7 +69,7 @@ def attach(
         ...     loss, gradients = jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2))(params)
         ...     updates, opt_state = tx.update(gradients, opt_state, params)
         ...     return optax.apply_updates(params, updates), opt_state, loss
-        >>> with zenflow_jax.attach(train_step) as train_step:
+        >>> with attach(train_step) as train_step:
         ...     for _ in range(5):
         ...         params, opt_state, loss = train_step(params, opt_state)
         ...     params, opt_state = train_step.flush(params, opt_state)
