@@ -65,14 +65,9 @@ def make_optimizer(
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
         return skip_if_not_finite(optax.chain(clip, optax.adamw(rate, **arguments)))
-    arguments |= {
-        "max_grad_norm": norm,
-        "resident": _is_no_matrix,
-        "send_gradients": settings.send_gradients,
-        "transfer_dtype": settings.transfer_dtype,
-    }
+    arguments |= {"max_grad_norm": norm, "resident": _is_no_matrix}
     try:
-        arguments |= _schedule(settings, steps_per_epoch)
+        arguments |= _arguments(settings, steps_per_epoch)
         if deepspeed is not None and deepspeed.kind == settings.optimizer:
             arguments |= deepspeed.arguments
         return zenflow_jax.zenflow(rate, **arguments)
@@ -115,17 +110,20 @@ def skipped_steps(opt_state: Any) -> jax.Array:
     return zenflow_jax.find_state(opt_state).skipped
 
 
-def _schedule(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
-    """zenflow's arguments about channels, windows and selections."""
+# Arguments of zenflow that are settings, by the same names.
+_SHARED = {f.name for f in dataclasses.fields(Settings)} & set(zenflow_jax.STATIC_ARGS)
+
+
+def _arguments(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
+    """zenflow's arguments from the settings of the same names."""
+    shared = {name: getattr(settings, name) for name in _SHARED}
     if settings.optimizer == "offload":
-        return {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
-    return {
-        "topk_ratio": settings.topk_ratio,
+        sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}
+        return sending | {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
+    return shared | {
         "update_interval": _window_rule(settings),
         "select_interval": _selection_rule(settings, steps_per_epoch),
         "full_warm_up_rounds": settings.warm_up_rounds,
-        "rolling": settings.rolling,
-        "staleness": settings.staleness,
         "window_scaling": _window_scaling(settings),
         "provisional_share": settings.provisional_share or None,
     }
@@ -258,8 +256,7 @@ def said_of_deepspeed(
 
 def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
     """`zenflow`'s arguments by the names and in the words of the settings."""
-    names = "topk_ratio update_interval full_warm_up_rounds staleness provisional_share".split()
-    values = {name: arguments[name] for name in names if name in arguments}
+    values = {name: arguments[name] for name in _SHARED & arguments.keys()}
     # "auto" until the length of an epoch is known, which fits all windows.
     values |= {"full_warm_up_share": None, "select_interval": "auto"}
     values["provisional_share"] = values["provisional_share"] or 0.0

@@ -25,7 +25,7 @@ from zenflow_jax._device.ranges import cut, cut_state, put, put_state
 from zenflow_jax._device.rows import abstract_rows, join, row, split
 from zenflow_jax._device.samples import differ, sample_row, split_samples
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState, Reach
+from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._device.step import strays
 from zenflow_jax._plan.leaf import LeafSpec
@@ -66,10 +66,10 @@ class SinceMerge(NamedTuple):
         reach: As the state has it.
     """
 
-    before: Array
-    now: Array
-    samples: Array
-    reach: Reach | None
+    before: Any
+    now: Any
+    samples: Any
+    reach: Any  # Reach or None
 
     def of_leaves(self, specs: Specs) -> "list[SinceMerge]":
         """The same of each leaf, or range of a leaf."""
@@ -80,9 +80,8 @@ class SinceMerge(NamedTuple):
 
     def layout(self, lay: Layout) -> "SinceMerge":
         """The partition specs of what `of_leaves` gives."""
-        each: Any = lay.each_device
-        reach: Any = None if self.reach is None else REPLICATED
-        return SinceMerge(each, each, each, reach)
+        each = lay.each_device
+        return SinceMerge(each, each, each, None if self.reach is None else REPLICATED)
 
 
 def _merge(

@@ -151,7 +151,7 @@ def check_numbers(**numbers: Any) -> None:
                 "`optax.inject_hyperparams` hyperparam_dtype=jnp.float32."
             )
         if not isinstance(value, Tracer):
-            _check_range(name, float(value))
+            _check_range(name, float(np.asarray(value)))
 
 
 def _check_range(name: str, number: float) -> None:
