@@ -36,7 +36,7 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.PathLike, args: "EngineSave"
     ) -> list[future.Future] | None:
-        """Takes the engine's state as it is now, and begins to write it; orbax calls it."""
+        """Begins to write the state of the engine in `args` into `directory`; orbax calls it."""
         folder = _local(directory)
         stream = args.engine.stream(args.copy_bytes)
         writing = _write(stream, folder)
@@ -56,14 +56,14 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
         return [written]
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
-        """Writes the engine's state into a folder that is there, before it returns."""
+        """Writes the state of the engine in `args` into `directory`, before it returns."""
         folder = _local(directory)
         args.engine.stream(args.copy_bytes).write(folder)
 
     def restore(
         self, directory: epath.PathLike, args: "EngineRestore | None" = None
     ) -> dict[str, Any]:
-        """What `EngineSave` wrote into a folder, as `EngineRestore` says."""
+        """What `EngineSave` wrote into `directory`; `args` may be None."""
         del args
         return read_engine_state(_local(directory))
 
