@@ -138,7 +138,7 @@ def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, s
     adam = HostAdam(kernel, 2, tile=101)
     state = new_state(shape, compact=True)
     moments = state[1:3]
-    before = [moment.copy() for moment in moments]
+    before = state.copy()[1:3]
     taken = adam.take(moments, channels)
     for moment, rows in zip(moments, taken, strict=True):
         for of_entry, index, some in zip(moment.as_float32(), channels, rows, strict=True):
