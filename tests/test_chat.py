@@ -299,7 +299,10 @@ def test_a_template_without_an_end_of_answers_is_noted(tmp_path, folder, tokeniz
     # Fields that are null are none: a table has a column for each that any message has.
     talks = [[m | {"tool_calls": None} for m in talk(*turns)] for turns in ("ab", "cd")]
     data = write(tmp_path / "a.jsonl", *talks, tools=None)
-    (note,) = make(data, tokenizer, of).notes
+    task = make(data, tokenizer, of)
+    (answer,) = learned(tokenizer, task.train[0])
+    assert answer.endswith("\n\n")  # which may be what ends it
+    (note,) = task.notes
     assert "puts no special token behind an answer" in note
 
 

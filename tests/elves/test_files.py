@@ -385,6 +385,13 @@ def test_places_that_do_not_fit_are_refused(tmp_path, source, target, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plain_file_that_is_cut_off_is_not_packed(tmp_path):
+    path = model(tmp_path / "in") / "one.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(elves.ElvesError, match="expected a whole safetensors file .*one"):
+        pack_path(tmp_path / "in", tmp_path / "out", Options())
+
+
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     source = model(tmp_path / "in")
     (tmp_path / "out").mkdir()
