@@ -50,10 +50,8 @@ if importlib.util.find_spec("tunix") is None:
 
 # XLA reads them when jax starts its first backend. That for GPUs has none but optimized code, so
 # where it may be used, which is where a plugin of jax is installed, they stay away.
-if (
-    not os.environ.get("NOQ")
-    and "optimization_level" not in os.environ.get("XLA_FLAGS", "")
-    and not entry_points(group="jax_plugins")
+if "optimization_level" not in os.environ.get("XLA_FLAGS", "") and not entry_points(
+    group="jax_plugins"
 ):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} {processes.QUICK_TO_COMPILE}".strip()

@@ -518,6 +518,7 @@ def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
     [
         (["--plan-json", "x.json"], "expected --plan too"),
         (["--plan", "--plan-json", "x.txt"], "ends in .json"),
+        (["--plan", "--plan-picture", "x.txt"], "ends in .png"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
     ],
     ids=["alone", "ending", "negative"],

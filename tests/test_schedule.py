@@ -1,5 +1,7 @@
 """When windows close and channels are selected, as a table of what happens after each step."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -169,3 +171,12 @@ def test_a_selection_is_every_sixteen_windows_by_default():
 def test_a_selection_is_every_sixteen_of_the_longest_windows_if_they_adapt():
     tx = zenflow_jax.zenflow(1e-2, update_interval=AutoWindow(max_interval=5))
     assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == 80
+
+
+@pytest.mark.parametrize("options", [dict(rolling=False), dict(update_interval=AutoWindow())])
+def test_longer_steps_of_updates_that_are_a_window_late_are_warned_of(options):
+    with pytest.warns(UserWarning, match="pass window_scaling=None"):
+        zenflow_jax.zenflow(1e-2, **options)
+    with warnings.catch_warnings(action="error"):
+        zenflow_jax.zenflow(1e-2, window_scaling=None, **options)
+        zenflow_jax.zenflow(1e-2)

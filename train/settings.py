@@ -353,6 +353,8 @@ class Planning:
     hide, and what to do. Reads the model's config.json, no weights and no data."""
     plan_json: str | None = None
     """Write the plan to that file as well, as JSON."""
+    plan_picture: str | None = None
+    """Draw the plan's memory into that file: .png, .svg or .pdf."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
     """The GPU that is planned for. Left out: the one that is here, else h100."""
     host_memory: float | None = None
@@ -369,9 +371,10 @@ class Planning:
             value = getattr(self, name)
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise SettingsError(_impossible(name, "a finite number above 0", value))
-        if self.plan_json is not None and not self.plan:
-            raise SettingsError("`plan_json`: expected --plan too, got it alone.")
-        _check_file("plan_json", self.plan_json, (".json",))
+        for name, endings in (("plan_json", (".json",)), ("plan_picture", PICTURES)):
+            if getattr(self, name) is not None and not self.plan:
+                raise SettingsError(f"`{name}`: expected --plan too, got it alone.")
+            _check_file(name, getattr(self, name), endings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Checks the arguments of `zenflow()`."""
 
+import warnings
 from numbers import Integral, Real
 from typing import Any
 
@@ -42,6 +43,14 @@ def check_schedule(
     # An adaptive window is the same for all leaves, as all of them decide when it closes.
     in_turn = bool(rolling) and not isinstance(window, AutoWindow)
     late = _check_staleness(staleness, window, in_turn)
+    scaling = _check_share("window_scaling", window_scaling)
+    if scaling is not None and window != 1 and late != 0 and not in_turn:
+        warnings.warn(
+            f"`window_scaling={scaling}` makes longer steps of updates that arrive a whole window "
+            "late, as with `rolling=False` or an `AutoWindow`, and loses by that; pass "
+            "window_scaling=None.",
+            stacklevel=3,
+        )
     share = _check_share("provisional_share", provisional_share) or None
     return Schedule(
         window=window,
@@ -49,7 +58,7 @@ def check_schedule(
         full_warm_up_rounds=int(full_warm_up_rounds),
         groups=window if in_turn and isinstance(window, int) else 1,
         staleness=late,
-        window_scaling=_check_share("window_scaling", window_scaling),
+        window_scaling=scaling,
         # Where no window outlasts its step, no weight waits for an update.
         provisional_share=None if window == 1 and late == 0 else share,
     )
