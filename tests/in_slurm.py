@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks import kill_test
 from tests.processes import environment
-from tests.test_train_mesh import config_file
+from tests.train.test_train_mesh import config_file
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))

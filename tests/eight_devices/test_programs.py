@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
 from tests import runs
-from tests.test_ahead import compilations
+from tests.exchange.test_ahead import compilations
 
 N = 4096
 GRADIENT = N * N * 2  # bytes, bfloat16

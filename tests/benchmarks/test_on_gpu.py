@@ -26,7 +26,7 @@ from benchmarks.step_time_peers import PEERS
 from tests.failing_stages import failing
 from zenflow_jax._exchange import pinned
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from train.data import Batches
 from train.settings import Launch, Settings, SettingsError
 from train.tasks.standard_library import Windows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 TINY = {
     "corpus_megabytes": 0.3,

@@ -79,7 +79,7 @@ def test_the_readme_has_the_formulas_bytes_of_a_large_model():
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     need, compact = host_memory(state), host_memory(state, host_state="compact")
     row = f"| host memory, bytes per parameter | 0 | {(need.state + need.mail) / size:.0f} |"
-    text = Path(__file__).parents[1].joinpath("README.md").read_text()
+    text = Path(__file__).parents[2].joinpath("README.md").read_text()
     assert f"{row} on paper: the most that may be in use; {need.state / size:.0f} of it" in text
     in_8_bits = (compact.state + compact.mail) / size
     assert f'{in_8_bits:.0f} with `host_state="compact"` |' in text

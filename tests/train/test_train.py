@@ -33,7 +33,7 @@ from train.tasks import standard_library
 from train.tasks.standard_library import Windows
 from zenflow_jax import AutoSelect, AutoWindow, EngineStats, EpochSelect, find_state
 
-QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 TINY = {
     "corpus_megabytes": 0.3,
@@ -77,6 +77,7 @@ def tiny_command(folder: Path, **changed) -> list[str]:
     ("text", "expected"),
     [
         ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
+        ("max_steps = 5", "`max_steps`.*Did you mean `?steps"),
         ("zzz = 1", r"got `zzz`\..*learning_rate"),
         ('steps = "30"', r"`steps`: expected a whole number, got '30' \(a string\)"),
         ("steps = 30.0", r"`steps`: expected a whole number, got 30\.0"),
@@ -158,6 +159,7 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
         (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
         (["--select-interval", "often"], "{auto,epoch}"),
+        (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
         (["--qqq"], "unknown option --qqq. All are in"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -60,7 +60,7 @@ def test_an_engine_state_of_another_layout_is_refused_by_both_names(checkpoint, 
 def of_0_2(tmp_path_factory):
     """What 0.2.0 wrote of `FIRST`: `StandardSave` the optimizer state, `EngineSave` the rest."""
     folder = tmp_path_factory.mktemp("saved")
-    with zipfile.ZipFile(Path(__file__).parent / "fixtures" / "saved" / "0.2.0.zip") as file:
+    with zipfile.ZipFile(Path(__file__).parents[1] / "fixtures" / "saved" / "0.2.0.zip") as file:
         file.extractall(folder)
     return folder
 

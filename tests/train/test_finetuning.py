@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import zenflow_jax
 from tests.cut_short import cut_short
-from tests.test_deepspeed import TUTORIAL
+from tests.deepspeed.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
 from train import finetune, models
 from train.command_line import load_settings

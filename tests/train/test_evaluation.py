@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.test_finetuning import validations, write_config
+from tests.train.test_finetuning import validations, write_config
 from tests.tiny_model import write_model
 from train import finetune
 from train.command_line import load_settings

@@ -28,8 +28,8 @@ from zenflow_jax.planning._device_work import products
 from zenflow_jax.planning._host_work import host_work
 from zenflow_jax.planning._memory import device_memory, host_memory
 
-FIXTURES = Path(__file__).parent / "fixtures"
-QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 MIB = 2**20
 
 
@@ -419,11 +419,12 @@ def test_the_command_plans_from_config_json_alone(tmp_path, capsys, monkeypatch,
 
     monkeypatch.setattr(planning, "planned_step", planned_once)
     shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
-    file = tmp_path / "plan.json"
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     arguments = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--plan"]
-    arguments += ["--plan-json", str(file), "--device", "a100"]
+    arguments += ["--plan-json", str(file), "--plan-picture", str(picture), "--device", "a100"]
     arguments += ["--host-memory", "64", "--scan-layers"]
     assert finetune.main([str(QUICKSTART), *arguments]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(file.read_text())
     assert found["by"] == "shapes"
     assert list(found["plans"]) == ["adamw", "offload", "zenflow"]
@@ -521,7 +522,7 @@ def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
         (["--plan", "--plan-picture", "x.txt"], "ends in .png"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
     ],
-    ids=["alone", "ending", "negative"],
+    ids=["alone", "ending", "ending of a picture", "negative"],
 )
 def test_mistakes_in_a_plans_arguments_are_named(arguments, expected, capsys):
     assert finetune.main([str(QUICKSTART), *arguments]) == 2

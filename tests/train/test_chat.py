@@ -22,7 +22,7 @@ from train.tasks import chat
 from train.tasks.chosen import make_task
 from train.tokenizer import TokenizerError, read_tokenizer
 
-FIXTURES = Path(__file__).parent / "fixtures" / "chat"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
 CASES = [(t, name) for t, found in EXPECTED.items() if t != "transformers" for name in found]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.test_host_adam import (
+from tests.host.test_host_adam import (
     BFLOAT16,
     KERNELS,
     bits,
