@@ -40,7 +40,7 @@ def hangs(stage: Stage) -> None:
     """Hangs when what it has found is in the report, which is written while it runs."""
     _finds(stage)
     report = Path(os.environ["REPORT"])
-    while f"what {stage.name} found" not in report.read_text(encoding="utf-8"):
+    while not report.exists() or f"what {stage.name} found" not in report.read_text("utf-8"):
         assert stage.left > 0
     (report.parent / "pid").write_text(str(os.getpid()), encoding="ascii")
     threading.Event().wait()

@@ -392,7 +392,8 @@ class HostEngine:
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
         """Takes the state as `state` does, to be written while the run goes on; for `EngineSave`.
 
-        The run waits for whoever has it: it must be written or closed. Errors as `state`.
+        The run waits for whoever has it: it must be written or closed. `copy_bytes` and errors as
+        for `EngineSave` and `state`.
         """
         self._settle()
         return self._saver.stream(copy_bytes)
@@ -444,7 +445,7 @@ class HostEngine:
         """`peek` for flax nnx: another model, with the parameters as they are best known now.
 
         What is not trained (batch statistics, counts, keys) is as in `model`, and copied as well.
-        Arguments and errors are those of `exchange_nnx`.
+        `model`, `optimizer` and errors are those of `exchange_nnx`.
         """
         return nnx_pair().copy_with(model, optimizer, self.peek)
 

@@ -54,8 +54,13 @@ def iter_master_params(
     """The leaves of `master_params`, one after the other, to write them to a file.
 
     The devices hold one master at a time, if you let go of it before you ask for the next. In a run
-    of several processes all must ask for all of them. Arguments and errors are those of
-    `master_params`; a step or a flush that comes in between is an error, too.
+    of several processes all must ask for all of them. Errors are those of `master_params`; a step
+    or a flush that comes in between is an error, too.
+
+    Args:
+        params: The parameters that the last `exchange` or `flush` returned.
+        opt_state: The state that the same call returned.
+        engine: The engine; None for `zenflow(..., offload=False)`.
 
     Returns:
         Pairs of the key path of a leaf and its masters, in the order of `jax.tree.leaves(params)`.

@@ -10,9 +10,9 @@ from flax import nnx
 
 import zenflow_jax
 from tests import processes, runs
+from tests.exchange.test_ahead import compilations
 from tests.resuming import KERNEL, PLAN, SETTINGS, end, fail_elsewhere, go, resumed, saved
 from tests.runs import FIRST, ONE, SECOND, Settings, Training
-from tests.exchange.test_ahead import compilations
 
 HERE = functools.partial(Training, **KERNEL)
 

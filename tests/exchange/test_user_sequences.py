@@ -7,7 +7,8 @@ been refused, or have done no harm. What was done right is never refused.
 
 A few of them belong to the suite. For as long as one likes, over more trees and settings::
 
-    ZENFLOW_SEQUENCES=1000 python -m pytest -q -n 0 tests/exchange/test_user_sequences.py --hypothesis-seed 1
+    ZENFLOW_SEQUENCES=1000 python -m pytest -q -n 0 --hypothesis-seed 1 \\
+      tests/exchange/test_user_sequences.py
 """
 
 import copy

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from zenflow_jax._plan.resolve import resolve_specs
+from zenflow_jax._plan.resolve import LeafRules, resolve_specs
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"))
 
@@ -31,12 +31,8 @@ def test_parts_are_cut_along_the_last_axis_first_and_never_along_stacks_or_chann
 ):
     (spec,) = resolve_specs(
         [jax.ShapeDtypeStruct(shape, jnp.float32)],
-        topk_ratio=0.2,
-        channel_axis=axis,
-        resident=None,
-        partition_replicated=True,
+        LeafRules(0.2, axis, resident=None, partition_replicated=True, transfer_dtype=None),
         param_shardings=[NamedSharding(MESH, PartitionSpec(*block))],
         mask=None,
-        transfer_dtype=None,
     )
     assert spec.placement.part == part

@@ -222,7 +222,7 @@ def test_a_run_is_advised_of_windows_only_after_a_hundred_steps_beside_a_device(
     stats = zenflow_jax.EngineStats(steps=steps, work_s=1.0)
     device = types.SimpleNamespace(platform=platform)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(zenflow_jax, "hiding", lambda *_, **__: "advice")
+    monkeypatch.setattr(zenflow_jax.planning, "hiding", lambda *_, **__: "advice")
     found = hidden_share(state, stats, 10.0, "float32")
     assert found == ("advice" if says else None)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.train.test_finetuning import validations, write_config
 from tests.tiny_model import write_model
+from tests.train.test_finetuning import validations, write_config
 from train import finetune
 from train.command_line import load_settings
 from train.export import export

@@ -7,8 +7,6 @@ import pytest
 from flax import nnx
 
 from tests.hf_models import FIXTURES, TOLERANCE, load
-from train.run_description import check_same_run, description
-from train.settings import Settings, SettingsError
 from train.step import of_tokens
 from train.tasks.language import Documents, Windows
 
@@ -69,20 +67,3 @@ def test_a_change_in_one_text_shows_in_no_other():
     one, two = model(tokens, positions), model(other, positions)
     same = jnp.all(one == two, axis=-1)[0]
     assert same.tolist() == [True] * 3 + [False] * 9 + [True] * (T - 12)
-
-
-def test_a_run_of_before_goes_on_only_with_its_texts_joined(tmp_path):
-    folder = tmp_path / "checkpoints" / "10"
-    run = description(Settings(task="language"), 0)
-    assert run["settings"].pop("packing") == "separate"
-
-    def check(**changed):
-        here = description(Settings(**{"task": "language", **changed}), 0)
-        check_same_run(folder, run, here, otherwise="or not.")
-
-    with pytest.raises(SettingsError, match=r"`packing`: expected joined.*Pass --packing joined"):
-        check()
-    check(packing="joined")
-    # It is of no consequence for the others.
-    run = description(Settings(task="alpaca"), 0)
-    check(task="alpaca", packing="joined")

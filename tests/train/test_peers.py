@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import kill_test
 from tests.processes import environment
-from train import finetune
+from train import finetune, job
 from train.data import DataError
 from train.peers import Peers
 
@@ -138,7 +138,7 @@ def test_processes_watch_each_other_before_anything_is_read(tmp_path, monkeypatc
         raise DataError("none")
 
     monkeypatch.setattr(finetune, "Peers", Recorded)
-    monkeypatch.setattr(finetune, "make_task", read)
+    monkeypatch.setattr(job, "make_task", read)
     config = tmp_path / "job.toml"
     config.write_text("")
     assert finetune.main([str(config)]) == 2

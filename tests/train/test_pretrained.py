@@ -30,7 +30,7 @@ from tests.hf_models import (
     outputs,
     wanted,
 )
-from train import hf_saving
+from train import whole
 from train.blocks import linear, make_blocks
 from train.decoder import LinearRope, Llama3Rope
 from train.hf_saving import save_folder
@@ -590,7 +590,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_saving.os, "fsync", full)
+    monkeypatch.setattr(whole.os, "fsync", full)
     with pytest.raises(ModelError, match=r"to write the model to .*No space left"):
         save_folder(saved, pretrained, jax.tree.map(jnp.zeros_like, params))
     monkeypatch.undo()

@@ -9,8 +9,8 @@ But for one case: a master exactly halfway above a bfloat16 that ends in 0 is ro
 and 32768 is more than int16 has. It becomes 32767. So such a master, one of 131,072 numbers, moves
 towards what it is rounded to, by its last bit, and what is uploaded is the cast of either. A NaN
 stays one of its sign, with other bits. All other numbers come back bit for bit, infinite ones and
-those that are rounded to them, too; `tests/host/test_masters.py` tries all 2**32. What has been read and
-is written again does not move a second time.
+those that are rounded to them, too; `tests/host/test_masters.py` tries all 2**32. What has been
+read and is written again does not move a second time.
 
 The last bit could be kept if ties were rounded away from zero; but then parameters would not be
 what jax casts their masters to. The numbers of float16 are unevenly far apart, so `rest` would not
