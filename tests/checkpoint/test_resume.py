@@ -246,9 +246,7 @@ def continued(training, **changes):
 def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
     with Training(FIRST, SETTINGS, **KERNEL) as training:
         training.go(6)
-        with pytest.raises(
-            ValueError, match=f"{words}.*A resumed run needs the parameters"
-        ):
+        with pytest.raises(ValueError, match=f"{words}.*A resumed run needs the parameters"):
             continued(training, **changes)()
 
 

@@ -218,9 +218,7 @@ def test_leaves_of_one_path_are_told_apart_by_their_order_or_refused():
     with zenflow_jax.HostEngine(made, state, host_kernel="numpy") as engine:
         updates, state = TX.update(made, state, made)
         params, state = engine.exchange(optax.apply_updates(made, updates), state)
-        with pytest.raises(
-            ValueError, match=r"expected 3 leaves at \.w,.*got 2: leaves of"
-        ):
+        with pytest.raises(ValueError, match=r"expected 3 leaves at \.w,.*got 2: leaves of"):
             engine.flush(Twins(made[:2]), state)
         # Each had the gradient that is its own value: down where that was 1, untouched where 0.
         params, state = engine.flush(params, state)
