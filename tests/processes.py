@@ -30,7 +30,7 @@ def start_process(
     module: str, function: str, *args: Any, devices: int | None = None
 ) -> subprocess.Popen:
     """Calls a function of one of the test modules in a new interpreter."""
-    code = f"from tests import {module}; {module}.{function}(*{args!r})"
+    code = f"import tests.{module} as module; module.{function}(*{args!r})"
     settings = environment(devices)
     return subprocess.Popen(
         [sys.executable, "-c", code],

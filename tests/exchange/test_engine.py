@@ -571,7 +571,7 @@ def leave_open():
 
 @pytest.mark.slow
 def test_the_interpreter_ends_with_engines_left_open_idle_and_at_work():
-    processes.assert_ends_well(processes.start_process("test_engine", "leave_open"))
+    processes.assert_ends_well(processes.start_process("exchange.test_engine", "leave_open"))
 
 
 def describe(tree):

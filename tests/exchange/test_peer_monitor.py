@@ -219,7 +219,7 @@ def both(function: str, *args: Any) -> Iterator[list[subprocess.Popen]]:
     """Processes 0 and 1 in that function."""
     with reserved_port() as port:
         processes = [
-            start_process("test_peer_monitor", function, me, port, *args, devices=1)
+            start_process("exchange.test_peer_monitor", function, me, port, *args, devices=1)
             for me in (0, 1)
         ]
         try:

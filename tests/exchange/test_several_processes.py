@@ -237,7 +237,7 @@ def together() -> Iterator[Callable[..., list[processes.Outcome]]]:
             groups.pop().close()
         if not groups:
             groups.append(processes.Group(count, devices))
-        return groups[0].run("test_several_processes", function, *args)
+        return groups[0].run("exchange.test_several_processes", function, *args)
 
     yield call
     for group in groups:
@@ -275,7 +275,7 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path)
     def alone(devices: int, before: str, until: int, after: str) -> None:
         args = (0, 0, 1, before, until, after)
         processes.assert_ends_well(
-            processes.start_process("test_several_processes", "pass_on", *args, devices=devices)
+            processes.start_process("exchange.test_several_processes", "pass_on", *args, devices=devices)
         )
 
     alone(4, "", 5, first)
