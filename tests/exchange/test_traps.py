@@ -140,7 +140,8 @@ def donate_whatever_can_be_donated() -> None:
 @pytest.mark.slow
 def test_donation_does_not_abort_the_process():
     # In a process of its own: what must not happen is SIGABRT, not an exception.
-    process = processes.start_process("exchange.test_traps", "donate_whatever_can_be_donated", devices=1)
+    module, function = "exchange.test_traps", "donate_whatever_can_be_donated"
+    process = processes.start_process(module, function, devices=1)
     processes.assert_ends_well(process)
 
 
