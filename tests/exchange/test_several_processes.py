@@ -23,6 +23,8 @@ from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
 from zenflow_jax._host.state import HostState
 
+HERE = "exchange.test_several_processes"  # for processes that run functions of this module
+
 LATE = dataclasses.replace(STALE, send_gradients="after_step")
 SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, staleness=0)
@@ -237,7 +239,7 @@ def together() -> Iterator[Callable[..., list[processes.Outcome]]]:
             groups.pop().close()
         if not groups:
             groups.append(processes.Group(count, devices))
-        return groups[0].run("exchange.test_several_processes", function, *args)
+        return groups[0].run(HERE, function, *args)
 
     yield call
     for group in groups:
@@ -274,9 +276,7 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path)
 
     def alone(devices: int, before: str, until: int, after: str) -> None:
         args = (0, 0, 1, before, until, after)
-        processes.assert_ends_well(
-            processes.start_process("exchange.test_several_processes", "pass_on", *args, devices=devices)
-        )
+        processes.assert_ends_well(processes.start_process(HERE, "pass_on", *args, devices=devices))
 
     alone(4, "", 5, first)
     for code, output in together("pass_on", 2, 2, first, 9, second):
