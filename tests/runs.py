@@ -7,6 +7,7 @@ their parameters are, and a difference in one step does not grow in the next.
 import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jax.experimental import multihost_utils
 import zenflow_jax
 from tests import processes
 from tests.reference import Reference, Settings
+from zenflow_jax._exchange import uploads, worker
 
 # Float32, the same operations in another order; parameters up to 4, where a unit in the last place
 # is 2.4e-7; updates near 1e-2, of which `1 - b2**n`, in float32 on one side and in float64 on the
@@ -553,3 +555,16 @@ def assert_same_bits(ours: Any, theirs: Any) -> None:
         x, y = np.asarray(x), np.asarray(y)
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         assert x.tobytes() == y.tobytes(), f"max difference {np.abs(x - y).max()}"
+
+
+def views_of_mail(monkeypatch: Any) -> list[weakref.ref]:
+    """A list of the NumPy views that the worker takes of mail and hand-overs from now on."""
+    views = []
+
+    def view(x, view=worker.view):
+        views.append(weakref.ref(seen := view(x)))
+        return seen
+
+    monkeypatch.setattr(worker, "view", view)
+    monkeypatch.setattr(uploads, "view", view)
+    return views

@@ -85,8 +85,8 @@ def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
     name = name.lstrip("-").partition("=")[0].replace("_", "-")
     ours = THEIRS.get(name, name)
     if not prefix:
-        ours = ours.replace("-", "_")
-    near = [ours] if ours in known else difflib.get_close_matches(ours, known, n=3, cutoff=0.5)
+        name, ours = name.replace("-", "_"), ours.replace("-", "_")
+    near = [ours] if ours in known else difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
 
 

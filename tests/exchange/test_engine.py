@@ -21,7 +21,7 @@ from tests import processes, runs
 from tests.runs import FEW, Plan, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import messages, uploads, worker
+from zenflow_jax._exchange import messages
 from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host import state as host_state
@@ -528,14 +528,7 @@ def test_close_during_work_ends_after_the_piece_it_is_at(gate):
 
 
 def test_close_frees_the_host_memory_and_the_mail_that_is_kept(monkeypatch):
-    views = []
-
-    def view(x, view=worker.view):
-        views.append(weakref.ref(seen := view(x)))
-        return seen
-
-    monkeypatch.setattr(worker, "view", view)
-    monkeypatch.setattr(uploads, "view", view)
+    views = runs.views_of_mail(monkeypatch)
     with started(CALM) as training:
         training.go(6)
         training.settle()

@@ -12,7 +12,6 @@ import gc
 import os
 import threading
 import warnings
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from tests.runs import FEW, FIRST, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
 from zenflow_jax._checkpoint import tree
 from zenflow_jax._device import memory
-from zenflow_jax._exchange import updates, uploads, worker
+from zenflow_jax._exchange import updates, uploads
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 
@@ -151,14 +150,7 @@ def test_donation_does_not_abort_the_process():
     [("during_step", 5 * 4), ("after_step", 5 * 4), ("per_window", 5 * 2 + 3 * 2)],
 )
 def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatch, sending, count):
-    views = []
-
-    def view(x, view=worker.view):
-        views.append(weakref.ref(seen := view(x)))
-        return seen
-
-    monkeypatch.setattr(worker, "view", view)
-    monkeypatch.setattr(uploads, "view", view)
+    views = runs.views_of_mail(monkeypatch)
     with Training(FEW, OPTIONS, send_gradients=sending, host_kernel="numpy") as training:
         training.go(5)
         training.flush()  # until then the open window's mail is kept, which nobody else has
