@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -80,15 +79,7 @@ def attach(
 
 
 class AttachedStep:
-    """What `attach` returns: a step that exchanges by itself.
-
-    Args:
-        step: As of `attach`, as are all of them.
-        engine: The run's engine, or None.
-        flush_every: Steps between two flushes, or None.
-        fields: Names in a train state, or None.
-        engine_options: Arguments of the engine, if it is to be made here.
-    """
+    """A step that exchanges by itself. Made by `attach`, which describes its arguments."""
 
     def __init__(
         self,
@@ -98,15 +89,12 @@ class AttachedStep:
         fields: tuple[str, str] | None,
         engine_options: Mapping[str, Any] | None,
     ):
-        _check_step(step)
-        _check_engine(engine, engine_options)
-        _check_period(flush_every)
-        self._fields = _check_fields(fields)
+        _check(step, engine, flush_every, fields, engine_options)
+        self._fields = fields
         self._step, self._engine, self._flush_every = step, engine, flush_every
         self._engine_options = dict(engine_options or {})
-        self._carrier: _Carrier | None = None
         self._accumulated: int | None = None
-        self._closed = False
+        self._started = self._closed = False
         functools.update_wrapper(self, step, updated=())  # its attributes are not ours
 
     @property
@@ -132,14 +120,14 @@ class AttachedStep:
         """
         carrier = self._start(args)
         out = self._step(*args, **more)
-        before = carrier.of_results(args, out)
+        before = carrier.take(args, out)
         if not self._made_update(before[1]):
             return out
         after = self.engine.exchange(*before)
         # The engine's steps: it may have been saved, or in use, before this object was made.
         if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
             after = self.engine.flush(*after)
-        return carrier.with_results(args, out, *after)
+        return carrier.put(args, out, *after)
 
     def flush(self, *carried: Any) -> Any:
         """Brings every update into the parameters, as `HostEngine.flush`.
@@ -156,8 +144,8 @@ class AttachedStep:
             RuntimeError, ValueError, TypeError: As `HostEngine.flush`; if the step is closed.
         """
         carrier = self._start(carried)
-        after = self.engine.flush(*carrier.of_arguments(carried))
-        return carrier.flushed(carried, *after)
+        out = carrier.carried(carried)
+        return carrier.put(carried, out, *self.engine.flush(*carrier.take(carried, out)))
 
     def close(self) -> None:
         """Closes the engine, as `HostEngine.close`. Safe twice."""
@@ -170,33 +158,28 @@ class AttachedStep:
     def __enter__(self) -> "AttachedStep":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._closed = True
         if self._engine is not None:
-            self._engine.__exit__(kind, error, trace)
+            self._engine.__exit__(*error)
 
     def _start(self, args: tuple[Any, ...]) -> "_Carrier":
-        """How parameters and state come, which the first call tells; makes the engine then."""
+        """How parameters and state come; the first call makes the engine."""
         if self._closed:
             raise RuntimeError(
                 "expected an attached step that is open, got one after `close`, or after its "
                 "`with` block. Attach again, to the run's last checkpoint: "
                 '`attach(step, engine_options={"engine_state": ...})`.'
             )
-        if self._carrier is None:
-            carrier = _carrier(args, self._fields)
-            params, opt_state = carrier.of_arguments(args)
+        carrier = _carrier(args, self._fields)
+        if not self._started:
+            params, opt_state = carrier.take(args, carrier.carried(args))
             _check_outside_of_jit(opt_state)
             if self._engine is None:
                 self._engine = HostEngine(params, opt_state, **self._engine_options)
             self._accumulated = _accumulated(opt_state)
-            self._carrier = carrier
-        return self._carrier
+            self._started = True
+        return carrier
 
     def _made_update(self, opt_state: Any) -> bool:
         """Whether the call made an update, or `optax.MultiSteps` has only added to a sum."""
@@ -206,35 +189,26 @@ class AttachedStep:
         return self._accumulated != before
 
 
-# Where parameters and optimizer state are in what a step takes and returns.
+# Where a step has parameters and optimizer state. `carried` is what a step returns that returns
+# nothing else, `take` gets both from what it took and returned, `put` puts new ones in their place.
 
 
 class _Pair:
     """Parameters first, the optimizer state second."""
 
-    def of_arguments(self, args: Sequence[Any]) -> tuple[Any, Any]:
-        if len(args) < 2 or not has_state(args[1]):
-            raise TypeError(
-                "expected parameters and optimizer state as the first two arguments, got "
-                f"{_kinds(args)}. Pass both by position, in this order, as at the first call."
-            )
-        return args[0], args[1]
+    def carried(self, args: Sequence[Any]) -> Any:
+        return tuple(args[:2])
 
-    def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
+    def take(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
         if not isinstance(out, tuple | list) or len(out) < 2 or not has_state(out[1]):
-            found = out if isinstance(out, tuple | list) else [out]
             raise TypeError(
                 "expected a step that returns (params, opt_state, ...), as it takes them, got "
-                f"{_kinds(found)}. Attach a function that puts them in this order: `lambda *args: "
-                "reorder(step(*args))`."
+                f"{_kinds(out)}. Attach a function that puts them in this order."
             )
         return out[0], out[1]
 
-    def with_results(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
+    def put(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
         return _like(out, [params, opt_state, *out[2:]])
-
-    def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
-        return params, opt_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,19 +217,17 @@ class _TrainState:
 
     fields: tuple[str, str]
 
-    def of_arguments(self, args: Sequence[Any]) -> tuple[Any, Any]:
-        if not args or not _has(args[0], self.fields):
-            raise TypeError(
-                f"expected a train state with {_named(self.fields)} as the first argument, got "
-                f"{_kinds(args)}. Pass it by position; if its fields have other names, name them: "
-                '`attach(step, fields=("model", "opt_state"))`.'
-            )
-        return self._both(args[0])
+    def carried(self, args: Sequence[Any]) -> Any:
+        return args[0]
 
-    def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
-        return self._both(out if (place := self._place(out)) is None else out[place])
+    def take(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
+        state = out if (place := self._place(out)) is None else out[place]
+        is_dict = isinstance(state, Mapping)
+        params, opt_state = (state[x] if is_dict else getattr(state, x) for x in self.fields)
+        find_state(opt_state)  # says what is wrong with it
+        return params, opt_state
 
-    def with_results(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
+    def put(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
         place = self._place(out)
         if place is None:
             return self._replaced(out, params, opt_state)
@@ -263,24 +235,16 @@ class _TrainState:
         values[place] = self._replaced(values[place], params, opt_state)
         return _like(out, values)
 
-    def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
-        return self._replaced(args[0], params, opt_state)
-
-    def _both(self, state: Any) -> tuple[Any, Any]:
-        first, second = (_get(state, name) for name in self.fields)
-        find_state(second)  # says what is wrong with it
-        return first, second
-
     def _place(self, out: Any) -> int | None:
         """Where in the results the state is; None if it is the result."""
         if _has(out, self.fields):
             return None
-        found = out if isinstance(out, tuple | list) else [out]
-        places = [i for i, x in enumerate(found) if _has(x, self.fields)]
+        results = out if isinstance(out, tuple | list) else ()
+        places = [i for i, x in enumerate(results) if _has(x, self.fields)]
         if len(places) != 1:
             raise TypeError(
                 f"expected a step that returns one train state with {_named(self.fields)}, alone "
-                f"or in a tuple, got {len(places)} in {_kinds(found)}. Attach a function that "
+                f"or in a tuple, got {len(places)} in {_kinds(out)}. Attach a function that "
                 "returns it first."
             )
         return places[0]
@@ -304,56 +268,44 @@ class _TrainState:
 class _Nnx:
     """A model and its optimizer of flax nnx, which a step updates in place."""
 
-    def of_arguments(self, args: Sequence[Any]) -> tuple[Any, Any]:
-        if not _is_nnx(args):
-            raise TypeError(
-                "expected an `nnx.Module` and its `nnx.Optimizer` as the first two arguments, got "
-                f"{_kinds(args)}. Pass both by position, in this order, as at the first call."
-            )
+    def carried(self, args: Sequence[Any]) -> Any:
+        return None
+
+    def take(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
         return nnx_pair().arrays(args[0], args[1])
 
-    def of_results(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
-        return self.of_arguments(args)
-
-    def with_results(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
-        self.flushed(args, params, opt_state)
-        return out
-
-    def flushed(self, args: Sequence[Any], params: Any, opt_state: Any) -> Any:
+    def put(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
         nnx_pair().update(args[0], args[1], params, opt_state)
+        return out
 
 
 _Carrier = _Pair | _TrainState | _Nnx
 
 
 def _carrier(args: tuple[Any, ...], fields: tuple[str, str] | None) -> _Carrier:
-    if fields is None and _is_nnx(args):
+    # Who has a pair of nnx has imported flax.
+    if fields is None and "flax.nnx" in sys.modules and nnx_pair().is_pair(args):
         return _Nnx()
-    if fields is not None or (args and _has(args[0], _FIELDS)):
+    if args and _has(args[0], fields or _FIELDS):
         return _TrainState(fields or _FIELDS)
+    if fields is not None:
+        raise TypeError(
+            f"expected by position a train state with {_named(fields)} as the first argument, got "
+            f"{_kinds(args)}."
+        )
     if len(args) >= 2 and has_state(args[1]):
         return _Pair()
     raise TypeError(
         "expected (params, opt_state, ...) or (train_state, ...) or an nnx (model, optimizer, ...) "
         f"by position, with zenflow's state in it, got {_kinds(args)}. If a train state's fields "
-        'have other names, name them: `attach(step, fields=("model", "opt_state"))`; else attach '
-        "a function that takes them so."
+        'have other names, name them: `attach(step, fields=("model", "opt_state"))`.'
     )
-
-
-def _is_nnx(args: Sequence[Any]) -> bool:
-    # Who has such a pair has imported flax.
-    return "flax.nnx" in sys.modules and nnx_pair().is_pair(args)
 
 
 def _has(state: Any, fields: Sequence[str]) -> bool:
     if isinstance(state, Mapping):
         return all(name in state for name in fields)
     return all(hasattr(state, name) for name in fields)
-
-
-def _get(state: Any, name: str) -> Any:
-    return state[name] if isinstance(state, Mapping) else getattr(state, name)
 
 
 def _like(out: Any, values: list[Any]) -> Any:
@@ -367,8 +319,9 @@ def _accumulated(opt_state: Any) -> int | None:
     return int(read(around[-1].gradient_step)) if around else None  # pyright: ignore[reportArgumentType]
 
 
-def _kinds(values: Sequence[Any]) -> str:
-    return f"({', '.join(type(x).__name__ for x in values)})"
+def _kinds(values: Any) -> str:
+    several = values if isinstance(values, tuple | list) else [values]
+    return f"({', '.join(type(x).__name__ for x in several)})"
 
 
 def _named(fields: Sequence[str]) -> str:
@@ -384,53 +337,29 @@ def _check_outside_of_jit(opt_state: Any) -> None:
         )
 
 
-def _check_step(step: Any) -> None:
+def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) -> None:
     if isinstance(step, AttachedStep):
-        raise TypeError(
-            "expected a train step, got one that is attached already: each step is exchanged once. "
-            "Use that one."
+        raise TypeError("expected a train step, got one that is attached already. Use that one.")
+    is_whole = isinstance(flush_every, Integral) and not isinstance(flush_every, bool)
+    is_pair = isinstance(fields, tuple | list) and len(fields) == 2
+    for name, value, fits, expected in (
+        ("step", step, callable(step), "a function"),
+        ("engine", engine, engine is None or isinstance(engine, HostEngine), "a HostEngine"),
+        ("engine_options", options, options is None or isinstance(options, Mapping), "a dict"),
+    ):
+        if not fits:
+            raise TypeError(f"`{name}` must be {expected}, got {type(value).__name__}.")
+    if flush_every is not None and (not is_whole or flush_every < 1):
+        raise ValueError(
+            f"`flush_every` must be a whole number from 1 or None, got {flush_every!r}."
         )
-    if not callable(step):
-        raise TypeError(
-            f"`step` must be a function, got {type(step).__name__}. Pass the train step itself, "
-            "`attach(train_step)`."
-        )
-
-
-def _check_engine(engine: Any, options: Any) -> None:
-    if engine is not None and not isinstance(engine, HostEngine):
-        raise TypeError(
-            f"`engine` must be a HostEngine or None, got {type(engine).__name__}. Pass "
-            "`HostEngine(params, opt_state)`, or leave it out."
+    if fields is not None and not (is_pair and all(isinstance(name, str) for name in fields)):
+        raise ValueError(
+            f"`fields` must be two names, got {fields!r}. Pass those of the parameters and of the "
+            'optimizer state in your train state, such as ("model", "opt_state").'
         )
     if engine is not None and options is not None:
         raise ValueError(
             "`engine_options` are for an engine that is made at the first call, got them with an "
             "`engine`. Pass them where you make it."
         )
-    if options is not None and not isinstance(options, Mapping):
-        raise TypeError(
-            f"`engine_options` must be a dict, got {type(options).__name__}. Pass arguments of "
-            '`HostEngine` by name, such as {"threads": 4}.'
-        )
-
-
-def _check_period(flush_every: Any) -> None:
-    whole = isinstance(flush_every, Integral) and not isinstance(flush_every, bool)
-    if flush_every is not None and (not whole or flush_every < 1):
-        raise ValueError(
-            f"`flush_every` must be a whole number from 1 or None, got {flush_every!r}. Pass the "
-            "steps between two flushes, or None."
-        )
-
-
-def _check_fields(fields: Any) -> tuple[str, str] | None:
-    if fields is None:
-        return None
-    named = isinstance(fields, tuple | list) and all(isinstance(name, str) for name in fields)
-    if not named or len(fields) != 2:
-        raise ValueError(
-            f"`fields` must be two names, got {fields!r}. Pass those of the parameters and of the "
-            'optimizer state in your train state, such as ("model", "opt_state").'
-        )
-    return fields[0], fields[1]

@@ -328,7 +328,7 @@ def test_what_is_no_step_is_refused():
     for arguments, match in (
         (dict(step=3), "`step` must be a function, got int"),
         (dict(step=step), "attached already"),
-        (dict(step=print, engine=3), "`engine` must be a HostEngine or None, got int"),
+        (dict(step=print, engine=3), "`engine` must be a HostEngine, got int"),
         (dict(step=print, engine=engine, engine_options=PLAIN), "with an `engine`"),
         (dict(step=print, engine_options=[1]), "must be a dict, got list"),
         (dict(step=print, flush_every=0), "whole number from 1 or None, got 0"),
