@@ -86,7 +86,7 @@ def test_texts_and_tokens_are_those_of_transformers(folder, tokenizer, name, cas
     encoded = chat.encode(tokenizer, iter([conversation]))
     assert encoded.tokens.tolist() == given["tokens"]
     if given["answers"] is not None:
-        assert encoded.answers.tolist() == given["answers"]
+        assert encoded.marks.tolist() == given["answers"]
 
 
 @pytest.mark.parametrize(

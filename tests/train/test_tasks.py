@@ -529,7 +529,7 @@ def test_neither_side_of_a_split_is_empty(sizes, share, held_back):
 @pytest.mark.parametrize(("texts", "characters"), [(3, 10**6), (1000, 20)])
 def test_chunks_change_no_token(decoder, monkeypatch, texts, characters):
     documents = ["the thing " * (i % 4) for i in range(10)]
-    whole = encoding.encode(decoder.tokens, documents, vocabulary=300, special=False)
+    whole = encoding.encode(decoder, documents, special=False)
     monkeypatch.setattr(encoding, "CHUNK_TEXTS", texts)
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", characters)
     sizes = []
@@ -538,7 +538,7 @@ def test_chunks_change_no_token(decoder, monkeypatch, texts, characters):
             sizes.append(len(chunk)) or decoder.tokens.encode_batch_fast(chunk, **rest)
         )
     )
-    parts = encoding.encode(counting, documents, vocabulary=300, special=False)
+    parts = encoding.encode(decoder._replace(tokens=counting), documents, special=False)
     assert max(sizes) <= 3
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one, other)

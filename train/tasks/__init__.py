@@ -4,11 +4,10 @@
     language.py          the next token of text
     alpaca.py            answers to instructions
     chat.py              answers in conversations
-    answers.py           what both of these share
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
     classification.py    a class for a text or a pair of texts of one's own
-    sentences.py         what both of these share
-    overview.py          what the script prints about the examples before the first step
+    examples.py          what the last four of these share
+    files.py, tables.py  what is in the files
 
 All tasks but the first tokenize everything once, at the start, and keep it in flat arrays
 (`encoding.py`). An example is cut out of them when it is asked for. Shuffling, batching and placing
@@ -23,6 +22,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from train.data import Source
+
+# Predicted and true ids of classes, both (n,), to metrics.
+Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
 
 class Task(NamedTuple):
@@ -42,13 +44,12 @@ class Task(NamedTuple):
     kind: Literal["decoder", "encoder"]  # the model that it needs
     train: Source
     validation: Mapping[str, Source]  # mostly one, "validation"
-    labels: tuple[str, ...]  # names of the classes in the order of their ids; () if there are none
-    # Predicted and true ids of classes, both (n,), to the official metrics. None if no classes.
-    score: Callable[[np.ndarray, np.ndarray], dict[str, float]] | None
+    checksum: int  # CRC-32 of all tokens and labels, so that a resumed run notices other data
+    labels: tuple[str, ...] = ()  # names of the classes in the order of their ids
+    score: Score | None = None  # the official metrics of classes
     # The figure of a validation that says which weights are best; a loss is better where smaller.
     # With several sets of data it has the set's name in front: "matched/accuracy".
-    best: str
-    checksum: int  # CRC-32 of all tokens and labels, so that a resumed run notices other data
+    best: str = "loss"
     notes: tuple[str, ...] = ()  # sentences about what was left out of the files, to be shown
     overview: tuple[str, ...] = ()  # lines about the examples that train, to be shown
 

@@ -10,18 +10,20 @@ is asked, with no token reaching over into the answer:
 
     [begin] prompt answer end
 
-Only the tokens of the answer and the end token behind it count in the loss (`answers.py`).
+Only the tokens of the answer and the end token behind it count in the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from train.tasks import Task, answers, tables
-from train.tasks.encoding import enclose, encode
+from train.tasks import Task, tables
+from train.tasks.encoding import Encoded, enclose, encode
+from train.tasks.examples import task_of_answers
 from train.tasks.files import expect_examples, records, text_field
 from train.tokenizer import Tokenizer, end_token
 
@@ -39,26 +41,19 @@ PROMPT = (
 )
 
 
-def make(
-    data: Path, tokenizer: Tokenizer, *, sequence_length: int, validation_share: float, seed: int
-) -> Task:
-    """The task of answering instructions; arguments and errors are those of `answers.make`.
+def make(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
+    """The task of answering instructions; arguments and errors are those of `task_of_answers`.
 
     Raises:
         DataError: Also if a file holds no such examples, with the line or item.
         TokenizerError: If the tokenizer has no end token.
     """
     end_token(tokenizer)
-    return answers.make(
-        "alpaca",
-        data,
-        SUFFIXES,
-        tokenizer,
-        lambda paths, notes: _encode(paths, tokenizer),
-        sequence_length=sequence_length,
-        validation_share=validation_share,
-        seed=seed,
-    )
+
+    def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
+        return _encode(paths, tokenizer)
+
+    return task_of_answers("alpaca", data, SUFFIXES, tokenizer, encode_files, **options)
 
 
 def prompt(instruction: str, context: str = "") -> str:
@@ -73,15 +68,15 @@ def prompt(instruction: str, context: str = "") -> str:
     return PROMPT.format(instruction=instruction)
 
 
-def _encode(paths: list[Path], tokenizer: Tokenizer) -> answers.Encoded:
+def _encode(paths: list[Path], tokenizer: Tokenizer) -> Encoded:
     texts = expect_examples(paths, _texts)
-    encoded = encode(tokenizer.tokens, texts, vocabulary=tokenizer.vocabulary, special=False)
+    encoded = encode(tokenizer, texts, special=False)
     prompts, outputs = np.diff(encoded.starts).reshape(-1, 2).T
     tokens, starts = enclose(encoded.tokens, encoded.starts[::2], tokenizer)
     # Begin and prompt do not count, answer and end do.
     lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
     counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
-    return answers.Encoded(tokens, counts, starts)
+    return Encoded(tokens, counts, starts, np.diff(starts))
 
 
 def _texts(path: Path) -> Iterator[str]:

@@ -4,7 +4,7 @@ A file has one such object a line, or, as *.json, is a list of them, or is a tab
 (`tables.py`). Roles are those that the chat template knows: mostly `system`, `user`, `assistant`,
 `tool`. The template of the model's folder makes one text of a conversation (`chat_template.py`), in
 which special tokens stand already. Only what the assistant writes counts in the loss, with what
-ends it; in a long conversation each of its answers (`answers.py`). An object may also have `tools`,
+ends it; in a long conversation each of its answers. An object may also have `tools`,
 descriptions of functions, for templates that know them.
 """
 
@@ -18,8 +18,9 @@ import numpy as np
 
 from train.chat_template import ChatTemplate, Conversation, ConversationError
 from train.data import DataError
-from train.tasks import Task, answers, tables
-from train.tasks.encoding import chunks, smallest_dtype
+from train.tasks import Task, tables
+from train.tasks.encoding import Encoded, chunks, smallest_dtype
+from train.tasks.examples import task_of_answers
 from train.tasks.files import expect_examples, records, shorten, text_field
 from train.tokenizer import Tokenizer
 
@@ -36,53 +37,28 @@ OTHERS = {
 }
 
 
-def make(
-    data: Path,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    *,
-    sequence_length: int,
-    validation_share: float,
-    seed: int,
-) -> Task:
-    """The task of answering in conversations; further arguments are those of `answers.make`.
+def make(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
+    """The task of answering in conversations; arguments and errors are those of `task_of_answers`.
 
-    Args:
-        data: A file `.jsonl` or `.json` or a table, or a folder with such files.
-        tokenizer: Of the model.
-        template: Makes text of messages.
-        sequence_length: As there.
-        validation_share: As there.
-        seed: As there.
-
-    Raises:
-        DataError: As there, or if a file holds no such conversations, with the line or item.
+    `template` makes text of messages. Raises `DataError` also if a file holds no such
+    conversations, with the line or item.
     """
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
-    def encode_files(paths: list[Path], notes: list[str]) -> answers.Encoded:
+    def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
         conversations = expect_examples(paths, lambda path: _conversations(path, template))
         encoded = encode(tokenizer, conversations)
-        if not np.isin(encoded.tokens[encoded.answers == 1], special).any():
+        if not np.isin(encoded.tokens[encoded.marks == 1], special).any():
             notes.append(
                 f"{template.where}: puts no special token behind an answer, so a model may not "
                 "learn where to end"
             )
         return encoded
 
-    return answers.make(
-        "chat",
-        data,
-        SUFFIXES,
-        tokenizer,
-        encode_files,
-        sequence_length=sequence_length,
-        validation_share=validation_share,
-        seed=seed,
-    )
+    return task_of_answers("chat", data, SUFFIXES, tokenizer, encode_files, **options)
 
 
-def encode(tokenizer: Tokenizer, conversations: Iterator[Conversation]) -> answers.Encoded:
+def encode(tokenizer: Tokenizer, conversations: Iterator[Conversation]) -> Encoded:
     """The conversations as tokens, in their order; none are put around them."""
     dtype = smallest_dtype(tokenizer.vocabulary)
     ids, counts, lengths = [np.empty(0, dtype)], [np.empty(0, np.uint8)], [0]
@@ -97,7 +73,8 @@ def encode(tokenizer: Tokenizer, conversations: Iterator[Conversation]) -> answe
             counts.append((np.searchsorted(bounds, begins, side="right") % 2).astype(np.uint8))
             ids.append(np.array(encoding.ids, dtype))
             lengths.append(len(encoding.ids))
-    return answers.Encoded(np.concatenate(ids), np.concatenate(counts), np.cumsum(lengths))
+    starts = np.cumsum(lengths)
+    return Encoded(np.concatenate(ids), np.concatenate(counts), starts, np.diff(starts))
 
 
 def _conversations(path: Path, template: ChatTemplate) -> Iterator[Conversation]:

@@ -31,15 +31,8 @@ import numpy as np
 from train.data import DataError
 from train.tasks import Task, glue, tables
 from train.tasks.encoding import Text
-from train.tasks.files import (
-    find_files,
-    lines,
-    records,
-    shorten,
-    split_examples,
-    text_field,
-)
-from train.tasks.sentences import Sentences, check_room
+from train.tasks.examples import Examples, Sentences, check_room, task_of
+from train.tasks.files import find_files, lines, records, shorten, text_field
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
@@ -120,25 +113,22 @@ def make(
     if all(map(tables.is_table, files.train)):
         named = tables.class_names(files.train[0], columns.label)
     classes = named or _classes(rows[0].labels, known, columns.label, data)
-    sources = [
+    sides: list[Examples] = [
         Sentences(side.texts, _ids(side, classes, known, columns.label), tokenizer, sequence_length)
         for side in rows
     ]
-    if len(sources) == 1:
-        sources = split_examples(sources[0], data, validation_share=validation_share, seed=seed)
-    train, validation = sources
-    checksum = zlib.crc32(json.dumps(classes).encode())
-    return Task(
-        name="classification",
-        kind="encoder",
-        train=train,
-        validation={"validation": validation},
-        labels=tuple(classes),
-        score=score,
+    if len(sides) == 1:
+        sides = sides[0].split(data, validation_share=validation_share, seed=seed)
+    return task_of(
+        "classification",
+        sides[0],
+        {"validation": sides[1]},
+        tokenizer,
+        checksum=zlib.crc32(json.dumps(classes).encode()),
+        labels=classes,
+        notes=notes,
         best=BEST,
-        checksum=validation.checksum(train.checksum(checksum)),
-        notes=tuple(notes),
-        overview=train.overview(tokenizer, classes),
+        score=score,
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import tokenizers
 
 from train.tokenizer import Tokenizer, end_token
 
@@ -23,41 +22,37 @@ CHUNK_CHARACTERS = 2**20
 
 Text = str | tuple[str, str]
 
+_flat = itertools.chain.from_iterable
+
 
 class Encoded(NamedTuple):
     """The tokens of n texts."""
 
     tokens: np.ndarray  # (total,), unsigned
-    types: np.ndarray  # (total,) uint8: 0, and 1 for the second sentence of a pair
+    marks: np.ndarray  # (total,) uint8: 1 for the second sentence of a pair, or for answers
     starts: np.ndarray  # (n + 1,) int64; text i has tokens[starts[i] : starts[i + 1]]
     whole: np.ndarray  # (n,) int64: how many tokens each had before it was cut
 
 
 def encode(
-    tokens: tokenizers.Tokenizer,
-    texts: Iterable[Text],
-    *,
-    vocabulary: int,
-    special: bool,
-    longest: int | None = None,
+    tokenizer: Tokenizer, texts: Iterable[Text], *, special: bool, longest: int | None = None
 ) -> Encoded:
-    """The texts as tokens, in their order.
+    """The texts as tokens, in their order; second texts of pairs are marked.
 
     Args:
-        tokens: Cuts nothing itself.
+        tokenizer: Of the model.
         texts: Read once and not kept; all of them one text or all a pair.
-        vocabulary: Ids are smaller than this.
         special: Whether the tokenizer puts its special tokens around a text.
         longest: Tokens that a text may have. What is longer is cut on the right, of a pair the
             longer text first.
     """
-    cutting = None
+    tokens, cutting = tokenizer.tokens, None
     if longest is not None:
         cutting = copy.deepcopy(tokens)
         cutting.enable_truncation(longest, strategy="longest_first")
-    dtype = smallest_dtype(vocabulary)
-    ids, types, lengths = [np.empty(0, dtype)], [np.empty(0, np.uint8)], [np.zeros(1, np.int64)]
-    whole = [np.empty(0, np.int64)]
+    dtype = smallest_dtype(tokenizer.vocabulary)
+    ids, types = [np.empty(0, dtype)], [np.empty(0, np.uint8)]
+    lengths, whole = [np.zeros(1, np.int64)], [np.empty(0, np.int64)]
     for chunk in chunks(texts, lambda text: sum(map(len, text if type(text) is tuple else [text]))):
         encodings = tokens.encode_batch_fast(chunk, add_special_tokens=special)
         whole.append(np.array([len(e) for e in encodings], np.int64))
@@ -68,8 +63,8 @@ def encode(
                 encodings[i] = encoding
         lengths.append(np.array([len(e) for e in encodings], np.int64))
         total = int(lengths[-1].sum())
-        ids.append(_flat((e.ids for e in encodings), dtype, total))
-        types.append(_flat((e.type_ids for e in encodings), np.uint8, total))
+        ids.append(np.fromiter(_flat(e.ids for e in encodings), dtype, total))
+        types.append(np.fromiter(_flat(e.type_ids for e in encodings), np.uint8, total))
     starts = np.cumsum(np.concatenate(lengths))
     return Encoded(np.concatenate(ids), np.concatenate(types), starts, np.concatenate(whole))
 
@@ -118,7 +113,3 @@ def chunks(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[An
             chunk, characters = [], 0
     if chunk:
         yield chunk
-
-
-def _flat(lists: Iterable[list[int]], dtype: np.dtype | type, total: int) -> np.ndarray:
-    return np.fromiter(itertools.chain.from_iterable(lists), dtype, total)

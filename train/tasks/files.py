@@ -230,29 +230,6 @@ def split(
     return np.flatnonzero(~validates), np.flatnonzero(validates)
 
 
-def split_examples(
-    examples: Any, data: Path, *, validation_share: float, seed: int
-) -> tuple[Any, Any]:
-    """The examples that train and those that validate, each counting as one.
-
-    Args:
-        examples: Has a length, and `taking(indices)`, which gives those.
-        data: Where they are from.
-        validation_share: As for `split`.
-        seed: As for `split`.
-
-    Raises:
-        DataError: If there is only one, where some are to train.
-    """
-    if len(examples) < 2 and validation_share < 1:
-        raise DataError(
-            f"expected at least two examples in {data}, one to train and one to validate, got "
-            f"{len(examples)}."
-        )
-    train, validation = split(np.ones(len(examples)), validation_share=validation_share, seed=seed)
-    return examples.taking(train), examples.taking(validation)
-
-
 def shorten(text: str) -> str:
     """The text, its end replaced by dots if it is too long for a message."""
     return text if len(text) <= 100 else text[:100] + "..."

@@ -24,24 +24,22 @@ out and named in the task's notes, as long as they are at most one in `BROKEN_SH
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from train.data import DataError
-from train.tasks import Task
+from train.tasks import Score, Task
 from train.tasks.encoding import Text
+from train.tasks.examples import Sentences, check_room, task_of
 from train.tasks.files import expect_examples, lines, shorten
-from train.tasks.sentences import Sentences, check_room
 from train.tokenizer import Tokenizer
 
 # Of QQP's 363,870 lines some 20 are broken. A file with many more is not that file.
 BROKEN_SHARE = 1000
 NAMED_LINES = 30
-
-Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
 
 def accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -163,25 +161,20 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
     folder, layout = _find(name, fmt, data)
     notes: list[str] = []
     sources: dict[str, Sentences] = {}
-    checksum = 0
     for part, files in layout.items():
         reader = _Reader(fmt, fmt.skips_broken and part == "train", notes)
         texts = expect_examples([folder / file for file in files], reader.read)
         sources[part] = Sentences(texts, reader.labels, tokenizer, sequence_length)
-        checksum = sources[part].checksum(checksum)
     train = sources.pop("train")
-    classes = tuple(fmt.labels.values())
-    return Task(
-        name=name,
-        kind="encoder",
-        train=train,
-        validation=sources,
-        labels=classes,
+    return task_of(
+        name,
+        train,
+        sources,
+        tokenizer,
+        labels=tuple(fmt.labels.values()),
+        notes=notes,
         score=fmt.score,
         best=fmt.best,
-        checksum=checksum,
-        notes=tuple(notes),
-        overview=train.overview(tokenizer, classes),
     )
 
 

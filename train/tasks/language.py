@@ -32,8 +32,8 @@ import numpy as np
 from train.data import DataError
 from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, enclose, encode
+from train.tasks.examples import describe_example
 from train.tasks.files import find_files, lines, records, split, text_field
-from train.tasks.overview import describe_example
 from train.tokenizer import Tokenizer, end_token
 
 # Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
@@ -94,9 +94,6 @@ def make(
         kind="decoder",
         train=windows,
         validation={"validation": Windows(validation, sequence_length)},
-        labels=(),
-        score=None,
-        best="loss",
         checksum=checksum,
         notes=tuple(notes),
         overview=describe_example(windows, tokenizer),
@@ -146,12 +143,7 @@ class Windows:
 def _read(paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str]) -> Documents:
     """All documents of the files."""
     pieces: list[int] = []  # of each document
-    encoded = encode(
-        tokenizer.tokens,
-        _pieces_of(paths, field, pieces, notes),
-        vocabulary=tokenizer.vocabulary,
-        special=False,
-    )
+    encoded = encode(tokenizer, _pieces_of(paths, field, pieces, notes), special=False)
     starts = encoded.starts[np.concatenate([[0], np.cumsum(pieces)])]
     tokens, starts = enclose(encoded.tokens, starts, tokenizer)
     return Documents(tokens, np.diff(starts))

@@ -82,9 +82,6 @@ def make(
         kind="decoder",
         train=Windows(train),
         validation={"validation": Windows(validation)},
-        labels=(),
-        score=None,
-        best="loss",
         checksum=checksum,
     )
 

@@ -1,0 +1,287 @@
+"""Examples that a tokenizer made of records: filled up to one length, split, and described.
+
+Of `Answers` what is marked in a text is learned (`alpaca.py`, `chat.py`), of `Sentences` a class
+(`glue.py`, `classification.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from train.data import DataError, Padded, Source
+from train.tasks import Score, Task
+from train.tasks.encoding import Encoded, Text, encode
+from train.tasks.files import find_files, split
+from train.tokenizer import Tokenizer
+
+#: Of the example that is shown: how many parts, learned or not, and characters of each.
+PARTS, CHARACTERS = 8, 240
+
+
+class Examples:
+    """Examples of at most `most` tokens, of which a model gets `longest`; subclasses index them.
+
+    Args:
+        encoded: Their tokens.
+        rows: The examples to take.
+        most: What is longer is cut on the right.
+        longest: The positions of an example.
+        pad: The token that fills up short ones.
+    """
+
+    kind: Literal["decoder", "encoder"]
+
+    def __init__(self, encoded: Encoded, rows: np.ndarray, *, most: int, longest: int, pad: int):
+        self.longest = longest
+        self._encoded = encoded
+        self._rows = self._kept = rows
+        self._most = most
+        self._pad = pad
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of inputs of each example."""
+        starts = self._encoded.starts
+        sizes = np.minimum(starts[self._rows + 1] - starts[self._rows], self._most)
+        return sizes - (self._most - self.longest)
+
+    def _filled(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Tokens and marks of example `i`, and how many there were to fill up."""
+        start, stop = self._encoded.starts[self._rows[i] :][:2]
+        size = min(stop - start, self._most)
+        tokens = np.full(self._most, self._pad, np.int32)
+        marks = np.zeros(self._most, np.uint8)
+        tokens[:size] = self._encoded.tokens[start : start + size]
+        marks[:size] = self._encoded.marks[start : start + size]
+        return tokens, marks, size
+
+    def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
+        """The examples of `data` that train, and those that validate; each counts as one.
+
+        Raises `DataError` if there is only one, where some are to train.
+        """
+        if len(self) < 2 and validation_share < 1:
+            raise DataError(
+                f"expected at least two examples in {data}, one to train and one to validate, got "
+                f"{len(self)}."
+            )
+        sides = []
+        for side in split(np.ones(len(self)), validation_share=validation_share, seed=seed):
+            sides.append(copy.copy(self))
+            sides[-1]._rows = self._rows[side]
+        return sides
+
+    def checksum(self, start: int) -> int:
+        """CRC-32 of the tokens, marks, lengths and choice of examples, going on from `start`."""
+        for array in (*self._encoded[:3], self._rows):
+            start = zlib.crc32(array, start)
+        return start
+
+    def describe_lengths(self) -> str:
+        """A line about the lengths of all examples of the files, and how many did not fit."""
+        lengths = self._encoded.whole
+        median, high = np.percentile(lengths, [50, 95])
+        cut = np.count_nonzero(lengths[self._kept] > self._most)
+        return (
+            f"{len(lengths)} examples: median {median:.0f} tokens, 95th percentile {high:.0f}, "
+            f"longest {lengths.max()}; {cut} were cut to {self._most}, "
+            f"{len(lengths) - len(self._kept)} dropped"
+        )
+
+
+class Answers(Examples):
+    """Examples of `length` predicted tokens, of which those that are marked count."""
+
+    kind = "decoder"
+
+    def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, pad: int):
+        super().__init__(encoded, rows, most=length + 1, longest=length, pad=pad)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        tokens, marks, _ = self._filled(i)
+        return {"tokens": tokens, "weights": marks[1:]}  # the target of position j is token j + 1
+
+
+class Sentences(Examples):
+    """Sentences or pairs of them, with their labels.
+
+    The tokenizer's own template puts the special tokens around a sentence or a pair. Of a pair that
+    is too long the longer sentence is cut first.
+
+    Args:
+        texts: All of them a sentence, or all a pair; read once, before `labels`.
+        labels: The id of the class of each.
+        tokenizer: Of the model.
+        length: Tokens of an example, T.
+    """
+
+    kind = "encoder"
+
+    def __init__(
+        self, texts: Iterable[Text], labels: Sequence[int], tokenizer: Tokenizer, length: int
+    ):
+        encoded = encode(tokenizer, texts, special=True, longest=length)
+        self._labels = np.array(labels, np.int32)
+        rows = np.arange(len(self._labels))
+        super().__init__(encoded, rows, most=length, longest=length, pad=tokenizer.pad)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        tokens, types, size = self._filled(i)
+        mask = (np.arange(len(tokens)) < size).astype(np.uint8)
+        label = self._labels[self._rows[i], ...]
+        return {"tokens": tokens, "types": types, "mask": mask, "label": label}
+
+    def checksum(self, start: int) -> int:
+        return zlib.crc32(self._labels, super().checksum(start))
+
+
+def check_room(tokenizer: Tokenizer, sequence_length: int, *, pair: bool) -> None:
+    """Raises a DataError if an example of a class would have special tokens alone."""
+    special = tokenizer.tokens.num_special_tokens_to_add(pair)
+    if sequence_length <= special:
+        raise DataError(
+            f"`sequence_length`: expected more than {special}, the special tokens of an example, "
+            f"got {sequence_length}. 64 is usual."
+        )
+
+
+def task_of(
+    name: str,
+    train: Examples,
+    validation: Mapping[str, Examples],
+    tokenizer: Tokenizer,
+    *,
+    checksum: int = 0,
+    labels: Sequence[str] = (),
+    notes: Iterable[str] = (),
+    score: Score | None = None,
+    best: str = "loss",
+) -> Task:
+    """The task of these examples; `checksum` is of what else a resumed run must share."""
+    for source in (train, *validation.values()):
+        checksum = source.checksum(checksum)
+    return Task(
+        name=name,
+        kind=train.kind,
+        train=train,
+        validation=validation,
+        checksum=checksum,
+        labels=tuple(labels),
+        score=score,
+        best=best,
+        notes=tuple(dict.fromkeys(notes)),
+        overview=(train.describe_lengths(), *describe_example(train, tokenizer, labels=labels)),
+    )
+
+
+def task_of_answers(
+    name: str,
+    data: Path,
+    suffixes: tuple[str, ...],
+    tokenizer: Tokenizer,
+    encode_files: Callable[[list[Path], list[str]], Encoded],
+    *,
+    sequence_length: int,
+    validation_share: float,
+    seed: int,
+) -> Task:
+    """The task of giving the answers of some files.
+
+    Examples of more than T + 1 tokens are cut on the right; those of which no token of an answer is
+    left are dropped, and the task's notes say how many.
+
+    Args:
+        name: Of the task.
+        data: A file, or a folder with files: see `find_files`.
+        suffixes: How the names of such files end.
+        tokenizer: Of the model.
+        encode_files: Gives the tokens of files, answers marked, and may add to the notes.
+        sequence_length: Predicted tokens of an example, T.
+        validation_share: Of the examples, in (0, 1), where files have no names that tell.
+        seed: Fixes which examples validate.
+
+    Raises:
+        DataError: If there is no example with an answer within the sequence length, or only one
+            where some are to validate.
+    """
+    files = find_files(data, suffixes)
+    notes = list(files.notes)
+    sides: list[Examples] = []
+    for paths in filter(None, (files.train, files.validation)):
+        encoded = encode_files(paths, notes)
+        rows, count = _answered(encoded, sequence_length), len(encoded.whole)
+        where = paths[0] if len(paths) == 1 else paths[0].parent
+        if not len(rows):
+            raise DataError(
+                f"{where}: expected an answer that begins within {sequence_length} tokens, but in "
+                f"all of {count} examples it begins later. Use a longer `sequence_length`."
+            )
+        if len(rows) < count:
+            notes.append(
+                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer "
+                f"begins within {sequence_length} tokens"
+            )
+        sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
+    if len(sides) == 1:
+        sides = sides[0].split(data, validation_share=validation_share, seed=seed)
+    return task_of(name, sides[0], {"validation": sides[1]}, tokenizer, notes=notes)
+
+
+def _answered(encoded: Encoded, length: int) -> np.ndarray:
+    """The examples with a target in an answer; the first token is no target."""
+    begins, ends = encoded.starts[:-1], encoded.starts[1:]
+    ends = np.minimum(ends, begins + length + 1)
+    counts = np.concatenate([[0], np.cumsum(encoded.marks, dtype=np.int64)])
+    return np.flatnonzero(counts[ends] > counts[np.minimum(begins + 1, ends)])
+
+
+def describe_example(
+    source: Source, tokenizer: Tokenizer, *, labels: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The first example as text, with marks around what is learned of it; () if there is none.
+
+    That something else is learned than was meant is to be seen here, before the first step.
+    `labels` are the names of the classes, if these are what is learned.
+    """
+    if not len(source):
+        return ()
+    example = source[0]
+    tokens = example["tokens"]
+    if labels:
+        tokens = tokens[example["mask"] == 1]
+        label = labels[int(example["label"])]
+        text = f"{_marked(tokens, np.zeros(len(tokens)), tokenizer)} ⟦{label}⟧"
+    else:
+        # The target of input j is token j + 1. Behind the last target is padding.
+        weights = example.get("weights", np.ones(len(tokens) - 1))
+        stop = source.lengths[0] + 1 if isinstance(source, Padded) else len(tokens)
+        text = _marked(tokens[:stop], np.append(0, weights)[:stop], tokenizer)
+    return (f"an example, what is learned in ⟦⟧: {text!r}",)
+
+
+def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer) -> str:
+    """The text of the tokens, with marks around those that are learned."""
+    borders = [0, *np.flatnonzero(np.diff(learned)) + 1, len(tokens)]
+    shown = borders[: PARTS + 1]
+    # From the beginning each time: alone, the first token of a part may lose its space.
+    texts = [tokenizer.tokens.decode(tokens[:i].tolist(), skip_special_tokens=False) for i in shown]
+    parts = []
+    for start, (before, text) in zip(shown[:-1], itertools.pairwise(texts), strict=True):
+        part = text[len(before) :]
+        if len(part) > CHARACTERS:
+            part = f"{part[: CHARACTERS // 2]} ... {part[-CHARACTERS // 2 :]}"
+        parts.append(f"⟦{part}⟧" if learned[start] else part)
+    return "".join(parts) + (" ..." if len(borders) > len(shown) else "")
