@@ -25,6 +25,7 @@ out and named in the task's notes, as long as they are at most one in `BROKEN_SH
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,9 +163,12 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
     notes: list[str] = []
     sources: dict[str, Sentences] = {}
     for part, files in layout.items():
-        reader = _Reader(fmt, fmt.skips_broken and part == "train", notes)
-        texts = expect_examples([folder / file for file in files], reader.read)
-        sources[part] = Sentences(texts, reader.labels, tokenizer, sequence_length)
+        paths = [folder / file for file in files]
+        labels: list[int] = []
+        broken = [] if fmt.skips_broken and part == "train" else None
+        read = partial(_read, fmt=fmt, broken=broken, labels=labels)
+        sources[part] = Sentences(expect_examples(paths, read), labels, tokenizer, sequence_length)
+        notes += _note_of_broken(paths[0], broken or [], len(labels))
     train = sources.pop("train")
     return task_of(
         name,
@@ -196,68 +200,64 @@ def _find(name: str, fmt: Format, data: Path) -> tuple[Path, Files]:
     )
 
 
-class _Reader:
-    """Reads the files of one part of a task, line by line."""
+def _read(path: Path, fmt: Format, broken: list[int] | None, labels: list[int]) -> Iterator[Text]:
+    """The sentences or pairs of a file in their order.
 
-    def __init__(self, fmt: Format, skips_broken: bool, notes: list[str]):
-        self._fmt, self._skips_broken, self._notes = fmt, skips_broken, notes
-        self.labels: list[int] = []  # of what has been read
-
-    def read(self, path: Path) -> Iterator[Text]:
-        """The sentences or pairs of a file in their order."""
-        fmt, numbered = self._fmt, lines(path)
-        names = fmt.columns or self._header(path, next(numbered, (1, ""))[1])
-        sentences = [names.index(column) for column in fmt.sentences]
-        label = names.index(fmt.label)
-        ids = {written: i for i, written in enumerate(fmt.labels)}
-        broken: list[int] = []
-        number = 0
-        for number, line in numbered:
-            cells = line.removesuffix("\n").split("\t")
-            texts = [cells[i].strip() for i in sentences] if len(cells) == len(names) else []
-            if self._skips_broken and not (texts and all(texts)):
-                broken.append(number)
-                continue
-            where = f"{path}, line {number}"
-            if len(cells) != len(names):
-                raise DataError(
-                    f"{where}: expected {len(names)} columns separated by tabs "
-                    f"({', '.join(names)}), got {len(cells)}."
-                )
-            if not all(texts):
-                missing = fmt.sentences[texts.index("")]
-                raise DataError(f"{where}: expected text in column {missing!r}, found it empty.")
-            if cells[label] not in ids:
-                raise DataError(
-                    f"{where}: expected a label of {', '.join(ids)} in column {fmt.label!r}, got "
-                    f"{cells[label]!r}."
-                )
-            self.labels.append(ids[cells[label]])
-            yield (texts[0], texts[1]) if len(texts) == 2 else texts[0]
-        if broken:
-            self._note_broken(path, broken, number)
-
-    def _header(self, path: Path, line: str) -> tuple[str, ...]:
-        needed = (*self._fmt.sentences, self._fmt.label)
-        names = tuple(line.removesuffix("\n").split("\t"))
-        if missing := [column for column in needed if column not in names]:
+    The ids of their labels go to `labels`; the numbers of lines that are halves of an example go to
+    `broken`, of which without the list the first is an error.
+    """
+    numbered = lines(path)
+    names = fmt.columns or _header(path, fmt, next(numbered, (1, ""))[1])
+    ids = {written: i for i, written in enumerate(fmt.labels)}
+    for number, line in numbered:
+        where = f"{path}, line {number}"
+        cells = line.removesuffix("\n").split("\t")
+        row = dict(zip(names, cells, strict=False)) if len(cells) == len(names) else {}
+        texts = [row.get(column, "").strip() for column in fmt.sentences]
+        if broken is not None and not all(texts):
+            broken.append(number)
+            continue
+        if not row:
             raise DataError(
-                f"{path}, line 1: expected a header with the columns {', '.join(needed)}, "
-                f"separated by tabs; {', '.join(missing)} is not in it: {shorten(line.strip())!r}."
+                f"{where}: expected {len(names)} columns separated by tabs ({', '.join(names)}), "
+                f"got {len(cells)}."
             )
-        return names
-
-    def _note_broken(self, path: Path, broken: list[int], last: int) -> None:
-        named = ", ".join(map(str, broken[:NAMED_LINES]))
-        if len(broken) > NAMED_LINES:
-            named += ", ..."
-        if len(broken) * BROKEN_SHARE > last:
+        if not all(texts):
+            missing = fmt.sentences[texts.index("")]
+            raise DataError(f"{where}: expected text in column {missing!r}, found it empty.")
+        if row[fmt.label] not in ids:
             raise DataError(
-                f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or "
-                f"with an empty question, as in the official file; {len(broken)} of {last} are: "
-                f"lines {named}."
+                f"{where}: expected a label of {', '.join(ids)} in column {fmt.label!r}, got "
+                f"{row[fmt.label]!r}."
             )
-        self._notes.append(
-            f"{path.name}: left out {len(broken)} of {last} lines, which lack columns or a "
-            f"question: lines {named}"
+        labels.append(ids[row[fmt.label]])
+        yield (texts[0], texts[1]) if len(texts) == 2 else texts[0]
+
+
+def _header(path: Path, fmt: Format, line: str) -> tuple[str, ...]:
+    needed = (*fmt.sentences, fmt.label)
+    names = tuple(line.removesuffix("\n").split("\t"))
+    if missing := [column for column in needed if column not in names]:
+        raise DataError(
+            f"{path}, line 1: expected a header with the columns {', '.join(needed)}, "
+            f"separated by tabs; {', '.join(missing)} is not in it: {shorten(line.strip())!r}."
         )
+    return names
+
+
+def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
+    """A note of the lines that were left out, which are not to be many."""
+    if not broken:
+        return []
+    last = 1 + taken + len(broken)  # with the header
+    named = ", ".join(map(str, broken[:NAMED_LINES])) + ", ..." * (len(broken) > NAMED_LINES)
+    if len(broken) * BROKEN_SHARE > last:
+        raise DataError(
+            f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or "
+            f"with an empty question, as in the official file; {len(broken)} of {last} are: "
+            f"lines {named}."
+        )
+    return [
+        f"{path.name}: left out {len(broken)} of {last} lines, which lack columns or a question: "
+        f"lines {named}"
+    ]

@@ -31,20 +31,12 @@ VOCABULARY = 256  # the values of a byte
 FILE_START = b"\0"  # occurs in no source file
 
 SKIPPED_FOLDERS = frozenset(
-    {
-        # Not the standard library, though often installed below it.
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        # Left out by many distributions, so they would make machines differ more than they must.
-        "test",
-        "tests",
-        "idlelib",
-        "turtledemo",
-        # Tables and a manual in the shape of source code: half their bytes are no program text.
-        "encodings",
-        "pydoc_data",
-    }
+    # Not the standard library, though often installed below it.
+    ["site-packages", "dist-packages", "__pycache__"]
+    # Left out by many distributions, so they would make machines differ more than they must.
+    + ["test", "tests", "idlelib", "turtledemo"]
+    # Tables and a manual in the shape of source code: half their bytes are no program text.
+    + ["encodings", "pydoc_data"]
 )
 
 
@@ -63,17 +55,11 @@ def make(
     Raises:
         DataError: If there is too little text.
     """
-    root = folder()
+    root, max_bytes = folder(), int(corpus_megabytes * 1e6)
     split = split_files(
-        root,
-        source_files(root),
-        seed=seed,
-        max_bytes=int(corpus_megabytes * 1e6),
-        validation_share=validation_share,
+        root, source_files(root), seed=seed, max_bytes=max_bytes, validation_share=validation_share
     )
-    train, validation = (
-        windows(root, files, sequence_length) for files in (split.train, split.validation)
-    )
+    train, validation = (windows(root, files, sequence_length) for files in split)
     checksum = 0
     for part in (train, validation):
         checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
@@ -94,11 +80,7 @@ def folder() -> Path:
 def source_files(root: Path) -> list[Path]:
     """Paths of the Python source files below `root`, relative to it and sorted.
 
-    Args:
-        root: The folder to search; folders named in `SKIPPED_FOLDERS` are not entered.
-
-    Raises:
-        DataError: If there are none.
+    Folders named in `SKIPPED_FOLDERS` are not entered. Raises `DataError` if there are no files.
     """
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -116,17 +98,10 @@ def source_files(root: Path) -> list[Path]:
 def split_files(
     root: Path, files: list[Path], *, seed: int, max_bytes: int, validation_share: float
 ) -> Split:
-    """The seeded split of `files` into training and validation, by file.
+    """The seeded split of `files`, which hold at most `max_bytes`, into training and validation.
 
-    Args:
-        root: Folder that `files` are relative to.
-        files: Sorted paths, as `source_files` returns them.
-        seed: Fixes which files are taken and on which side each of them is.
-        max_bytes: Files are taken until they hold this many bytes together.
-        validation_share: Share of the bytes for validation, in (0, 1).
-
-    Raises:
-        DataError: If fewer than two files are taken, so that one side would be empty.
+    `validation_share` is of the bytes. Raises `DataError` if fewer than two files are taken, so
+    that one side would be empty.
     """
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
@@ -148,12 +123,9 @@ def split_files(
 
 
 def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.ndarray:
-    """The text of `files` as windows `(n, sequence_length + 1)` of uint8.
+    """The text of `files` as windows `(n, sequence_length + 1)` of uint8, which overlap by one.
 
-    Inputs are `window[:-1]`, targets `window[1:]`. What does not fill a last window is dropped.
-
-    Raises:
-        DataError: If the text does not fill one window.
+    What does not fill a last window is dropped. Raises `DataError` if the text does not fill one.
     """
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
