@@ -32,7 +32,6 @@ from zenflow_jax._device.step import (
     split_gradient,
     step_selected,
 )
-from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._plan.arguments import (
     NUMBERS,
     check_bool,
@@ -46,7 +45,7 @@ from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.resolve import LeafRules, resolve_specs, warn_if_all_resident
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import USED, AdamScalars, StepFacts, StepScalars
 
 
 def zenflow(
@@ -300,7 +299,8 @@ def _update(
         lost = state.token == USED
         _raise_if_lost(lost)
         changes = [jnp.where(lost, jnp.nan, change) for change in changes]
-        packed = StepScalars.pack(scalars, factor, step, state.token, finite, statistics)
+        facts = StepFacts(scalars, factor, step, state.token, finite)
+        packed = StepScalars.pack(facts, statistics)
         new = _with_mail(new, seen, packed, factor, finite, rank)
     else:
         new, changes = in_graph.advance(

@@ -91,44 +91,26 @@ def _traced(state):
 
 @MODES
 @pytest.mark.parametrize(
-    "change",
+    ("change", "step"),
     [
-        lambda state: state,
-        _donated,
-        _traced,
-        jax.device_get,
-        lambda state: jax.tree.map(nnx.Variable, state),
-        lambda state: jax.tree.map(lambda x: x.sharding, state),
-        lambda state: jax.eval_shape(lambda: state),
+        (lambda state: state, "7"),
+        (jax.device_get, "7"),
+        (_donated, ""),
+        (_traced, ""),
+        (lambda state: jax.tree.map(nnx.Variable, state), ""),
+        (lambda state: jax.tree.map(lambda x: x.sharding, state), ""),
+        (lambda state: jax.eval_shape(lambda: state), ""),
     ],
-    ids=["arrays", "donated", "traced", "numpy", "nnx", "shardings", "shapes"],
+    ids=["arrays", "numpy", "donated", "traced", "nnx", "shardings", "shapes"],
 )
-def test_a_state_prints_a_line_for_each_leaf_and_no_content(change, offload):
-    state = first(offload)
-    names = [leaf.spec.name for leaf in state.leaves]
-    lines = str(change(state)).splitlines()
-    assert lines[0].startswith("ZenFlowState(step=")
-    assert lines[-1] == ")"
-    assert [line.split()[0] for line in lines[2:-1]] == names
-    assert not any("0., 0." in line for line in lines)
-
-
-def test_a_printed_state_says_what_is_selected_and_how_far_the_run_is():
-    state = first()._replace(step=jnp.int32(7))
-    head, schedule, resident, rows, *_ = str(state).splitlines()
-    assert head.startswith("ZenFlowState(step=7, skipped=0, skipped_in_a_row=0, ")
-    assert "send_gradients='during_step'" in head
-    assert "Schedule(window=4, " in schedule
-    assert (
-        resident.strip()
-        == "['bias'] float32[5], resident: steps=int32[], mu=float32[5], nu=float32[5]"
-    )
-    assert rows.strip().startswith(
-        "['columns'] bfloat16[4,10], 1 of 4 channels of axis 0: channels=int32[1], "
-    )
-    assert rows.endswith("mail=bfloat16[1,1,1,1,1,1,4,10]")
-
-
-def test_a_state_whose_leaves_are_a_placeholder_prints_it():
-    state = first()._replace(leaves={"w": 1}, mail=None)
-    assert str(state).splitlines()[2].strip() == "leaves={'w': 1}"
+def test_a_state_prints_a_line_for_each_leaf_and_no_content(change, step, offload):
+    state = first(offload)._replace(step=jnp.int32(7))
+    head, static, *leaves, end = str(change(state)).splitlines()
+    assert head.startswith(f"ZenFlowState(step={step}")
+    assert "Schedule(window=4, " in static
+    assert [line.strip() for line in leaves] == [
+        "['bias'] float32[5], resident",
+        "['columns'] bfloat16[4,10], 1 of 4 channels of axis 0",
+        "['rows'] float32[12,5], 3 of 12 channels of axis 0",
+    ]
+    assert end == ")"

@@ -30,9 +30,8 @@ from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import blank
 from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, SendGradients
 from zenflow_jax._plan.schedule import Schedule
-from zenflow_jax._plan.sending import SendGradients
 
 #: Arrays of a leaf's shape.
 WIDE = ("master", "mu", "nu", "total")

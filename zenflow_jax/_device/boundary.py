@@ -21,11 +21,18 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
-from zenflow_jax._device.ranges import cut, cut_state, put, put_state
-from zenflow_jax._device.rows import abstract_rows, join, row, split
 from zenflow_jax._device.samples import differ, sample_row, split_samples
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.shards import (
+    REPLICATED,
+    Here,
+    Layout,
+    abstract_rows,
+    join,
+    on_each_device,
+    row,
+    split,
+)
+from zenflow_jax._device.state import LeafState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._device.step import strays
 from zenflow_jax._plan.leaf import LeafSpec

@@ -15,15 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device import in_graph
 from zenflow_jax._device.channels import first_channels, take
-from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host
+from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
 from zenflow_jax._device.placing import with_shardings
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
-from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.rules import SendGradients
+from zenflow_jax._plan.scalars import AdamScalars, StepScalars
 from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
-from zenflow_jax._plan.sending import SendGradients
 from zenflow_jax._version import LAYOUT_NAME, version_number
 
 
@@ -173,7 +172,7 @@ def _leaf_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
         return host_zeros(spec.shape, dtype, rank, p)
 
     def zeros(here: Here, _: jax.Array) -> jax.Array:
-        return here.to_mail(jnp.zeros(here.part.shape, dtype), rank)
+        return with_rank(jnp.zeros(here.part.shape, dtype), rank)
 
     return to_host(on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p), rank)
 
@@ -191,7 +190,7 @@ def _first_scalars(
     rank: int,
 ) -> StepScalars:
     """Step scalars of zero, on every device that takes part."""
-    sizes = StepScalars.sizes(specs, schedule)
+    sizes = StepScalars.sizes(specs, schedule.needs_statistics)
     in_step = sending.in_step
     placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
     if not placed and not in_step:
@@ -201,9 +200,7 @@ def _first_scalars(
         return StepScalars(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
 
     def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
-        return [
-            here.to_mail(jnp.zeros(size, dtype), rank if in_step else 1) for size, dtype in sizes
-        ]
+        return [with_rank(jnp.zeros(size, dtype), rank if in_step else 1) for size, dtype in sizes]
 
     i = placed[0]
     made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], REPLICATED)(weights[i])

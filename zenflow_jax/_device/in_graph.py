@@ -22,23 +22,26 @@ from zenflow_jax._device.channels import (
     top_channels,
 )
 from zenflow_jax._device.leaves import match_leaves
-from zenflow_jax._device.ranges import cut, cut_state, put, put_state
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import (
     DeferredState,
     LeafState,
     ZenFlowState,
+    cut,
+    cut_state,
     find_state,
     leaf_layout,
+    put,
+    put_state,
     replace_state,
 )
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._diagnostics.skipped import warn_of_skipped
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
-from zenflow_jax._plan.sending import SendGradients
 
 
 def init_leaf(p: jax.Array, spec: LeafSpec, sending: SendGradients) -> DeferredState:

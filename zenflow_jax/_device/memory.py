@@ -29,18 +29,19 @@ def mail_rank(specs: Sequence[LeafSpec]) -> int:
     return max(8, *(1 + len(spec.shape) for spec in specs), 0)
 
 
-def mail_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    return (1,) * (rank - len(shape)) + shape
+def with_rank(x: jax.Array, rank: int) -> jax.Array:
+    """`x` with leading unit axes."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def to_host(x: jax.Array, rank: int) -> jax.Array:
     """A whole array to pinned host memory; under jit an asynchronous copy."""
-    return jax.device_put(x.reshape(mail_shape(x.shape, rank)), jax.memory.Space.Host)
+    return jax.device_put(with_rank(x, rank), jax.memory.Space.Host)
 
 
 def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
     """Zeros in pinned host memory, beside the device that holds `like`."""
-    shape = mail_shape(shape, rank)
+    shape = (1,) * (rank - len(shape)) + shape
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
     return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))

@@ -18,10 +18,17 @@ import numpy as np
 from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, contains
-from zenflow_jax._device.ranges import cut
-from zenflow_jax._device.rows import abstract_rows, join, row, split
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
-from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.shards import (
+    REPLICATED,
+    Here,
+    Layout,
+    abstract_rows,
+    join,
+    on_each_device,
+    row,
+    split,
+)
+from zenflow_jax._device.state import LeafState, cut
 from zenflow_jax._plan.leaf import LeafSpec
 
 

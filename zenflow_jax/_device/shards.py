@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zenflow_jax._device.memory import mail_shape
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.mesh import MeshAxes, partition_spec
 
@@ -58,9 +58,8 @@ class Layout:
     def mail(self, rank: int) -> PartitionSpec:
         """For a part with the leading unit axes of mail."""
         place = self.spec.placement
-        return (
-            REPLICATED if place is None else partition_spec(place.part, rank - len(self.spec.shape))
-        )
+        lead = rank - len(self.spec.shape)
+        return REPLICATED if place is None else partition_spec(place.part, lead)
 
 
 class Here:
@@ -69,6 +68,7 @@ class Here:
     Attributes:
         block: The leaf's spec, as if this device's block of the parameter were all of it.
         part: The same for the part that this device works on.
+        shares: For each axis, the mesh axes among which the devices that hold a block divide it.
     """
 
     def __init__(self, spec: LeafSpec):
@@ -77,14 +77,15 @@ class Here:
         self._spec = spec
         self.block = spec if place is None else _cut(spec, place.block)
         self.part = spec if place is None else _cut(spec, place.part)
+        self.shares: MeshAxes = ((),) * len(spec.shape) if place is None else place.shares
 
     def to_local(self, channels: jax.Array) -> jax.Array:
         """The numbers on this device of the leaf's `channels`, which must all be on it."""
-        return channels - self._first()
+        return channels - self._first_channel()
 
     def to_global(self, index: jax.Array) -> jax.Array:
         """The inverse of `to_local`."""
-        return index + self._first()
+        return index + self._first_channel()
 
     def own(self, block: jax.Array) -> jax.Array:
         """This device's part of a block, or of selected slices of it."""
@@ -105,33 +106,20 @@ class Here:
 
     def sum(self, per_channel: jax.Array) -> jax.Array:
         """The sum over the devices that work on the same channels; over all, if resident."""
-        if self._place is None:
-            return per_channel
-        axis, stack = self._spec.axis, 0 if self._spec.resident else len(self._spec.stack)
-        names = [
-            name
-            for i, names in enumerate(self._place.part)
-            if i >= stack and i != axis
-            for name in names
-        ]
-        return jax.lax.psum(per_channel, tuple(names)) if names else per_channel
+        return _psum(per_channel, [x for x, apart in self._divisions() if not apart])
 
     def sum_channels(self, x: jax.Array) -> jax.Array:
         """The sum over the devices that work on different channels; the counterpart of `sum`."""
-        if self._place is None:
-            return x
-        axis, stack = self._spec.axis, len(self._spec.stack)
-        names = [
-            name
-            for i, names in enumerate(self._place.part)
-            if i < stack or i == axis
-            for name in names
-        ]
-        return jax.lax.psum(x, tuple(names)) if names else x
+        return _psum(x, [x for x, apart in self._divisions() if apart])
+
+    def sum_blocks(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices that hold different blocks."""
+        names = () if self._place is None else self._place.block
+        return _psum(x, [name for of_axis in names for name in of_axis])
 
     def sum_everywhere(self, x: jax.Array) -> jax.Array:
         """The sum over all devices, also over those that hold the same."""
-        return x if self._place is None else jax.lax.psum(x, self._place.mesh.axis_names)
+        return _psum(x, () if self._place is None else self._place.mesh.axis_names)
 
     def number_of_device(self) -> jax.Array:
         """This device's number on its mesh, uint32."""
@@ -139,29 +127,25 @@ class Here:
             return jnp.zeros((), jnp.uint32)
         return jax.lax.axis_index(self._place.mesh.axis_names).astype(jnp.uint32)
 
-    def sum_blocks(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices that hold different blocks."""
-        if self._place is None:
-            return x
-        names = [name for names in self._place.block for name in names]
-        return jax.lax.psum(x, tuple(names)) if names else x
-
-    def to_mail(self, part: jax.Array, rank: int) -> jax.Array:
-        return part.reshape(mail_shape(part.shape, rank))
-
     def first(self, axis: int) -> Any:
         """Where this device's block begins in the leaf, along an axis."""
         names = () if self._place is None else self._place.block[axis]
         return jax.lax.axis_index(names) * self.block.shape[axis] if names else 0
 
-    def _first(self) -> Any:
+    def _first_channel(self) -> Any:
         """The number in the leaf of this device's first channel."""
         return 0 if self._spec.axis is None else self.first(self._spec.axis)
 
-    @property
-    def shares(self) -> MeshAxes:
-        """For each axis, the mesh axes among which the devices that hold a block divide it."""
-        return ((),) * len(self._spec.shape) if self._place is None else self._place.shares
+    def _divisions(self) -> list[tuple[str, bool]]:
+        """The mesh axes that divide the work on the leaf, and whether each divides its channels."""
+        spec = self._spec
+        stack = 0 if spec.resident else len(spec.stack)
+        axes = () if self._place is None else self._place.part
+        return [(x, i < stack or i == spec.axis) for i, names in enumerate(axes) for x in names]
+
+
+def _psum(x: jax.Array, names: Sequence[str]) -> jax.Array:
+    return jax.lax.psum(x, tuple(names)) if names else x
 
 
 def on_each_device(
@@ -223,6 +207,44 @@ def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
         return g
     target = NamedSharding(place.mesh, partition_spec(place.block))
     return jax.lax.with_sharding_constraint(g, target)
+
+
+def row(x: jax.Array) -> jax.Array:
+    """One device's piece of one leaf as a row."""
+    return x.reshape(1, -1)
+
+
+def join(rows: Sequence[jax.Array]) -> jax.Array:
+    """The rows of several leaves as one array, with a row for each device.
+
+    An array for each leaf would cost a boundary as much as the update itself, in models of hundreds
+    of small leaves.
+    """
+    return jnp.concatenate(rows, axis=1)
+
+
+def split(joined: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+    """The inverse of `join`."""
+    return jnp.split(joined, np.cumsum(widths)[:-1], axis=1)
+
+
+def abstract_rows(
+    weights: Sequence[Any], specs: Sequence[LeafSpec], widths: Sequence[int], dtype: Any
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of the joined rows of parameters' leaves."""
+    beside = weights[0].sharding
+    row = jax.ShapeDtypeStruct((beside.num_devices, sum(widths)), dtype)
+    return of_each_device(row, beside, specs[0])
+
+
+def of_each_device(like: Any, beside: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of `like`, placed as what differs on every device of a leaf's parameter.
+
+    `beside` is the parameter's sharding.
+    """
+    if isinstance(beside, NamedSharding):
+        beside = NamedSharding(beside.mesh, Layout(spec).each_device)
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=beside)
 
 
 def _cut(spec: LeafSpec, axes: MeshAxes) -> LeafSpec:

@@ -7,17 +7,19 @@ shardings, shapes and wrapped variables use the same classes.
 
 import dataclasses
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
 
+from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import REPLICATED, Layout
-from zenflow_jax._device.words import count, named, short
 from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.schedule import Schedule
-from zenflow_jax._plan.sending import SendGradients
 
 
 class DeferredState(NamedTuple):
@@ -29,9 +31,6 @@ class DeferredState(NamedTuple):
     steps: Any  # int32 (*stack, n): Adam steps of each channel
     total: Any  # sum of the open window's gradients: float32; the mail's dtype if "per_window"
     pending: Any  # bool (*stack, n): the master is ahead of the parameter
-
-    def __repr__(self) -> str:
-        return f"DeferredState{short(self)}"
 
 
 class LeafState(NamedTuple):
@@ -57,13 +56,9 @@ class LeafState(NamedTuple):
 
     def __repr__(self) -> str:
         spec = self.spec
-        if spec.resident:
-            kind = "resident"
-        else:
-            kind = f"{spec.k} of {spec.n} channels of axis {spec.axis}"
         shape = ",".join(map(str, spec.shape))
-        arrays = self._replace(spec=None)._asdict()
-        return f"{spec.name} {spec.dtype}[{shape}], {kind}: {named(arrays)}"
+        kind = "resident" if spec.resident else f"{spec.k} of {spec.n} channels of axis {spec.axis}"
+        return f"{spec.name} {spec.dtype}[{shape}], {kind}"
 
 
 class Reach(NamedTuple):
@@ -165,18 +160,17 @@ class ZenFlowState(NamedTuple):
 
     def __repr__(self) -> str:
         counts = ("step", "skipped", "skipped_in_a_row")
-        head = ", ".join(f"{name}={count(getattr(self, name))}" for name in counts)
-        apart = (*counts, "leaves", "mail", "static")
-        rest = {name: x for name, x in self._asdict().items() if name not in apart}
-        rest |= {"offload": self.offload, "send_gradients": self.send_gradients.value}
-        lines = [f"ZenFlowState({head}, {named(rest)},", f"{self.schedule},"]
-        if isinstance(self.leaves, tuple):
-            mail = self.mail if isinstance(self.mail, tuple) else ()
-            for leaf, sent in itertools.zip_longest(self.leaves, mail):
-                lines.append(repr(leaf) + ("" if sent is None else f", mail={short(sent)}"))
-        else:
-            lines.append(f"leaves={short(self.leaves)}")  # somebody's placeholder
-        return "\n  ".join(lines) + "\n)"
+        head = ", ".join(f"{name}={_in_words(getattr(self, name))}" for name in counts)
+        # Not a tuple is a placeholder of something that walks optimizer states.
+        leaves = self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
+        return "\n  ".join([f"ZenFlowState({head},", f"{self.static},", *map(repr, leaves)]) + "\n)"
+
+
+def _in_words(x: Any) -> str:
+    """The number that a scalar holds, where it can be read; waits for the step that makes it."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted():
+        return str(read(x))
+    return str(x) if isinstance(x, np.ndarray | np.generic) else type(x).__name__
 
 
 def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
@@ -195,6 +189,41 @@ def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
         else None,
         spec=spec,
     )
+
+
+# Ranges of a stacked leaf's first axis. Parameters and state hold whole leaves; where a window
+# closes, each range is a leaf of its own. No mesh divides the first axis of a leaf that has ranges,
+# so nothing moves between devices.
+
+
+def cut(x: Any, spec: LeafSpec) -> Any:
+    """A leaf's array for the range that `spec` is of; as it is if the leaf is in one piece."""
+    if spec.start is None:
+        return x
+    return jax.lax.slice_in_dim(x, spec.start, spec.start + spec.shape[0], axis=0)
+
+
+def put(whole: Array, part: Array, spec: LeafSpec) -> Array:
+    """A leaf's array with `part` in the place of the range that `spec` is of."""
+    if spec.start is None:
+        return part
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, spec.start, axis=0)
+
+
+def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
+    """The state of a range."""
+    if spec.start is None:
+        return leaf
+    return jax.tree.map(lambda x: cut(x, spec), leaf)._replace(spec=spec)
+
+
+def put_state(whole: LeafState, part: LeafState) -> LeafState:
+    """A leaf's state with that of a range in its place."""
+    spec = part.spec
+    if spec.start is None:
+        return part
+    part = part._replace(spec=whole.spec)
+    return jax.tree.map(lambda x, y: put(x, y, spec), whole, part)
 
 
 def find_state(opt_state: Any) -> ZenFlowState:

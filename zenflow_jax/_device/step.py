@@ -18,12 +18,12 @@ from zenflow_jax._device.channels import (
     sum_squares,
     take,
 )
-from zenflow_jax._device.memory import to_host
+from zenflow_jax._device.memory import to_host, with_rank
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.scalars import AdamScalars
-from zenflow_jax._plan.sending import SendGradients
 
 
 class GradientParts(NamedTuple):
@@ -90,7 +90,7 @@ def _split(
     # (benchmarks/LOG.md, gpu_program). A gradient that stays on the device has the barrier, too:
     # the program, and so its bits, are the same up to the copies.
     g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
-    mail = here.to_mail(g.astype(spec.mail_dtype), rank)
+    mail = with_rank(g.astype(spec.mail_dtype), rank)
     sign = g if signs and not packs else sign
     return GradientParts(here.sum(squares), selected, sign, mail)
 

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import ZenFlowState, has_state
-from zenflow_jax._plan.sending import SendGradients
+from zenflow_jax._plan.rules import SendGradients
 
 #: How the host keeps moments.
 HOST_STATES = ("float32", "compact")

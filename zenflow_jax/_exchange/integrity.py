@@ -25,15 +25,13 @@ from jaxtyping import Array
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import some
-from zenflow_jax._device.rows import of_each_device
 from zenflow_jax._device.samples import sample_of
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, of_each_device, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._device.step import provisional_change
-from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._exchange.ahead import Ahead, abstract
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import AdamScalars, StepScalars
 from zenflow_jax._plan.schedule import Schedule
 
 #: Leaves that are compared together, and the least steps from one comparison to the next. Each leaf

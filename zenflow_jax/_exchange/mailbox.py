@@ -22,9 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import in_host_memory, put_everywhere, read, zeros_like
-from zenflow_jax._device.ranges import cut, put
-from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._device.step_scalars import USED, StepScalars
+from zenflow_jax._device.state import LeafState, ZenFlowState, cut, put
 from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.parts import as_before
@@ -33,6 +31,7 @@ from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
+from zenflow_jax._plan.scalars import USED, StepScalars
 
 #: With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
 #: Python at most so many steps ahead.

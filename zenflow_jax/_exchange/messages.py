@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from zenflow_jax._device.memory import copy_to_host
-from zenflow_jax._device.step_scalars import USED, StepScalars
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.parts import OffloadedLeaves
+from zenflow_jax._plan.scalars import USED, StepScalars
 
 # What there is of a group's update that has not reached the parameters: none; one; an empty one,
 # because no step of its window counted.

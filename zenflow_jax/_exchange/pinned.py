@@ -8,9 +8,8 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import longest
+from zenflow_jax._plan.rules import SendGradients, longest
 from zenflow_jax._plan.schedule import Schedule
-from zenflow_jax._plan.sending import SendGradients
 
 #: The most mails that may be unread, which lets Python run ahead of the device. With "after_step"
 #: each unread one takes device memory. With "per_window" a step's scalars may be behind the sums of

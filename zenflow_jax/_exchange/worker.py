@@ -25,7 +25,6 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
-from zenflow_jax._device.step_scalars import StepScalars
 from zenflow_jax._diagnostics.skipped import tell_of_skipped
 from zenflow_jax._diagnostics.stats import WorkerStats
 from zenflow_jax._diagnostics.timeline import Recorder
@@ -36,7 +35,7 @@ from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.uploads import hand_over, nbytes, update
 from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._host.state import ClosedWindow, HostState
-from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.scalars import AdamScalars, StepScalars
 
 # How often a caller that waits looks whether the device still has work.
 _LOOK_S = 1e-3

@@ -1,7 +1,7 @@
 """Checks the arguments of `zenflow()`."""
 
 import warnings
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import jax
@@ -9,9 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
+from zenflow_jax._plan.rules import (
+    AutoSelect,
+    AutoWindow,
+    EpochSelect,
+    SendGradients,
+    check_int,
+    check_share,
+    longest,
+)
 from zenflow_jax._plan.schedule import Schedule
-from zenflow_jax._plan.sending import SendGradients
 
 #: Arguments that may be arrays, also traced ones. All others shape the state.
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
@@ -29,21 +36,15 @@ def check_schedule(
     provisional_share: float | None,
 ) -> Schedule:
     """The schedule that these arguments describe; an error names the argument that is wrong."""
-    _static("topk_ratio", topk_ratio, Real, "a float")
-    if not 0 <= topk_ratio <= 1:
-        raise ValueError(
-            f"`topk_ratio` must lie in [0, 1], got {topk_ratio}: it is a share of the channels."
-        )
+    check_share("topk_ratio", topk_ratio, remedy=_IF_INJECTED)
     window = _check_window(update_interval, topk_ratio)
     select = _check_select(select_interval, window)
-    _static("full_warm_up_rounds", full_warm_up_rounds, Integral, "an int")
-    if full_warm_up_rounds < 0:
-        raise ValueError(f"`full_warm_up_rounds` must be at least 0, got {full_warm_up_rounds}.")
+    warm_up = check_int("full_warm_up_rounds", full_warm_up_rounds, 0, remedy=_IF_INJECTED)
     check_bool("rolling", rolling)
     # An adaptive window is the same for all leaves, as all of them decide when it closes.
     in_turn = bool(rolling) and not isinstance(window, AutoWindow)
     late = _check_staleness(staleness, window, in_turn)
-    scaling = _check_share("window_scaling", window_scaling)
+    scaling = _share_or_none("window_scaling", window_scaling)
     if scaling is not None and window != 1 and late != 0 and not in_turn:
         warnings.warn(
             f"`window_scaling={scaling}` makes longer steps of updates that arrive a whole window "
@@ -51,11 +52,11 @@ def check_schedule(
             "window_scaling=None.",
             stacklevel=3,
         )
-    share = _check_share("provisional_share", provisional_share) or None
+    share = _share_or_none("provisional_share", provisional_share) or None
     return Schedule(
         window=window,
         select=select,
-        full_warm_up_rounds=int(full_warm_up_rounds),
+        full_warm_up_rounds=warm_up,
         groups=window if in_turn and isinstance(window, int) else 1,
         staleness=late,
         window_scaling=scaling,
@@ -72,10 +73,7 @@ def _check_window(interval: Any, topk_ratio: float) -> int | AutoWindow:
                 "channels with selected ones, got 0."
             )
         return interval
-    _static("update_interval", interval, Integral, "an int or an AutoWindow")
-    if interval < 1:
-        raise ValueError(f"`update_interval` must be at least 1, got {interval}.")
-    return int(interval)
+    return check_int("update_interval", interval, 1, "an int or an AutoWindow", _IF_INJECTED)
 
 
 def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect | EpochSelect:
@@ -84,41 +82,31 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect |
     if interval is None:
         return 16 * longest(window)
     kinds = "an int, an AutoSelect, an EpochSelect or None"
-    _static("select_interval", interval, Integral, kinds)
-    if isinstance(window, int) and (interval < 1 or interval % window):
+    interval = check_int("select_interval", interval, 1, kinds, _IF_INJECTED)
+    if isinstance(window, int) and interval % window:
         raise ValueError(
-            f"`select_interval` must be a positive multiple of update_interval={window}, got "
-            f"{interval}."
+            f"`select_interval` must be a multiple of update_interval={window}, got {interval}."
         )
-    if interval < 1:
-        raise ValueError(f"`select_interval` must be at least 1, got {interval}.")
-    return int(interval)
+    return interval
 
 
 def _check_staleness(staleness: Any, window: int | AutoWindow, in_turn: bool) -> int | None:
     """The steps that an update waits; None where that is for the next boundary to say."""
     if staleness is None:
         return 1 if in_turn else window if isinstance(window, int) else None
-    _static("staleness", staleness, Integral, "an int or None")
+    staleness = check_int("staleness", staleness, 0, "an int or None", _IF_INJECTED)
     if isinstance(window, AutoWindow) and staleness != 0:
         raise ValueError(
             "`staleness` must be 0 or None with an `AutoWindow`, whose updates arrive at the next "
             f"boundary, got {staleness}."
         )
-    if isinstance(window, int) and not 0 <= staleness <= window:
-        raise ValueError(
-            f"`staleness` must lie between 0 and update_interval={window}, got {staleness}."
-        )
-    return int(staleness)
+    if isinstance(window, int) and staleness > window:
+        raise ValueError(f"`staleness` must be at most update_interval={window}, got {staleness}.")
+    return staleness
 
 
-def _check_share(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    _static(name, value, Real, "a float or None")
-    if not 0 <= float(value) <= 1:
-        raise ValueError(f"`{name}` must lie in [0, 1] or be None, got {value}.")
-    return float(value)
+def _share_or_none(name: str, value: Any) -> float | None:
+    return None if value is None else check_share(name, value, "a float or None", _IF_INJECTED)
 
 
 def check_send_gradients(value: Any) -> SendGradients:
@@ -174,7 +162,8 @@ def _check_range(name: str, number: float) -> None:
 
 def check_selectors(channel_axis: Any, resident: Any, partition_replicated: Any, mask: Any) -> None:
     if not callable(channel_axis):
-        _static("channel_axis", channel_axis, Integral, "an int or a function of (path, leaf)")
+        kinds = "an int or a function of (path, leaf)"
+        check_int("channel_axis", channel_axis, None, kinds, _IF_INJECTED)
     if resident is not None and not callable(resident):
         raise TypeError(
             f"`resident` must be None or a function of (key path, leaf), got {resident!r}. "
@@ -198,12 +187,6 @@ _IF_INJECTED = (
     "Under `optax.inject_hyperparams` pass static_args=zenflow_jax.STATIC_ARGS, or it becomes an "
     "array or a schedule."
 )
-
-
-def _static(name: str, value: Any, kind: Any, words: str) -> None:
-    # To Python a bool is an Integral; to users it is not.
-    if not isinstance(value, kind) or isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` must be {words}, got {value!r}. {_IF_INJECTED}")
 
 
 def _is_real(dtype: Any) -> bool:

@@ -1,9 +1,12 @@
-"""Rules for when windows close and when channels are selected."""
+"""Values of arguments: rules for windows and selections, and when gradients leave the device."""
 
 import dataclasses
+import enum
 import math
 from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +37,8 @@ class AutoWindow:
     share: float = 0.99
 
     def __post_init__(self):
-        _at_least_one(self, "max_interval")
-        _in_unit(self, "share")
+        _keep_int(self, "max_interval")
+        _keep_share(self, "share")
         if self.share == 0:
             raise ValueError("`AutoWindow.share` must be above 0, got 0.")
 
@@ -73,8 +76,8 @@ class AutoSelect:
     max_windows: int = 64
 
     def __post_init__(self):
-        _in_unit(self, "keep")
-        _at_least_one(self, "max_windows")
+        _keep_share(self, "keep")
+        _keep_int(self, "max_windows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +104,33 @@ class EpochSelect:
     epochs: int = 1
 
     def __post_init__(self):
-        _at_least_one(self, "steps_per_epoch")
-        _at_least_one(self, "epochs")
+        _keep_int(self, "steps_per_epoch")
+        _keep_int(self, "epochs")
 
     @property
     def steps(self) -> int:
         return self.steps_per_epoch * self.epochs
+
+
+class SendGradients(enum.StrEnum):
+    """When the gradients of offloaded leaves leave the device."""
+
+    #: The step copies each to host memory, as soon as the backward pass has made it.
+    DURING_STEP = "during_step"
+    #: The step leaves them on the device; they are copied while the next one runs.
+    AFTER_STEP = "after_step"
+    #: The step adds them up on the device; the sum is copied while the next window runs.
+    PER_WINDOW = "per_window"
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the step itself copies to host memory."""
+        return self is SendGradients.DURING_STEP
+
+    @property
+    def sums_on_device(self) -> bool:
+        """Whether the device adds up a window's gradients."""
+        return self is SendGradients.PER_WINDOW
 
 
 def longest(window: int | AutoWindow) -> int:
@@ -114,19 +138,33 @@ def longest(window: int | AutoWindow) -> int:
     return window.max_interval if isinstance(window, AutoWindow) else window
 
 
-def _at_least_one(rule: Any, name: str) -> None:
-    value, kind = getattr(rule, name), type(rule).__name__
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"`{kind}.{name}` must be an int, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"`{kind}.{name}` must be at least 1, got {value}.")
-    object.__setattr__(rule, name, int(value))
+def check_int(
+    name: str, value: Any, least: int | None, kinds: str = "an int", remedy: str = ""
+) -> int:
+    """The value, if it is an int of at least `least`; `kinds` says what else the caller takes."""
+    # To Python a bool is an Integral; to users it is not.
+    if not isinstance(value, Integral) or isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
+    if least is not None and value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    return int(value)
 
 
-def _in_unit(rule: Any, name: str) -> None:
-    value, kind = getattr(rule, name), type(rule).__name__
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"`{kind}.{name}` must be a float, got {value!r}.")
+def check_share(name: str, value: Any, kinds: str = "a float", remedy: str = "") -> float:
+    """The value, if it is a number from 0 to 1."""
+    if not isinstance(value, Real) or isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` must be {kinds}, got {value!r}. {remedy}")
     if not 0 <= float(value) <= 1:
-        raise ValueError(f"`{kind}.{name}` must lie in [0, 1], got {value}.")
-    object.__setattr__(rule, name, float(value))
+        raise ValueError(f"`{name}` must lie in [0, 1], got {value}.")
+    return float(value)
+
+
+def _keep_int(rule: Any, name: str) -> None:
+    """Checks a field that counts from 1, and keeps it as a Python int."""
+    value = check_int(f"{type(rule).__name__}.{name}", getattr(rule, name), 1)
+    object.__setattr__(rule, name, value)
+
+
+def _keep_share(rule: Any, name: str) -> None:
+    value = check_share(f"{type(rule).__name__}.{name}", getattr(rule, name))
+    object.__setattr__(rule, name, value)

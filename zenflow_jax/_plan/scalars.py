@@ -1,8 +1,16 @@
-"""The hyperparameters of a step."""
+"""The hyperparameters of a step, and the step scalars, in which they go to the host."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from zenflow_jax._plan.leaf import LeafSpec
+
+#: The token of a step whose mail no engine has taken yet.
+USED = -1
 
 
 class AdamScalars(NamedTuple):
@@ -34,10 +42,9 @@ class WindowStep(NamedTuple):
 def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: Any) -> WindowStep:
     """The step with the mean of `counted` gradients, scaled to be worth that many single ones.
 
-    A mean of c gradients is the gradient of a batch c times larger. Adam does with it what it does
-    with c single ones where the learning rate is multiplied by a root of c (`scaling` is the
-    exponent, 0.5 the square root), both betas go to the power c, and eps is divided by the root of
-    c. Weight decay pulls as in c steps. Nothing is scaled where c is 1, or `scaling` is None.
+    A mean of c gradients is the gradient of a batch c times larger. So the learning rate is
+    multiplied by c to the power `scaling`, both betas go to the power c, eps is divided by the root
+    of c, and weight decay pulls as in c steps. Nothing is scaled if `scaling` is None.
 
     Args:
         scalars: Those of a single step: Python floats, or float32 of `xp`.
@@ -73,3 +80,45 @@ def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: A
         weight_decay=s.weight_decay * c ** (1 - scaling),
     )
     return WindowStep(scaled, counted, s.b1, s.b2)
+
+
+class StepFacts(NamedTuple):
+    """What a step tells the host: scalars of NumPy or of jax."""
+
+    adam: AdamScalars
+    factor: Any  # clips the gradient
+    step: Any
+    token: Any
+    finite: Any  # whether the step counts: 1 or 0
+
+
+class StepScalars(NamedTuple):
+    """A step's scalars in few arrays, because each array costs a copy to host memory.
+
+    Arrays that the step itself copies have leading unit axes, as its mail has.
+    """
+
+    floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
+    ints: Any  # int32 (3,): step, token, whether the gradient was finite
+    statistics: Any = None  # float32 (1 + 2 leaves,), for `ScheduleState.add`; None if not needed
+
+    @staticmethod
+    def sizes(specs: Sequence[LeafSpec], statistics: bool) -> list[tuple[int, np.dtype]]:
+        """Length and dtype of each array."""
+        sizes = [(len(AdamScalars._fields) + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
+        if statistics:
+            offloaded = sum(not spec.resident for spec in specs)
+            sizes.append((1 + 2 * offloaded, np.dtype(np.float32)))
+        return sizes
+
+    @classmethod
+    def pack(cls, facts: StepFacts, statistics: jax.Array | None) -> "StepScalars":
+        """The arrays, on the device."""
+        floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*facts.adam, facts.factor)])
+        ints = jnp.stack([facts.step, facts.token, facts.finite.astype(jnp.int32)])
+        return cls(floats, ints, statistics)
+
+    def unpack(self) -> StepFacts:
+        """The inverse of `pack`, without the statistics."""
+        floats, ints = self.floats.ravel(), self.ints.ravel()
+        return StepFacts(AdamScalars(*floats[:-1]), floats[-1], *ints)
