@@ -97,6 +97,14 @@ def promotion_as_users_have_it():
 
 
 @pytest.fixture
+def annotations_are_not_checked():
+    """As in a user's process; where they are, they get ahead of the library's own words."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def no_picture(monkeypatch):
     """Runs of the script in this process do not draw their losses, a quarter of a short run."""
     monkeypatch.setattr("train.run.write_picture", lambda *_: None)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.runs import Leaf, Leaves, Settings
+from tests.runs import EVERYTHING, Leaf, Leaves
 from zenflow_jax import AutoSelect, AutoWindow
 
 # Sizes that eight devices can divide. Each leaf that travels is ten programs of the engine, on each
@@ -24,16 +24,8 @@ MORE_LEAVES: Leaves = (
     Leaf("stack", (2, 16, 8), -2, "bfloat16"),
 )
 
-# Stale windows, channels that change hands, a warm-up, clipping.
-STALE = Settings(
-    topk_ratio=0.2,
-    update_interval=4,
-    select_interval=4,
-    full_warm_up_rounds=1,
-    weight_decay=0.1,
-    max_grad_norm=5.0,
-    provisional_share=0.5,
-)
+# Channels change hands at each boundary.
+STALE = dataclasses.replace(EVERYTHING, topk_ratio=0.2, select_interval=4, full_warm_up_rounds=1)
 # Decided by numbers that all devices must have alike.
 ADAPTIVE = dataclasses.replace(
     STALE, update_interval=AutoWindow(5, 0.4), select_interval=AutoSelect(0.6, 3)
@@ -93,21 +85,21 @@ def make_mesh(name: str, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
 def shardings(
     mesh: jax.sharding.Mesh, placement: str, leaves: Leaves = LEAVES
 ) -> dict[str, NamedSharding]:
-    def there(entry: Any) -> Any:
+    def axis(entry: Any) -> Any:
         if isinstance(entry, tuple):
             return tuple(name for name in entry if name in mesh.shape) or None
         return entry if entry in mesh.shape else None
 
     return {
-        leaf.name: NamedSharding(mesh, PartitionSpec(*map(there, PLACEMENTS[placement][leaf.name])))
+        leaf.name: NamedSharding(mesh, PartitionSpec(*map(axis, PLACEMENTS[placement][leaf.name])))
         for leaf in leaves
     }
 
 
 def pieces(leaves: Leaves, shardings: dict[str, NamedSharding]) -> list[int]:
     """Of each leaf into how many pieces its channel axis is cut."""
-    found = []
+    counts = []
     for leaf in leaves:
         cut = shardings[leaf.name].shard_shape(leaf.shape)
-        found.append(1 if leaf.axis is None else leaf.shape[leaf.axis] // cut[leaf.axis])
-    return found
+        counts.append(1 if leaf.axis is None else leaf.shape[leaf.axis] // cut[leaf.axis])
+    return counts

@@ -7,23 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import zenflow_jax
 from tests import runs
-from tests.runs import Plan, Settings, Training
+from tests.runs import KERNEL, Plan, Training
 from zenflow_jax._checkpoint.stored import StoredArray, read_engine_state
 
-# Windows in turn, a warm-up, selections, a skipped step, and an early end of a window.
-SETTINGS = Settings(
-    topk_ratio=0.3,
-    update_interval=4,
-    select_interval=8,
-    full_warm_up_rounds=2,
-    weight_decay=0.1,
-    max_grad_norm=5.0,
-    provisional_share=0.5,
-)
+SETTINGS = runs.EVERYTHING
 PLAN = Plan(19, bad=(8,), flush_at=(13,))
-KERNEL = {"host_kernel": "numpy", "threads": 1}
 
 
 def copied(tree: Any) -> Any:
@@ -42,21 +31,15 @@ def saved(training: Training) -> Any:
 def resumed(training: Training, tree: Any, **engine: Any) -> Training:
     """A training that goes on from what was saved, with another engine."""
     new = copy.copy(training)
+    new.engine, new.engine_options = None, {**KERNEL, **engine}
     new.params, new.state, engine_state = tree
-    new.engine = zenflow_jax.HostEngine(
-        new.params, new.state, engine_state=engine_state, **{**KERNEL, **engine}
-    )
+    new.renew(engine_state=engine_state)
     return new
 
 
 def go(training: Training, plan: Plan, until: int) -> None:
     """Follows a plan up to a step."""
-    while training.t < until:
-        t = training.t + 1
-        training.step(bad=t in plan.bad)
-        training.exchange()
-        if t in plan.flush_at:
-            training.flush()
+    training.go(until - training.t, plan)
 
 
 def end(training: Training) -> Any:
@@ -88,14 +71,13 @@ def fail_elsewhere(engine: Any) -> None:
 
 def assert_saved(folder: Path, expected: dict) -> None:
     """What was written is what `engine.state()` gave at the same moment."""
-    found = read_engine_state(folder)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    runs.assert_same_bits(
-        (found["counts"], found["options"]), (expected["counts"], expected["options"])
-    )
+    written = read_engine_state(folder)
+    assert jax.tree.structure(written) == jax.tree.structure(expected)
+    for name in ("counts", "options"):
+        runs.assert_same_bits(written[name], expected[name])
     counted = 0
-    for mine, like in zip(found["leaves"], expected["leaves"], strict=True):
-        for name, x in mine.items():
+    for leaf, like in zip(written["leaves"], expected["leaves"], strict=True):
+        for name, x in leaf.items():
             assert isinstance(x, StoredArray)
             assert (x.shape, x.dtype) == (like[name].shape, like[name].dtype)
             if name != "total":
@@ -105,4 +87,4 @@ def assert_saved(folder: Path, expected: dict) -> None:
                 place = tuple(slice(a, a + n) for a, n in zip(start, piece.shape, strict=True))
                 runs.assert_same_bits(x[place], np.asarray(like[name])[place])
                 counted += piece.shape[0] * piece.shape[1]
-    assert (counted > 0) == bool(np.any(expected["counts"]["counted"]) and "total" in mine)
+    assert (counted > 0) == bool(np.any(expected["counts"]["counted"]) and "total" in leaf)

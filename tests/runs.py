@@ -6,7 +6,6 @@ their parameters are, and a difference in one step does not grow in the next.
 
 import dataclasses
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -85,6 +84,19 @@ FEW: Leaves = (
 )
 ONE: Leaves = (Leaf("columns", (4, 10), -1, "bfloat16"),)
 
+# Windows in turn, a warm-up, channels that change hands, clipping, provisional steps.
+EVERYTHING = Settings(
+    topk_ratio=0.3,
+    update_interval=4,
+    select_interval=8,
+    full_warm_up_rounds=2,
+    weight_decay=0.1,
+    max_grad_norm=5.0,
+    provisional_share=0.5,
+)
+# The kernel that needs no compiler. Both give the same bits.
+KERNEL = {"host_kernel": "numpy", "threads": 1}
+
 
 class Plan(NamedTuple):
     """What happens in a run, by step."""
@@ -92,6 +104,9 @@ class Plan(NamedTuple):
     steps: int
     bad: tuple[int, ...] = ()  # steps whose gradient is not finite
     flush_at: tuple[int, ...] = ()  # steps after which the run is flushed
+
+
+QUIET = Plan(0)
 
 
 class History(NamedTuple):
@@ -293,8 +308,9 @@ class Training:
             init = init_on_devices(leaves, settings, partition, placed)
         self.state = init(self.params)
         self.engine: Any = None
+        self.engine_options = {**KERNEL, **engine}
         if offload:
-            self.engine = zenflow_jax.HostEngine(self.params, self.state, **engine)
+            self.renew()
 
     def __enter__(self) -> "Training":
         return self
@@ -302,6 +318,13 @@ class Training:
     def __exit__(self, *_: Any) -> None:
         if self.engine is not None:
             self.engine.close()
+
+    def renew(self, **options: Any) -> None:
+        """Replaces the engine by one that is made of parameters and state as they are now."""
+        if self.engine is not None:
+            self.engine.close()
+        options = {**self.engine_options, **options}
+        self.engine = zenflow_jax.HostEngine(self.params, self.state, **options)
 
     def step(self, *, bad: bool = False) -> None:
         self.t += 1
@@ -317,31 +340,47 @@ class Training:
         flush = flush_in_graph if self.engine is None else self.engine.flush
         self.params, self.state = flush(self.params, self.state)
 
-    def go(self, steps: int) -> None:
-        """So many steps, each with its exchange."""
+    def go(self, steps: int, plan: Plan = QUIET) -> None:
+        """So many steps, each with its exchange, as a plan has them."""
         for _ in range(steps):
-            self.step()
+            self.step(bad=self.t + 1 in plan.bad)
             self.exchange()
+            if self.t in plan.flush_at:
+                self.flush()
+
+    def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Each step of the plan, with the parameters after it."""
+        while self.t < plan.steps:
+            self.go(1, plan)
+            yield self.t, self.values()
+
+    # What no public name shows of an engine.
 
     @property
     def on_their_way(self) -> list[Any]:
         """Futures of the updates that have not reached the parameters, the oldest first."""
         return [pending.made for pending in self.engine._updates._pending.values()]
 
+    @property
+    def unread(self) -> list[Any]:
+        """The mails that the worker has not read."""
+        return list(self.engine._mailbox._unread)
+
+    @property
+    def host(self) -> Any:
+        """The arrays that the worker has."""
+        return self.engine._worker._host
+
     def settle(self) -> None:
-        """Waits until the worker has nothing to do; no public call does that without flushing."""
+        """Waits until the worker has nothing to do, without a flush."""
         if self.engine is not None:
             self.engine._mailbox.drain()
             self.engine._updates.wait()
 
-    def follow(self, plan: Plan) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Each step of the plan, with the parameters after it."""
-        for t in range(1, plan.steps + 1):
-            self.step(bad=t in plan.bad)
-            self.exchange()
-            if t in plan.flush_at:
-                self.flush()
-            yield t, self.values()
+    def await_end(self) -> None:
+        """Waits until the worker has ended, as with a failure."""
+        self.engine._worker._thread.join(60)
+        assert not self.engine._worker._thread.is_alive()
 
     def history(self, plan: Plan) -> History:
         params, selected = [], []
@@ -362,45 +401,28 @@ class Training:
         }
 
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
-        """All that is known of every channel, from whichever side it lives on; settle first."""
+        """All that is known of every channel, from whichever side it lives on."""
         of_leaves = {}
-        offloaded = 0
+        on_host = [] if self.engine is None else self.engine.state()["leaves"]
         for leaf, s in zip(self.leaves, self.state.leaves, strict=True):
-            on_device = (self.params[leaf.name] if s.master is None else s.master, s.mu, s.nu)
+            master = self.params[leaf.name] if s.master is None else s.master
             if s.channels is None:
-                of_leaves[leaf.name] = (*map(np.array, on_device), np.full(leaf.shape, s.steps))
+                arrays = *map(np.array, (master, s.mu, s.nu)), np.full(leaf.shape, s.steps)
+                of_leaves[leaf.name] = arrays
                 continue
             channels = np.asarray(s.channels)
             if s.master is None:
-                rows = np.take_along_axis(np.array(on_device[0]), _along(channels, leaf), leaf.axis)
-                on_device = (rows, s.mu, s.nu)
-            full = self._on_host(offloaded, s) if s.deferred is None else s.deferred
-            offloaded += 1
-            of_leaves[leaf.name] = tuple(
-                _put(np.array(x), channels, np.asarray(rows), leaf)
-                for x, rows in zip((full.master, full.mu, full.nu), on_device, strict=True)
-            )
-            steps = np.array(full.steps)
+                master = np.take_along_axis(np.array(master), _along(channels, leaf), leaf.axis)
+            deferred = on_host.pop(0) if s.deferred is None else s.deferred._asdict()
+            steps = np.array(deferred["steps"])
             np.put_along_axis(steps, channels, np.asarray(s.steps), axis=-1)
-            of_leaves[leaf.name] += (np.broadcast_to(_along(steps, leaf), leaf.shape),)
+            arrays = []
+            for name, rows in (("master", master), ("mu", s.mu), ("nu", s.nu)):
+                full = np.array(deferred[name])
+                np.put_along_axis(full, _along(channels, leaf), np.asarray(rows), axis=leaf.axis)
+                arrays.append(full)
+            of_leaves[leaf.name] = *arrays, np.broadcast_to(_along(steps, leaf), leaf.shape)
         return of_leaves
-
-    def _on_host(self, number: int, state: Any) -> Any:
-        """The engine's arrays of the leaf of this number, put together."""
-        spec, worker = state.spec, self.engine._worker
-        wide = {name: np.empty(spec.shape, np.float32) for name in ("master", "mu", "nu")}
-        steps = np.empty(state.scores.shape, np.int32)
-        for part, half in zip(worker._offloaded.parts, worker._host.leaves, strict=True):
-            if part.leaf != number:
-                continue
-            of_part = {name: getattr(half, name).as_float32() for name in wide}
-            for name, x in wide.items():
-                x[part.index] = of_part[name].reshape(part.spec.shape)
-            stack = part.index[: len(spec.stack)]
-            steps[(*stack, part.index[spec.axis])] = half.steps.reshape(
-                *part.spec.stack, part.spec.n
-            )
-        return types.SimpleNamespace(**wide, steps=steps)
 
 
 def _along(x: Any, leaf: Leaf) -> Any:
@@ -410,11 +432,6 @@ def _along(x: Any, leaf: Leaf) -> Any:
     return x.reshape(
         *x.shape[:-1], *[1] * (axis - stack), x.shape[-1], *[1] * (len(leaf.shape) - axis - 1)
     )
-
-
-def _put(full: np.ndarray, channels: Any, rows: np.ndarray, leaf: Leaf) -> np.ndarray:
-    np.put_along_axis(full, _along(np.asarray(channels), leaf), rows, axis=leaf.axis)
-    return full
 
 
 def reference(

@@ -2,14 +2,14 @@
 
 import copy
 import dataclasses
+import functools
+import operator
 import pickle
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -17,6 +17,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zenflow_jax
+from tests.runs import KERNEL
 from zenflow_jax import HostEngine
 from zenflow_jax.attach import attach
 
@@ -25,7 +26,6 @@ PARAMS = {
     "bias": np.linspace(-1, 1, 3, dtype=np.float32),
     "weight": np.linspace(-2, 2, 24, dtype=np.float32).reshape(8, 3),
 }
-PLAIN: dict[str, Any] = {"host_kernel": "numpy", "threads": 1}
 
 
 def make(**options):
@@ -52,23 +52,35 @@ def pair_step(tx):
     return step
 
 
+def go(step, both, steps):
+    """Parameters and state after these steps."""
+    for t in steps:
+        *both, _ = step(*both, t)
+    return both
+
+
+def exchanged_by_hand(tx, steps, *, due=lambda state: True, flush_after=()):
+    """The parameters after each step, and at last those after a flush."""
+    step, (params, state), seen = pair_step(tx), start(tx), []
+    with HostEngine(params, state, **KERNEL) as engine:
+        for t in range(steps):
+            params, state, _ = step(params, state, t)
+            if due(state):
+                params, state = engine.exchange(params, state)
+            if t in flush_after:
+                params, state = engine.flush(params, state)
+            seen.append(params)
+        return [*seen, engine.flush(params, state)[0]]
+
+
 @pytest.fixture(scope="module")
 def by_hand():
-    """The parameters after each exchange, and at last those after a flush."""
-    tx = make()
-    step, (params, state), found = pair_step(tx), start(tx), []
-    with HostEngine(params, state, **PLAIN) as engine:
-        for t in range(STEPS):
-            params, state, _ = step(params, state, t)
-            params, state = engine.exchange(params, state)
-            found.append(params)
-        params, state = engine.flush(params, state)
-    return jax.tree.map(np.asarray, [*found, params])
+    return exchanged_by_hand(make(), STEPS)
 
 
-def assert_same(found, expected):
+def assert_same(params, expected):
     for key in PARAMS:
-        np.testing.assert_array_equal(found[key], expected[key], strict=True)
+        np.testing.assert_array_equal(params[key], expected[key], strict=True)
 
 
 class Named(NamedTuple):
@@ -88,18 +100,10 @@ class Struct:
     opt_state: Any
 
 
-STATES = {
-    "dict": (lambda p, s: {"params": p, "opt_state": s, "epoch": 3}, None),
-    "named tuple": (Named, None),
-    "flax dataclass": (Struct, None),
-    "dataclass of other names": (OtherNames, ("model", "opt_state")),
-}
-
-
 def test_a_step_of_parameters_and_state_exchanges_by_itself(by_hand):
     tx = make()
     params, state = start(tx)
-    with attach(pair_step(tx), engine_options=PLAIN) as step:
+    with attach(pair_step(tx), engine_options=KERNEL) as step:
         for t in range(STEPS):
             params, state, other = step(params, state, t)
             assert other == t * 2
@@ -109,49 +113,56 @@ def test_a_step_of_parameters_and_state_exchanges_by_itself(by_hand):
         assert step.engine.stats.steps == STEPS
 
 
-@pytest.mark.parametrize("place", [None, 0, 1], ids=["alone", "first", "second"])
+USUAL = "params", "opt_state"
+# How a train state is made of parameters and state, the names of these, and how they are read.
+STATES = {
+    "dict": (
+        lambda p, s: {"params": p, "opt_state": s, "epoch": 3},
+        None,
+        operator.itemgetter(*USUAL),
+    ),
+    "named tuple": (Named, None, operator.attrgetter(*USUAL)),
+    "flax dataclass": (Struct, None, operator.attrgetter(*USUAL)),
+    "dataclass of other names": (
+        OtherNames,
+        ("model", "opt_state"),
+        operator.attrgetter("model", "opt_state"),
+    ),
+}
+# What a step returns of a train state and something else, and where that state is in it.
+RESULTS = {
+    "alone": (lambda state, other: state, lambda result: result),
+    "first": (lambda state, other: (state, other), operator.itemgetter(0)),
+    "second": (lambda state, other: [other, state], operator.itemgetter(1)),
+}
+
+
+@pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("kind", STATES)
-def test_a_step_of_a_train_state_exchanges_by_itself(kind, place, by_hand):
-    build, fields = STATES[kind]
-    tx = make()
+def test_a_step_of_a_train_state_exchanges_by_itself(kind, result, by_hand):
+    (build, fields, read), (wrap, unwrap), tx = STATES[kind], RESULTS[result], make()
     inner = pair_step(tx)
 
     def step(state, *, t):
-        both = state.values() if isinstance(state, dict) else None
-        params, opt_state = (
-            list(both)[:2]
-            if both
-            else (getattr(state, name) for name in fields or ("params", "opt_state"))
-        )
-        params, opt_state, other = inner(params, opt_state, t)
-        new = build(params, opt_state)
-        return new if place is None else (new, other) if place == 0 else [other, new]
+        params, opt_state, other = inner(*read(state), t)
+        return wrap(build(params, opt_state), other)
 
     state = build(*start(tx))
-    with attach(step, fields=fields, engine_options=PLAIN) as attached:
+    with attach(step, fields=fields, engine_options=KERNEL) as attached:
         for t in range(STEPS):
             out = attached(state, t=t)
-            state = out if place is None else out[place]
-            assert type(out) is (type(state) if place is None else [tuple, list][place])
-        found = attached.flush(state)
-    assert type(found) is type(state)
-    params = (
-        found["params"]
-        if isinstance(found, dict)
-        else found[0]
-        if isinstance(found, tuple)
-        else getattr(found, (fields or ("params",))[0])
-    )
-    assert_same(params, by_hand[-1])
-    if kind == "dict":
-        assert found["epoch"] == 3
+            assert type(out) is type(wrap(state, t))
+            state = unwrap(out)
+        flushed = attached.flush(state)
+    assert jax.tree.structure(flushed) == jax.tree.structure(state)
+    assert_same(read(flushed)[0], by_hand[-1])
 
 
 def test_flaxs_train_state_and_an_engine_of_ones_own(by_hand):
     tx = make()
     params, _ = start(tx)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    engine = HostEngine(state.params, state.opt_state, **PLAIN)
+    engine = HostEngine(state.params, state.opt_state, **KERNEL)
     step = jax.jit(lambda state, t: state.apply_gradients(grads=gradients(state.params, t)))
     with attach(step, engine) as step:
         assert step.engine is engine
@@ -184,7 +195,7 @@ def test_a_step_of_nnx_exchanges_in_place(by_hand):
         optimizer.update(model, nnx.grad(loss)(model))
         return t * 2
 
-    with attach(step, engine_options=PLAIN) as step:
+    with attach(step, engine_options=KERNEL) as step:
         for t in range(STEPS):
             assert step(model, optimizer, t) == t * 2
         assert step.flush(model, optimizer) is None
@@ -193,56 +204,31 @@ def test_a_step_of_nnx_exchanges_in_place(by_hand):
 
 def test_flush_every_leaves_nothing_out_where_it_is_due():
     tx = make()
-    (params, state), plain = start(tx), pair_step(tx)
-    with attach(plain, flush_every=3, engine_options=PLAIN) as step:
-        for t in range(6):
-            params, state, _ = step(params, state, t)
-    by_attach = params  # it ends right after a flush: nothing is lost at the end of `with`
-    params, state = start(tx)
-    with HostEngine(params, state, **PLAIN) as engine:
-        for t in range(6):
-            params, state, _ = plain(params, state, t)
-            params, state = engine.exchange(params, state)
-            if t in (2, 5):
-                params, state = engine.flush(params, state)
-    assert_same(by_attach, params)
+    with attach(pair_step(tx), flush_every=3, engine_options=KERNEL) as step:
+        params, _ = go(step, start(tx), range(6))  # ends right after a flush
+    assert_same(params, exchanged_by_hand(tx, 6, flush_after=(2, 5))[-1])
 
 
 @pytest.mark.parametrize("resumes", [True, False], ids=["after a resume", "an engine in mid-run"])
 def test_flush_every_counts_the_steps_of_the_run(resumes):
     tx = make()
-    (params, state), plain = start(tx), pair_step(tx)
-    with HostEngine(params, state, **PLAIN) as engine:
-        for t in range(8):
-            params, state, _ = plain(params, state, t)
-            params, state = engine.exchange(params, state)
-            if t in (2, 5):
-                params, state = engine.flush(params, state)
-        by_hand, _ = engine.flush(params, state)
-    params, state = start(tx)
-    engine = HostEngine(params, state, **PLAIN)
-    step = attach(plain, engine, flush_every=3)
-    for t in range(4):
-        params, state, _ = step(params, state, t)
-    options = {"engine_state": engine.state(), **PLAIN}
-    with attach(
-        plain,
-        None if resumes else engine,
-        flush_every=3,
-        engine_options=options if resumes else None,
-    ) as step:
-        for t in range(4, 8):
-            params, state, _ = step(params, state, t)
-        params, _ = step.flush(params, state)
+    both, plain = start(tx), pair_step(tx)
+    engine = HostEngine(*both, **KERNEL)
+    both = go(attach(plain, engine, flush_every=3), both, range(4))
+    options = {"engine_options": {"engine_state": engine.state(), **KERNEL}}
+    if not resumes:
+        options = {"engine": engine}
+    with attach(plain, flush_every=3, **options) as step:
+        params, _ = step.flush(*go(step, both, range(4, 8)))
     engine.close()
-    assert_same(params, by_hand)
+    assert_same(params, exchanged_by_hand(tx, 8, flush_after=(2, 5))[-1])
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_neither_an_engine_nor_an_attached_step_is_copied_or_pickled(duplicate):
     params, state = start(make())
     plain = pair_step(make())
-    with HostEngine(params, state, **PLAIN) as engine:
+    with HostEngine(params, state, **KERNEL) as engine:
         for running in (engine, attach(plain, engine)):
             with pytest.raises(TypeError, match=r"copied or pickled.*`engine\.state\(\)`"):
                 duplicate(running)
@@ -250,86 +236,61 @@ def test_neither_an_engine_nor_an_attached_step_is_copied_or_pickled(duplicate):
 
 def test_behind_multi_steps_it_exchanges_where_an_update_was_made():
     tx = optax.MultiSteps(make(), 2)
-    (params, state), plain = start(tx), pair_step(tx)
-    with attach(plain, engine_options=PLAIN) as step:
-        for t in range(12):
-            params, state, _ = step(params, state, t)
-        by_attach, _ = step.flush(params, state)
+    with attach(pair_step(tx), engine_options=KERNEL) as step:
+        params, _ = step.flush(*go(step, start(tx), range(12)))
         assert step.engine.stats.steps == 6
-    params, state = start(tx)
-    with HostEngine(params, state, **PLAIN) as engine:
-        for t in range(12):
-            params, state, _ = plain(params, state, t)
-            if tx.has_updated(state):
-                params, state = engine.exchange(params, state)
-        params, state = engine.flush(params, state)
-    assert_same(by_attach, params)
+    assert_same(params, exchanged_by_hand(tx, 12, due=tx.has_updated)[-1])
 
 
 @pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])
 def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradients):
     tx = optax.MultiSteps(make(send_gradients=send_gradients), 2)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def micro_step(params, opt_state, t):
         # Of the step alone: the flush moves no gradient.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(gradients(PARAMS, t), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return optax.apply_updates(params, updates), opt_state, t
 
-    found = []
+    outcomes = []
     for flushes_after in (6, 7):  # the seventh makes no update
-        params, state = start(tx)
-        params = jax.tree.map(jnp.copy, params)  # which are donated
-        with attach(micro_step, engine_options=PLAIN) as step:
-            for t in range(1, 15):
-                params, state = step(params, state, t)
-                if t == flushes_after:
-                    looked_at = step.engine.peek(params, state)
-                    params, state = step.flush(params, state)
-                    found.append((looked_at, jax.tree.map(jnp.copy, params)))
-            found.append(step.flush(params, state)[0])
+        with attach(micro_step, engine_options=KERNEL) as step:
+            params, state = start(tx)
+            both = jax.tree.map(jnp.copy, params), state  # which are donated
+            both = go(step, both, range(1, 1 + flushes_after))
+            looked_at = step.engine.peek(*both)
+            both = step.flush(*both)
+            flushed = jax.tree.map(jnp.copy, both[0])
+            params, _ = step.flush(*go(step, both, range(1 + flushes_after, 15)))
+            outcomes.append((looked_at, flushed, params))
             assert step.engine.stats.steps == 7
-    jax.tree.map(np.testing.assert_array_equal, found[:2], found[2:])
+    jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(by_hand):
     tx = make()
-    (params, state), plain = start(tx), pair_step(tx)
-    with attach(plain, engine_options=PLAIN) as step:
-        for t in range(5):
-            params, state, _ = step(params, state, t)
-        saved = step.engine.state()
-        kept = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, state)
-        step.flush(params, state)
-    params, state = kept
+    plain = pair_step(tx)
+    with attach(plain, engine_options=KERNEL) as step:
+        both = go(step, start(tx), range(5))
+        saved, copied = step.engine.state(), jax.tree.map(jnp.copy, both)
+        step.flush(*both)
     with pytest.raises(ValueError, match="engine_state"):
-        attach(plain)(params, state, 5)
-    params, state = kept
-    with attach(plain, engine_options={"engine_state": saved, **PLAIN}) as step:
-        for t in range(5, STEPS):
-            params, state, _ = step(params, state, t)
-        params, state = step.flush(params, state)
+        attach(plain)(*jax.tree.map(jnp.copy, copied), 5)
+    with attach(plain, engine_options={"engine_state": saved, **KERNEL}) as step:
+        params, _ = step.flush(*go(step, copied, range(5, STEPS)))
     assert_same(params, by_hand[-1])
 
 
-@pytest.fixture
-def unchecked():
-    """As users have it: nothing but the library's own checks."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("unchecked")
+@pytest.mark.usefixtures("annotations_are_not_checked")
 def test_what_is_no_step_is_refused():
-    engine = HostEngine(*start(make()), **PLAIN)
+    engine = HostEngine(*start(make()), **KERNEL)
     step = attach(pair_step(make()), engine)
     for arguments, match in (
         (dict(step=3), "`step` must be a function, got int"),
         (dict(step=step), "attached already"),
         (dict(step=print, engine=3), "`engine` must be a HostEngine, got int"),
-        (dict(step=print, engine=engine, engine_options=PLAIN), "with an `engine`"),
+        (dict(step=print, engine=engine, engine_options=KERNEL), "with an `engine`"),
         (dict(step=print, engine_options=[1]), "must be a dict, got list"),
         (dict(step=print, flush_every=0), "whole number from 1 or None, got 0"),
         (dict(step=print, flush_every=True), "got True"),
@@ -356,9 +317,9 @@ def test_arguments_and_results_of_no_known_kind_are_refused():
     with pytest.raises(ValueError, match="one ZenFlowState in it, got 0"):
         attach(plain)({"params": params, "opt_state": optax.adam(1e-3).init(params)})
     with pytest.raises(TypeError, match=r"returns \(params, opt_state, ...\).*got \(int, dict"):
-        attach(lambda *args: (3, *args), engine_options=PLAIN)(params, state)
+        attach(lambda *args: (3, *args), engine_options=KERNEL)(params, state)
     with pytest.raises(TypeError, match=r"one train state.*got 0 in \(int\)"):
-        attach(lambda state: 3, engine_options=PLAIN)({"params": params, "opt_state": state})
+        attach(lambda state: 3, engine_options=KERNEL)({"params": params, "opt_state": state})
     with pytest.raises(TypeError, match="under jit"):
         jax.jit(attach(plain))(params, state, 0)
 
@@ -366,11 +327,10 @@ def test_arguments_and_results_of_no_known_kind_are_refused():
 def test_a_step_that_exchanges_already_is_refused():
     tx = make()
     params, state = start(tx)
-    plain, engine = pair_step(tx), HostEngine(params, state, **PLAIN)
+    plain, engine = pair_step(tx), HostEngine(params, state, **KERNEL)
 
     def exchanged(params, state, t):
-        params, state, _ = plain(params, state, t)
-        return engine.exchange(params, state)
+        return engine.exchange(*plain(params, state, t)[:2])
 
     with pytest.raises(RuntimeError, match="once after each step"):
         attach(exchanged, engine)(params, state, 0)
@@ -382,6 +342,6 @@ def test_updates_that_were_left_behind_are_an_error():
     params, state = start(tx)
     with (
         pytest.raises(RuntimeError, match="left with updates that never reached"),
-        attach(pair_step(tx), engine_options=PLAIN) as step,
+        attach(pair_step(tx), engine_options=KERNEL) as step,
     ):
         step(params, state, 0)

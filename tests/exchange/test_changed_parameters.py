@@ -10,18 +10,12 @@ import pytest
 
 import zenflow_jax
 from tests import runs
-from tests.runs import FIRST, Settings, Training
+from tests.runs import FIRST, Plan, Settings, Training
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1)
-REFUSED = "nothing but zenflow changes, got other values of"
-
-
 TOGETHER = dataclasses.replace(SETTINGS, rolling=False)
 MOVING = dataclasses.replace(SETTINGS, provisional_share=0.5)
-
-
-def training(settings=SETTINGS, **more):
-    return Training(FIRST, settings, host_kernel="numpy", threads=1, **more)
+REFUSED = "nothing but zenflow changes, got other values of"
 
 
 def clip(params):
@@ -56,7 +50,7 @@ def turn(params):
 def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
     settings, change, names, seen
 ):
-    with training(settings) as run:
+    with Training(FIRST, settings) as run:
         run.go(5)
         run.params = change(run.params)
         with pytest.raises(RuntimeError, match=f"{REFUSED} {names} after step {seen}"):
@@ -69,25 +63,14 @@ def test_parameters_that_were_changed_between_two_steps_are_refused_by_name(
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, TOGETHER], ids=["rolling", "together"])
-@pytest.mark.parametrize("ended_early", [False, True], ids=["", "flush"])
-def test_parameters_that_were_changed_while_all_steps_are_skipped_are_refused(
-    settings, ended_early
-):
-    def go_on(run):
-        for _ in range(6):
-            run.step(bad=True)
-            run.exchange()
-            if ended_early:
-                run.flush()
-
-    with training(settings) as run:
-        run.go(4)
-        for _ in range(4):
-            run.step(bad=True)
-            run.exchange()
+@pytest.mark.parametrize("flush_at", [(), range(9, 15)], ids=["", "flush"])
+def test_parameters_that_were_changed_while_all_steps_are_skipped_are_refused(settings, flush_at):
+    plan = Plan(14, bad=range(5, 15), flush_at=flush_at)
+    with Training(FIRST, settings) as run:
+        run.go(8, plan)
         run.params = load(run.params)
         with pytest.raises(RuntimeError, match=f"{REFUSED} .'rows'. after step"):
-            go_on(run)
+            run.go(6, plan)
 
 
 def test_parameters_without_what_exchange_brought_are_refused_with_where_they_come_from():
@@ -98,36 +81,38 @@ def test_parameters_without_what_exchange_brought_are_refused_with_where_they_co
             run.exchange()
             run.params = stepped
 
-    with training() as run, pytest.raises(RuntimeError, match=f"{REFUSED}.*last `exchange` or"):
+    message = f"{REFUSED}.*last `exchange` or"
+    with Training(FIRST, SETTINGS) as run, pytest.raises(RuntimeError, match=message):
         go(run)
 
 
+AT_ONCE = dataclasses.replace(SETTINGS, update_interval=1, staleness=0)
+
+
 @pytest.mark.parametrize(
-    "end",
+    ("settings", "change_after", "end"),
     [
-        lambda run: run.flush(),
-        lambda run: run.engine.state(),
-        lambda run: zenflow_jax.master_params(run.params, run.state, run.engine),
+        # The fifth step brings this leaf's update.
+        (SETTINGS, 3, lambda run: run.flush()),
+        (SETTINGS, 3, lambda run: run.engine.state()),
+        (
+            SETTINGS,
+            3,
+            lambda run: zenflow_jax.master_params(run.params, run.state, run.engine),
+        ),
+        (AT_ONCE, 4, lambda run: run.flush()),
     ],
-    ids=["flush", "state", "master_params"],
+    ids=["flush", "state", "master_params", "flush with nothing left to bring"],
 )
-def test_parameters_that_were_changed_are_refused_before_they_are_saved(end):
-    with training() as run:
-        run.go(3)
+def test_parameters_that_were_changed_are_refused_before_they_are_saved(
+    settings, change_after, end
+):
+    with Training(FIRST, settings) as run:
+        run.go(change_after)
         run.params = load(run.params)
-        run.go(2)  # the second one brings this leaf's update
+        run.go(5 - change_after)
         with pytest.raises(RuntimeError, match=f"{REFUSED} .'rows'. after step 5"):
             end(run)
-
-
-def test_parameters_that_were_changed_are_refused_by_a_flush_with_nothing_left_to_bring():
-    settings = dataclasses.replace(SETTINGS, update_interval=1, staleness=0)
-    with Training(FIRST, settings, host_kernel="numpy", threads=1) as run:
-        run.go(5)
-        run.params = load(run.params)
-        run.go(1)
-        with pytest.raises(RuntimeError, match=f"{REFUSED} .'rows'. after step 6"):
-            run.flush()
 
 
 PARAMS = {
@@ -135,10 +120,13 @@ PARAMS = {
     "low": jnp.linspace(-1, 1, 96, dtype=jnp.bfloat16).reshape(12, 8),
     "wide": jnp.linspace(-1, 1, 96).reshape(12, 8),
 }
+WITHOUT_RESIDENT = {name: p for name, p in PARAMS.items() if p.ndim > 1}
+FROZEN = {"bias": False, "low": False, "wide": True}
 OPTIONS = {"topk_ratio": 0.25, "update_interval": 2, "select_interval": 4}
+NONE_SELECTED = {"topk_ratio": 0.0, "provisional_share": 0.5}
 
 
-def train(behind, params=PARAMS, between=lambda t, params: params, **options):
+def train(behind=(), params=PARAMS, between=lambda t, params: params, **options):
     """A run with something behind zenflow, or between its steps."""
     tx = optax.chain(zenflow_jax.zenflow(1e-2, **{**OPTIONS, **options}), *behind)
 
@@ -148,9 +136,8 @@ def train(behind, params=PARAMS, between=lambda t, params: params, **options):
             lambda p: jnp.sin(3 * p.astype(jnp.float32) + t).astype(p.dtype), params
         )
         with jax.numpy_dtype_promotion("standard"):
-            more = {"value": jnp.float32(1)}
             updates, state = optax.with_extra_args_support(tx).update(
-                gradients, state, params, **more
+                gradients, state, params, value=jnp.float32(1)
             )
             return optax.apply_updates(params, updates), state
 
@@ -164,12 +151,6 @@ def train(behind, params=PARAMS, between=lambda t, params: params, **options):
         return engine.flush(params, state)[0]
 
 
-FROZEN = {"bias": False, "low": False, "wide": True}
-
-
-NONE_SELECTED = {"topk_ratio": 0.0, "provisional_share": 0.5}
-
-
 @pytest.mark.parametrize(
     ("behind", "options"),
     [
@@ -178,24 +159,15 @@ NONE_SELECTED = {"topk_ratio": 0.0, "provisional_share": 0.5}
         (optax.add_decayed_weights(1e-2), {}),
         (optax.keep_params_nonnegative(), {}),
         (optax.contrib.reduce_on_plateau(factor=0.5, patience=1), {}),
-        (optax.scale(0.5), NONE_SELECTED),
-        (optax.add_decayed_weights(1e-2), NONE_SELECTED),
+        # Without the leaf that would give it away.
+        (optax.scale(0.5), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
+        (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
     ],
-    ids=[
-        "half",
-        "frozen",
-        "decay",
-        "nonnegative",
-        "plateau",
-        "half of provisional steps",
-        "decay beside provisional steps",
-    ],
+    ids=["half", "frozen", "decay", "nonnegative", "plateau", "moving half", "moving decay"],
 )
 def test_what_acts_behind_zenflow_is_refused(behind, options):
-    # A resident leaf would give it away.
-    params = {name: p for name, p in PARAMS.items() if p.ndim > 1} if options else PARAMS
     with pytest.raises(RuntimeError, match=f"{REFUSED}.*Let zenflow be the last of its chain"):
-        train([behind], params, **options)
+        train([behind], **options)
 
 
 def test_weights_of_some_steps_ago_are_no_provisional_step():
@@ -207,23 +179,18 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
         return params | {"wide": seen[t - 4]} if t == 14 else params
 
     with pytest.raises(RuntimeError, match=f"{REFUSED} .'wide'."):
-        train([], between=some_steps_ago, update_interval=4, rolling=False)
+        train(between=some_steps_ago, update_interval=4, rolling=False)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"behind": [optax.identity()], "max_grad_norm": 0.05, "weight_decay": 0.5},
-        {"behind": [], "full_warm_up_rounds": 3, "staleness": 0},
-        {"behind": [], "b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
-        {
-            "behind": [],
-            "send_gradients": "per_window",
-            "topk_ratio": 0.0,
-            "provisional_share": 0.5,
-        },
-        {"behind": [], "provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
-        {"behind": [], "topk_ratio": 1.0},
+        {"full_warm_up_rounds": 3, "staleness": 0},
+        {"b1": 0.0, "b2": 0.0, "eps": 1e-3, "send_gradients": "after_step"},
+        {"send_gradients": "per_window", **NONE_SELECTED},
+        {"provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
+        {"topk_ratio": 1.0},
     ],
     ids=["identity", "warm-up", "no momentum", "none selected", "provisional", "all selected"],
 )
@@ -233,23 +200,18 @@ def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
 
 @pytest.mark.slow
 def test_numbers_that_an_update_of_zero_may_change_are_not_taken_for_others():
-    numbers = np.array([0.0, -0.0, 1e-40, -1e-40], np.float32)
+    def filled(*numbers):
+        return jax.tree.map(
+            lambda p: jnp.asarray(np.resize(np.float32(numbers), p.shape), p.dtype), PARAMS
+        )
 
-    def filled(p):
-        return jnp.asarray(np.resize(numbers, p.shape), p.dtype)
-
-    params = jax.tree.map(filled, PARAMS)
-    train([], params=params, topk_ratio=0.0, weight_decay=0.0)
-    train([], params=params, topk_ratio=0.0, weight_decay=0.0, provisional_share=0.5)
-    train([], params=jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS))
+    params = filled(0.0, -0.0, 1e-40, -1e-40)
+    train(params=params, topk_ratio=0.0, weight_decay=0.0)
+    train(params=params, topk_ratio=0.0, weight_decay=0.0, provisional_share=0.5)
+    train(params=filled(np.nan))
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, MOVING], ids=["", "provisional"])
 def test_bad_steps_and_flushes_are_not_taken_for_changes(settings):
-    with training(settings) as run:
-        for t in range(1, 20):
-            run.step(bad=t % 3 == 0 or t in (7, 8))
-            run.exchange()
-            if t in (4, 9, 10):
-                run.flush()
-        run.flush()
+    with Training(FIRST, settings) as run:
+        run.go(19, Plan(19, bad=(3, 6, 7, 8, 9, 12, 15, 18), flush_at=(4, 9, 10, 19)))

@@ -11,95 +11,80 @@ import pytest
 
 import zenflow_jax
 from tests import runs
-from tests.runs import FIRST, Settings, Training
+from tests.runs import FIRST, Plan, Settings, Training
 
-STEPS = 7
-#: Windows in turn; channels that change hands; in FIRST are resident, low-precision and float32
-#: leaves.
+# Windows in turn; channels that change hands; in FIRST are resident, low-precision and float32
+# leaves.
 SETTINGS = Settings(
     topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1, provisional_share=0.5
 )
 OTHER = runs.initial_values(FIRST, 1)
+both_modes = pytest.mark.parametrize("offload", [False, True], ids=["in graph", "engine"])
 
 
-def training(settings=SETTINGS, **more):
-    return Training(FIRST, settings, host_kernel="numpy", threads=1, **more)
+def masters(run):
+    arrays = zenflow_jax.master_params(run.params, run.state, run.engine)
+    return {name: np.array(x) for name, x in arrays.items()}
 
 
-def expected(offload, bad=()):
-    """The weights from the start."""
-    with training(offload=offload) as run:
-        if offload:
-            run.engine.close()
-        run.params = runs.place(OTHER, None)
-        run.state = run.tx.init(run.params)
-        if offload:
-            run.engine = zenflow_jax.HostEngine(run.params, run.state, host_kernel="numpy")
-        return finish(run, bad)
-
-
-def finish(run, bad=()):
-    seen = []
-    for t in range(1, STEPS + 1):
-        run.step(bad=t in bad)
-        run.exchange()
-        seen.append(run.values())
+def outcome(run, bad=()):
+    """The parameters after each of seven steps and a flush, and the masters."""
+    seen = [values for _, values in run.follow(Plan(7, bad))]
     run.flush()
-    masters = zenflow_jax.master_params(run.params, run.state, run.engine)
-    return [*seen, run.values(), {name: np.array(x) for name, x in masters.items()}]
+    return [*seen, run.values(), masters(run)]
+
+
+def loaded(run, values, *, early=False):
+    """The run with other parameters, which the engine was made of, and if `early` the state too."""
+    run.params = runs.place(values, None)
+    if early:
+        run.state = run.tx.init(run.params)
+    if run.engine is not None:
+        run.renew()
+    return run
 
 
 @pytest.mark.parametrize("bad", [(), (1, 2)], ids=["all counted", "first window skipped"])
-@pytest.mark.parametrize("offload", [False, True], ids=["in graph", "engine"])
+@both_modes
 def test_weights_loaded_after_init_train_as_if_they_had_been_there(offload, bad):
-    with training(offload=offload) as run:
-        if offload:
-            run.engine.close()
-        run.params = runs.place(OTHER, None)
-        if offload:
-            run.engine = zenflow_jax.HostEngine(run.params, run.state, host_kernel="numpy")
-        runs.assert_same_bits(finish(run, bad), expected(offload, bad))
+    modes = [Training(FIRST, SETTINGS, offload=offload) for _ in range(2)]
+    with modes[0] as run, modes[1] as expected:
+        loaded(run, OTHER)
+        loaded(expected, OTHER, early=True)
+        runs.assert_same_bits(outcome(run, bad), outcome(expected, bad))
 
 
-@pytest.mark.parametrize("leaf", [None, "columns"], ids=["all", "one leaf"])
-def test_weights_loaded_after_the_engine_was_made_train_as_if_they_had_been_there(leaf):
-    values = OTHER if leaf is None else runs.initial_values(FIRST) | {leaf: OTHER[leaf]}
-    with training() as run, training(offload=False) as oracle:
-        run.params = oracle.params = runs.place(values, None)
-        oracle.state = oracle.tx.init(oracle.params)
-        mine, theirs = finish(run), finish(oracle)
-    runs.assert_close(mine, theirs)
+@pytest.mark.parametrize("names", [list(OTHER), ["columns"]], ids=["all", "one leaf"])
+def test_weights_loaded_after_the_engine_was_made_train_as_if_they_had_been_there(names):
+    values = runs.initial_values(FIRST) | {name: OTHER[name] for name in names}
+    with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS, offload=False) as expected:
+        run.params = runs.place(values, None)
+        loaded(expected, values, early=True)
+        runs.assert_close(outcome(run), outcome(expected))
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["in graph", "engine"])
+@both_modes
 def test_the_masters_of_loaded_weights_are_those_before_the_first_step_and_after_it(offload):
     # Else an update would be on its way after the first step.
     settings = dataclasses.replace(SETTINGS, rolling=False)
-    with training(settings, offload=offload) as run:
+    with Training(FIRST, settings, offload=offload) as run:
         run.params = runs.place(OTHER, None)
         for _ in range(2):
-            masters = zenflow_jax.master_params(run.params, run.state, run.engine)
-            for name, x in run.values().items():
-                cast = np.array(masters[name]).astype(x.dtype)
-                np.testing.assert_array_equal(cast, x, err_msg=name)
+            casts = {name: x.astype(OTHER[name].dtype) for name, x in masters(run).items()}
+            runs.assert_same_bits(casts, run.values())
             run.go(1)
 
 
 def test_one_bit_of_a_deferred_channel_is_noticed():
-    with training() as run:
-        rows = runs.initial_values(FIRST)["rows"].copy()
-        rows[-1, -1] = np.nextafter(rows[-1, -1], np.float32(9))
-        run.params = run.params | runs.place({"rows": rows}, None)
-        masters = zenflow_jax.master_params(run.params, run.state, run.engine)
-        np.testing.assert_array_equal(np.array(masters["rows"]), rows)
+    with Training(FIRST, SETTINGS) as run:
+        run.params["rows"] = runs.with_a_bit(run.params["rows"], (-1, -1), 0)
+        np.testing.assert_array_equal(masters(run)["rows"], run.params["rows"])
 
 
 def test_what_was_saved_before_the_first_step_follows_the_parameters_beside_it():
-    with training() as run:
+    with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS) as expected:
         saved = run.engine.state()
         run.params = runs.place(OTHER, None)
-        run.engine.close()
-        run.engine = zenflow_jax.HostEngine(
-            run.params, run.state, host_kernel="numpy", engine_state=saved
-        )
-        runs.assert_same_bits(finish(run), expected(True))
+        run.renew(engine_state=saved)
+        loaded(expected, OTHER, early=True)
+        runs.assert_same_bits(outcome(run), outcome(expected))

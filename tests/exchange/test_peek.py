@@ -1,6 +1,7 @@
 """A look at the parameters in mid-run is the whole truth, and the run does not notice it."""
 
-import functools
+import copy
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,8 @@ from flax import nnx
 import zenflow_jax
 from tests import processes, runs
 from tests.exchange.test_ahead import compilations
-from tests.resuming import KERNEL, PLAN, SETTINGS, end, fail_elsewhere, go, resumed, saved
-from tests.runs import FIRST, ONE, SECOND, Settings, Training
-
-HERE = functools.partial(Training, **KERNEL)
+from tests.resuming import PLAN, SETTINGS, end, fail_elsewhere, resumed, saved
+from tests.runs import FIRST, KERNEL, ONE, SECOND, Training
 
 
 def peek(training):
@@ -45,26 +44,23 @@ def casts(training):
 def test_a_peek_is_the_cast_of_every_master_and_does_not_change_a_bit_of_the_run(
     leaves, changes, options
 ):
-    settings = Settings(**{**vars(SETTINGS), **changes})
-    with HERE(leaves, settings, **options) as training, HERE(leaves, settings) as untouched:
+    settings = dataclasses.replace(SETTINGS, **changes)
+    with Training(leaves, settings, **options) as training, Training(leaves, settings) as untouched:
         ahead = 0
-        for t in range(1, PLAN.steps + 1):
-            go(training, PLAN, t)
-            go(untouched, PLAN, t)
-            expected = casts(untouched)
-            ahead += any(
-                np.any(expected[name] != np.asarray(p)) for name, p in untouched.params.items()
-            )
-            found = peek(training)
-            runs.assert_same_bits(jax.tree.map(np.asarray, found), expected)
-            assert {x.sharding for x in found.values()} == {
-                x.sharding for x in training.params.values()
-            }
+        for _ in range(PLAN.steps):
+            training.go(1, PLAN)
+            untouched.go(1, PLAN)
+            expected, values = casts(untouched), untouched.values()
+            ahead += any(np.any(expected[name] != p) for name, p in values.items())
+            seen = peek(training)
+            runs.assert_same_bits(jax.tree.map(np.asarray, seen), expected)
+            for name, x in seen.items():
+                assert x.sharding == training.params[name].sharding
             # Nothing that the run goes on with, so that a step may donate that.
-            assert not {x.unsafe_buffer_pointer() for x in found.values() if x.size} & {
+            assert not {x.unsafe_buffer_pointer() for x in seen.values() if x.size} & {
                 x.unsafe_buffer_pointer() for x in training.params.values()
             }
-            runs.assert_same_bits(training.values(), untouched.values())
+            runs.assert_same_bits(training.values(), values)
         assert ahead > 5  # updates were under way
         runs.assert_same_bits(end(training), end(untouched))
         runs.assert_same_bits(peek(training), training.params)
@@ -72,7 +68,7 @@ def test_a_peek_is_the_cast_of_every_master_and_does_not_change_a_bit_of_the_run
 
 @pytest.mark.parametrize("prefetch_bytes", [None, 0])
 def test_a_run_that_goes_on_from_a_checkpoint_shows_what_the_saved_one_did(prefetch_bytes):
-    with HERE(FIRST, SETTINGS) as training:
+    with Training(FIRST, SETTINGS) as training:
         training.go(11)
         expected = jax.tree.map(np.array, peek(training))
         again = resumed(training, saved(training), prefetch_bytes=prefetch_bytes)
@@ -83,18 +79,22 @@ def test_a_run_that_goes_on_from_a_checkpoint_shows_what_the_saved_one_did(prefe
 @pytest.mark.parametrize("sending", ["during_step", "per_window"])
 @pytest.mark.parametrize("steps", [6, 8], ids=["in an open window", "where one has closed"])
 def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(sending, steps):
-    settings = Settings(**{**vars(SETTINGS), "send_gradients": sending})
-    with HERE(FIRST, settings) as training, HERE(FIRST, settings) as expected:
+    settings = dataclasses.replace(SETTINGS, send_gradients=sending)
+    with Training(FIRST, settings) as training, Training(FIRST, settings) as expected:
         training.go(steps)
         expected.go(steps)
-        params, state = training.params, training.state
-        flushed = training.engine.flush(params, state)
-        for call in (training.engine.exchange, training.engine.flush, training.engine.peek):
-            with pytest.raises(RuntimeError, match="lack the updates .* use `eval_params = engine"):
-                call(params, state)
+        engine, before = training.engine, (training.params, training.state)
+        flushed = engine.flush(*before)
         training.step()
-        with pytest.raises(RuntimeError, match="lack the updates .* use `eval_params = engine"):
-            training.exchange()
+        stepped = training.params, training.state
+        for call, args in (
+            (engine.exchange, before),
+            (engine.flush, before),
+            (engine.peek, before),
+            (engine.exchange, stepped),
+        ):
+            with pytest.raises(RuntimeError, match="lack the updates .* use `eval_params = engine"):
+                call(*args)
         # It does no harm.
         training.t -= 1
         training.params, training.state = flushed
@@ -105,17 +105,14 @@ def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(sending, st
 
 
 def test_a_flush_that_has_nothing_to_bring_replaces_nothing():
-    with HERE(FIRST, SETTINGS) as training, HERE(FIRST, SETTINGS) as untouched:
+    with Training(FIRST, SETTINGS) as training:
         training.go(2)  # of the warm-up, which is synchronous
-        untouched.go(2)
-        training.engine.flush(training.params, training.state)
-        training.go(4)
-        untouched.go(4)
-        runs.assert_same_bits(training.values(), untouched.values())
+        before = training.params, training.state
+        assert all(x is y for x, y in zip(training.engine.flush(*before), before, strict=True))
 
 
 def test_calls_between_steps_want_what_the_last_exchange_returned():
-    with HERE(FIRST, SETTINGS) as training:
+    with Training(FIRST, SETTINGS) as training:
         training.go(2)
         earlier = jax.tree.map(jnp.copy, training.state)
         training.go(1)
@@ -129,14 +126,10 @@ def test_calls_between_steps_want_what_the_last_exchange_returned():
             peek(training)
         training.exchange()
         peek(training)
-        for _ in range(2):
-            training.engine.close()
-        with pytest.raises(RuntimeError, match="an open engine"):
-            peek(training)
 
 
 def test_in_graph_a_flush_whose_result_is_dropped_is_a_look():
-    with Training(ONE, SETTINGS, offload=False) as training, HERE(ONE, SETTINGS) as untouched:
+    with Training(ONE, SETTINGS, offload=False) as training, Training(ONE, SETTINGS) as untouched:
         training.go(7)
         untouched.go(7)
         seen, _ = runs.flush_in_graph(training.params, training.state)
@@ -170,7 +163,7 @@ def trained(model):
 
 def test_methods_for_nnx_equal_the_functional_form_and_peek_gives_another_model(monkeypatch):
     monkeypatch.setattr(processes, "optimized", False)  # as `nnx.jit` is here
-    with HERE(FIRST, SETTINGS) as expected:
+    with Training(FIRST, SETTINGS) as expected:
         model = Model()
         optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
         traced = []
@@ -203,13 +196,50 @@ def test_methods_for_nnx_equal_the_functional_form_and_peek_gives_another_model(
             assert len(traced) == 1
 
 
-def leave_with(error, *before):
-    """What is noted at an exception that goes through the `with` block of an engine."""
-    training = HERE(FIRST, SETTINGS)
+def fail(training):
+    fail_elsewhere(training.engine)
+
+
+def be_interrupted(training):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    training.engine._updates.collect = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        training.go(1)
+
+
+THEIRS = KeyError("the user's")
+LOST = [
+    "closed after step 7 with updates that never reached the parameters",
+    "from the last checkpoint",
+    "HostEngine(params, opt_state, engine_state=...)",
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "steps", "calls", "words"),
+    [
+        (THEIRS, 7, [], LOST),
+        (THEIRS, 2, [], []),  # all of them have reached them
+        (THEIRS, 7, [Training.flush, lambda training: training.engine.close()], []),
+        (THEIRS, 7, [fail], ["the engine has failed as well: process 1 failed: the memory"]),
+        # That is what is raised.
+        (RuntimeError("process 1 failed: the memory is gone. Deferred"), 7, [fail], []),
+        (KeyboardInterrupt(), 5, [be_interrupted], ["interrupted in a call after step 5"]),
+    ],
+    ids=["lost", "nothing lost", "flushed", "failed", "raised", "interrupted"],
+)
+def test_an_exception_leaves_the_with_block_as_it_is_with_a_note_of_what_is_lost(
+    error, steps, calls, words
+):
+    training = Training(FIRST, SETTINGS)
+    error = copy.copy(error)  # notes stay with an exception
 
     def leave():
         with training.engine:
-            for call in before:
+            training.go(steps)
+            for call in calls:
                 call(training)
             raise error
 
@@ -217,42 +247,6 @@ def leave_with(error, *before):
         leave()
     assert caught.value is error
     assert error.__cause__ is error.__context__ is None
-    return getattr(error, "__notes__", [])
-
-
-def train(steps):
-    return lambda training: training.go(steps)
-
-
-def fail(training):
-    fail_elsewhere(training.engine)
-
-
-def test_an_exception_leaves_the_with_block_as_it_is_with_a_note_of_what_is_lost():
-    (note,) = leave_with(KeyError("the user's"), train(7))
-    assert "closed after step 7 with updates that never reached the parameters" in note
-    assert "from the last checkpoint" in note
-    assert "HostEngine(params, opt_state, engine_state=...)" in note
-    assert leave_with(KeyError("the user's"), train(2)) == []  # all of them have
-    flush_and_close = [Training.flush, lambda training: training.engine.close()]
-    assert leave_with(KeyError("the user's"), train(7), *flush_and_close) == []
-
-
-def test_a_note_says_that_the_engine_has_failed_as_well_unless_that_is_what_is_raised():
-    (note,) = leave_with(KeyError("the user's"), train(7), fail)
-    assert "the engine has failed as well: process 1 failed: the memory is gone" in note
-    error = RuntimeError("process 1 failed: the memory is gone. Deferred channels are not")
-    assert leave_with(error, train(7), fail) == []
-
-
-def test_a_note_says_that_a_call_was_interrupted(monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def be_interrupted(training):
-        monkeypatch.setattr(training.engine._updates, "collect", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            training.go(5)
-
-    (note,) = leave_with(KeyboardInterrupt(), train(5), be_interrupted)
-    assert "interrupted in a call after step 5" in note
+    notes = getattr(error, "__notes__", [])
+    assert len(notes) == bool(words)
+    assert all(word in note for note in notes for word in words)

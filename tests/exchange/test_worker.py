@@ -1,0 +1,433 @@
+"""The worker: what waits for what, that no timing changes a bit, its failures and its end.
+
+It is slowed down by hooks that wait until they are told to go on. The order of events is what is
+looked at, never the clock.
+"""
+
+import dataclasses
+import functools
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+
+import pytest
+
+from tests import processes, runs
+from tests.exchange.hooks import hooked
+from tests.runs import FEW, Plan, Settings, Training
+from zenflow_jax._device import memory
+from zenflow_jax._exchange import messages
+from zenflow_jax._exchange.pinned import IN_FLIGHT
+from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host import state as host_state
+
+TIMEOUT_S = 60  # after it a test that would hang fails instead
+
+# Windows of three steps, channels change hands at each boundary.
+BUSY = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
+# Longer ones, without changes of hands after the first.
+CALM = Settings(topk_ratio=0.3, update_interval=4, select_interval=400)
+# The same, but all leaves close their windows together, and updates take as long as a window.
+TOGETHER = dataclasses.replace(CALM, rolling=False)
+
+PLAN = Plan(14, bad=(5,), flush_at=(8,))
+FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))
+
+
+class Gate:
+    """Where the worker stops: every piece of an update needs a pass."""
+
+    def __init__(self):
+        self._passes = threading.Semaphore(0)
+        self._reached = threading.Event()
+        self.log = []  # mail and pieces, in order
+        self.open()
+
+    def let_through(self):
+        self._passes.release()
+
+    def open(self):
+        self._passes.release(1000)
+
+    def shut(self):
+        while self._passes.acquire(blocking=False):
+            pass
+        self.log.clear()
+
+    def await_next(self, call):
+        """Calls, then waits until the worker stands at the gate."""
+        self._reached.clear()
+        call()
+        assert self._reached.wait(TIMEOUT_S)
+
+    def pass_through(self):
+        self._reached.set()
+        assert self._passes.acquire(timeout=TIMEOUT_S)
+        self.log.append("piece")
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    return hooked(monkeypatch)
+
+
+@pytest.fixture
+def gate(hooks):
+    """An open gate in front of every piece of an update."""
+    gate = Gate()
+    hooks.mail, hooks.update = lambda: gate.log.append("mail"), gate.pass_through
+    return gate
+
+
+@functools.cache
+def undisturbed(settings, leaves=FEW):
+    """The parameters after each of twelve steps."""
+    with Training(leaves, settings) as training:
+        return [values for _, values in training.follow(Plan(12))]
+
+
+@pytest.mark.slow
+def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(hooks, monkeypatch):
+    with Training(FEW, BUSY) as training:
+        expected = training.history(PLAN)
+
+    # Early: the worker has nothing left to do before each step.
+    with Training(FEW, BUSY) as training:
+        for t, values in training.follow(PLAN):
+            training.settle()
+            runs.assert_same_bits(values, expected.params[t - 1])
+        runs.assert_same_bits(training.moments(), expected.moments)
+
+    # Late: it does nothing unless the caller waits for it.
+    waiting, wait = threading.Event(), Worker.wait
+
+    def wait_and_let_work(*args):
+        waiting.set()
+        try:
+            return wait(*args)
+        finally:
+            waiting.clear()
+
+    def be_late():
+        assert waiting.wait(TIMEOUT_S)
+
+    hooks.mail = hooks.update = be_late
+    with Training(FEW, BUSY) as training:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "wait", wait_and_let_work)
+            for t, values in training.follow(PLAN):
+                runs.assert_same_bits(values, expected.params[t - 1])
+        waiting.set()
+        runs.assert_same_bits(training.moments(), expected.moments)
+
+
+@pytest.mark.parametrize(
+    ("options", "unhindered", "hindered"),
+    [
+        # The eighth step closes a window, whose update arrives after the twelfth.
+        (dict(rolling=False), 7, 4),
+        # One leaf's window closes with the seventh, another's with the eighth; the first update
+        # arrives after the tenth.
+        (dict(staleness=3), 6, 3),
+    ],
+    ids=["together", "in turn"],
+)
+def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(
+    monkeypatch, options, unhindered, hindered
+):
+    settings = dataclasses.replace(CALM, send_gradients="per_window", **options)
+    expected, copied = undisturbed(settings), threading.Event()
+
+    def copy_to_host(pieces):
+        if threading.current_thread().name.startswith("zenflow-sums"):
+            assert copied.wait(TIMEOUT_S)
+        return memory.copy_to_host(pieces)
+
+    monkeypatch.setattr(messages, "copy_to_host", copy_to_host)
+    with Training(FEW, settings) as training:
+        copied.set()
+        training.go(unhindered)
+        training.settle()
+        copied.clear()
+        training.go(hindered)
+        assert training.on_their_way
+        assert not any(update.done() for update in training.on_their_way)
+        copied.set()
+        training.go(12 - training.t)
+        runs.assert_same_bits(training.values(), expected[-1])
+
+
+def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(
+    gate, monkeypatch
+):
+    expected = undisturbed(TOGETHER, FIVE)
+    with Training(FIVE, TOGETHER) as training:
+        training.go(7)
+        training.settle()
+        gate.shut()
+        gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
+        (update,) = training.on_their_way
+        # Two mails of the next window fit in the box while the worker is in a piece.
+        training.go(2)
+        assert "piece" not in gate.log
+        for mail in training.unread:
+            mail.arrived.result(TIMEOUT_S)  # or the next piece would come first
+        # One piece, and the third is taken: mail comes before the next piece.
+        gate.let_through()
+        training.go(1)
+        gate.let_through()
+        assert not update.done()
+        runs.assert_same_bits(training.values(), expected[10])
+
+        # At the boundary it is waited for, and only there.
+        waited_for = []
+
+        def note(worker, future, after, wait=Worker.wait):
+            waited_for.append(future is update)  # it cannot be done while the gate is shut
+            gate.open()
+            return wait(worker, future, after)
+
+        monkeypatch.setattr(Worker, "wait", note)
+        training.go(1)
+        assert any(waited_for)
+        runs.assert_same_bits(training.values(), expected[11])
+        training.settle()
+
+    # The window's last mail, a piece of its update, mail of the next window, another piece.
+    kinds = [kind for i, kind in enumerate(gate.log) if gate.log[i - 1 : i] != [kind]]
+    assert kinds[:4] == ["mail", "piece", "mail", "piece"]
+    assert gate.log.count("mail") == 5
+
+
+def test_an_exchange_waits_for_no_update_but_the_one_that_is_due(gate, monkeypatch):
+    settings = dataclasses.replace(CALM, staleness=2)
+    expected, waited_for = undisturbed(settings), []
+
+    def note(worker, future, after, wait=Worker.wait):
+        if not future.done():
+            waited_for.append(future)
+            gate.open()
+        return wait(worker, future, after)
+
+    with Training(FEW, settings) as training:
+        training.go(6)
+        training.settle()
+        gate.shut()
+        gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
+        monkeypatch.setattr(Worker, "wait", note)
+        training.go(1)  # closes another group's
+        assert waited_for == []
+        runs.assert_same_bits(training.values(), expected[7])
+        update, later = training.on_their_way
+        training.go(1)
+        assert waited_for == [update]
+        assert training.on_their_way == [later]
+        runs.assert_same_bits(training.values(), expected[8])
+        training.go(3)
+        runs.assert_same_bits(training.values(), expected[11])
+
+
+class Computing:
+    """An array that the device never finishes."""
+
+    def is_ready(self):
+        return False
+
+
+def test_a_caller_that_waits_for_an_update_does_not_wait_for_the_device():
+    with Training(FEW, CALM) as training:
+        update = Future()
+        threading.Thread(target=update.set_result, args=("made",)).start()
+        assert training.engine._worker.wait(update, [Computing()]) == "made"
+
+
+@pytest.mark.parametrize("sending", IN_FLIGHT)
+def test_no_more_mail_is_unread_than_there_is_memory_for(sending):
+    with Training(FEW, CALM, send_gradients=sending) as training:
+        unread = []
+        for _ in range(4):
+            training.go(1)
+            unread.append(len(training.unread))
+        training.flush()
+    assert max(unread) == IN_FLIGHT[sending]
+
+
+def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
+    settings = dataclasses.replace(BUSY, update_interval=8, select_interval=8)
+    outcomes = []
+    for kept in (0, 3, 100):
+        monkeypatch.setattr(host_state, "MAILS_KEPT", kept)
+        with Training(FEW, settings) as training:
+            params = []
+            for _, values in training.follow(PLAN._replace(steps=20)):
+                training.settle()
+                assert training.host.mails_kept <= kept
+                params.append(values)
+            outcomes.append((params, training.moments()))
+    for outcome in outcomes[1:]:
+        runs.assert_same_bits(outcome, outcomes[0])
+
+
+@pytest.mark.parametrize(
+    ("rolling", "expected"),
+    # The first offloaded leaf has 80 bytes, the next one 240. The update of the ninth step is of
+    # both leaves, in turn of the second one alone.
+    [(False, [320, 80, 0]), (True, [240, 0, 0])],
+    ids=["together", "in turn"],
+)
+def test_how_much_is_prefetched_does_not_change_a_bit(rolling, expected):
+    outcomes, prefetched = [], []
+    for prefetch_bytes in (None, 100, 0):
+        options = {"prefetch_bytes": prefetch_bytes}
+        with Training(FEW, dataclasses.replace(BUSY, rolling=rolling), **options) as training:
+            params = []
+            for t, values in training.follow(PLAN):
+                if t == 9:
+                    training.settle()
+                    (update,) = training.on_their_way
+                    prefetched.append(sum(x.nbytes for pieces in update.result() for x in pieces))
+                params.append(values)
+            outcomes.append((params, training.moments()))
+    for outcome in outcomes[1:]:
+        runs.assert_same_bits(outcome, outcomes[0])
+    assert prefetched == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "hook", "calls", "words"),
+    [
+        (TOGETHER, 7, "update", 2, r"leaf \['rows'\], window 2"),
+        (BUSY, 1, "update", 1, "the hand-over after window 1"),
+        (CALM, 1, "mail", 1, "the mail of step 2, window 1"),
+    ],
+    ids=["update", "hand-over", "mail"],
+)
+def test_a_failure_of_the_worker_is_raised_with_its_place_and_stays(
+    hooks, settings, before, hook, calls, words
+):
+    made = []
+
+    def explode():
+        made.append(None)
+        if len(made) == calls:
+            raise FloatingPointError("moment is nan")
+
+    def go_until_failed():
+        training.go(1)
+        training.await_end()
+        training.go(1)
+
+    with Training(FEW, settings) as training:
+        training.go(before)
+        training.settle()
+        setattr(hooks, hook, explode)
+        with pytest.raises(RuntimeError, match=f"{words}: moment is nan") as caught:
+            go_until_failed()
+        assert isinstance(caught.value.__cause__, FloatingPointError)
+        for call in (training.exchange, training.flush, training.exchange):
+            with pytest.raises(RuntimeError, match="the host worker failed at .*: moment is nan"):
+                call()
+        training.engine.close()
+
+
+def test_mail_that_cannot_be_read_is_raised():
+    with Training(FEW, CALM) as training:
+        training.go(1)
+        training.step()
+        training.state.mail[1].delete()
+        training.exchange()
+        training.await_end()
+        training.step()
+        with pytest.raises(RuntimeError, match="the mail of step 2, window 1: .*deleted"):
+            training.exchange()
+
+
+def assert_threads_left(count):
+    """Soon: some are told to end and not waited for, as a garbage collector must not wait."""
+    end = time.monotonic() + TIMEOUT_S
+    while threading.active_count() > count and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= count  # less, if another test's last one ended
+
+
+def test_close_during_work_ends_after_the_piece_it_is_at(gate):
+    before = threading.active_count()
+    with Training(FEW, CALM) as training:
+        training.go(7)
+        training.settle()
+        gate.shut()
+        gate.await_next(lambda: training.go(1))
+        closing = threading.Thread(target=training.engine.close)
+        closing.start()
+        gate.let_through()
+        closing.join(TIMEOUT_S / 2)  # a worker that goes on stands at the gate for longer
+        assert not closing.is_alive()
+        assert gate.log.count("piece") == 1
+        assert_threads_left(before)
+
+
+def test_close_frees_the_host_memory_and_the_mail_that_is_kept(monkeypatch):
+    views = runs.views_of_mail(monkeypatch)
+    with Training(FEW, CALM) as training:
+        training.go(6)
+        training.settle()
+        views += [weakref.ref(x) for leaf in training.host.leaves for x in leaf.arrays]
+        training.engine.close()
+        gc.collect()
+        assert views
+        assert [x for x in views if x() is not None] == []
+
+
+def test_an_engine_that_is_forgotten_ends_its_threads():
+    before = threading.active_count()
+    training = Training(FEW, BUSY, threads=2)
+    training.go(5)
+    assert threading.active_count() > before
+    del training
+    gc.collect()
+    assert_threads_left(before)
+
+
+def test_an_engine_that_is_collected_on_a_thread_of_its_own_does_not_hang(hooks):
+    # The collector runs wherever something is allocated, on a kernel's thread too.
+    forgotten = threading.Event()
+
+    def collect():
+        assert forgotten.wait(TIMEOUT_S)
+        gc.collect()
+
+    hooks.mail = collect
+
+    def run():
+        training = Training(FEW, BUSY, threads=2)
+        training.go(1)
+        training.engine.itself = training.engine  # a cycle, as in a trainer
+        return training.engine._worker._thread, weakref.ref(training.engine)
+
+    gc.disable()
+    try:
+        thread, engine = run()
+    finally:
+        gc.enable()
+    forgotten.set()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert engine() is None
+
+
+def leave_open():
+    """What a user's script may end with: engines that nobody closed."""
+    leaf = runs.Leaf("w", (2048, 1024), -2, "float32")
+    settings = Settings(topk_ratio=0.1, update_interval=1, select_interval=100)
+    idle, at_work = (Training((leaf,), settings, threads=2) for _ in range(2))
+    globals()["kept"] = idle, at_work
+    at_work.go(3)
+    (update,) = at_work.on_their_way
+    assert not update.done()
+
+
+@pytest.mark.slow
+def test_the_interpreter_ends_with_engines_left_open_idle_and_at_work():
+    processes.assert_ends_well(processes.start_process("exchange.test_worker", "leave_open"))
