@@ -21,7 +21,8 @@ import pytest
 
 from benchmarks import kill_test
 from tests.processes import environment
-from tests.train.test_train_mesh import config_file
+from tests.train.scripts import write_config
+from tests.train.test_train_mesh import TINY
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 SBIN = os.pathsep.join((os.environ["PATH"], "/usr/sbin"))
@@ -140,8 +141,9 @@ class Job:
         constant = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2}}
         path = self._folder / "constant.json"
         path.write_text(json.dumps({"scheduler": constant}))
-        words = {"mesh": "data=2", "progress": False, "update_interval": 4}
-        return config_file(self._folder, steps=steps, log_every=10, deepspeed=str(path), **words)
+        words = {"mesh": "data=2", "progress": False, "update_interval": 4, "log_every": 10}
+        words |= {"steps": steps, "deepspeed": str(path)}
+        return write_config(self._folder, **TINY | words)
 
     def output(self) -> str:
         path = self._folder / f"{self.id}.txt"

@@ -10,34 +10,22 @@ import pyarrow.parquet
 import pytest
 
 from tests.tiny_model import write_model
-from tests.tiny_tokenizer import write_wordpiece
+from tests.train.scripts import write
 from train.data import DataError
 from train.pretrained import read_folder
 from train.settings import Settings
 from train.tasks import classification
 from train.tasks.chosen import class_names, make_task
 from train.tasks.classification import Columns
-from train.tokenizer import read_tokenizer
 
 COLUMNS = Columns("text", "label")
 TEXTS = ["a fine film", 'so "bad", it is', "how good\nis it", "not good"]
 LABELS = ["kind", "unkind", "kind", "unkind"]
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    return read_tokenizer(folder, vocabulary=write_wordpiece(folder))
-
-
 def make(data, tokenizer, columns=COLUMNS, *, length=20, share=0.5, seed=0, **options):
     options |= {"sequence_length": length, "validation_share": share, "seed": seed}
     return classification.make(data, tokenizer, columns, **options)
-
-
-def write(path, content):
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
 
 
 def as_csv(rows, **options):
@@ -46,15 +34,21 @@ def as_csv(rows, **options):
     return out.getvalue()
 
 
-def examples(tokenizer, source):
+def examples(*sources):
     """Tokens without padding, and the label, of all examples."""
     pairs = []
-    for i in range(len(source)):
-        example = source[i]
-        ids = example["tokens"][example["mask"] == 1].tolist()
-        assert len(ids) == source.lengths[i]
-        pairs.append((ids, int(example["label"])))
+    for source in sources:
+        for i in range(len(source)):
+            example = source[i]
+            ids = example["tokens"][example["mask"] == 1].tolist()
+            assert len(ids) == source.lengths[i]
+            pairs.append((ids, int(example["label"])))
     return pairs
+
+
+def classes_of(task):
+    """The classes of all examples, trained on or not, in order."""
+    return sorted(label for _, label in examples(task.train, task.validation["validation"]))
 
 
 def expected(tokenizer, texts, labels, classes):
@@ -74,17 +68,15 @@ ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(
     [
         ("a.csv", as_csv(ROWS)),
         ("a.csv", "\ufeff" + as_csv(ROWS, delimiter=";")),
-        ("a.csv", as_csv(ROWS, delimiter="\t")),
         ("a.csv", as_csv(ROWS, quoting=csv.QUOTE_ALL, delimiter="|") + "\n\n"),
         ("a.CSV", as_csv([(" id", "text ", " label "), *ROWS[1:]])),
         ("a.jsonl", json_lines(ROWS)),
     ],
-    ids=["crlf", "semicolons", "tabs", "bars", "spaces in the header", "jsonl"],
+    ids=["crlf", "semicolons", "bars", "spaces in the header", "jsonl"],
 )
 def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, content):
     task = make(write(tmp_path / name, content), bert)
-    sides = [task.train, task.validation["validation"]]
-    got = [example for side in sides for example in examples(bert, side)]
+    got = examples(task.train, task.validation["validation"])
     assert sorted(got) == sorted(expected(bert, TEXTS, LABELS, ["kind", "unkind"]))
     assert len(task.train) == 2
     assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
@@ -99,7 +91,7 @@ def test_a_line_of_tsv_is_a_row_whatever_marks_are_in_it(tmp_path, bert):
     write(tmp_path / "train.tsv", content)
     write(tmp_path / "dev.tsv", content)
     task = make(tmp_path, bert)
-    assert examples(bert, task.train) == expected(bert, texts, LABELS, ["kind", "unkind"])
+    assert examples(task.train) == expected(bert, texts, LABELS, ["kind", "unkind"])
 
 
 def test_pairs_have_two_columns_and_are_cut_where_they_are_longer(tmp_path, bert):
@@ -116,17 +108,15 @@ def test_pairs_have_two_columns_and_are_cut_where_they_are_longer(tmp_path, bert
 
 
 def test_how_long_texts_were_is_known_when_they_are_cut(tmp_path, bert):
-    rows = [
-        ("text", "label"),
-        *((f"film {'so ' * i}", "kind" if i % 2 else "bad") for i in range(9)),
-    ]
+    films = ((f"film {'so ' * i}", "kind" if i % 2 else "bad") for i in range(9))
+    rows = [("text", "label"), *films]
     task = make(write(tmp_path / "a.csv", as_csv(rows)), bert, length=7)
     # With [CLS] and [SEP] from 3 to 11 tokens.
     assert task.overview[0] == (
         "9 examples: median 7 tokens, 95th percentile 11, longest 11; 4 were cut to 7, 0 dropped"
     )
     assert max(task.train.lengths) == 7
-    ids, label = examples(bert, task.train)[0]
+    ids, label = examples(task.train)[0]
     text = bert.tokens.decode(ids, skip_special_tokens=False)
     assert task.overview[1] == (
         f"an example, what is learned in ⟦⟧: {f'{text} ⟦{task.labels[label]}⟧'!r}"
@@ -150,9 +140,7 @@ def test_numbers_are_classes_in_their_order_and_a_table_names_its_own(tmp_path, 
     pyarrow.parquet.write_table(table.replace_schema_metadata(about), path)
     task = make(path, bert)
     assert task.labels == ("unkind", "so", "kind")
-    sides = [task.train, task.validation["validation"]]
-    got = sorted(label for side in sides for _, label in examples(bert, side))
-    assert got == [0, 0, 2, 2]
+    assert classes_of(task) == [0, 0, 2, 2]
     unlabelled = pyarrow.table({"text": TEXTS, "label": [2, 0, 2, -1]})
     pyarrow.parquet.write_table(unlabelled.replace_schema_metadata(about), path)
     with pytest.raises(DataError, match=r"row 4: expected a label in column 'label', found none"):
@@ -175,9 +163,7 @@ def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_fil
     task = make(write(tmp_path / "a.csv", as_csv(ROWS)), bert, known=known)
     assert task.labels == labels
     names = [name.lower() for name in labels]
-    sides = [task.train, task.validation["validation"]]
-    got = sorted(label for side in sides for _, label in examples(bert, side))
-    assert got == sorted(names.index(label) for label in LABELS)
+    assert classes_of(task) == sorted(names.index(label) for label in LABELS)
 
 
 def test_the_names_of_a_head_are_those_of_the_folder(tmp_path):
@@ -223,17 +209,10 @@ GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
     ("name", "content", "match"),
     [
         ("a.csv", "", r"line 1: expected a header with one column 'text', got an empty file"),
-        ("a.csv", "Text,label\na,b\n", r"got 'Text', 'label'. Name it with --text-column"),
         ("a.csv", "text,lable\na,b\n", r"'label', got .* Name it with --label-column"),
         ("a.csv", "text,text,label\na,b,c\n", r"got 'text', 'text'.* Rename all but one"),
-        ("a.csv", "text,label\n", r"a.csv: expected examples, found none"),
         ("a.csv", GOOD + "good, but long,kind\n", r"line 4: expected 2 columns.*got 3.*quotation"),
-        (
-            "a.csv",
-            GOOD + '"good,kind\nbad,unkind\n',
-            r"line 4: expected CSV, got a row that ends in",
-        ),
-        ("a.csv", GOOD + '"a\nb",kind\ngood\n', r"line 6: expected 2 columns"),
+        ("a.csv", GOOD + '"good,kind\nbad,so\n', r"line 4: expected CSV, got a row that ends in"),
         ("a.csv", GOOD + "good,\n", r"line 4: expected a label in column 'label', found none"),
         ("a.csv", "text,label\na,b\nc,b\n", r"at least two labels in column 'label', got \['b'\]"),
         (
@@ -242,12 +221,7 @@ GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
             r"got 30 different ones in 30 rows: 'b0', 'b1', 'b10', ... Name the column",
         ),
         ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: expected 2 columns, .* got 3.*as CSV"),
-        (
-            "a.jsonl",
-            '{"text": "a", "label": 0.5}\n',
-            r"line 1: expected the label of a class .*0.5",
-        ),
-        ("a.jsonl", '{"text": "a"}\n', r"expected a field 'label', .* Name it with --label-col"),
+        ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: expected the label of a .*0.5"),
         ("a.jsonl", '{"review": "a"}\n', r"expected a field 'text', .* Name it with --text-column"),
     ],
 )

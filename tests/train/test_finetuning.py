@@ -1,9 +1,6 @@
 """Every kind of task by the real command, on a tiny model: half an epoch, cut short and resumed."""
 
-import csv
-import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import zenflow_jax
-from tests.cut_short import cut_short
 from tests.deepspeed.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
+from tests.train import scripts
+from tests.train.scripts import cut_short
 from train import finetune, models
 from train.command_line import load_settings
 from train.optimizers import in_force, make_optimizer, with_deepspeed
@@ -37,12 +35,8 @@ SHORT = {
 EXAMPLES = 160  # 40 steps
 
 
-def write_config(folder: Path, **settings) -> Path:
-    values = SHORT | {"output_dir": str(folder)} | settings
-    path = folder / "job.toml"
-    lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
+def write_config(folder: Path, **settings) -> str:
+    return scripts.write_config(folder, **SHORT | {"output_dir": str(folder)} | settings)
 
 
 def language(folder: Path) -> dict:
@@ -51,16 +45,6 @@ def language(folder: Path) -> dict:
     data.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     settings = {"sequence_length": 40, "micro_batches": 2, "scan_layers": True}
     return {"task": "language", "data": str(data)} | settings
-
-
-def alpaca(folder: Path) -> dict:
-    items = [
-        {"instruction": f"Say {word}.", "input": "", "output": f"{word} {word}"}
-        for word in ("cat", "dog", "boy", "girl")
-    ]
-    data = folder / "answers.json"
-    data.write_text(json.dumps(items * (EXAMPLES // 3)), encoding="utf-8")
-    return {"task": "alpaca", "data": str(data), "sequence_length": 200, "validation_share": 0.25}
 
 
 def glue(folder: Path) -> dict:
@@ -72,44 +56,34 @@ def glue(folder: Path) -> dict:
 
 
 def validations(run: Path) -> list[tuple[str, ...]]:
-    with open(run / "validation.csv", newline="", encoding="utf-8") as file:
-        return [tuple(row) for row in csv.reader(file)][1:]
+    return [tuple(row.values()) for row in scripts.rows(run / "validation.csv")]
 
 
-# In this process; `test_checkpoints.py` kills.
+# In this process; `test_going_on.py` kills.
 @pytest.mark.slow
 @pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
 @pytest.mark.parametrize(
     ("task", "model", "least"),
-    [
-        (language, "llama2", 0.05),
-        (alpaca, "llama2", 0.05),
-        (glue, "bert", None),  # so tiny a BERT would need hundreds of steps
-    ],
+    [(language, "llama2", 0.05), (glue, "bert", None)],  # a BERT so small takes hundreds of steps
 )
 def test_half_an_epoch_that_is_cut_short_ends_with_the_same_bits(
     tmp_path, capsys, task, model, least
 ):
-    config = prepare(tmp_path, task, model, epochs=0.5, evaluate_every=5)
+    data, origin = tmp_path / "data", write_model(tmp_path / "given", model)
+    data.mkdir()
+    settings = task(data) | {"model": str(origin), "epochs": 0.5, "evaluate_every": 5, "keep": 9}
+    config = write_config(tmp_path, **settings)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
+    assert finetune.main([config, "--run", whole.name]) == 0
     drawn = "drawn at random" in capsys.readouterr().out
     assert drawn == (model == "bert")  # whose head is the task's
     cut_short(whole, cut, after=10)
-    assert finetune.main([str(config), "--run", cut.name, "--keep", "9"]) == 0
+    assert finetune.main([config, "--run", cut.name]) == 0
     shown = capsys.readouterr().out
     assert "going on from checkpoint 10" in shown
     assert "drawn at random" not in shown
     assert_same_run(whole, cut)
-    assert_learned(whole, tmp_path / "given", least=least)
-
-
-def prepare(folder: Path, task: Callable[[Path], dict], model: str, **settings) -> Path:
-    """Writes a model, data and a config for them."""
-    data = folder / "data"
-    data.mkdir()
-    settings |= {"model": str(write_model(folder / "given", model))}
-    return write_config(folder, **task(data), **settings)
+    assert_learned(whole, origin, least=least)
 
 
 def assert_same_run(whole: Path, other: Path) -> None:
@@ -156,7 +130,7 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys, changed, 
         changed = {"deepspeed": deepspeed_config(tmp_path, **changed["deepspeed"])}
     settings = {"model": str(folder), "steps": 2} | glue(tmp_path) | changed
     settings = {name: value for name, value in settings.items() if value is not None}
-    assert finetune.main([str(write_config(tmp_path, **settings))]) == 2
+    assert finetune.main([write_config(tmp_path, **settings)]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
     assert expected in shown
@@ -187,7 +161,7 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
     folder = write_model(tmp_path / "given", "bert")
     settings = glue(tmp_path) | {"model": str(folder), "epochs": 0.5, "optimizer": "adamw"}
     config = write_config(tmp_path, **settings)
-    assert finetune.main([str(config), "--deepspeed", deepspeed_config(tmp_path)]) == 0
+    assert finetune.main([config, "--deepspeed", deepspeed_config(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "ds_config.json: not followed (docs/deepspeed.md): `steps_per_print`\n" in shown
     assert "ds_config.json sets: " in shown
@@ -207,10 +181,10 @@ def test_a_deepspeed_config_goes_over_the_settings(tmp_path, capsys):
     described = json.loads(checkpoint.read_text(encoding="utf-8"))["settings"]
     assert described["topk_ratio"] == in_config["topk_ratio"]
     assert made.name == "001-zenflow"
-    summary = json.loads((made / "summary.json").read_text(encoding="utf-8"))
-    assert summary["steps"] == EXAMPLES / 2 / DEEPSPEED["train_batch_size"]
+    figures = scripts.summary(made)
+    assert figures["steps"] == EXAMPLES / 2 / DEEPSPEED["train_batch_size"]
     # Leaves take turns in four groups, whose first windows have four, three, two steps and one.
-    assert summary["windows"] == 3 + 3 + 3 + 4
+    assert figures["windows"] == 3 + 3 + 3 + 4
 
 
 @pytest.mark.parametrize(
@@ -230,18 +204,6 @@ def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, ki
     assert (settings.optimizer, settings.batch_size, settings.dtype) == (kind, 8, "float32")
     # "auto" is what the settings say.
     assert settings.micro_batches == 2
-    tx = make_optimizer(settings, steps_per_epoch=10)
-    state = tx.init({"kernel": jax.numpy.ones((4, 4))})
-    if kind != "adamw":
-        leaf = zenflow_jax.find_state(state).leaves[0]
-        assert leaf.spec.k == (1 if kind == "zenflow" else 0)
-    # A plan has the two others beside it, which are what the settings say.
-    for other in {"zenflow", "offload", "adamw"} - {kind}:
-        tx = make_optimizer(dataclasses.replace(settings, optimizer=other, topk_ratio=0.5))
-        state = tx.init({"kernel": jax.numpy.ones((4, 4))})
-        if other != "adamw":
-            leaf = zenflow_jax.find_state(state).leaves[0]
-            assert leaf.spec.k == (2 if other == "zenflow" else 0)
 
 
 def test_what_deepspeed_adapts_is_in_the_settings_in_force(tmp_path):

@@ -1,0 +1,40 @@
+"""Tokenizers that many tests read with, and disks that are soon full."""
+
+import contextlib
+import shutil
+import subprocess
+
+import pytest
+
+from tests.tiny_tokenizer import write_byte_level, write_wordpiece
+from train.tokenizer import read_tokenizer
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    return read_tokenizer(folder, vocabulary=write_wordpiece(folder))
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoder")
+    return read_tokenizer(folder, vocabulary=write_byte_level(folder))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that mounts a disk of a size, such as "2m", and gives its folder."""
+    folder = tmp_path / "disk"
+    with contextlib.ExitStack() as mounted:
+
+        def mount(size):
+            folder.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+            missing = shutil.which("mount") is None
+            if missing or subprocess.run(command, capture_output=True).returncode:
+                pytest.skip("needs the right to mount a file system, which this user does not have")
+            mounted.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
+            return folder
+
+        yield mount

@@ -1,0 +1,100 @@
+"""Runs of the training script, in this process or in one of its own, and files for them."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.kill_test import steps_of
+from tests.processes import environment
+
+ROOT = Path(__file__).parents[2]
+
+# A decoder of one layer on the text of Python's library.
+TINY = {
+    "corpus_megabytes": 0.3,
+    "sequence_length": 16,
+    "batch_size": 2,
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "ffn": 24,
+    "eval_batches": 2,
+}
+
+
+def write_config(folder: Path, **settings) -> str:
+    """Writes settings whose runs are in `folder / "runs"`; gives the file."""
+    path = folder / "job.toml"
+    values = {"output_dir": str(folder / "runs")} | settings
+    lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    path.write_text("".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def start(*command: str | Path, devices: int = 1) -> subprocess.Popen:
+    """Python with these arguments, in a process with so many CPU devices."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment(devices),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen) -> tuple[int, str]:
+    """The exit code of a process and the rest of what it prints."""
+    try:
+        text, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return process.returncode, text
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    """Writes a file of data, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def cut_short(whole: Path, target: Path, *, after: int) -> None:
+    """Copies a run as it was when it had saved the checkpoint of a step.
+
+    Its metrics go further, as those of a run that is killed between two saves do.
+    """
+    shutil.copytree(whole, target)
+    saved = steps_of(target / "checkpoints")
+    assert after in saved
+    assert max(saved) > after
+    for step in saved:
+        if step > after:
+            shutil.rmtree(target / "checkpoints" / str(step))
+    (target / "summary.json").unlink()
+    for model in target.glob("model*"):
+        shutil.rmtree(model) if model.is_dir() else model.unlink()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def largest_file(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)

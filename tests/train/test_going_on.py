@@ -1,0 +1,163 @@
+"""Runs that are killed, stopped or damaged go on and end with the same bits; others are refused."""
+
+import gc
+import os
+import random
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks import kill_test
+from benchmarks.kill_test import differences, steps_of
+from tests.train.scripts import cut_short, flip_a_bit, largest_file, output, start
+from train import finetune
+from train.run_folder import LOCK, run_lock
+from train.settings import SettingsError
+
+STEPS = 63
+
+pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
+
+
+class Interrupted(NamedTuple):
+    """A run that was stopped by a signal, then killed while it saved, and then left to its end."""
+
+    folder: Path  # with `interrupted`, and with `whole`, which had the same settings and no stop
+    code: int  # of the start that got the signal
+    stopped: str  # what that start printed
+    killed: int  # the code of the second start
+    ended: str  # what the third start printed
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    config = kill_test.write_config(folder, steps=STEPS)
+    kill_test.end(start_run(config, "whole"))
+    first = start_run(config, "interrupted", "--timeline", str(folder / "trace.json"))
+    assert any(line.startswith("step") for line in first.stdout)
+    first.send_signal(signal.SIGTERM)
+    code, stopped = output(first)
+    second = start_run(config, "interrupted")
+    checkpoints = folder / "interrupted" / "checkpoints"
+    kill_test.kill_at("writing", second, checkpoints, random.Random(0), 0.0)
+    killed, _ = output(second)
+    _, ended = output(start_run(folder / "interrupted" / "settings.toml", "interrupted"))
+    return Interrupted(folder, code, stopped, killed, ended)
+
+
+def start_run(config: Path, run: str, *options: str) -> subprocess.Popen:
+    return start("-m", "train.finetune", config, "--run", run, *options)
+
+
+def changed_at(folder: Path) -> dict[Path, float]:
+    """When what is in a run's folder was last written; the lock is, by every start."""
+    return {p: p.stat().st_mtime for p in folder.rglob("*") if p.name != LOCK}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_and_killed_ends_with_the_same_bits(runs):
+    assert (runs.code, runs.killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
+    assert re.search(r"going on from checkpoint \d+ in ", runs.ended)
+    assert differences(runs.folder / "whole", runs.folder / "interrupted") == []
+
+
+@pytest.mark.slow
+def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
+    said, command = runs.stopped.splitlines()[-2:]
+    step = int(re.fullmatch(r"stopped by SIGTERM after step (\d+), which is saved.*", said)[1])
+    run = runs.folder / "interrupted"
+    assert command == f"python -m train.finetune {run}/settings.toml --run {run.name}"
+    assert f'"step": {step}' in (runs.folder / "trace.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [{"optimizer": "adamw"}, {"send_gradients": "per_window"}])
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    tmp_path, capsys, words
+):
+    config = kill_test.write_config(tmp_path, steps=18, **words)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    for name in ("lock", "settings.toml"):  # as of a start that was killed before it saved
+        (whole / name).touch()
+    assert finetune.main([str(config), "--run", whole.name, "--keep", "9"]) == 0
+    assert "no checkpoint to go on from" in capsys.readouterr().out
+    cut_short(whole, cut, after=15)
+    flip_a_bit(largest_file(cut / "checkpoints" / "15"))
+    assert finetune.main([str(config), "--run", cut.name]) == 0
+    text = capsys.readouterr().out
+    assert "checkpoint 15 is damaged: " in text
+    assert "going on from checkpoint 10" in text  # in the middle of a window, the third
+    assert "checkpoints/15 to damaged-15" in text
+    assert differences(whole, cut) == []
+
+
+@pytest.mark.slow
+def test_the_model_is_the_masters_by_key_path(runs):
+    kernel = load_file(runs.folder / "whole" / "model.safetensors")["blocks.0.gate.kernel"]
+    assert (kernel.shape, kernel.dtype) == ((16, 24), np.float32)
+    # Low-precision parameters are the masters rounded, and the run has ended.
+    assert np.any(kernel != np.asarray(kernel, jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "code", "expected"),
+    [
+        ([], 0, f"has done all its {STEPS} steps"),
+        (["--fresh"], 2, "error: `--fresh`: expected .*whole to be new or empty, got a folder"),
+        (["--topk-ratio", "0.5"], 2, "error: `topk_ratio`: expected 0.25, .*got 0.5. Pass"),
+        (["--steps", "20"], 2, f"error: `steps`: expected at least {STEPS}, .*got 20"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) and x else "",
+)
+def test_a_run_that_has_ended_or_has_other_settings_is_left_as_it_is(
+    runs, capsys, options, code, expected
+):
+    before = changed_at(runs.folder / "whole")
+    assert finetune.main([str(runs.folder / "job.toml"), "--run", "whole", *options]) == code
+    assert re.search(expected, "".join(capsys.readouterr()))
+    assert changed_at(runs.folder / "whole") == before
+
+
+@pytest.mark.slow
+def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
+    folder = runs.folder
+    command = [str(folder / "job.toml"), "--run", "whole", "--export"]
+    oldest, *_, last = sorted(steps_of(folder / "whole" / "checkpoints"))
+    model = folder / "whole" / "model.safetensors"
+    for step, also in ((last, f"; {model} has them"), (oldest, "")):
+        assert finetune.main([*command, str(step), str(tmp_path / str(step))]) == 0
+        said = capsys.readouterr().out
+        assert said.endswith(f"without the updates that were on their way{also}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("room", "options"), [("40k", ["--log-every", "1"]), ("2m", [])])
+def test_a_run_whose_disk_is_full_ends_with_one_message(tmp_path, small_disk, capfd, room, options):
+    # What is written to it is the metrics, for which TensorBoard's own thread would be waited
+    # for without end; or checkpoints, of which orbax leaves a trace for each array.
+    config, disk = kill_test.write_config(tmp_path, steps=STEPS), small_disk(room)
+    where = ["--output-dir", str(disk), "--keep", "99", *options]
+    assert finetune.main([str(config), "--run", "full", *where]) == 2
+    gc.collect()
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    assert re.match(rf"error: expected to write .*{disk}.*Make room", error.splitlines()[-1])
+
+
+def test_a_second_start_of_a_run_is_refused_until_the_first_has_ended(tmp_path):
+    with run_lock(tmp_path, print):
+        with pytest.raises(SettingsError, match=f"process {os.getpid()} on .* another --run"):
+            with run_lock(tmp_path, print):
+                pass
+    with run_lock(tmp_path, print):
+        pass

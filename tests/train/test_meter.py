@@ -1,0 +1,150 @@
+"""The figures of a run: its meter, and its count of steps that were skipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train.meter import Meter
+from train.optimizers import decayed, learning_rate, make_optimizer, skipped_steps
+from train.settings import Settings
+from train.skipping import NotFiniteError, SkippedSteps
+from zenflow_jax import EngineStats
+
+
+def meter_of(log_every, stats=None, **more):
+    return Meter(log_every=log_every, steps=20, stats=stats, **more)
+
+
+def metered(meter, loss, skipped=0):
+    """A step of ten tokens."""
+    return meter.step(jnp.float32(loss), skipped=jnp.int32(skipped), tokens=10)
+
+
+def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
+    meter = meter_of(2)
+    meter.start()
+    rows = [metered(meter, i) for i in range(1, 8)]
+    assert [row and (row.step, row.loss) for row in rows] == [
+        None, None, None, (2, 1.5), None, (4, 3.5), None,
+    ]  # fmt: skip
+    assert [(row.step, row.loss) for row in meter.drain()] == [(6, 5.5), (7, 7.0)]
+    assert meter.drain() == []
+
+
+def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
+    seconds = iter([0, 1, 5, 6, 7])
+    monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
+    waited = iter([0.0, 0.25, 0.25, 0.25, 0.25])
+    meter = meter_of(2, stats=lambda: EngineStats(wait_s=next(waited)))
+    meter.start()  # at second 0
+    assert [metered(meter, i) for i in range(3)] == [None] * 3
+    with meter.paused():  # from second 1 to 5, which do not count
+        pass
+    # At second 6 the first four losses exist: four steps of ten tokens.
+    assert metered(meter, 3)[:5] == (2, 0.5, 20.0, 0.125, 0)
+    assert meter.since_start() == (3, 40 / 3, 0.25 / 3)
+
+
+def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
+    figures = [(1, 0), (jnp.nan, 1), (3, 1), (jnp.inf, 2), (9, 3), (jnp.nan, 4), (7, 4)]
+    meter = meter_of(2)
+    meter.start()
+    rows = [metered(meter, *figures[0])]
+    # A run that is stopped and goes on, in mid-interval, gives the same rows.
+    for i, taken in enumerate(figures[1:], start=1):
+        meter = meter_of(2, steps_done=i, state=meter.state())
+        meter.start()
+        rows.append(metered(meter, *taken))
+    rows = [row for row in [*rows, *meter.drain()] if row]
+    assert [(row.step, row.skipped) for row in rows] == [(2, 1), (4, 1), (6, 2), (7, 0)]
+    np.testing.assert_equal([row.loss for row in rows], [1, 3, np.nan, 7])
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 5), (10, 3)])
+def test_a_run_goes_on_with_rows_of_other_intervals(before, after):
+    rows, meter, done = [], None, 0
+    for end, every in ((9, before), (20, after)):
+        meter = meter_of(every, EngineStats, steps_done=done, state=meter and meter.state())
+        meter.start()
+        rows += [metered(meter, step) for step in range(done + 1, end + 1)]
+        rows += meter.catch_up() if end < 20 else meter.drain()
+        done = end
+    rows = [row for row in rows if row]
+    steps = list(range(before, 10, before))
+    steps += [n for n in range(max([0, *steps]) + 1, 21) if n % after == 0 or n == 20]
+    assert [(row.step, row.reselections) for row in rows] == [(step, 0) for step in steps]
+    means = [np.mean(range(a + 1, b + 1)) for a, b in zip([0, *steps], steps, strict=False)]
+    np.testing.assert_allclose([row.loss for row in rows], means)
+
+
+def test_the_schedule_of_a_row_is_of_its_interval_and_carries_a_length_on():
+    now = EngineStats()
+    meter = meter_of(2, stats=lambda: now)
+    meter.start()
+    rows = []
+    for step, lengths, more in (
+        (2, {}, {}),
+        (4, {1: 1, 3: 1}, {"reselections": 1}),
+        (6, {1: 1, 3: 1}, {"reselections": 1}),
+        (8, {1: 1, 3: 2}, {"reselections": 2, "kept_share": 0.5}),
+    ):
+        now = EngineStats(steps=step, windows=sum(lengths.values()), window_lengths=lengths, **more)
+        rows += [metered(meter, 1.0), metered(meter, 1.0)]
+    rows = [row[5:] for row in [*rows, *meter.drain()] if row]
+    assert rows == [
+        (None, None, 0),  # no window has closed yet
+        (2.0, None, 1),
+        (2.0, None, 1),  # none has closed in these steps: as before
+        (3.0, 0.5, 2),
+    ]
+
+
+# --- steps that are skipped -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_steps_that_are_skipped_change_nothing_in_adamw_and_are_counted():
+    tx = make_optimizer(Settings(optimizer="adamw", max_grad_norm=1.0, steps=9))
+    params = {"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3)}
+    update = jax.jit(tx.update)
+    good = jax.tree.map(jnp.sin, params)
+    _, state = update(good, tx.init(params), params)
+    for bad in (jnp.nan, jnp.inf, jnp.float32(3e38)):  # finite, but its square is not
+        updates, after = update(good | {"scale": params["scale"] * bad}, state, params)
+        assert all(not np.any(x) for x in jax.tree.leaves(updates))
+        assert int(skipped_steps(after)) == int(skipped_steps(state)) + 1
+        jax.tree.map(np.testing.assert_array_equal, after.inner, state.inner)
+        state = after
+    clipped = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(learning_rate(1e-3, 0, 9), weight_decay=0.01, mask=decayed),
+    )
+    theirs = clipped.init(params)
+    for _ in range(2):
+        expected, theirs = jax.jit(clipped.update)(good, theirs, params)
+    ours, _ = update(good, state, params)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+def counted(watch, totals):
+    for total in totals:
+        watch.step(jnp.int32(total))
+    watch.finish()
+
+
+def test_a_run_stops_after_so_many_skipped_steps_in_a_row():
+    words = {"most": 3, "first": 1, "skipped": 0, "remedy": "Look there."}
+    with pytest.raises(NotFiniteError, match="none in steps 4 to 6, .*all skipped.*Look there"):
+        counted(SkippedSteps(**words), [0, 1, 1, 2, 3, 4, 5, 6])
+    watch = SkippedSteps(**words)
+    counted(watch, [1, 2, 2, 3, 4, 4])
+    assert watch.total == 4
+
+
+def test_a_run_of_skipped_steps_alone_is_an_error_however_short():
+    words = {"most": 10, "skipped": 5, "remedy": "Look there."}
+    with pytest.raises(NotFiniteError, match="none in steps 8 to 9"):
+        counted(SkippedSteps(first=8, **words), [6, 7])
+    counted(SkippedSteps(first=8, **words), [])  # of no step, nothing is known

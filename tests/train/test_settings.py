@@ -1,0 +1,183 @@
+"""Settings of a run: what a file and the command line say, and what is refused."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from tests.train.scripts import TINY, write_config
+from train import finetune
+from train.command_line import load_settings, read_command_line, to_toml
+from train.optimizers import make_optimizer
+from train.settings import Settings, SettingsError
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, find_state
+
+
+def config_file(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
+        ("max_steps = 5", "`max_steps`.*Did you mean `?steps"),
+        ("zzz = 1", r"got `zzz`\..*learning_rate"),
+        ('steps = "30"', r"`steps`: expected a whole number, got '30' \(a string\)"),
+        ("steps = 30.0", r"`steps`: expected a whole number, got 30\.0"),
+        ("steps = true", "`steps`: expected a whole number, got True"),
+        ("steps = -1", "`steps`: expected a finite number of at least 0"),
+        ("progress = 1", "`progress`: expected true or false, got 1"),
+        ("[steps]\nmany = 3", "`steps`: expected a whole number, got .*a table"),
+        ('optimizer = "adam"', '`optimizer`: expected "zenflow" or "adamw".*got .adam.'),
+        ("learning_rate = nan", "`learning_rate`: expected a finite number above 0, got nan"),
+        ("batch_size = 0", "`batch_size`: expected a finite number above 0, got 0"),
+        ("validation_share = 10", "`validation_share`: expected a share.*got 10"),
+        ("width = 250", "`width`: expected a multiple of 8.*such as 256, got 250"),
+        ("b1 = 1.0", "`b1`: expected a decay"),
+        ("seed = 4294967296", "`seed`: expected a number below"),
+        ("steps = 3\nwidth 4", "expected TOML .*line 2"),
+        ('run = ".."', "`run`: expected the name of a folder"),
+        ('run = "a/b"', "`run`: expected the name of a folder"),
+        ('update_interval = "often"', 'expected a whole number or "auto", got .often'),
+        ("select_interval = 64.0", 'a whole number or "auto" or "epoch", got 64.0'),
+        ("auto_window_share = 99", "AutoWindow.share.*got 99"),
+        ("auto_select_keep = -0.1", "AutoSelect.keep.*got -0.1"),
+        ("full_warm_up_share = 1", "`full_warm_up_share`: expected a share of the steps .*got 1"),
+        (
+            "full_warm_up_share = 0.05\nfull_warm_up_rounds = 20",
+            "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: 0.05 and 20",
+        ),
+        ("warmup_share = 0.1\nwarmup_steps = 3", "`warmup_share`: expected it or `warmup_steps`"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, text, expected):
+    path = config_file(tmp_path, text)
+    with pytest.raises(SettingsError, match=f"(?s)^{re.escape(str(path))}.*{expected}"):
+        load_settings(path)
+
+
+def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
+    config_file(tmp_path, "")
+    with pytest.raises(SettingsError, match="config file .*No such file.*Did you mean job"):
+        load_settings(tmp_path / "jobb.toml")
+    with pytest.raises(SettingsError, match="config file .*directory"):
+        load_settings(tmp_path)
+
+
+@pytest.mark.parametrize("argv", [[], ["--steps", "3"]], ids=["nothing", "an option first"])
+def test_a_command_without_a_config_file_says_how_to_call_it(argv, capsys):
+    assert finetune.main(argv) == 2
+    assert "expected the path of a config file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--steps", "-5"], "`steps`: expected a finite number of at least 0, got -5."),
+        (["--run", "../../evil"], "`run`: expected the name of a folder in output_dir"),
+        (["--steps", "ten"], "--steps: no type matching"),
+        (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'"),
+        (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
+        (["--select-interval", "often"], "{auto,epoch}"),
+        (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
+        (["--qqq"], "unknown option --qqq. All are in"),
+        (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
+        (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),
+        (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: expected an optimizer"),
+        (["--corpus-megabytes", "1e-6"], "expected text of at least two files"),
+        (["--sequence-length", "10000000"], "expected text for at least one window"),
+        (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
+        (["--update-interval", "2", "--select-interval", "3"], "select_interval"),
+        (["--optimizer", "adamw", "--output-dir", "job.toml"], "--output-dir"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+@pytest.mark.usefixtures("promotion_as_users_have_it")
+def test_a_mistake_ends_the_command_with_one_line_code_2_and_no_folder(
+    tmp_path, monkeypatch, capsys, arguments, expected
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(finetune.main([write_config(tmp_path, **TINY), *arguments]))
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert expected in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
+
+
+def test_a_whole_number_becomes_a_float_and_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_text("weight_decay = 1\nmax_grad_norm = 2", encoding="utf-8-sig")
+    settings = load_settings(path)
+    assert isinstance(settings.weight_decay, float)
+    assert isinstance(settings.max_grad_norm, float)
+
+
+def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    text = 'steps = 30\nlearning_rate = 0.5\nmax_grad_norm = 1.0\nselect_interval = "auto"'
+    path = config_file(tmp_path, text)
+    arguments = [str(path), "--learning-rate", "1e-2", "--max-grad-norm", "None", "--no-rolling"]
+    arguments += ["--update-interval", "auto", "--mesh", "tensor=8"]
+    command = read_command_line(arguments, program="train")
+    assert command.settings == Settings(
+        steps=30,
+        learning_rate=1e-2,
+        max_grad_norm=None,
+        rolling=False,
+        select_interval="auto",
+        update_interval="auto",
+        mesh="tensor=8",
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"output_dir": 'a "b" \\ c', "select_interval": 8, "learning_rate": 1e-9},
+        {"update_interval": "auto", "auto_window_share": 0.5, "auto_window_max_interval": 3},
+        {"select_interval": "epoch", "full_warm_up_share": 0.05},
+        {"window_scaling": "none", "staleness": 2, "rolling": False},
+        {"window_scaling": 0.5, "provisional_share": 0.25},
+    ],
+    ids=lambda changed: ", ".join(changed),
+)
+def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path, changed):
+    settings = Settings(**changed)
+    assert load_settings(config_file(tmp_path, to_toml(settings))) == settings
+
+
+AUTO = {"update_interval": "auto", "select_interval": "auto"}
+WINDOWS = {"auto_window_max_interval": 5, "auto_window_share": 0.5}
+SELECTIONS = {"auto_select_keep": 0.5, "auto_select_max_windows": 7}
+
+
+@pytest.mark.parametrize(
+    ("words", "window", "select"),
+    [
+        ({"update_interval": 3, "select_interval": 12}, 3, 12),
+        (AUTO, AutoWindow(), AutoSelect()),
+        (AUTO | WINDOWS | SELECTIONS, AutoWindow(5, 0.5), AutoSelect(0.5, 7)),
+        ({"update_interval": 3, "select_interval": "epoch"}, 3, EpochSelect(6)),
+    ],
+    ids=str,
+)
+def test_words_for_intervals_become_the_rules_of_the_library(words, window, select):
+    tx = make_optimizer(Settings(steps=9, **words), steps_per_epoch=6)
+    schedule = find_state(tx.init({"kernel": jnp.ones((4, 4))})).schedule
+    assert (schedule.window, schedule.select) == (window, select)
+
+
+@pytest.mark.parametrize(
+    ("share", "steps", "rounds"),
+    [(0.0, 400, 0), (0.05, 400, 20), (0.05, 401, 21), (0.07, 100, 7), (1e-3, 10, 1)],
+)
+def test_a_share_of_a_warm_up_is_one_of_the_steps_rounded_up(share, steps, rounds):
+    assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
+    assert Settings(warmup_share=share, steps=steps).learning_rate_warm_up == rounds
