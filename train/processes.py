@@ -109,6 +109,7 @@ def _claim(launch: Launch) -> None:
     try:
         claim.bind(f"\0zenflow_jax {launch.coordinator} {launch.process}")
     except OSError as error:
+        claim.close()
         raise SettingsError(
             f"`--process`: expected a number of its own for each process, got {launch.process} for "
             f"two of those that meet at {launch.coordinator}."

@@ -13,6 +13,7 @@ import pytest
 
 from tests.tiny_model import write_model
 from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
+from tests.train.scripts import write_config
 from train import finetune, generate
 from train.chat_template import ConversationError, read_template
 from train.data import DataError
@@ -39,8 +40,22 @@ def tokenizer(folder):
     return read_tokenizer(folder, vocabulary=1000)
 
 
-def template(folder, tokenizer, name="turns"):
-    return read_template(folder, tokenizer.tokens, FIXTURES / f"{name}.jinja")
+@pytest.fixture(scope="module")
+def template(folder, tokenizer):
+    """A function that reads a template of the fixtures by its name."""
+    return lambda name: read_template(folder, tokenizer.tokens, FIXTURES / f"{name}.jinja")
+
+
+@pytest.fixture
+def written(tmp_path, folder, tokenizer):
+    """A function from a text to the template that it is."""
+
+    def read(text):
+        path = tmp_path / "written.jinja"
+        path.write_text(text)
+        return read_template(folder, tokenizer.tokens, path)
+
+    return read
 
 
 def write(path, *messages, **rest):
@@ -77,8 +92,8 @@ def learned(tokenizer, example):
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_texts_and_tokens_are_those_of_transformers(folder, tokenizer, name, case):
-    given, of = EXPECTED[name][case], template(folder, tokenizer, name)
+def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, case):
+    given, of = EXPECTED[name][case], template(name)
     conversation = of.conversation(given["messages"], given.get("tools"))
     assert conversation.text == given["text"]
     asked = of.render(given["messages"][:-1], ask=True, tools=given.get("tools"))
@@ -109,14 +124,14 @@ def test_texts_and_tokens_are_those_of_transformers(folder, tokenizer, name, cas
     ids=str,
 )
 def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
-    tmp_path, folder, tokenizer, name, case, answers
+    tmp_path, tokenizer, template, name, case, answers
 ):
     given = EXPECTED[name][case]
     path = tmp_path / "train.jsonl"
     line = json.dumps({"messages": given["messages"], "tools": given.get("tools")})
     path.write_text(line + "\n" + line)
     shutil.copyfile(path, tmp_path / "valid.jsonl")
-    task = make(tmp_path, tokenizer, template(folder, tokenizer, name), length=300)
+    task = make(tmp_path, tokenizer, template(name), length=300)
     end = END if name == "alternating" else TURN_END
     example = task.train[1]
     assert learned(tokenizer, example) == [answer + end for answer in answers]
@@ -128,15 +143,13 @@ def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
     assert (task.kind, task.best, task.notes) == ("decoder", "loss", ())
 
 
-def test_answers_may_be_marked_anywhere_in_a_template(tmp_path, folder, tokenizer):
+def test_answers_may_be_marked_anywhere_in_a_template(written):
     # In a macro transformers 5.23 marks the wrong tokens.
-    path = tmp_path / "macro.jinja"
-    path.write_text(
+    of = written(
         "{% macro turn(m) %}{% if m.role == 'assistant' %}A {% generation %}{{ m.content }}!"
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endmacro %}"
         "{% for m in messages %}{{ turn(m) }}{% endfor %}"
     )
-    of = read_template(folder, tokenizer.tokens, path)
     conversation = of.conversation(talk("Who?", "I", "You?", "He"))
     assert conversation.text == "Who?A I!You?A He!"
     assert conversation.answers == [(6, 8), (14, 17)]
@@ -152,56 +165,39 @@ def test_answers_may_be_marked_anywhere_in_a_template(tmp_path, folder, tokenize
         "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}"
         "<|turn_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
         "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}",
+        # Ends of answers that differ, of which there is no telling what they are in the middle.
+        "{% for m in messages %}{{ m.content }}{{ '<|end|>' if loop.last else '<|turn_end|>' }}"
+        "{% endfor %}",
     ],
 )
-def test_a_template_that_hides_answers_is_refused_with_a_remedy(tmp_path, folder, tokenizer, text):
-    path = tmp_path / "t.jinja"
-    path.write_text(text)
-    of = read_template(folder, tokenizer.tokens, path)
+def test_a_template_that_hides_answers_is_refused_with_a_remedy(written, text):
     with pytest.raises(ConversationError, match=r"the answer in message 2.*endgeneration"):
-        of.conversation(talk("Who?", "The cat.", "Where?"))
+        written(text).conversation(talk("A", "A", "A", "A", "A", "A"))
 
 
-def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_answer(
-    tmp_path, folder, tokenizer
-):
+def answers_of(conversation):
+    return [conversation.text[start:stop] for start, stop in conversation.answers]
+
+
+def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_answer(written):
     # As those of models that think always: the question to answer ends with the thought's begin.
-    text = (
-        FIXTURES / "turns.jinja"
-    ).read_text() + "{% if add_generation_prompt %}<think>{% endif %}"
-    path = tmp_path / "asks.jinja"
-    path.write_text(text)
-    of = read_template(folder, tokenizer.tokens, path)
+    turns = (FIXTURES / "turns.jinja").read_text()
+    of = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
     for answers in (["The cat.", "<th>."], ["a", "a"], ["assistant", "<"]):
         conversation = of.conversation(talk("Who?", answers[0], "Where?", answers[1]))
-        spans = [conversation.text[start:stop] for start, stop in conversation.answers]
-        assert spans == [answer + TURN_END for answer in answers]
+        assert answers_of(conversation) == [answer + TURN_END for answer in answers]
 
 
-def test_an_answer_ends_where_it_does_however_the_last_message_is_written(
-    tmp_path, folder, tokenizer
-):
+def test_an_answer_ends_where_it_does_however_the_last_message_is_written(written):
     # With an end of the text behind the last message alone, which is not what ends an answer.
-    path = tmp_path / "ends.jinja"
-    path.write_text(
+    of = written(
         "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|turn_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant\n{% else %}{{ eos_token }}{% endif %}"
     )
-    of = read_template(folder, tokenizer.tokens, path)
-    same = talk("A", "A", "A", "A", "A", "A")
-    conversation = of.conversation(same)
-    spans = [conversation.text[start:stop] for start, stop in conversation.answers]
-    assert spans == [f"A{TURN_END}"] * 2 + [f"A{TURN_END}\n{END}"]
+    conversation = of.conversation(talk("A", "A", "A", "A", "A", "A"))
+    assert answers_of(conversation) == [f"A{TURN_END}"] * 2 + [f"A{TURN_END}\n{END}"]
     turns = [conversation.text[:start].count(TURN) for start, _ in conversation.answers]
     assert turns == [2, 4, 6]
-    # With another end, of which there is no telling what it is in the middle.
-    path.write_text(
-        "{% for m in messages %}{{ m.content }}{{ '<|end|>' if loop.last else '<|turn_end|>' }}"
-        "{% endfor %}"
-    )
-    of = read_template(folder, tokenizer.tokens, path)
-    with pytest.raises(ConversationError, match="the answer in message 2"):
-        of.conversation(same)
 
 
 # --- templates as there are -----------------------------------------------------------------
@@ -236,13 +232,8 @@ def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
         read_template(tmp_path, tokenizer.tokens, tmp_path / "none")
 
 
-def test_a_template_can_neither_reach_out_nor_know_the_date(tmp_path, folder, tokenizer):
-    def render(text):
-        path = tmp_path / "t.jinja"
-        path.write_text(text)
-        return read_template(folder, tokenizer.tokens, path).render(talk("a"))
-
-    assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+def test_a_template_can_neither_reach_out_nor_know_the_date(written):
+    assert written("{{ strftime_now('%d %b %Y') }}").render(talk("a")) == "26 Jul 2024"
     for text in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{% set x = messages.append(1) %}",
@@ -250,16 +241,16 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(tmp_path, folder, to
         "{{ messages[3].content + 'a' }}",
     ):
         with pytest.raises(ConversationError, match="expected messages that the template in"):
-            render(text)
+            written(text).render(talk("a"))
 
 
 # --- data -----------------------------------------------------------------------------------
 
 
 def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped(
-    tmp_path, folder, tokenizer
+    tmp_path, tokenizer, template
 ):
-    of = template(folder, tokenizer, "marked")
+    of = template("marked")
     path = write(tmp_path / "a.jsonl", talk("a", "b" * 50), talk("a" * 99, "b"), talk("a", "b"))
     task = make(path, tokenizer, of, length=40)
     assert task.notes == (
@@ -277,8 +268,8 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped
         make(path, tokenizer, of, length=5)
 
 
-def test_an_example_is_shown_with_all_its_answers_marked(tmp_path, folder, tokenizer):
-    of = template(folder, tokenizer)
+def test_an_example_is_shown_with_all_its_answers_marked(tmp_path, tokenizer, template):
+    of = template("turns")
     path = write(tmp_path / "a.jsonl", *[talk("a\n", "b", "c", "d" * 500)] * 2)
     task = make(path, tokenizer, of, length=600)
     long = f"{'d' * 120} ... {'d' * (120 - len(TURN_END))}{TURN_END}"
@@ -286,16 +277,10 @@ def test_an_example_is_shown_with_all_its_answers_marked(tmp_path, folder, token
     expected = whole.replace(f"⟦b{TURN_END}", f"⟦b{TURN_END}⟧")
     expected = expected.replace(f"⟦{'d' * 500}{TURN_END}", f"⟦{long}⟧")
     assert task.overview[1] == f"an example, what is learned in ⟦⟧: {expected!r}"
-    many = write(tmp_path / "b.jsonl", *[talk(*"abcdefghijkl")] * 2)
-    (_, shown) = make(many, tokenizer, of).overview
-    assert shown.count("⟦") - 1 == 4  # of six
-    assert shown.endswith(" ...'")
 
 
-def test_a_template_without_an_end_of_answers_is_noted(tmp_path, folder, tokenizer):
-    path = tmp_path / "t.jinja"
-    path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
-    of = read_template(folder, tokenizer.tokens, path)
+def test_a_template_without_an_end_of_answers_is_noted(tmp_path, tokenizer, written):
+    of = written("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
     # Fields that are null are none: a table has a column for each that any message has.
     talks = [[m | {"tool_calls": None} for m in talk(*turns)] for turns in ("ab", "cd")]
     data = write(tmp_path / "a.jsonl", *talks, tools=None)
@@ -317,12 +302,8 @@ def test_a_template_without_an_end_of_answers_is_noted(tmp_path, folder, tokeniz
             r"message 1: expected a text in the field 'content', got \[",
         ),
         (
-            {"messages": [{"role": "user", "content": "a"}]},
-            r"line 2: expected a message of the role 'assistant'.*only those of 'user'",
-        ),
-        (
             {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "a"}]},
-            r"only those of 'human', 'gpt'",
+            r"expected a message of the role 'assistant'.*only those of 'human', 'gpt'",
         ),
         ({"conversations": []}, r"expected a field 'messages', found 'conver.*`from` to `role`"),
         ({"text": "a"}, r"take --task language"),
@@ -335,12 +316,12 @@ def test_a_template_without_an_end_of_answers_is_noted(tmp_path, folder, tokeniz
     ids=str,
 )
 def test_conversations_that_are_none_are_named_with_the_line(
-    tmp_path, folder, tokenizer, line, match
+    tmp_path, tokenizer, template, line, match
 ):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": talk("a", "b")}) + "\n" + json.dumps(line) + "\n")
     with pytest.raises(DataError, match=match):
-        make(path, tokenizer, template(folder, tokenizer, "alternating"))
+        make(path, tokenizer, template("alternating"))
 
 
 # --- a run, and what it has learned ---------------------------------------------------------
@@ -358,7 +339,6 @@ def of_chats(tmp_path):
         "model": str(folder),
         "data": str(data),
         "sequence_length": 120,
-        "output_dir": str(tmp_path / "runs"),
     }
 
 
@@ -377,7 +357,6 @@ def test_the_template_of_a_run_is_that_of_its_folder_or_the_one_that_is_named(of
 
 @pytest.mark.slow
 def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, tmp_path, capsys):
-    path = tmp_path / "job.toml"
     mine = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "mine.jinja")
     settings = of_chats | {
         "chat_template": str(mine),
@@ -388,9 +367,9 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, t
         "dtype": "float32",
         "progress": False,
     }
-    path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
+    config = write_config(tmp_path, **settings)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
-        assert finetune.main([str(path), "--run", "a"]) == 0
+        assert finetune.main([config, "--run", "a"]) == 0
     # Before the first step, and in rich's brackets.
     shown = capsys.readouterr().out.partition("compiling")[0]
     assert "examples: median" in shown
@@ -406,7 +385,7 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, t
 
     # Who exports need not name it.
     exporting = ["--run", "a", "--chat-template", "None", "--export", "2", out]
-    assert finetune.main([str(path), *exporting]) == 0
+    assert finetune.main([config, *exporting]) == 0
     assert (Path(out) / "chat_template.jinja").read_text() == text
 
     options = generate.Options(prompt="Who?", model=str(run / "model"))
