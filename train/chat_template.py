@@ -26,6 +26,7 @@ import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
 
+from train.json_files import read_object
 from train.tokenizer import TokenizerError
 
 TEMPLATE = "chat_template.jinja"
@@ -258,13 +259,7 @@ def _read(file: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"expected JSON in {path}, got: {error}.") from error
-    return held if isinstance(held, dict) else {}
+    return read_object(path, TokenizerError) if path.is_file() else {}
 
 
 def _unmarked(marked: str) -> Conversation:

@@ -1,4 +1,4 @@
-"""The settings of a run, read from a file and a command line.
+"""The settings of a run and the options of a start, read from a file and a command line.
 
     configs/quickstart.toml      overrides the defaults of `Settings`
     --learning-rate 1e-3         overrides the file
@@ -12,16 +12,125 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import tyro
+
 from train.arguments import did_you_mean, read_arguments
-from train.settings import Command, Launch, Planning, Settings, SettingsError, Start
+from train.settings import Settings, SettingsError, flag_of, impossible
 
 PROGRAM = "python -m train.finetune"
+
+# The endings of `--timeline`.
+PICTURES, TRACE = (".png", ".svg", ".pdf"), ".json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Which process of a run this is: all three; or none for a run of one process, and under
+    SLURM."""
+
+    coordinator: str | None = None
+    """HOST:PORT at which process 0 will listen and the others reach it; the same for all."""
+    processes: int | None = None
+    """The number of processes."""
+    process: int | None = None
+    """The number of this one, counted from 0."""
+
+    def __post_init__(self):
+        values = dataclasses.asdict(self)
+        given = " and ".join(f"--{name}" for name, value in values.items() if value is not None)
+        if not given:
+            return
+        if None in values.values():
+            raise SettingsError(
+                f"expected {', '.join(f'--{name}' for name in values)} together or none of them, "
+                f"got {given} alone."
+            )
+        host, _, port = self.coordinator.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise SettingsError(
+                f"`--coordinator`: expected HOST:PORT, got {self.coordinator}. Name the machine of "
+                "process 0 and a free port, such as 10.0.0.1:29500."
+            )
+        if not 0 <= self.process < self.processes:
+            raise SettingsError(
+                f"`--process`: expected a number from 0 to one below --processes, got "
+                f"{self.process} with --processes {self.processes}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Options of this start alone, not of the run."""
+
+    fresh: bool = False
+    """Refuse to go on with a run or to write over one: the folder of --run must be empty or new."""
+    timeline: str | None = None
+    """File for a timeline of the last steps, written at the end or when the run is stopped.
+    .png, .svg or .pdf: a picture of twelve. .json: all that are kept, for ui.perfetto.dev.
+    How to read it is in docs/timeline.md."""
+
+    export: tuple[str, str] | None = None
+    """Train nothing: write the weights of a checkpoint of --run (its step, or best) to that folder.
+    """
+
+    def __post_init__(self):
+        if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
+            raise SettingsError(
+                f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}. For "
+                "example: --export best DIR"
+            )
+        _check_file("timeline", self.timeline, (*PICTURES, TRACE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """Plans a run without starting it: docs/planning.md."""
+
+    plan: bool = False
+    """Train nothing: say what the run would need of device and host, whether its host work would
+    hide, and what to do. Reads the model's config.json, no weights and no data."""
+    plan_json: str | None = None
+    """Write the plan to that file as well, as JSON."""
+    plan_picture: str | None = None
+    """Draw the plan's memory into that file: .png, .svg or .pdf."""
+    device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
+    """The GPU that is planned for. Left out: the one that is here, else h100."""
+    host_memory: float | None = None
+    """GB (10**9 bytes) of host memory beside the devices.
+    Left out: what is here if the GPU is, else what is usual."""
+    host_bandwidth: float | Literal["here"] | None = None
+    """GB/s that host updates get out of the host's memory. here: measured in two seconds.
+    Left out: measured if the GPU is here, else what is usual beside it."""
+    force: bool = False
+    """Start a run although it cannot have room on this machine."""
+
+    def __post_init__(self):
+        for name in ("host_memory", "host_bandwidth"):
+            value = getattr(self, name)
+            if isinstance(value, float) and not (math.isfinite(value) and value > 0):
+                raise SettingsError(impossible(name, "a finite number above 0", value))
+        for name, endings in (("plan_json", (".json",)), ("plan_picture", PICTURES)):
+            if getattr(self, name) is not None and not self.plan:
+                raise SettingsError(f"`{name}`: expected --plan too, got it alone.")
+            _check_file(name, getattr(self, name), endings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Fine-tunes a model, or says what that would take: a config file, and what differs from it."""
+
+    settings: tyro.conf.OmitArgPrefixes[Settings]
+    launch: tyro.conf.OmitArgPrefixes[Launch]
+    start: tyro.conf.OmitArgPrefixes[Start]
+    planning: tyro.conf.OmitArgPrefixes[Planning]
 
 
 def load_settings(path: str | Path) -> Settings:
@@ -143,3 +252,14 @@ def _described(hint: Any) -> str:
         else:
             kinds.append(_TOML_NAMES[option])
     return " or ".join(kinds)
+
+
+def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:
+    if file is None:
+        return
+    path = Path(file)
+    if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
+        raise SettingsError(
+            f"`{flag_of(name)}`: expected a file that ends in {', '.join(endings)}, in a folder "
+            f"that exists, got {file}."
+        )

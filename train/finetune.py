@@ -33,11 +33,10 @@ import jax
 from rich.console import Console
 
 from train import processes
-from train.command_line import PROGRAM, read_command_line
+from train.command_line import PROGRAM, Command, Planning, read_command_line
 from train.data import DataError
-from train.evaluation import evaluate
 from train.export import export
-from train.job import prepare, read
+from train.job import evaluate, prepare, read
 from train.memory import lack_behind, lack_of_memory
 from train.optimizers import with_deepspeed
 from train.peers import Peers
@@ -47,7 +46,7 @@ from train.run import Run
 from train.run_folder import make_run_folder, naming, run_lock
 from train.run_log import show
 from train.saved_checkpoints import CheckpointError
-from train.settings import Command, Planning, Settings, SettingsError
+from train.settings import Settings, SettingsError
 from train.sharding import BATCH_AXES, mesh_axes
 from train.skipping import NotFiniteError
 from train.stopping import Stopped, StopRequest

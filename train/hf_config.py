@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from train import strict_json
+from train import json_files
 from train.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.encoder import EncoderConfig
 
@@ -59,17 +59,7 @@ class ModelError(ValueError):
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads the object in a JSON file, or raises `ModelError`."""
-    try:
-        content = strict_json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(
-            f"expected the file {path} of a Hugging Face model, got: {error.strerror}."
-        ) from error
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise ModelError(f"expected JSON in {path}, got what cannot be read ({error}).") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"expected a JSON object in {path}, got {type(content).__name__}.")
-    return content
+    return json_files.read_object(path, ModelError, loads=json_files.loads_unique)
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:

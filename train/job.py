@@ -1,6 +1,7 @@
 """Prepares a run before it has a folder: data, model, optimizer, compiled functions.
 
-`read` checks what needs no weights, `prepare` makes the rest. Everything is alike in every process.
+`read` checks what needs no weights, `prepare` makes the rest; `evaluate` shows the figures of a model
+as it is. Everything is alike in every process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from train.pretrained import Pretrained, read_folder
 from train.run_description import with_saved_rounds
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, committed, make_mesh
+from train.skipping import NotFiniteError, causes_of_infinity
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.chosen import make_task
@@ -133,6 +135,31 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         settings, mesh, task, sources.texts, batches, model, train_step, validate, tuple(notes)
     )
     return job, opt_state
+
+
+def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
+    """Shows the figures of a validation, which must be finite. All processes must call this."""
+    settings, task, samples = sources.settings, sources.task, sources.samples
+    processes.check_same(to_toml(settings), task.checksum)
+    for note in task.notes:
+        say(note)
+    model = models.make(settings, task, sources.mesh, sources.origin)
+    if model.drawn:
+        say(
+            f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}. The figures "
+            "are those of chance."
+        )
+    figures = make_validate(model.graphdef, PER_EXAMPLE[task.kind], task, samples)(model.params)
+    counts = ", ".join(f"{sample.examples} examples of {name}" for name, sample in samples.items())
+    say(f"{settings.model or 'a model that is not trained'} on {counts}:")
+    for name, value in figures.items():
+        per = f" nats per {task.target}" if name.rpartition("/")[2] == "loss" else ""
+        say(f"{name} {value:.4f}{per}")
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
+            raise NotFiniteError(f"expected finite figures, got {name} {value}. {causes}")
+    processes.leave()
 
 
 def _check_evaluation(

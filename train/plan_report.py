@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from train.command_line import PROGRAM
+from train.command_line import PROGRAM, Planning
 from train.planning import RunPlan, Way
-from train.settings import Planning
 from zenflow_jax.planning import (
     EFFICIENCY,
     HOST_RESERVE,

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh
 
+from train.command_line import Planning
 from train.memory import host_bytes
 from train.models import own_config
 from train.optimizers import with_values_of
 from train.planned_step import PlannedStep, folder_of_config, planned_step, with_batch
 from train.pretrained import Pretrained
-from train.settings import Planning, Settings, SettingsError
+from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, mesh_axes
 from zenflow_jax import find_state, planning
 from zenflow_jax.deepspeed import DeepSpeedOptions

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train.settings import Launch, SettingsError
+from train.command_line import Launch
+from train.settings import SettingsError
 
 TIMEOUTS = {
     # How long a process may be silent (its machine is gone, say) until jax ends the others.

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
+from train.command_line import TRACE
 from train.meter import Row
-from train.settings import TRACE
 from train.whole import replace_text
 from zenflow_jax import planning
 

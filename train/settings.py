@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-import tyro
 
 from zenflow_jax import AutoSelect, AutoWindow
 
@@ -213,13 +209,10 @@ class Settings:
 
     def __post_init__(self):
         # zenflow itself checks its arguments of the same names.
-        for names, least in ((_ABOVE_ZERO, "above 0"), (_AT_LEAST_ZERO, "of at least 0")):
-            for name in names:
-                value = getattr(self, name)
-                fits = value is None or (math.isfinite(value) and value >= 0)
-                self._check(
-                    name, fits and (value != 0 or names is not _ABOVE_ZERO), _FINITE + least
-                )
+        for name in _ABOVE_ZERO + _AT_LEAST_ZERO:
+            value, least = getattr(self, name), 0 if name in _AT_LEAST_ZERO else math.ulp(0)
+            fits = value is None or least <= value < math.inf
+            self._check(name, fits, "a finite number " + ("above 0" if least else "of at least 0"))
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         all_of_it = (self.validation_share, self.steps) == (1, 0)
         share = "a share between 0 and 1 (1 with --steps 0 alone)"
@@ -251,14 +244,14 @@ class Settings:
 
     def _check(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
-            raise SettingsError(_impossible(name, expected, getattr(self, name)))
+            raise SettingsError(impossible(name, expected, getattr(self, name)))
 
     def _check_one(self, share: str, count: str) -> None:
         values = getattr(self, share), getattr(self, count)
         if values[0] is not None and values[1]:
             raise SettingsError(
                 f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}. Pass "
-                f"{_flag(count)} 0 or {_flag(share)} None."
+                f"{flag_of(count)} 0 or {flag_of(share)} None."
             )
 
     def check_paths(self) -> None:
@@ -285,110 +278,6 @@ class Settings:
         return count if share is None else math.ceil(round(share * self.steps, 6))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Which process of a run this is: all three; or none for a run of one process, and under
-    SLURM."""
-
-    coordinator: str | None = None
-    """HOST:PORT at which process 0 will listen and the others reach it; the same for all."""
-    processes: int | None = None
-    """The number of processes."""
-    process: int | None = None
-    """The number of this one, counted from 0."""
-
-    def __post_init__(self):
-        values = dataclasses.asdict(self)
-        given = " and ".join(f"--{name}" for name, value in values.items() if value is not None)
-        if not given:
-            return
-        if None in values.values():
-            raise SettingsError(
-                f"expected {', '.join(f'--{name}' for name in values)} together or none of them, "
-                f"got {given} alone."
-            )
-        host, _, port = self.coordinator.rpartition(":")
-        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-            raise SettingsError(
-                f"`--coordinator`: expected HOST:PORT, got {self.coordinator}. Name the machine of "
-                "process 0 and a free port, such as 10.0.0.1:29500."
-            )
-        if not 0 <= self.process < self.processes:
-            raise SettingsError(
-                f"`--process`: expected a number from 0 to one below --processes, got "
-                f"{self.process} with --processes {self.processes}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Options of this start alone, not of the run."""
-
-    fresh: bool = False
-    """Refuse to go on with a run or to write over one: the folder of --run must be empty or new."""
-    timeline: str | None = None
-    """File for a timeline of the last steps, written at the end or when the run is stopped.
-    .png, .svg or .pdf: a picture of twelve. .json: all that are kept, for ui.perfetto.dev.
-    How to read it is in docs/timeline.md."""
-
-    export: tuple[str, str] | None = None
-    """Train nothing: write the weights of a checkpoint of --run (its step, or best) to that folder.
-    """
-
-    def __post_init__(self):
-        if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
-            raise SettingsError(
-                f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}. For "
-                "example: --export best DIR"
-            )
-        _check_file("timeline", self.timeline, (*PICTURES, TRACE))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planning:
-    """Plans a run without starting it: docs/planning.md."""
-
-    plan: bool = False
-    """Train nothing: say what the run would need of device and host, whether its host work would
-    hide, and what to do. Reads the model's config.json, no weights and no data."""
-    plan_json: str | None = None
-    """Write the plan to that file as well, as JSON."""
-    plan_picture: str | None = None
-    """Draw the plan's memory into that file: .png, .svg or .pdf."""
-    device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
-    """The GPU that is planned for. Left out: the one that is here, else h100."""
-    host_memory: float | None = None
-    """GB (10**9 bytes) of host memory beside the devices.
-    Left out: what is here if the GPU is, else what is usual."""
-    host_bandwidth: float | Literal["here"] | None = None
-    """GB/s that host updates get out of the host's memory. here: measured in two seconds.
-    Left out: measured if the GPU is here, else what is usual beside it."""
-    force: bool = False
-    """Start a run although it cannot have room on this machine."""
-
-    def __post_init__(self):
-        for name in ("host_memory", "host_bandwidth"):
-            value = getattr(self, name)
-            if isinstance(value, float) and not (math.isfinite(value) and value > 0):
-                raise SettingsError(_impossible(name, "a finite number above 0", value))
-        for name, endings in (("plan_json", (".json",)), ("plan_picture", PICTURES)):
-            if getattr(self, name) is not None and not self.plan:
-                raise SettingsError(f"`{name}`: expected --plan too, got it alone.")
-            _check_file(name, getattr(self, name), endings)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """Fine-tunes a model, or says what that would take: a config file, and what differs from it."""
-
-    settings: tyro.conf.OmitArgPrefixes[Settings]
-    launch: tyro.conf.OmitArgPrefixes[Launch]
-    start: tyro.conf.OmitArgPrefixes[Start]
-    planning: tyro.conf.OmitArgPrefixes[Planning]
-
-
-_FINITE = "a finite number "
-
 _ABOVE_ZERO = (
     "corpus_megabytes sequence_length length_buckets batch_size micro_batches width layers heads "
     "ffn epochs learning_rate eps "
@@ -399,27 +288,14 @@ _AT_LEAST_ZERO = "seed steps warmup_steps weight_decay save_every evaluate_every
 
 _NAME = re.compile(r"[\w.-]+")
 
-# The endings of `--timeline`.
-PICTURES, TRACE = (".png", ".svg", ".pdf"), ".json"
 
-
-def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:
-    if file is None:
-        return
-    path = Path(file)
-    if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
-        raise SettingsError(
-            f"`{_flag(name)}`: expected a file that ends in {', '.join(endings)}, in a folder that "
-            f"exists, got {file}."
-        )
-
-
-def _impossible(name: str, expected: str, got: object) -> str:
+def impossible(name: str, expected: str, got: object) -> str:
+    """The message for a setting that has a value which it cannot have."""
     got = repr(got) if got == "" else got
-    return (
-        f"`{name}`: expected {expected}, got {got}. Change it in the config or pass {_flag(name)}."
-    )
+    remedy = f"Change it in the config or pass {flag_of(name)}."
+    return f"`{name}`: expected {expected}, got {got}. {remedy}"
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """The option of the command line that has this name."""
     return "--" + name.replace("_", "-")

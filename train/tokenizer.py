@@ -13,11 +13,12 @@ begin token, or it says `"add_bos_token": false`, the model was trained without 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
+
+from train.json_files import read_object
 
 TOKENIZER = "tokenizer.json"
 
@@ -64,7 +65,9 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
             "tokenizer that the model came with."
         )
     entries = {
-        name: _read_json(folder / name) for name in _NAMED + _NUMBERED if (folder / name).is_file()
+        name: read_object(folder / name, TokenizerError)
+        for name in _NAMED + _NUMBERED
+        if (folder / name).is_file()
     }
     special = {
         kind: _special(kind, folder, entries, tokens, vocabulary) for kind in ("bos", "eos", "pad")
@@ -111,7 +114,7 @@ def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     ends = {tokenizer.end} - {None}
     for name in _NUMBERED:
         if (folder / name).is_file():
-            numbers = _read_json(folder / name).get("eos_token_id")
+            numbers = read_object(folder / name, TokenizerError).get("eos_token_id")
             numbers = numbers if isinstance(numbers, list) else [numbers]
             ends |= {n for n in numbers if isinstance(n, int) and not isinstance(n, bool)}
     return frozenset(ends)
@@ -137,16 +140,6 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     tokens.no_truncation()
     tokens.no_padding()
     return tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"expected JSON in {path}, got: {error}.") from error
-    if not isinstance(held, dict):
-        raise TokenizerError(f"expected a JSON object in {path}, got {type(held).__name__}.")
-    return held
 
 
 def _special(

@@ -120,7 +120,7 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
     files.train[0].unlink()
     expect("expected data-00000-of-00001.arrow in")
     (several / "train" / "state.json").unlink()
-    expect("expected .*state.json, as `save_to_disk`")
+    expect("expected the file .*state.json, got")
 
 
 def test_a_folder_of_the_cache_and_the_same_data_twice_are_told_of(tmp_path):

@@ -21,8 +21,9 @@ from tests.processes import reserved_port
 from tests.train import scripts
 from tests.train.scripts import output, rows, start, summary
 from train import finetune, models, processes, sharding
+from train.command_line import Launch
 from train.data import Batches
-from train.settings import Launch, Settings, SettingsError
+from train.settings import Settings, SettingsError
 from train.tasks.standard_library import Windows
 
 TINY = scripts.TINY | {

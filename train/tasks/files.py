@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from train import strict_json
+from train import json_files
 from train.data import DataError
 from train.tasks import tables
 
@@ -237,7 +237,7 @@ def shorten(text: str) -> str:
 
 def _parse(where: str, text: str, *, line: bool = False) -> Any:
     try:
-        return strict_json.loads(text)
+        return json_files.loads_unique(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             place = f"{where}, column {error.colno}" if line else f"{where}, line {error.lineno}"

@@ -5,12 +5,14 @@ Needs `pyarrow`, the extra `data`. A table's row is as an object of JSON: a dict
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from train.data import DataError
+from train.json_files import read_object
 
 SUFFIXES = (".parquet", ".arrow")
 
@@ -34,10 +36,12 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         DataError: If pyarrow is not there, or the file is no table.
     """
     number = 0
-    for batch in _batches(path):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}, row {number}", row
+    with _opened(path) as (_, batches):
+        for batch in batches:
+            for start in range(0, len(batch), ROWS):
+                for row in batch.slice(start, ROWS).to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
 
 
 def class_names(path: Path, column: str) -> list[str] | None:
@@ -46,7 +50,8 @@ def class_names(path: Path, column: str) -> list[str] | None:
     Raises:
         DataError: As `rows`.
     """
-    metadata = _schema(path).metadata or {}
+    with _opened(path) as (schema, _):
+        metadata = schema.metadata or {}
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         names = features[column]["names"]
@@ -69,7 +74,7 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
     if (folder / PARTS).is_file():
         names = _listed(folder / PARTS, "splits")
         return {str(name): _files_of(folder / str(name)) for name in names}
-    if (folder / STATE).is_file() and "_data_files" in _object(folder / STATE):
+    if (folder / STATE).is_file() and "_data_files" in read_object(folder / STATE, DataError):
         return {"": _files_of(folder)}
     if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
         raise DataError(
@@ -89,7 +94,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _listed(path: Path, key: str) -> list[Any]:
-    listed = _object(path).get(key)
+    listed = read_object(path, DataError).get(key)
     if not isinstance(listed, list):
         raise DataError(
             f"{path}: expected a list `{key}`, as `save_to_disk` of `datasets` writes it, got "
@@ -98,51 +103,31 @@ def _listed(path: Path, key: str) -> list[Any]:
     return listed
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"expected {path}, as `save_to_disk` of `datasets` writes it, got: {error}."
-        ) from error
-    return held if isinstance(held, dict) else {}
-
-
-def _batches(path: Path) -> Iterator[Any]:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """The schema and the batches of a table; Arrow of either kind, as `datasets` writes streams."""
     arrow = _pyarrow(path)
     try:
         if path.name.lower().endswith(".parquet"):
-            with arrow.parquet.ParquetFile(path) as file:
-                yield from file.iter_batches(batch_size=ROWS)
+            with arrow.parquet.ParquetFile(path) as table:
+                yield table.schema_arrow, table.iter_batches(batch_size=ROWS)
             return
         with arrow.memory_map(str(path)) as file:
-            for batch in _opened(arrow, file)[1]:
-                for start in range(0, len(batch), ROWS):
-                    yield batch.slice(start, ROWS)
+            begin = file.read(6)
+            file.seek(0)
+            if begin == b"ARROW1":
+                reader = arrow.ipc.open_file(file)
+                yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                reader = arrow.ipc.open_stream(file)
+                yield reader.schema, reader
     except (arrow.ArrowException, OSError) as error:
-        raise _damaged(path, error) from error
-
-
-def _schema(path: Path) -> Any:
-    arrow = _pyarrow(path)
-    try:
-        if path.name.lower().endswith(".parquet"):
-            return arrow.parquet.read_schema(path)
-        with arrow.memory_map(str(path)) as file:
-            return _opened(arrow, file)[0]
-    except (arrow.ArrowException, OSError) as error:
-        raise _damaged(path, error) from error
-
-
-def _opened(arrow: Any, file: Any) -> tuple[Any, Iterable[Any]]:
-    """The schema and the batches of an Arrow file of either kind; `datasets` writes streams."""
-    begin = file.read(6)
-    file.seek(0)
-    if begin == b"ARROW1":
-        reader = arrow.ipc.open_file(file)
-        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
-    reader = arrow.ipc.open_stream(file)
-    return reader.schema, reader
+        size = path.stat().st_size if path.exists() else 0
+        raise DataError(
+            f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). Fetch "
+            "the file again: of a repository that was cloned without git-lfs there are only "
+            "pointers."
+        ) from error
 
 
 def _pyarrow(path: Path) -> Any:
@@ -155,11 +140,3 @@ def _pyarrow(path: Path) -> Any:
             "It is the extra `data`: python -m pip install -e '.[train,data]'."
         ) from error
     return pyarrow
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    size = path.stat().st_size if path.exists() else 0
-    return DataError(
-        f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). Fetch the "
-        "file again: of a repository that was cloned without git-lfs there are only pointers."
-    )

@@ -1,0 +1,37 @@
+"""JSON that others wrote: files with an object, and objects that have no key twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def read_object(
+    path: Path, error: type[Exception], *, loads: Callable[[str], Any] = json.loads
+) -> dict[str, Any]:
+    """Reads the object in a file; raises the `error` if there is none."""
+    try:
+        content = loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise error(f"expected the file {path}, got: {problem.strerror}.") from problem
+    except (ValueError, RecursionError) as problem:  # no UTF-8, or no JSON
+        raise error(f"expected JSON in {path}, got what cannot be read ({problem}).") from problem
+    if not isinstance(content, dict):
+        raise error(f"expected a JSON object in {path}, got {type(content).__name__}.")
+    return content
+
+
+def loads_unique(text: str) -> Any:
+    """As `json.loads`; of a key that is in an object twice, that takes the last without a word."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} is in one object twice")
+    return unique
