@@ -46,16 +46,10 @@ THEIRS = {
 def read_arguments(
     kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
 ) -> Any:
-    """Reads the arguments into an object of the dataclass `kind`.
+    """Reads the arguments `argv`, or those of the process, into an object of the dataclass `kind`.
 
-    Args:
-        kind: The dataclass, for tyro.
-        argv: The arguments; None for those of the process.
-        program: The command's name in the help text.
-        default: An object whose values are the defaults; None for those of `kind`.
-
-    Raises:
-        SystemExit: With code 2 after a mistake, which is said on stderr, and with 0 after `--help`.
+    `default` has the defaults, if they are not those of `kind`. After a mistake, which is said on
+    stderr, it exits with code 2, and with 0 after `--help`.
     """
     options = {} if default is None else {"default": default}
     printed = io.StringIO()

@@ -55,7 +55,7 @@ class Conversation(NamedTuple):
 
 
 class ChatTemplate:
-    """A template, ready to be rendered.
+    """A template, ready to be rendered; raises `TokenizerError` if it is none.
 
     Args:
         text: The template.
@@ -63,9 +63,6 @@ class ChatTemplate:
         marks: Texts of all tokens that stand for no text of their own, such as those that end a
             turn.
         where: The file that it is from, for messages.
-
-    Raises:
-        TokenizerError: If it is no template.
     """
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
@@ -93,15 +90,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
     ) -> str:
-        """The messages as text.
+        """The messages, at least one, as text; with `ask` and what asks the assistant for its
+        answer.
 
-        Args:
-            messages: At least one.
-            ask: Whether to end with what asks the assistant for its answer.
-            tools: Descriptions of functions that the assistant may call, as templates have them.
-
-        Raises:
-            ConversationError: If the template refuses the messages, or fails.
+        `tools` describe functions that the assistant may call, as templates have them. Raises
+        `ConversationError` if the template refuses the messages, or fails.
         """
         marked = self._render(messages, ask, tools)
         return marked.replace(_BEGIN, "").replace(_END, "")
@@ -111,11 +104,8 @@ class ChatTemplate:
     ) -> Conversation:
         """The messages as text, and where the assistant's answers are in it.
 
-        What ends an answer belongs to it, blanks behind that do not.
-
-        Raises:
-            ConversationError: As `render`; or if there is no answer, or it cannot be told where it
-                is.
+        What ends an answer belongs to it, blanks behind that do not. Raises `ConversationError` as
+        `render`, or if there is no answer, or it cannot be told where it is.
         """
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
@@ -213,15 +203,10 @@ class ChatTemplate:
 def read_template(
     folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
 ) -> ChatTemplate:
-    """The chat template of a model's folder.
+    """The chat template of a model's folder, or that in `file`.
 
-    Args:
-        folder: Has `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
-        tokens: The tokenizer of the folder.
-        file: One that is taken in place of that.
-
-    Raises:
-        TokenizerError: If there is none, or it cannot be read.
+    A folder has `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. Raises
+    `TokenizerError` if there is none, or it cannot be read.
     """
     config = _read_json(folder / CONFIG)
     special = {

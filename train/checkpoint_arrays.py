@@ -55,16 +55,6 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def templates_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Shape, dtype and sharding of each array, for orbax to restore into."""
-    return {
-        name: x
-        if isinstance(x, np.ndarray)
-        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        for name, x in arrays.items()
-    }
-
-
 def described(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
 

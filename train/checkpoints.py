@@ -40,10 +40,8 @@ from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 class Checkpoints(SavedCheckpoints):
     """The checkpoints of the run that writes them. Use with `with`.
 
-    Args:
-        folder: As for `SavedCheckpoints`, like those that are not named here.
-        keep: How many of the newest are kept.
-        keep_best: Whether the one with the best figure of the validation is kept as well.
+    `keep` is how many of the newest are kept, `keep_best` whether the one with the best figure of
+    the validation is kept as well; the rest is as for `SavedCheckpoints`.
     """
 
     _otherwise = (
@@ -74,8 +72,8 @@ class Checkpoints(SavedCheckpoints):
     def set_aside(self) -> None:
         """Renames the damaged checkpoints that `newest` has passed over.
 
-        The run will write others in their place. Call it before the first save, and only when the
-        start is known to be a valid one of this run.
+        Call it before the first save, and only when the start is known to be a valid one of this
+        run.
         """
         if processes.is_first():
             for step in self._damaged:
@@ -105,12 +103,9 @@ class Checkpoints(SavedCheckpoints):
         (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is said and not raised: the
         next save tries again.
 
-        Args:
-            step: Step of the run.
-            params, opt_state: As the last `exchange`, or without an engine the step, returned them.
-            engine: Their engine, which waits where it would change what is not saved yet.
-            progress: Anything that JSON can hold.
-            figure: Figure of the validation, if there was one, which decides what is best.
+        `params` and `opt_state` are as the last `exchange`, or without an engine the step, returned
+        them; the engine waits where it would change what is not saved yet. `progress` is anything
+        that JSON can hold, `figure` that of a validation, which decides what is best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -151,11 +146,7 @@ class Checkpoints(SavedCheckpoints):
         self._writing = None
 
     def finish(self) -> None:
-        """Waits for the last save.
-
-        Raises:
-            CheckpointError: If it has failed.
-        """
+        """Waits for the last save; raises `CheckpointError` if it has failed."""
         self.wait()
         if self._failed is not None:
             raise CheckpointError(self._failed)

@@ -134,15 +134,10 @@ class Command:
 
 
 def load_settings(path: str | Path) -> Settings:
-    """Reads a settings file.
+    """Reads a TOML file whose keys are fields of `Settings`; the others keep their defaults.
 
-    Args:
-        path: A TOML file whose keys are fields of `Settings`; the others keep their defaults.
-
-    Raises:
-        SettingsError: If the file is missing or not TOML, a key is unknown, or a value has the
-            wrong type (a whole number does for a float, nothing else is converted) or is
-            impossible.
+    Raises `SettingsError` if the file is missing or not TOML, a key is unknown, or a value has the
+    wrong type (a whole number does for a float, nothing else is converted) or is impossible.
     """
     path = Path(path)
     hints = get_type_hints(Settings)
@@ -168,15 +163,10 @@ def load_settings(path: str | Path) -> Settings:
 
 
 def read_command_line(argv: Sequence[str], *, program: str) -> Command:
-    """Reads the command `program CONFIG.toml [--key value ...]`.
+    """Reads the command `program CONFIG.toml [--key value ...]`, of which `argv` are the arguments.
 
-    Args:
-        argv: The arguments: the path of the file, then settings that override it.
-        program: The command's name in the help text.
-
-    Raises:
-        SettingsError: As `load_settings`, or if no file is named.
-        SystemExit: As `read_arguments`.
+    Raises `SettingsError` as `load_settings`, or if no file is named, and `SystemExit` as
+    `read_arguments`.
     """
     if argv and not argv[0].startswith("-"):
         config, overrides, settings = argv[0], list(argv[1:]), load_settings(argv[0])

@@ -63,20 +63,16 @@ class Batches:
     """Batches of a source for training: without end, every epoch in an order of its own.
 
     Those of a `Padded` source have as many positions as their longest example needs, rounded up to
-    one of a few lengths, each of which is compiled by itself.
-
-    Indexing starts no thread and no process. Every process reads the rows that lie on its own
-    devices. A batch as small as the quickstart's takes 0.15 ms.
+    one of a few lengths, each of which is compiled by itself. Indexing starts no thread and no
+    process, and takes 0.15 ms for a small batch. Every process reads the rows that lie on its own
+    devices.
 
     Args:
         source: The same in every process.
-        batch_size: Examples in a batch, all devices together.
+        batch_size: Examples in a batch, all devices together; must divide by the mesh.
         seed: Fixes the orders.
         mesh: The devices; None for batches of NumPy arrays.
         buckets: How many lengths a batch may have: 1 to `buckets` parts of `longest`.
-
-    Raises:
-        SettingsError: If the batch does not divide by the mesh.
 
     Attributes:
         per_epoch: Batches until every example was in one; the last may begin the next epoch.
@@ -131,11 +127,8 @@ class Sample:
     """The same batches in every iteration, each example once: for validation.
 
     The last batch is filled up with copies of the first example. In `ROWS` a batch has 1 for
-    examples and 0 for such copies.
-
-    Args:
-        source, batch_size, seed, mesh, buckets: As for `Batches`.
-        batches: How many at most, drawn with the seed; None for all examples.
+    examples and 0 for such copies. There are at most `batches`, drawn with the seed; the other
+    arguments are those of `Batches`.
     """
 
     def __init__(

@@ -82,14 +82,9 @@ class Cache(NamedTuple):
 class Decoder(nnx.Module):
     """Logits of the next token at every position.
 
-    Args:
-        config: Sizes and options.
-        weight_dtype: Dtype in which matrices, biases and embeddings are kept. Norms are float32.
-        compute_dtype: Dtype in which matrices are multiplied, and of the residual stream.
-        scan_layers: Whether the blocks are stacked and scanned, see `blocks.py`.
-        remat: Whether the backward pass computes the inside of each block again.
-        rngs: Source of the initial weights.
-        stream_sharding: On a mesh, the sharding of the stream `(b, t, width)` between blocks.
+    Matrices, biases and embeddings are kept in `weight_dtype`, norms in float32. `scan_layers` and
+    `remat` are explained in `blocks.py`; `stream_sharding` is that of the stream `(b, t, width)`
+    between blocks, on a mesh.
     """
 
     def __init__(
@@ -126,13 +121,10 @@ class Decoder(nnx.Module):
             )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """The logits behind each token, float32 `(b, t, vocabulary)`.
+        """The logits behind each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
 
-        Args:
-            tokens: `(b, t)`, any integer dtype.
-            positions: Where several texts share a row, the position of each token in its text:
-                `(b, t)`, any integer dtype, 0 where a text begins. A text sees nothing of the
-                others. None where each row is one text.
+        Where several texts share a row, `positions` `(b, t)` has the position of each token in its
+        text, 0 where one begins, and a text sees nothing of the others.
         """
         x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
         text = None  # the number of each token's text in its row
@@ -156,13 +148,9 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """The float32 logits `(b, vocabulary)` behind `tokens` `(b, t)`, and the cache with them.
 
-        Only for stacked blocks (`scan_layers`): otherwise the program of a token would be as long
-        as the model is deep.
-
-        Args:
-            tokens: Any integer dtype.
-            cache: Has the tokens before them.
-            start: The number of these; `start + t` is at most `s`.
+        The cache has the `start` tokens before them; `start + t` is at most `s`. Only for stacked
+        blocks (`scan_layers`): otherwise the program of a token would be as long as the model is
+        deep.
         """
         x = self.embed(tokens.astype(jnp.int32))
         cos, sin = rotations(self.config, (start + jnp.arange(tokens.shape[1]))[None])
@@ -270,10 +258,8 @@ class DecoderBlock(nnx.Module):
 def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the angles by which pairs of channels turn: float32 `(b, t, d / 2)` each.
 
-    `positions` are `(b, t)`, any integer dtype; `b` is 1 where all sequences have the same.
-
-    References:
-        Su et al., RoFormer, https://arxiv.org/abs/2104.09864, 2021.
+    `positions` are `(b, t)`, any integer dtype; `b` is 1 where all sequences have the same. (Su et
+    al., RoFormer, https://arxiv.org/abs/2104.09864, 2021.)
     """
     # float32 from here: a bfloat16 angle would be wrong by half a radian at position 200.
     speed = jnp.asarray(rotation_speeds(config), jnp.float32)
@@ -282,18 +268,7 @@ def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 
 def rotation_speeds(config: DecoderConfig) -> np.ndarray:
-    """Radians per position of each pair of channels, the fastest first: float64 `(d / 2,)`.
-
-    Examples:
-        >>> from train.decoder import DecoderConfig, LinearRope
-        >>> sizes = dict(vocabulary=8, width=8, layers=1, heads=2, kv_heads=1, head_width=4, ffn=8)
-        >>> options = dict(positions=8, norm_eps=1e-6, qkv_bias=False, qk_norm=False, tied=True)
-        >>> config = DecoderConfig(
-        ...     **sizes, **options, window=None, rope_base=100.0, rope_scaling=LinearRope(2)
-        ... )
-        >>> rotation_speeds(config)
-        array([0.5 , 0.05])
-    """
+    """Radians per position of each pair of channels, the fastest first: float64 `(d / 2,)`."""
     pairs = config.head_width // 2
     speed = config.rope_base ** (-np.arange(pairs) / pairs)
     match config.rope_scaling:

@@ -40,13 +40,7 @@ class EncoderConfig(NamedTuple):
 
 
 class BertClassifier(nnx.Module):
-    """Logits of the labels of a sequence, or of a pair of sequences.
-
-    Args:
-        config: Sizes.
-        labels: Number of labels.
-        weight_dtype, compute_dtype, scan_layers, remat, rngs, stream_sharding: As of `Decoder`.
-    """
+    """Logits of the labels of a sequence, or of a pair of sequences; arguments as of `Decoder`."""
 
     def __init__(
         self,
@@ -82,12 +76,10 @@ class BertClassifier(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
-        """Float32 logits `(b, labels)`.
+        """Float32 logits `(b, labels)`, of arrays `(b, t)` of any integer dtype.
 
-        Args:
-            tokens: `(b, t)`, any integer dtype; the first of a sequence stands for all of it.
-            types: `(b, t)`, any integer dtype: the segment of each token.
-            mask: `(b, t)`, integers or booleans: 0 for padding.
+        The first of the `tokens` stands for the whole sequence; `types` is the segment of each, and
+        `mask` is 0 for padding.
         """
         return self.classifier(self.pooled(self.stream(tokens, types, mask)))
 

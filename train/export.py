@@ -29,9 +29,9 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     """Writes the weights of the checkpoint `which`: a step, or "best" in the validations.
 
     `target` is a new or empty folder. It gets a `model.safetensors`, and where the model was read
-    from a folder all else that such a folder has. Raises `SettingsError` if there is no such run or
-    checkpoint, or the target holds something; `CheckpointError` or `ModelError` if the weights
-    cannot be read or written.
+    from a folder all else that such a folder has. Raises `SettingsError` for what is not there, or
+    would be written over; `CheckpointError` or `ModelError` if the weights cannot be read or
+    written.
     """
     if settings.run is None:
         raise SettingsError("`--export`: expected the name of a run (--run), got none.")

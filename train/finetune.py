@@ -78,11 +78,12 @@ def train(
 ) -> Summary | None:
     """Trains once, or the rest of a run, and leaves the results in the run's folder.
 
-    With `steps` 0 it shows the figures of a validation, writes nothing and returns None.
+    With `steps` 0 it shows the figures of a validation, writes nothing and returns None. With
+    `run`, the folder of an earlier start, training goes on from the newest whole checkpoint in that
+    folder, unless the start is to be `fresh`.
 
     Args:
-        settings: Settings of the run. With `run`, the folder of an earlier start, training goes on
-            from the newest whole checkpoint in that folder.
+        settings: Settings of the run.
         console: Where to show progress.
         stop: Hears the signals that ask for the end.
         peers: Hears of the end of other processes.
@@ -90,15 +91,7 @@ def train(
         timeline: File for a timeline of the last steps; its ending is its format.
         force: Start although the run cannot fit on this machine.
 
-    Raises:
-        SettingsError: If the settings, the devices, the processes or the run's folder do not fit
-            each other, or its checkpoints are all damaged or those of another run.
-        DataError, ModelError, TokenizerError: If data or model cannot be read.
-        CheckpointError: If the last checkpoint or the model cannot be written, or the best one
-            cannot be read.
-        NotFiniteError: If the loss is not finite before the first step, or too many steps have been
-            skipped in a row.
-        Stopped: If a signal has asked for the end.
+    Raises one of `FAILURES`, or `Stopped` if a signal has asked for the end.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)

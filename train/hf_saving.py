@@ -73,9 +73,10 @@ def save_folder(
     """Writes a folder that `read_folder` and `transformers` load.
 
     All processes must call it; the first writes, under another name until the folder is whole.
+    `path` is a new folder, or one with nothing but a model, which is replaced.
 
     Args:
-        path: A new folder, or one with nothing but a model, which is replaced.
+        path: Where.
         pretrained: The folder that the model was loaded from.
         params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
         dtype: Dtype of all tensors; None for that of each leaf, which keeps the bits.
@@ -83,8 +84,7 @@ def save_folder(
             has if there are as many, LABEL_0 and so on otherwise.
         max_shard_bytes: Most bytes of tensors in one file; with more there are several, and an
             index.
-        values: The arrays to write in place of the leaves of `params`, in their order; each is
-            asked for when it is written.
+        values: Arrays in place of the leaves of `params`; each is asked for when it is written.
         texts: Files of the folder, by name, that are not copied from the one that was read.
     """
     leaves = [(leaf_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]

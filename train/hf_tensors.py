@@ -116,12 +116,7 @@ def leaf_name(path: Any) -> str:
 
 
 def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
-    """Names the tensors that a leaf is made of.
-
-    Args:
-        architecture: A key of MODULES.
-        leaf: As `leaf_name` says it.
-        shape: Of the leaf.
+    """Names the tensors that a leaf of this name (see `leaf_name`) and shape is made of.
 
     Examples:
         >>> source("decoder", "blocks/gate/kernel", (2, 4, 8))[:2]
@@ -141,11 +136,8 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
 def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
     """All tensors of a folder, by their name without prefix; of the files only headers are read.
 
-    Names of old checkpoints, with `gamma` and `beta` in norms, are given as the new ones.
-
-    Raises:
-        ModelError: If there is no safetensors file, one is damaged or missing, or the index of
-            several does not say what is in them.
+    Names of old checkpoints, with `gamma` and `beta` in norms, are given as the new ones. Raises
+    `ModelError` if a file is missing or damaged, or the index does not say what is in them.
     """
     single, index = folder / SINGLE, folder / INDEX
     tensors = _read_header(single) if single.exists() else _read_index(folder, index)
@@ -192,13 +184,10 @@ class Reader:
     def read(
         self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
     ) -> np.ndarray:
-        """The part of a leaf that `index` names, in `dtype`; besides it, memory holds two tensors.
+        """The part `index` of a leaf in `dtype`, rounded to the nearest, ties to even.
 
-        Args:
-            tensors: Those of `of.names`.
-            of: What the leaf is made of.
-            dtype: Of the leaf; values are rounded to the nearest, ties to even.
-            index: One slice per axis of the leaf, without strides.
+        `tensors` are those of `of.names`; `index` has one slice per axis of the leaf, without
+        strides. Besides the part, memory holds two tensors.
         """
         if of.stacked:
             tensors, index = tensors[index[0]], index[1:]

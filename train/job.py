@@ -1,7 +1,7 @@
 """Prepares a run before it has a folder: data, model, optimizer, compiled functions.
 
-`read` checks what needs no weights, `prepare` makes the rest; `evaluate` shows the figures of a model
-as it is. Everything is alike in every process.
+`read` checks what needs no weights, `prepare` makes the rest, `evaluate` shows the figures of a
+model as it is. Everything is alike in every process.
 """
 
 from __future__ import annotations

@@ -73,12 +73,14 @@ class Meter:
     """Turns the losses of all steps into one `Row` for every `log_every` of them.
 
     Call `start` when the first steps, with their compilation, are done and before the others are
-    dispatched; `step` after every step and its exchange; `drain` after the last one.
+    dispatched; `step` after every step and its exchange; `drain` after the last one. The end of the
+    run, after `steps`, is the end of an interval too.
 
     Args:
         log_every: Steps in an interval.
-        steps: Length of the run, whose end is the end of an interval too.
-        stats: Returns the engine's counts, without waiting for the device; None without an engine.
+        steps: Length of the run.
+        stats: Returns the engine's counts, without waiting for the device; None without an
+            engine.
         steps_done: Steps before the first that `step` takes, of a run that goes on.
         state: What `state` returned after these.
     """
@@ -119,12 +121,8 @@ class Meter:
         """Takes a step; once per interval, returns the row of the interval before.
 
         When it returns a row, it blocks until the device has done all but the last `log_every`
-        steps; otherwise it does not.
-
-        Args:
-            loss: Scalar.
-            skipped: The number of steps of the run that had been skipped after it, a scalar.
-            tokens: Tokens of its batch, without padding.
+        steps; otherwise it does not. `skipped` is the number of steps of the run that had been
+        skipped after it, a scalar as the loss; `tokens` are those of its batch, without padding.
         """
         step = self._steps_read + len(self._unread) + 1
         counts = None

@@ -46,12 +46,7 @@ class Model(NamedTuple):
 def make(
     settings: Settings, task: Task, mesh: Mesh | None, origin: pretrained.Pretrained | None
 ) -> Model:
-    """Makes the model of the settings, of the same weights with any mesh and with none.
-
-    Raises:
-        SettingsError: If the model or the batch does not divide by the mesh.
-        ModelError: If the weights cannot be read.
-    """
+    """Makes the model of the settings, of the same weights with any mesh and with none."""
     build = builder(settings, mesh, origin, labels=len(task.labels))
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
@@ -159,8 +154,7 @@ def write(
 
     All processes must call it. `values` are the weights to write, in the order of the leaves of
     `params`: each is asked for when it is written, so that the devices never have all of them.
-    `labels` and `texts` are as for `hf_saving.save_folder`. Raises `CheckpointError` or
-    `ModelError` if it cannot be written.
+    `labels` and `texts` are as for `save_folder`.
     """
     if model.origin is None:
         write_weights(folder / WEIGHTS, params, values)

@@ -18,12 +18,11 @@ from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 
 
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
-    """The dtype in which the device keeps the model's matrices.
+    """The dtype in which the device keeps the model's matrices; products are of `dtype` everywhere.
 
-    All optimizers run the same forward and backward pass on matrices of `dtype`. zenflow keeps
-    float32 masters of them, so its parameters are the rounded matrices. optax.adamw keeps none, and
-    would lose small updates of bfloat16 parameters; so its parameters are the float32 masters, and
-    the model rounds a copy of them in each step.
+    zenflow keeps float32 masters of them, so its parameters are the rounded matrices. optax.adamw
+    keeps none, and would lose small updates of bfloat16 parameters; so its parameters are the
+    float32 masters, and the model rounds a copy of them in each step.
     """
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
@@ -45,15 +44,11 @@ def make_optimizer(
     *,
     steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer that the settings ask for.
+    """The optimizer that the settings, with `steps`, ask for.
 
-    Args:
-        settings: Settings of the run, with `steps`.
-        deepspeed: What `in_force` returned, for schedules that settings cannot express.
-        steps_per_epoch: Needed where zenflow selects channels once per epoch.
-
-    Raises:
-        SettingsError: If zenflow rejects its options.
+    `deepspeed` is what `in_force` returned, for schedules that settings cannot express;
+    `steps_per_epoch` is needed where zenflow selects channels once per epoch. Raises
+    `SettingsError` if zenflow rejects its options.
     """
     rate = learning_rate(settings.learning_rate, settings.learning_rate_warm_up, settings.steps)
     norm = settings.max_grad_norm

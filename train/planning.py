@@ -294,9 +294,9 @@ def largest_batch(
 ) -> int | None:
     """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
 
-    `needs` returns the bytes that a batch needs. It is asked for the run's own batch, `start`, and
-    at most `COMPILATIONS` times more, between the largest known to fit and the smallest known not
-    to. `memory` are the bytes that the device has, `least` those that any batch needs.
+    `needs` returns the bytes that a batch needs, `least` those that any batch needs, `memory` those
+    that there are. It is asked for the run's own batch, `start`, and at most `COMPILATIONS` times
+    more, between the largest known to fit and the smallest known not to.
     """
     if least > memory:
         return None

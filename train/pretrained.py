@@ -72,13 +72,9 @@ class Pretrained(NamedTuple):
 def read_folder(folder: Path) -> Pretrained:
     """Reads and checks `config.json` and the headers of the safetensors files, no weights.
 
-    Args:
-        folder: As `save_pretrained` of `transformers` writes it. The weights are in
-            `model.safetensors`, or in several files with `model.safetensors.index.json`.
-
-    Raises:
-        ModelError: If a file is missing or damaged, the model is none that is built here, or a
-            tensor is missing, unexpected, or does not have the config's shape.
+    The folder is as `save_pretrained` of `transformers` writes it. Raises `ModelError` if a file is
+    missing or damaged, the model is none that is built here, or a tensor is missing, unexpected, or
+    does not have the config's shape.
     """
     if not folder.is_dir():
         got = "which is a file" if folder.is_file() else "where there is none"
@@ -136,9 +132,6 @@ def load_weights(
         anew: Which of `pooler` and `classifier` are drawn although the folder has them. What it
             does not have is drawn in any case: kernels normal, biases 0.
         seed: Seed of these draws, which depend on neither the mesh nor the number of processes.
-
-    Raises:
-        ModelError: If the folder's head has other labels than the model.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])

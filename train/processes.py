@@ -31,8 +31,7 @@ def join(launch: Launch) -> None:
     """Connects this process with the others of its run, if there are any, and waits for them.
 
     The others are named by `launch`, or else by SLURM, where `srun` has started more than one
-    process. Call it before anything asks jax for a device. Raises `SettingsError` if `mpirun` has
-    started this process without `launch`, or another one on this machine has the same number.
+    process. Call it before anything asks jax for a device.
     """
     if launch.processes is not None:
         _claim(launch)

@@ -43,16 +43,7 @@ class Ended(NamedTuple):
 
 
 class Run:
-    """Trains a job in a folder that this process has locked.
-
-    Args:
-        job: What to train.
-        opt_state: The first state of the optimizer.
-        folder: Folder of the run.
-        console: Where to show progress.
-        stop: Hears the signals that ask for the end.
-        stack: Closes what the run opens.
-    """
+    """Trains a job in a folder that this process has locked; `stack` closes what the run opens."""
 
     def __init__(
         self,
@@ -85,11 +76,8 @@ class Run:
     def resume(self, timeline: Path | None) -> Summary | None:
         """Restores the newest checkpoint, if there is one, and gets ready for the next step.
 
-        Args:
-            timeline: File for a timeline of the last steps; None for none.
-
-        Returns:
-            The summary of a run that has ended already; None if there is something to do.
+        `timeline` is a file for a timeline of the last steps. Returns the summary of a run that has
+        ended already; None if there is something to do.
         """
         engine_state, progress = None, {}
         if (newest := self.checkpoints.newest()) is not None:
@@ -193,10 +181,7 @@ class Run:
     def loop(self) -> None:
         """Takes all steps that are left, with their validations and checkpoints.
 
-        Raises:
-            Stopped: If a signal has asked for the end; the run is saved.
-            NotFiniteError: If too many steps in a row have been skipped.
-            CheckpointError: If the last checkpoint cannot be written.
+        Raises `Stopped` if a signal has asked for the end; the run is saved.
         """
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
@@ -284,9 +269,7 @@ class Run:
     def report(self, ended: Ended, begun_s: float) -> Summary:
         """Writes and shows the summary. To be called when all files are closed.
 
-        Args:
-            ended: What `finish` returned.
-            begun_s: When the command began, by `time.perf_counter`.
+        `begun_s` is when the command began, by `time.perf_counter`.
         """
         summary = self._summary(ended, begun_s)
         if not processes.is_first():

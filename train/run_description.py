@@ -144,13 +144,9 @@ def saved_rounds(folder: Path) -> int | None:
 def with_saved_rounds(settings: Settings) -> tuple[Settings, str | None]:
     """Replaces a share of full warm-up by the rounds of the run that is gone on with.
 
-    The share was one of the steps that the run was to have when it began.
-
-    Args:
-        settings: Settings of the run, with `steps`. All processes must call this.
-
-    Returns:
-        The settings, and a sentence to show where the share is another number by now.
+    The share was one of the steps that the run was to have when it began. Returns also a sentence
+    to show where the share is another number by now. All processes must call this, when `steps` are
+    known.
     """
     share = settings.full_warm_up_share
     if settings.run is None or share is None:

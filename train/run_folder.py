@@ -41,8 +41,8 @@ def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool
     """The folder of the run below `output_dir`, the same for every process.
 
     `run` names it, and may hold an earlier start unless `fresh`; None makes a new folder, whose
-    name is a number and `label`. Raises `SettingsError` if the folder cannot be made, holds a run
-    without checkpoints, or holds files of no run that this one would write over.
+    name is a number and `label`. Raises `SettingsError` if a run cannot go on, or must not begin,
+    in it.
     """
     if not processes.is_first():
         return Path(processes.from_first(""))

@@ -42,19 +42,16 @@ BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
 class RunLog:
     """Metrics of a run, to the screen, the CSV files and TensorBoard. Use with `with`.
 
+    All calls raise `OSError` if a file cannot be written.
+
     Args:
         folder: Where the files go.
         steps: Length of the run.
         console: Where to show it: a progress bar on a terminal, a line per row elsewhere.
         progress: Whether a terminal gets the bar; without it, lines as well.
-        rows: Rows that the run has already, if it goes on: what `read_rows` returned.
+        rows: Those of earlier starts, as `read_rows` returned them; the attribute has the new
+            ones too.
         validations: Likewise, the steps and figures of validations.
-
-    Raises:
-        OSError: If a file cannot be written, here and in every call.
-
-    Attributes:
-        rows: All rows, those of earlier starts first.
     """
 
     def __init__(
@@ -211,15 +208,11 @@ def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
 
 
 class _Board:
-    """TensorBoard's file.
+    """TensorBoard's file; from step `purge` on TensorBoard forgets what it knows.
 
     tensorboardX's own `SummaryWriter` writes on a thread, behind a queue of ten. On a full disk the
     thread ends with a traceback, and the tenth call after that waits for ever. Its `EventsWriter`
     does not close the file if the rest cannot be written, so Python 3.13 complains at its end.
-
-    Args:
-        folder: Where the file goes.
-        purge: The step from which on TensorBoard forgets what it knows; None for no step.
     """
 
     def __init__(self, folder: Path, *, purge: int | None):

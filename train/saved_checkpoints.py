@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 import zenflow_jax
 from train import processes
-from train.checkpoint_arrays import check_arrays, described, join, split, templates_of
+from train.checkpoint_arrays import check_arrays, described, join, split
 from train.checksums import damage
 from train.run_description import check_same_run
 from train.settings import SettingsError
@@ -69,10 +69,8 @@ class SavedCheckpoints:
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint; None if there are none at all.
 
-        It names newer ones that are damaged, and leaves them as they are until `set_aside`.
-
-        Raises:
-            SettingsError: If all are damaged, or cannot be read.
+        It names newer ones that are damaged, and leaves them as they are until `set_aside`. Raises
+        `SettingsError` if all are damaged, or cannot be read.
         """
         step = self._newest_whole() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
@@ -95,9 +93,7 @@ class SavedCheckpoints:
         `params` and `opt_state` are used up: each restored array goes where the fresh one was.
         Raises `SettingsError` if the checkpoint is of a run with other settings, data or model.
         """
-        run = self._read_run(step)
-        self._check(step, run)
-        self._figures = dict(run["figures"])
+        run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
         saved, others = split(fresh)
         folder = self._folder / str(step)
@@ -113,18 +109,15 @@ class SavedCheckpoints:
     def find(self, which: str, *, rival: float = math.nan) -> int | None:
         """Finds a checkpoint by its step, or the "best" of those that have figures.
 
-        `rival` is the figure of weights that are in no checkpoint; NaN if there are none. Returns
-        None if it is at least as good as the best. Raises `SettingsError` if there is no such
-        checkpoint, or it is of a run with other settings.
+        Returns None if `rival`, the figure of weights that are in no checkpoint, is at least as
+        good as the best. Raises `SettingsError` if there is no such checkpoint.
         """
         newest, steps = self.newest(), self.steps()
         if which != "best":
             step = int(which)
         else:
             if newest is not None:
-                run = self._read_run(newest)
-                self._check(newest, run)
-                self._figures = dict(run["figures"])
+                self._read_checked(newest)
             step = self._best_of(steps)
             beaten = step is None or self._sign * self._figures[step] <= self._sign * rival
             if beaten and not math.isnan(rival):
@@ -138,7 +131,7 @@ class SavedCheckpoints:
                 f"{which}{validated}."
             )
         if which != "best":
-            self._check(step, self._read_run(step))
+            self._read_checked(step)
         return step
 
     def weights(self, step: int, like: Any) -> Any:
@@ -146,7 +139,7 @@ class SavedCheckpoints:
 
         `like` are parameters of the run, of any step, or NumPy arrays like them. They are used up:
         each restored array goes where theirs was. Raises `CheckpointError` if the checkpoint is
-        damaged, `SettingsError` if it has other parameters.
+        damaged.
         """
         folder = self._folder / str(step)
         if problem := processes.from_first(damage(folder) or ""):
@@ -166,21 +159,24 @@ class SavedCheckpoints:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
             return reader.restore(self._folder / str(step) / "run")
 
+    def _read_checked(self, step: int) -> dict[str, Any]:
+        """The record of a checkpoint, which must be of the same run, and knows all figures."""
+        run, folder = self._read_run(step), self._folder / str(step)
+        check_same_run(folder, run, self._description, otherwise=self._otherwise)
+        self._figures = dict(run["figures"])
+        return run
+
     def _read_state(self, folder: Path, saved: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Reads arrays into the place of `saved`, which are used up."""
-        templates = templates_of(saved)
-        # Before the others come, so that the device need not hold both.
-        for x in saved.values():
+        templates = dict(saved)
+        for name, x in saved.items():
             if isinstance(x, jax.Array):
-                x.delete()
+                templates[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+                x.delete()  # before the others come, so that the device need not hold both
         restore_args = ocp.checkpoint_utils.construct_restore_args(templates)
         args = ocp.args.PyTreeRestore(item=templates, restore_args=restore_args, **options)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             return reader.restore(folder / "state", args=args)
-
-    def _check(self, step: int, run: Mapping[str, Any]) -> None:
-        folder = self._folder / str(step)
-        check_same_run(folder, run, self._description, otherwise=self._otherwise)
 
     def _best_of(self, steps: Iterable[int]) -> int | None:
         rated = [(self._sign * self._figures[s], s) for s in steps if s in self._figures]

@@ -63,8 +63,7 @@ def make_mesh(text: str | None) -> Mesh | None:
     """The mesh over all devices of all processes; None if `text` is.
 
     `text` has `axis=size` pairs with commas between them, axes of `MESH_AXES`. Raises
-    `SettingsError` if it is not of that form, the sizes do not multiply to the number of devices,
-    or there are several processes and no mesh.
+    `SettingsError` if it has not, or its sizes do not multiply to the number of devices.
     """
     devices = jax.devices()
     processes = jax.process_count()
@@ -127,9 +126,9 @@ def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     """The same arrays, each bound to its place.
 
     jit's results are bound to a place if an argument is. If the first arguments were not, the
-    second step would differ from the first in that alone, and compile again. Arrays that are bound
-    to nothing yet (such as the step counts of an optimizer) go to each device of the mesh; without
-    one, to the device and the memory that they are in.
+    second step would compile again. Arrays that are bound to nothing yet (such as the step counts
+    of an optimizer) go to each device of the mesh; without one, to the device and memory that they
+    are in.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)

@@ -41,12 +41,9 @@ class SkippedSteps:
         self._in_a_row = 0
 
     def step(self, total: jax.Array) -> None:
-        """Takes the total of skipped steps after a step.
+        """Takes the total of skipped steps after a step; raises `NotFiniteError` if it is too many.
 
         Blocks until the device has done all but the last few steps.
-
-        Raises:
-            NotFiniteError: If too many steps in a row were skipped.
         """
         self._unread.append(total)
         if len(self._unread) > BEHIND:

@@ -80,10 +80,11 @@ def make_train_step(
         graphdef: The model's definition.
         tx: As `make_optimizer` makes it.
         per_example: `of_tokens` or `of_labels`.
-        micro_batches: Parts of a batch that are computed one after the other. Their gradients, each
-            in the dtype of its parameter, are summed in float32, which takes 4 bytes a parameter.
-        placement: On a mesh, shardings of the parameters and of the optimizer's state, which the
-            compiler would otherwise be free to change.
+        micro_batches: Parts of a batch that are computed one after the other. Their gradients,
+            each in the dtype of its parameter, are summed in float32, which takes 4 bytes a
+            parameter.
+        placement: On a mesh, shardings of the parameters and of the optimizer's state, which
+            the compiler would otherwise be free to change.
     """
 
     def loss_of(params, batch):
@@ -136,16 +137,11 @@ def make_validate(
     samples: Mapping[str, Iterable[Batch]],
     check: Callable[[], None] = lambda: None,
 ) -> Callable[[Any], dict[str, float]]:
-    """A function from parameters to the figures of a validation.
+    """A function from parameters to the figures of a validation on the batches of `samples`.
 
-    These are `loss`, the mean in nats per target, and those of `task.score`. With several sets of
-    validation data, each figure has the set's name in front: `matched/accuracy`.
-
-    Args:
-        graphdef, per_example: As for `make_train_step`.
-        task: What is validated.
-        samples: The batches of each of its sets of validation data.
-        check: Called between batches; what it raises ends the validation.
+    These are `loss`, the mean in nats per target, and those of `task.score`. With several samples
+    each figure has the name of its own in front: `matched/accuracy`. `check` is called between
+    batches; what it raises ends the validation.
     """
 
     @jax.jit

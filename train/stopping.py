@@ -85,9 +85,8 @@ class StopRequest:
     def end(self, why: str) -> int | None:
         """From now on there is nothing to save, for the reason `why`, which a signal then shows.
 
-        Returns:
-            The number of the signal that has asked the run to stop before, if one has. None in
-            several processes, of which one alone may have heard it.
+        Returns the number of the signal that has asked the run to stop before, if one has. None in
+        several processes, of which one alone may have heard it.
         """
         with self._lock:
             self._nothing_to_save = why
@@ -103,10 +102,10 @@ class StopRequest:
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
 
     def check(self) -> None:
-        """To be called where much time may go by between two steps.
+        """Raises `Interrupted` if the run is to stop; to be called where much time may go by in a
+        step.
 
-        Raises:
-            Interrupted: If the run is to stop. Not in several processes, which agree at a step.
+        Not in several processes, which agree at a step.
         """
         if self._alone and self._number is not None and self._nothing_to_save is None:
             raise Interrupted

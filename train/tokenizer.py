@@ -44,17 +44,11 @@ class Tokenizer(NamedTuple):
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder.
+    """The tokenizer of a Hugging Face folder, for a model whose embedding has `vocabulary` rows.
 
-    Args:
-        folder: Has `tokenizer.json`, and mostly some of the other files named above.
-        vocabulary: Rows of the model's embedding; the tokenizer may have fewer ids, not more.
-        needs_end: Whether to refuse a tokenizer without an end token.
-
-    Raises:
-        TokenizerError: If `tokenizer.json` is missing or cannot be read, if it has more ids than
-            the model, if a special token is none of its tokens, or if there is no token to pad
-            with or, where one is needed, to end with.
+    Raises `TokenizerError` if `tokenizer.json` is missing or cannot be read, if it has more ids
+    than the model, if a special token is none of its tokens, or if there is no token to pad with
+    or, where `needs_end`, to end with.
     """
     tokens = _read_tokens(folder)
     last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -92,11 +86,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
 
 
 def end_token(tokenizer: Tokenizer) -> int:
-    """The id of the token that ends a text.
-
-    Raises:
-        TokenizerError: If there is none.
-    """
+    """The id of the token that ends a text; raises `TokenizerError` if there is none."""
     if tokenizer.end is None:
         raise TokenizerError(
             "expected a tokenizer with a token that ends a text, got one without. "

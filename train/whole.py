@@ -25,9 +25,6 @@ def made_whole(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
     When the block ends it is put on the disk and gets its name, in the place of a file or an empty
     folder that has it. After an error it is removed. The block may remove it, or move it elsewhere.
-
-    Raises:
-        OSError: If it cannot be made or written.
     """
     path = path.absolute()
     remove_leftovers(path)
@@ -42,8 +39,7 @@ def made_whole(path: Path, *, folder: bool = False) -> Iterator[Path]:
 def exchange(new: Path, path: Path) -> None:
     """Puts a folder in the place of another one, which is removed.
 
-    Raises:
-        OSError: If that fails. The old one is in its place then.
+    If that fails, with an `OSError`, the old one is in its place.
     """
     path = path.absolute()
     if new.exists():

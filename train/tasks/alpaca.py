@@ -42,12 +42,7 @@ PROMPT = (
 
 
 def make(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
-    """The task of answering instructions; arguments and errors are those of `task_of_answers`.
-
-    Raises:
-        DataError: Also if a file holds no such examples, with the line or item.
-        TokenizerError: If the tokenizer has no end token.
-    """
+    """The task of answering instructions; arguments and errors are those of `task_of_answers`."""
     end_token(tokenizer)
 
     def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
@@ -57,12 +52,7 @@ def make(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
 
 
 def prompt(instruction: str, context: str = "") -> str:
-    """The prompt for an instruction, and for its `input`.
-
-    Examples:
-        >>> prompt("Add.", "1 and 2").splitlines()[-4:]
-        ['### Input:', '1 and 2', '', '### Response:']
-    """
+    """The prompt for an instruction, and for its `input`."""
     if context:
         return PROMPT_WITH_INPUT.format(instruction=instruction, input=context)
     return PROMPT.format(instruction=instruction)

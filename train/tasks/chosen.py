@@ -14,16 +14,10 @@ OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 
 
 def make_task(settings: Settings, origin: Pretrained | None) -> Task:
-    """Reads the data of a run's task.
+    """Reads the data of a run's task; `origin` is the folder of the model, with its tokenizer.
 
-    Args:
-        settings: Of the run.
-        origin: The folder of the model that is fine-tuned, in which its tokenizer is too.
-
-    Raises:
-        SettingsError: If the model is of another kind than the task needs, or too short.
-        DataError: If there is too little data, or it cannot be understood.
-        TokenizerError: If the tokenizer in the model's folder cannot be read.
+    Raises `SettingsError` if the model is of another kind than the task needs, or too short;
+    `DataError` or `TokenizerError` if the data or the tokenizer cannot be used.
     """
     length = settings.sequence_length
     share = {"seed": settings.seed, "validation_share": settings.validation_share}

@@ -101,9 +101,7 @@ def make(
         known: The classes of the model's head; if all labels are of these, whatever their case,
             these are the classes.
 
-    Raises:
-        DataError: If there are no such files or columns, rows that cannot be understood, with the
-            file and the line, or labels that are no classes.
+    Raises `DataError`, which names file and line, for what cannot be understood.
     """
     check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)

@@ -37,14 +37,11 @@ class Encoded(NamedTuple):
 def encode(
     tokenizer: Tokenizer, texts: Iterable[Text], *, special: bool, longest: int | None = None
 ) -> Encoded:
-    """The texts as tokens, in their order; second texts of pairs are marked.
+    """The texts, all of them one text or all a pair, as tokens; second texts of pairs are marked.
 
-    Args:
-        tokenizer: Of the model.
-        texts: Read once and not kept; all of them one text or all a pair.
-        special: Whether the tokenizer puts its special tokens around a text.
-        longest: Tokens that a text may have. What is longer is cut on the right, of a pair the
-            longer text first.
+    Texts are read once and not kept. `special` says whether the tokenizer puts its special tokens
+    around them. What has more than `longest` tokens is cut on the right, of a pair the longer text
+    first.
     """
     tokens, cutting = tokenizer.tokens, None
     if longest is not None:
@@ -70,12 +67,7 @@ def encode(
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype:
-    """The smallest unsigned dtype that holds every id below `vocabulary`.
-
-    Examples:
-        >>> smallest_dtype(256), smallest_dtype(257)
-        (dtype('uint8'), dtype('uint16'))
-    """
+    """The smallest unsigned dtype that holds every id below `vocabulary`."""
     return np.min_scalar_type(max(vocabulary - 1, 0))
 
 
@@ -84,10 +76,8 @@ def enclose(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts with a begin and an end token around each: all tokens, and where each text begins.
 
-    Args:
-        tokens: Of n texts, without either.
-        starts: `(n + 1,)`, where each begins.
-        tokenizer: Has an end token, and a begin token where the model was trained with one.
+    `starts` `(n + 1,)` is where each begins in `tokens`, which have neither. A begin token there is
+    only where the model was trained with one.
     """
     begin, end = tokenizer.begin, end_token(tokenizer)
     starts = starts + (1 if begin is None else 2) * np.arange(len(starts))

@@ -116,16 +116,11 @@ class Answers(Examples):
 
 
 class Sentences(Examples):
-    """Sentences or pairs of them, with their labels.
+    """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`
+    are.
 
     The tokenizer's own template puts the special tokens around a sentence or a pair. Of a pair that
     is too long the longer sentence is cut first.
-
-    Args:
-        texts: All of them a sentence, or all a pair; read once, before `labels`.
-        labels: The id of the class of each.
-        tokenizer: Of the model.
-        length: Tokens of an example, T.
     """
 
     kind = "encoder"
@@ -212,10 +207,6 @@ def task_of_answers(
         sequence_length: Predicted tokens of an example, T.
         validation_share: Of the examples, in (0, 1), where files have no names that tell.
         seed: Fixes which examples validate.
-
-    Raises:
-        DataError: If there is no example with an answer within the sequence length, or only one
-            where some are to validate.
     """
     files = find_files(data, suffixes)
     notes = list(files.notes)

@@ -29,21 +29,14 @@ class Files(NamedTuple):
 
 
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
-    """The files of a task that is given as a file or as a folder.
+    """The files, of names that end in one of `suffixes`, of a task that is given as file or folder.
 
     In a folder, `train*` and `valid*` or `dev*` are the two sides, and all other files are left
-    out. Where there is no file for validation, a share is to be split off: of the `train*` files if
-    there are any, else of all files.
+    out; folders in it are not entered. Where there is no file for validation, a share is to be
+    split off: of the `train*` files if there are any, else of all files. The parts of a folder that
+    `save_to_disk` of `datasets` has written have the same names.
 
-    A folder that `save_to_disk` of `datasets` has written has the same sides: of several parts
-    `train*`, and `valid*` or `dev*`.
-
-    Args:
-        data: A file or a folder; folders in it are not entered.
-        suffixes: How names of the task's files end, in small letters.
-
-    Raises:
-        DataError: If there are no such files, or some for validation and none for training.
+    Raises `DataError` if there are no such files, or some for validation and none for training.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -101,10 +94,8 @@ def _note_twins(paths: list[Path]) -> list[str]:
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, from 1. A line ends with a newline, which it keeps.
 
-    A carriage return in front of the newline is taken out.
-
-    Raises:
-        DataError: If a line is not UTF-8, or has a NUL, which is mostly UTF-16 or a damage.
+    A carriage return in front of the newline is taken out. Raises `DataError` if a line is not
+    UTF-8, or has a NUL, which is mostly UTF-16 or a damage.
     """
     # As bytes: in text, Python would also end lines at carriage returns inside sentences, and
     # could not say in which line the encoding is wrong.
@@ -130,10 +121,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     A file `*.json` that begins with a bracket is a list, of which the first item is number 1. Of a
     table (`tables.py`) the rows are such objects. Any other file has an object a line; blank lines
-    are passed over.
-
-    Raises:
-        DataError: If there is no valid JSON, or not such objects; or no table.
+    are passed over. Raises `DataError` for anything else.
     """
     if tables.is_table(path):
         yield from tables.rows(path)
@@ -153,11 +141,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def expect_examples(
     paths: list[Path], read: Callable[[Path], Iterator[Example]]
 ) -> Iterator[Example]:
-    """Yields what `read` yields for each file, which must be at least one example.
-
-    Raises:
-        DataError: If a file has none.
-    """
+    """Yields what `read` yields for each file; raises `DataError` if a file has no example."""
     for path in paths:
         empty = True
         for example in read(path):
@@ -170,16 +154,9 @@ def expect_examples(
 def text_field(
     where: str, record: dict[str, Any], field: str, *, remedy: str = "Rename the field"
 ) -> str:
-    """The text in a field of a record.
+    """The text in a field of a record, which is at `where`.
 
-    Args:
-        where: The record is, for messages.
-        record: That has the field.
-        field: Its name.
-        remedy: What to do where it has no such field.
-
-    Raises:
-        DataError: If the field is missing or does not hold a text.
+    Raises `DataError` if the field does not hold a text, or is missing; with the `remedy` for that.
     """
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
@@ -205,13 +182,8 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which examples are to train and which to validate, both ascending; neither empty if n > 1.
 
-    In an order drawn with the seed, examples go to validation where they still fit in its share; if
-    none does, the smallest one goes.
-
-    Args:
-        sizes: Sizes `(n,)` of the examples.
-        validation_share: Of the sum of sizes, in (0, 1]; with 1 none is to train.
-        seed: Fixes the split.
+    In an order drawn with the seed, examples go to validation where they, of `sizes` `(n,)`, still
+    fit in its share of the sum; if none does, the smallest one goes. With a share of 1 none trains.
     """
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))

@@ -142,18 +142,11 @@ FORMATS: Mapping[str, Format] = {
 
 
 def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -> Task:
-    """A GLUE task.
+    """The GLUE task `name`, with examples of `sequence_length` tokens.
 
-    Args:
-        name: One of `FORMATS`.
-        data: The folder with the task's files, or the one above it that has them in a folder of
-            GLUE's name for the task (`SST-2`, `CoLA`, ...).
-        tokenizer: Of the model.
-        sequence_length: Tokens of an example, T.
-
-    Raises:
-        DataError: If the task is unknown, or the files are missing, empty or not of its format;
-            with the file and the line.
+    `data` is the folder with the task's files, or the one above it that has them in a folder of
+    GLUE's name for the task (`SST-2`, `CoLA`, ...). Raises `DataError` if the task is unknown, or
+    the files are missing, empty or not of its format; with the file and the line.
     """
     if name not in FORMATS:
         raise DataError(f"expected a GLUE task, one of {', '.join(FORMATS)}, got {name!r}.")

@@ -63,10 +63,7 @@ def make(
         joined: Whether documents see those before them in their window.
         field: That of records with the text.
 
-    Raises:
-        DataError: If there is no text, too little for a window on both sides, or JSONL that is
-            none; with the file and the line.
-        TokenizerError: If the tokenizer has no end token.
+    Raises `DataError` if there is no text, or too little for a window on both sides.
     """
     end_token(tokenizer)
     files = find_files(data, SUFFIXES)
@@ -110,9 +107,7 @@ class Documents(NamedTuple):
 class Windows:
     """Windows of `length + 1` tokens, overlapping by one, as examples.
 
-    Args:
-        documents: With more than `length` tokens. Of a single one, examples have no positions.
-        length: Predicted tokens of a window.
+    Of a single document examples have no positions.
     """
 
     def __init__(self, documents: Documents, length: int):

@@ -50,11 +50,7 @@ class Split(NamedTuple):
 def make(
     *, seed: int, sequence_length: int, corpus_megabytes: float, validation_share: float
 ) -> Task:
-    """The task of predicting the next byte of Python's source files.
-
-    Raises:
-        DataError: If there is too little text.
-    """
+    """The task of predicting the next byte of Python's source files."""
     root, max_bytes = folder(), int(corpus_megabytes * 1e6)
     split = split_files(
         root, source_files(root), seed=seed, max_bytes=max_bytes, validation_share=validation_share

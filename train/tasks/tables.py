@@ -30,11 +30,7 @@ def is_table(path: Path) -> bool:
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table, each with where it is: path and number, from 1.
-
-    Raises:
-        DataError: If pyarrow is not there, or the file is no table.
-    """
+    """The rows of a table, each with where it is: path and number, from 1."""
     number = 0
     with _opened(path) as (_, batches):
         for batch in batches:
@@ -45,11 +41,7 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def class_names(path: Path, column: str) -> list[str] | None:
-    """The names of the classes whose numbers a column holds; None if it says none.
-
-    Raises:
-        DataError: As `rows`.
-    """
+    """The names of the classes whose numbers a column holds; None if it says none."""
     with _opened(path) as (schema, _):
         metadata = schema.metadata or {}
     try:
@@ -61,15 +53,10 @@ def class_names(path: Path, column: str) -> list[str] | None:
 
 
 def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
-    """The files of a folder that `save_to_disk` has written, by part.
+    """The files of a folder that `save_to_disk` has written, by part; None if it has not.
 
-    Returns:
-        For several parts (`DatasetDict`) by their names, for a single one (`Dataset`) by "";
-        None if it has not written the folder.
-
-    Raises:
-        DataError: If a part is missing, it is not said which files it has, or the folder is one of
-            the cache of `datasets`.
+    Several parts (`DatasetDict`) have names, a single one (`Dataset`) has "". Raises `DataError` if
+    a part is missing or damaged, or the folder is one of the cache of `datasets`.
     """
     if (folder / PARTS).is_file():
         names = _listed(folder / PARTS, "splits")
