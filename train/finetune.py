@@ -43,7 +43,7 @@ from train.peers import Peers
 from train.pretrained import ModelError
 from train.report import Summary
 from train.run import Run
-from train.run_folder import make_run_folder, naming, run_lock
+from train.run_folder import make_run_folder, run_lock
 from train.run_log import show
 from train.saved_checkpoints import CheckpointError
 from train.settings import Settings, SettingsError
@@ -110,7 +110,6 @@ def train(
     for line in job.notes:
         say(line)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(naming(folder))
         stack.enter_context(run_lock(folder, say))
         run = Run(job, opt_state, folder, console, stop, stack)
         del opt_state  # the run donates it
@@ -169,12 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = lack_of_memory(lack, command.settings)
     except OSError as error:
-        if error.errno not in CANNOT_WRITE:
+        if error.errno not in CANNOT_WRITE or command is None:
             raise
         message = (
-            f"expected to write the files of the run, got: {error}. Make room or see to the "
-            "permissions, and start it again with --run: it goes on from its last checkpoint, if "
-            "it has one."
+            f"expected to write the run's files to {command.settings.output_dir}, got: {error}. "
+            "Make room or see to the permissions, and start it again with --run: it goes on from "
+            "its last checkpoint, if it has one."
         )
     sys.stderr.write(f"error: {message}\n")
     return 2

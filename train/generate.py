@@ -246,23 +246,16 @@ def _format_of(folder: Path) -> tuple[str, str]:
 
 def _check_folder(folder: Path) -> None:
     """Explains which folder is meant if this one is a run's own."""
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or not (folder / "settings.toml").exists():
         return
-    if (folder / models.FOLDER / "config.json").exists():
-        raise SettingsError(
-            f"`model`: expected a folder with a config.json, got {folder}, a run whose model is in "
-            f"a folder below. Pass --model {folder / models.FOLDER}"
-        )
-    if (folder / models.WEIGHTS).exists():
-        raise SettingsError(
-            f"`model`: expected a folder with a config.json and a tokenizer, got {folder}, a run "
-            "of the task standard_library, whose model has neither."
-        )
-    if (folder / "settings.toml").exists():
-        raise SettingsError(
-            f"`model`: expected a folder with a config.json, got {folder}, a run that has no model "
-            f"yet. Write one: train.finetune with --run {folder.name} --export best DIR"
-        )
+    remedy = f"one that has not ended: write it with train.finetune --run {folder.name} --export"
+    if (folder / models.FOLDER).exists():
+        remedy = f"whose model is in a folder below. Pass --model {folder / models.FOLDER}"
+    elif (folder / models.WEIGHTS).exists():
+        remedy = "of the task standard_library, whose model has neither that nor a tokenizer."
+    raise SettingsError(
+        f"`model`: expected a folder with a config.json, got {folder}, a run, {remedy}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

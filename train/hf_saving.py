@@ -30,7 +30,7 @@ from train.hf_tensors import (
 )
 from train.pretrained import Pretrained
 from train.tensor_file import Entry, write_file
-from train.whole import exchange, made_whole
+from train.whole import made_whole
 
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
 
@@ -110,7 +110,7 @@ def save_folder(
                 for name, text in {CONFIG: config, **(texts or {})}.items():
                     (part / name).write_text(text, encoding="utf-8")
                 if path.exists():
-                    exchange(part, path)
+                    shutil.rmtree(path)
     except OSError as error:
         raise ModelError(f"expected to write the model to {path}, got: {error}.") from error
     finally:

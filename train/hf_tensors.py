@@ -282,25 +282,18 @@ def _no_safetensors(folder: Path) -> ModelError:
         others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
         return ModelError(f"{expected} {others or 'neither'}.")
     listed = ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else "")
+    # The class decides which head is kept. What is no name does not go into a program.
+    name = str((read_json(folder / CONFIG).get("architectures") or [""])[0])
+    name = name if name.isidentifier() else "AutoModel"
+    program = (
+        f"import sys; from transformers import {name}; "
+        f"{name}.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
+    )
     return ModelError(
         f"{expected} {listed}: pickles, which can run any program when they are read. Where "
-        f"transformers and torch are installed, convert them with: {_conversion(folder)}"
+        "transformers and torch are installed, convert them with: "
+        f"{shlex.join(['python', '-c', program, str(folder)])}"
     )
-
-
-def _conversion(folder: Path) -> str:
-    """The command that writes the weights of a folder as safetensors, beside the pickles."""
-    names = read_json(folder / CONFIG).get("architectures") or [""]
-    # The class decides which head is kept.
-    auto = "AutoModel"
-    for head in ("ForCausalLM", "ForSequenceClassification"):
-        if str(names[0]).endswith(head):
-            auto += head
-    program = (
-        f"import sys; from transformers import {auto}; "
-        f"{auto}.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1], safe_serialization=True)"
-    )
-    return shlex.join(["python", "-c", program, str(folder)])
 
 
 def first_of(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from train.optimizers import weight_dtype
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts
+from zenflow_jax.planning import gb
 
 
 def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mesh | None) -> None:
@@ -38,22 +39,22 @@ def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mes
     memory = device_bytes()
     if memory is not None and device / devices > memory:
         raise SettingsError(
-            f"`model`: expected one that fits in {_gib(memory)} on each of {devices} device(s), "
-            f"got {model}, which takes {_gib(device)} without anything else. {smaller} or more "
+            f"`model`: expected one that fits in {gb(memory)} on each of {devices} device(s), "
+            f"got {model}, which takes {gb(device)} without anything else. {smaller} or more "
             "devices (--mesh); --force starts it all the same."
         )
     if host / processes > host_bytes():
         raise SettingsError(
-            f"`model`: expected one whose state fits in the host's {_gib(host_bytes())}, got "
-            f"{model}, which takes {_gib(host / processes)} there without anything else. "
+            f"`model`: expected one whose state fits in the host's {gb(host_bytes())}, got "
+            f"{model}, which takes {gb(host / processes)} there without anything else. "
             f"{smaller}, --host-state compact, or more machines (docs/multi_host.md); --force "
             "starts it all the same."
         )
     if memory is not None and logits > memory:
         raise SettingsError(
             f"`batch_size`: expected a micro-batch whose logits fit in the device's "
-            f"{_gib(memory)}, got {settings.batch_size} sequences of {settings.sequence_length} in "
-            f"{settings.micro_batches} micro-batches, whose logits alone take {_gib(logits)} on "
+            f"{gb(memory)}, got {settings.batch_size} sequences of {settings.sequence_length} in "
+            f"{settings.micro_batches} micro-batches, whose logits alone take {gb(logits)} on "
             "each device. Pass a smaller --batch-size, or more --micro-batches."
         )
 
@@ -95,7 +96,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 def lack_of_memory(error: BaseException, settings: Settings) -> str:
-    """The message for an error of which `is_lack_of_memory` is true."""
+    """The message for an error that `lack_behind` has returned."""
     host = isinstance(error, MemoryError)
     asked = re.search(r"\d[\d.,]* ?(?:[KMGT]i?B|bytes)\b.*?(?= for|[.:\n]|$)", str(error), re.I)
     remedies = []
@@ -107,7 +108,7 @@ def lack_of_memory(error: BaseException, settings: Settings) -> str:
     if settings.optimizer == "adamw":
         remedies.append("--optimizer zenflow, which keeps most of Adam's state on the host")
     memory = device_bytes()
-    room = "" if memory is None else f" ({jax.local_devices()[0].device_kind}: {_gib(memory)})"
+    room = "" if memory is None else f" ({jax.local_devices()[0].device_kind}: {gb(memory)})"
     model = settings.model or f"a model of width {settings.width} and {settings.layers} layers"
     return (
         f"expected memory enough on the {'host' if host else 'device'} for {model} with batches of "
@@ -116,7 +117,3 @@ def lack_of_memory(error: BaseException, settings: Settings) -> str:
         f"{asked[0] if asked else 'what was asked for'}{room}. Take "
         f"{', '.join([*remedies, 'or a smaller model'])}."
     )
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB"

@@ -38,15 +38,6 @@ from train.hf_tensors import (
     source,
 )
 
-__all__ = [
-    "ModelError",
-    "Pretrained",
-    "drawn_anew",
-    "load_weights",
-    "make_model",
-    "read_folder",
-]
-
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
 OPTIONAL = ("pooler", "classifier")
 

@@ -27,7 +27,7 @@ from train.report import (
     write_timeline,
 )
 from train.run_description import description
-from train.run_folder import naming, write_settings
+from train.run_folder import write_settings
 from train.run_log import NoLog, RunLog, read_rows, show
 from train.settings import SettingsError
 from train.skipping import SkippedSteps, causes_of_infinity, check_finite
@@ -274,9 +274,8 @@ class Run:
         summary = self._summary(ended, begun_s)
         if not processes.is_first():
             return summary
-        with naming(self.folder):
-            write_picture(self.folder, self.log.rows, self.validations, summary)
-            write_summary(self.folder, summary)
+        write_picture(self.folder, self.log.rows, self.validations, summary)
+        write_summary(self.folder, summary)
         self.console.print(summary_table(summary))
         settings = self.job.settings
         if self.engine:

@@ -54,7 +54,6 @@ def description(
         "labels": list(labels),  # not compared: the data says the same
         "data": data,
         "model": _as_strings(config),
-        "deepspeed": settings.deepspeed,  # not compared: its values are in the settings
     }
 
 
@@ -75,18 +74,16 @@ def _as_strings(config: Any) -> dict[str, str]:
 def check_same_run(
     folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any], *, otherwise: str
 ) -> None:
-    """Raises `SettingsError` if the description `saved` in the checkpoint is another run's.
-
-    `otherwise` is the remedy if another setting is meant: the end of a sentence.
-    """
+    """Raises `SettingsError` if the description `saved` in the checkpoint is another run's."""
     for name, value in wanted["settings"].items():
         before = saved["settings"].get(name, value)
         if before != value:
-            copy = folder.parents[1] / DEEPSPEED
-            remedy = _remedy(copy, wanted.get("deepspeed"), _flags(name, before))
+            copy, also = folder.parents[1] / DEEPSPEED, ""
+            if copy.exists():
+                also = f"--deepspeed {copy}, which the run has gone by and which goes first, or "
             raise SettingsError(
                 f"`{name}`: expected {before}, as in the run that {folder} is of, got {value}. "
-                f"{remedy}, {otherwise}"
+                f"Pass {also}{_flags(name, before)}, {otherwise}"
             )
     for name, value in wanted["model"].items():
         before = saved.get("model", {}).get(name, value)
@@ -100,17 +97,6 @@ def check_same_run(
             f"expected the data that the run of {folder} has read, got other data: other files (of "
             "standard_library: another Python), another tokenizer, or of chats another template."
         )
-
-
-def _remedy(copy: Path, deepspeed: str | None, flags: str) -> str:
-    """How to set what `flags` set, which a DeepSpeed config may override."""
-    if deepspeed is None:
-        return f"Pass {flags}"
-    if not copy.exists():
-        return f"Leave --deepspeed out, as the run has begun without it, and pass {flags}"
-    if Path(deepspeed).absolute() == copy.absolute():
-        return f"Change it in {copy}, or pass {flags} where that says nothing of it"
-    return f"Pass --deepspeed {copy}, which the run has gone by, and {flags} where that has no word"
 
 
 def _flags(name: str, value: Any) -> str:

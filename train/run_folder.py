@@ -141,17 +141,3 @@ def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Names `path` in an error of the file system that names no file.
-
-    Errors of `open` name theirs; those of writes to an open file do not.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -36,20 +36,6 @@ def made_whole(path: Path, *, folder: bool = False) -> Iterator[Path]:
             _sync(path.parent)
 
 
-def exchange(new: Path, path: Path) -> None:
-    """Puts a folder in the place of another one, which is removed.
-
-    If that fails, with an `OSError`, the old one is in its place.
-    """
-    path = path.absolute()
-    if new.exists():
-        _sync_all(new)
-    with _part_of(path, folder=True) as part:
-        path.rename(_old(part))
-        new.rename(path)
-        _sync(path.parent)
-
-
 def replace_text(path: Path, text: str) -> None:
     """Writes a file that is the old one or the new one, whenever the process is killed."""
     with made_whole(path) as part:
@@ -57,7 +43,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes what killed processes have left of `path`, and puts back what they had moved."""
+    """Removes what killed processes have left of `path`."""
     for left in list(path.parent.iterdir()):
         match = _NAME.fullmatch(left.name)
         if match is None or match[1] != path.name:
@@ -67,7 +53,6 @@ def remove_leftovers(path: Path) -> None:
             file = os.open(left, os.O_RDONLY)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _put_back(left)
                 _remove(left)
             finally:
                 os.close(file)
@@ -95,23 +80,8 @@ def _part_of(path: Path, folder: bool) -> Iterator[Path]:
             fcntl.flock(file, fcntl.LOCK_EX)
         yield part
     finally:
-        try:
-            _put_back(part)
-            _remove(part)
-        finally:
-            os.close(file)
-
-
-def _old(part: Path) -> Path:
-    """The place in such a folder of what was at the path before."""
-    return part / part.name
-
-
-def _put_back(part: Path) -> None:
-    """Ends an exchange that was not finished. If it fails, nothing may be removed."""
-    place = finished(part)
-    if _old(part).exists() and not place.exists():
-        _old(part).rename(place)
+        _remove(part)
+        os.close(file)
 
 
 def _remove(path: Path) -> None:

@@ -488,9 +488,9 @@ def test_damaged_and_missing_files_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "auto"),
     [
-        ("llama2", "AutoModelForCausalLM"),
-        ("bert", "AutoModelForSequenceClassification"),
-        ("bert_masked", "AutoModel;"),
+        ("llama2", "LlamaForCausalLM"),
+        ("bert", "BertForSequenceClassification"),
+        ("bert_masked", "BertForMaskedLM;"),
     ],
 )
 def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, name, auto):

@@ -152,14 +152,14 @@ def test_a_batch_larger_than_the_data_is_refused():
 def test_a_batch_whose_logits_do_not_fit_is_refused():
     # 4 bytes x 32,000 x 512 x 10**8 sequences / 2.
     settings = Settings(batch_size=10**8, sequence_length=512, micro_batches=2)
-    with pytest.raises(SettingsError, match="in 2 micro-batches, .*alone take 3,051,757.8 GiB"):
+    with pytest.raises(SettingsError, match="in 2 micro-batches, .*alone take 3276800 GB"):
         check_memory(settings, 0, 32_000, None)
     check_memory(settings, 0, 0, None)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
-    [("adamw", r"takes 29,802.3 GiB .*--optimizer zenflow"), ("zenflow", "a smaller one")],
+    [("adamw", r"takes 32000 GB .*--optimizer zenflow"), ("zenflow", "a smaller one")],
 )
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(optimizer, expected):
     settings = Settings(optimizer=optimizer)

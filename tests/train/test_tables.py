@@ -123,17 +123,13 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
     expect("expected the file .*state.json, got")
 
 
-def test_a_folder_of_the_cache_and_the_same_data_twice_are_told_of(tmp_path):
+def test_a_folder_of_the_cache_is_refused(tmp_path):
     save(tmp_path / "cache", pyarrow.table({"text": TEXTS}))
     (tmp_path / "cache" / "state.json").unlink()
     with pytest.raises(
         DataError, match=r"no state\.json: a part of its cache.*save_to_disk\(DIR\)"
     ):
         find_files(tmp_path / "cache", language.SUFFIXES)
-    for name in ("train.jsonl", "train.parquet", "valid.txt"):
-        (tmp_path / name).write_text("")
-    (note,) = find_files(tmp_path, language.SUFFIXES).notes
-    assert "reads all of train.jsonl, train.parquet, which may hold the same twice" in note
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from train import whole
-from train.whole import exchange, made_whole, remove_leftovers, replace_text
+from train.whole import made_whole, remove_leftovers, replace_text
 
 
 def of_user(folder):
@@ -40,17 +40,15 @@ from train.whole import made_whole
 place = Path(sys.argv[1])
 with made_whole(place, folder=True) as part:
     (part / "half").write_text("x")
-    if len(sys.argv) > 2:
-        place.rename(part / part.name)
     print(part.name, flush=True)
     sys.stdin.read()
     os._exit(1)
 """
 
 
-def start(*arguments):
+def start(place):
     """A process that writes to a place until its input ends, which kills it; gives it."""
-    command = [sys.executable, "-c", KILLED, *map(str, arguments)]
+    command = [sys.executable, "-c", KILLED, str(place)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes)
     assert whole._NAME.fullmatch(process.stdout.readline().strip())
@@ -69,32 +67,3 @@ def test_what_a_kill_has_left_is_removed_but_not_while_it_is_written(tmp_path):
     assert half in names(tmp_path)  # of another place
     replace_text(tmp_path / "x", "newer")
     assert names(tmp_path) == before | {"x", "y"}
-
-
-def test_a_kill_between_two_folders_leaves_the_old_one(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "file").write_text("old")
-    start(tmp_path / "x", "moved").communicate()
-    assert not (tmp_path / "x").exists()
-    remove_leftovers(tmp_path / "x")
-    assert names(tmp_path) == {"x"}
-    assert (tmp_path / "x" / "file").read_text() == "old"
-
-
-def test_an_exchange_that_fails_leaves_the_old_folder(tmp_path):
-    for name in ("x", "new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    with pytest.raises(FileNotFoundError):
-        exchange(tmp_path / "gone", tmp_path / "x")
-    assert (tmp_path / "x" / "file").read_text() == "x"
-    with pytest.MonkeyPatch.context() as patch:  # nor can it be put back
-        patch.setattr(whole, "_put_back", lambda part: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            exchange(tmp_path / "gone", tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-    remove_leftovers(tmp_path / "x")
-    assert (tmp_path / "x" / "file").read_text() == "x"
-    exchange(tmp_path / "new", tmp_path / "x")
-    assert names(tmp_path) == {"x"}
-    assert (tmp_path / "x" / "file").read_text() == "new"

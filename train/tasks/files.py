@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -68,7 +67,7 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
             f"expected files train*{suffixes[0]} beside {validation[0].name} in {data}, found "
             "none. Without files for validation a share of the others is held back."
         )
-    return Files(train or fitting, validation, notes + _note_twins(train + validation or fitting))
+    return Files(train or fitting, validation, notes)
 
 
 def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
@@ -82,13 +81,6 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
         [file for name in validation for file in parts[name]],
         notes,
     )
-
-
-def _note_twins(paths: list[Path]) -> list[str]:
-    """A note if files differ in their endings alone, and so may have the same data twice."""
-    stems = Counter(path.stem for path in paths)
-    twins = ", ".join(path.name for path in paths if stems[path.stem] > 1)
-    return [f"{paths[0].parent}: reads all of {twins}, which may hold the same twice"] * bool(twins)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
