@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from train import processes
 from train.hf_config import CONFIG, ModelError
 from train.hf_tensors import (
+    DTYPES,
     HEADS,
     INDEX,
     PREFIXES,
@@ -29,7 +30,6 @@ from train.hf_tensors import (
     transpose,
 )
 from train.pretrained import Pretrained
-from train.tensor_file import Entry, write_file
 from train.whole import made_whole
 
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
@@ -57,6 +57,59 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "bert": "BertForSequenceClassification",
 }
+
+
+class Entry(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray]) -> None:
+    """Writes a file of safetensors, one of `tensors` after the other, so that memory holds one."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    # `transformers` loads no file without this.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.bytes
+        header[entry.name] = {
+            "dtype": names[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for entry in entries:
+            value = next(tensors)
+            assert (value.dtype, value.shape) == (entry.dtype, entry.shape)
+            file.write(value.reshape(-1).view(np.uint8).data)
+
+
+def write_by_first(path: Path, write: Callable[[], None], tensors: Iterator[np.ndarray]) -> None:
+    """Calls `write` in the first process, which takes the tensors, and gathers them in all."""
+    try:
+        if processes.is_first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+    except OSError as error:
+        raise ModelError(
+            f"expected to write the model to {path}, got: {error}. Make room there or see to its "
+            "permissions, and start the run again: it goes on from its last checkpoint."
+        ) from error
+    finally:
+        # All processes gather: they would wait for one that has failed.
+        for _ in tensors:
+            pass
 
 
 def save_folder(
@@ -91,32 +144,27 @@ def save_folder(
     sources = [source(pretrained.architecture, name, x.shape) for name, x in leaves]
     dtypes = [np.dtype(x.dtype if dtype is None else dtype) for _, x in leaves]
     tensors = _gathered(iter([x for _, x in leaves]) if values is None else values, sources, dtypes)
-    try:
-        if processes.is_first():
-            _check_replaceable(path, pretrained.folder)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            entries = [
-                Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
-                for of, dtype in zip(sources, dtypes, strict=True)
-                for name in of.names
-            ]
-            content = _config(pretrained, dict(leaves), entries, labels)
-            config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            with made_whole(path, folder=True) as part:
-                _write_tensors(part, entries, tensors, max_shard_bytes)
-                for name in COPIED:
-                    if (pretrained.folder / name).is_file():
-                        shutil.copyfile(pretrained.folder / name, part / name)
-                for name, text in {CONFIG: config, **(texts or {})}.items():
-                    (part / name).write_text(text, encoding="utf-8")
-                if path.exists():
-                    shutil.rmtree(path)
-    except OSError as error:
-        raise ModelError(f"expected to write the model to {path}, got: {error}.") from error
-    finally:
-        # All processes gather: they would wait for one that has failed.
-        for _ in tensors:
-            pass
+
+    def write() -> None:
+        _check_replaceable(path, pretrained.folder)
+        entries = [
+            Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
+            for of, dtype in zip(sources, dtypes, strict=True)
+            for name in of.names
+        ]
+        content = _config(pretrained, dict(leaves), entries, labels)
+        config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        with made_whole(path, folder=True) as part:
+            _write_tensors(part, entries, tensors, max_shard_bytes)
+            for name in COPIED:
+                if (pretrained.folder / name).is_file():
+                    shutil.copyfile(pretrained.folder / name, part / name)
+            for name, text in {CONFIG: config, **(texts or {})}.items():
+                (part / name).write_text(text, encoding="utf-8")
+            if path.exists():
+                shutil.rmtree(path)
+
+    write_by_first(path, write, tensors)
 
 
 def _gathered(

@@ -17,14 +17,12 @@ from jax.sharding import Mesh
 from train import pretrained, processes
 from train.checkpoint_arrays import name_of
 from train.decoder import Decoder, DecoderConfig
-from train.hf_saving import save_folder
+from train.hf_saving import Entry, save_folder, write_by_first, write_file
 from train.hf_tensors import DTYPES
 from train.optimizers import weight_dtype
-from train.saved_checkpoints import CheckpointError
 from train.settings import Settings, SettingsError
 from train.sharding import batch_sharding, committed, weight_shardings
 from train.tasks import Task, standard_library
-from train.tensor_file import Entry, write_file
 from train.whole import made_whole
 
 # The trained weights in the folder of a run.
@@ -70,12 +68,8 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, Any]:
 
 def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
     """Whether the folder has a head for these labels, in this order if it names them."""
-    if origin.labels != len(labels):
-        return False
-    named = origin.raw.get("id2label") or {}
-    names = [str(named.get(str(i), f"LABEL_{i}")).lower() for i in range(len(labels))]
-    unnamed = [f"label_{i}" for i in range(len(labels))]
-    return names in (unnamed, [label.lower() for label in labels])
+    names = [name.lower() for name in origin.class_names]
+    return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
 
 
 def parameters(settings: Settings, origin: pretrained.Pretrained | None) -> int:
@@ -187,19 +181,12 @@ def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) 
     entries = [Entry(name_of(name), np.dtype(np.float32), x.shape) for name, x in leaves]
     values = iter([x for _, x in leaves]) if values is None else values
     tensors = (np.ascontiguousarray(processes.whole(x), np.float32) for x in values)
-    try:
-        if processes.is_first():
-            with made_whole(path) as part:
-                write_file(part, entries, tensors)
-    except OSError as error:
-        raise CheckpointError(
-            f"expected to write the model to {path}, got: {error}. Make room there or see to its "
-            "permissions, and start the run again: it goes on from its last checkpoint."
-        ) from error
-    finally:
-        # All processes gather: they would wait for one that has failed.
-        for _ in tensors:
-            pass
+
+    def write() -> None:
+        with made_whole(path) as part:
+            write_file(part, entries, tensors)
+
+    write_by_first(path, write, tensors)
 
 
 def dtype_of(origin: pretrained.Pretrained) -> np.dtype:

@@ -115,39 +115,25 @@ def _arguments(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any
     if settings.optimizer == "offload":
         sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}
         return sending | {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
-    return shared | {
-        "update_interval": _window_rule(settings),
-        "select_interval": _selection_rule(settings, steps_per_epoch),
+    scaling, adapts = settings.window_scaling, settings.update_interval == "auto"
+    if scaling == "auto":
+        scaling = 0.5 if settings.rolling and not adapts else "none"
+    arguments = shared | {
         "full_warm_up_rounds": settings.warm_up_rounds,
-        "window_scaling": _window_scaling(settings),
+        "window_scaling": None if scaling == "none" else scaling,
         "provisional_share": settings.provisional_share or None,
     }
-
-
-def _window_rule(settings: Settings) -> int | zenflow_jax.AutoWindow:
-    if settings.update_interval != "auto":
-        return settings.update_interval
-    return zenflow_jax.AutoWindow(
-        max_interval=settings.auto_window_max_interval, share=settings.auto_window_share
-    )
-
-
-def _window_scaling(settings: Settings) -> float | None:
-    if settings.window_scaling == "auto":
-        return 0.5 if settings.rolling and settings.update_interval != "auto" else None
-    return None if settings.window_scaling == "none" else settings.window_scaling
-
-
-def _selection_rule(
-    settings: Settings, steps_per_epoch: int | None
-) -> int | zenflow_jax.AutoSelect | zenflow_jax.EpochSelect | None:
+    if adapts:
+        arguments["update_interval"] = zenflow_jax.AutoWindow(
+            max_interval=settings.auto_window_max_interval, share=settings.auto_window_share
+        )
     if settings.select_interval == "auto":
-        return zenflow_jax.AutoSelect(
+        arguments["select_interval"] = zenflow_jax.AutoSelect(
             keep=settings.auto_select_keep, max_windows=settings.auto_select_max_windows
         )
-    if settings.select_interval == "epoch":
-        return zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
-    return settings.select_interval
+    elif settings.select_interval == "epoch":
+        arguments["select_interval"] = zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
+    return arguments
 
 
 def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpeedOptions | None]:

@@ -27,6 +27,7 @@ from train.planned_step import PlannedStep, folder_of_config, planned_step, with
 from train.pretrained import Pretrained
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, mesh_axes
+from train.tasks.chosen import check_length
 from zenflow_jax import find_state, planning
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
@@ -166,7 +167,8 @@ def plan_run(
             f" got {settings.model or 'none'} with {settings.task}."
         )
     planner = _Planner(settings, asked)
-    _check_length(settings.sequence_length, planner.origin)
+    if planner.origin is not None:
+        check_length(settings.sequence_length, planner.origin)
     plans = {
         name: planner.plan(dataclasses.replace(settings, optimizer=name)) for name in OPTIMIZERS
     }
@@ -202,15 +204,6 @@ def plan_run(
 
     ways = [] if plan.fits else ways_that_fit(settings, unit, memory_of)
     return RunPlan(settings, plans, largest, planner.measured, tuple(ways))
-
-
-def _check_length(sequence_length: int, origin: Pretrained | None) -> None:
-    is_encoder = origin is not None and origin.architecture == "encoder"
-    if is_encoder and sequence_length > origin.config.positions:
-        raise SettingsError(
-            f"`sequence_length`: expected at most {origin.config.positions}, for which the model "
-            f"has positions, got {sequence_length}."
-        )
 
 
 def extended(low: int, high: int, layers: int) -> int:

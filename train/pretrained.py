@@ -59,6 +59,13 @@ class Pretrained(NamedTuple):
     labels: int | None  # of the folder's head that classifies; None if it has none
     raw: Mapping[str, Any]  # config.json as it is
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of the head that classifies; LABEL_0 and so on where it does not name them."""
+        named = self.raw.get("id2label")
+        named = named if isinstance(named, dict) else {}
+        return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(self.labels or 0))
+
 
 def read_folder(folder: Path) -> Pretrained:
     """Reads and checks `config.json` and the headers of the safetensors files, no weights.

@@ -24,6 +24,7 @@ from train import checksums
 from train.checkpoints import Checkpoints
 from train.decoder import DecoderConfig, LinearRope
 from train.models import write_weights
+from train.pretrained import ModelError
 from train.run_description import description, saved_rounds, with_saved_rounds
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 from train.settings import Settings, SettingsError

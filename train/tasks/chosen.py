@@ -26,7 +26,14 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
             sequence_length=length, corpus_megabytes=settings.corpus_megabytes, **share
         )
     path = Path(settings.data)
-    _check_model(settings, origin, "decoder" if settings.task in OF_DECODERS else "encoder")
+    kind = "decoder" if settings.task in OF_DECODERS else "encoder"
+    if origin.architecture != kind:
+        raise SettingsError(
+            f"`model`: expected a folder with a model of the kind {kind}, as the task "
+            f"{settings.task} needs, got {settings.model}, which has one of the kind "
+            f"{origin.architecture}. Name another --model or another --task."
+        )
+    check_length(length, origin)
     tokenizer = read_tokenizer(
         origin.folder,
         vocabulary=origin.config.vocabulary,
@@ -67,24 +74,16 @@ def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
 
 def class_names(origin: Pretrained) -> tuple[str, ...]:
     """The names of the classes of the folder's head; () if it has none or does not name them."""
-    named = origin.raw.get("id2label")
-    if origin.labels is None or not isinstance(named, dict):
-        return ()
-    names = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(origin.labels))
+    names = origin.class_names
     return () if any(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 
 
-def _check_model(settings: Settings, origin: Pretrained, kind: str) -> None:
-    if origin.architecture != kind:
-        raise SettingsError(
-            f"`model`: expected a folder with a model of the kind {kind}, as the task "
-            f"{settings.task} needs, got {settings.model}, which has one of the kind "
-            f"{origin.architecture}. Name another --model or another --task."
-        )
+def check_length(sequence_length: int, origin: Pretrained) -> None:
+    """Refuses sequences for which the model has no positions."""
     longest = origin.config.positions
-    if settings.sequence_length > longest:
+    if sequence_length > longest:
         raise SettingsError(
             f"`sequence_length`: expected at most {longest}, for which the model in "
-            f"{settings.model} has positions, got {settings.sequence_length}. Pass "
-            f"--sequence-length {longest}."
+            f"{origin.folder} has positions, got {sequence_length}. Pass --sequence-length "
+            f"{longest}."
         )
