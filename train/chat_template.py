@@ -16,7 +16,7 @@ import datetime
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,8 +135,14 @@ class ChatTemplate:
         said = str(messages[i].get("content") or "")
         # Templates of models that think leave out the thoughts of all answers but the last.
         said = said.rpartition("</think>")[2].strip()
-        start = self._start(whole, messages, i, tools, said)
-        stop = None if start is None else self._stop(whole, messages, i, tools, said, start)
+
+        def rendered(count: int, ask: bool = False) -> str:
+            return self._render(messages[:count], ask, tools)
+
+        start = _start(whole, rendered, i, said)
+        stop = len(whole)
+        if start is not None and i < len(messages) - 1:
+            stop = self._stop(whole, rendered(i + 1), said, start)
         if start is None or stop is None or said not in whole[start:stop]:
             raise ConversationError(
                 f"expected to find the answer in message {i + 1}, but the template in {self.where} "
@@ -146,26 +152,7 @@ class ChatTemplate:
         answer = whole[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._marks) else stop
 
-    def _start(self, whole, messages, i, tools, said) -> int | None:
-        if i == 0:  # many templates want a message
-            place = whole.find(said)
-            return place if place >= 0 else None
-        asked = self._render(messages[:i], True, tools)
-        if whole.startswith(asked):
-            return len(asked)
-        # It may ask for a thought, which is not in what was answered.
-        before = self._render(messages[:i], False, tools)
-        shared = len(os.path.commonprefix([asked, whole]))
-        if not whole.startswith(before) or shared < len(before):
-            return None
-        # What was answered may begin as the thought does.
-        place = whole.find(said, max(len(before), shared - len(said)), shared + len(said))
-        return place if said and 0 <= place else shared
-
-    def _stop(self, whole, messages, i, tools, said, start) -> int | None:
-        if i == len(messages) - 1:
-            return len(whole)
-        ended = self._render(messages[: i + 1], False, tools)
+    def _stop(self, whole: str, ended: str, said: str, start: int) -> int | None:
         if whole.startswith(ended):
             return len(ended)
         # A last message can be written otherwise: with a thought in front, or with what ends a text
@@ -218,33 +205,45 @@ def read_template(
     marks = [t.content for t in tokens.get_added_tokens_decoder().values() if t.special]
     file = file or (folder / TEMPLATE if (folder / TEMPLATE).is_file() else None)
     if file is not None:
-        return ChatTemplate(_read(file), special, marks, str(file))
-    text, where = config.get("chat_template"), str(folder / CONFIG)
-    if text is None and (folder / "chat_template.json").is_file():
-        where = str(folder / "chat_template.json")
-        text = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(text, list):  # several, with names
-        text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
-    if not isinstance(text, str):
-        raise TokenizerError(
-            f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` "
-            f"in {CONFIG}. Put one there as {TEMPLATE}, such as that of the model's instruct "
-            "version; a training takes it from elsewhere, too: --chat-template FILE."
-        )
-    return ChatTemplate(text, special, marks, where)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(
-            f"expected a chat template in {file}, got what cannot be read: {error}."
-        ) from error
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(
+                f"expected a chat template in {file}, got what cannot be read: {error}."
+            ) from error
+        return ChatTemplate(text, special, marks, str(file))
+    for path in (folder / CONFIG, folder / "chat_template.json"):
+        text = _read_json(path).get("chat_template")
+        if isinstance(text, list):  # several, with names
+            text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
+        if isinstance(text, str):
+            return ChatTemplate(text, special, marks, str(path))
+    raise TokenizerError(
+        f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` in "
+        f"{CONFIG}. Put one there as {TEMPLATE}, such as that of the model's instruct version; a "
+        "training takes it from elsewhere, too: --chat-template FILE."
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, TokenizerError) if path.is_file() else {}
+
+
+def _start(whole: str, rendered: Callable[..., str], i: int, said: str) -> int | None:
+    if i == 0:  # many templates want a message
+        place = whole.find(said)
+        return place if place >= 0 else None
+    asked = rendered(i, ask=True)
+    if whole.startswith(asked):
+        return len(asked)
+    # It may ask for a thought, which is not in what was answered.
+    before = rendered(i)
+    shared = len(os.path.commonprefix([asked, whole]))
+    if not whole.startswith(before) or shared < len(before):
+        return None
+    # What was answered may begin as the thought does.
+    place = whole.find(said, max(len(before), shared - len(said)), shared + len(said))
+    return place if said and 0 <= place else shared
 
 
 def _unmarked(marked: str) -> Conversation:

@@ -17,7 +17,6 @@ say which; one without a label is an error.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import sys
@@ -175,21 +174,21 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
         before, blank = len(rows.labels), []
         for where, record in _records(path, columns):
             texts = [_text(where, record, column).strip() for column in columns.texts]
-            if not all(texts):
+            if all(texts):
+                rows.texts.append((texts[0], texts[1]) if len(texts) == 2 else texts[0])
+                rows.labels.append(_label(where, record, columns.label, names))
+                rows.places.append(where)
+            else:
                 blank.append(where.rpartition(" ")[2])
-                continue
-            rows.texts.append((texts[0], texts[1]) if len(texts) == 2 else texts[0])
-            rows.labels.append(_label(where, record, columns.label, names))
-            rows.places.append(where)
-        taken = len(rows.labels) - before
-        if not taken and not blank:
-            raise DataError(f"{path}: expected examples, found none.")
         listed = ", ".join(blank[:NAMED_ROWS]) + (", ..." if len(blank) > NAMED_ROWS else "")
-        if blank and len(blank) * BLANK_SHARE > taken + len(blank):
+        total = len(rows.labels) - before + len(blank)
+        if not total:
+            raise DataError(f"{path}: expected examples, found none.")
+        if len(blank) * BLANK_SHARE > total:
             raise DataError(
                 f"{path}: expected texts in {' and '.join(map(repr, columns.texts))}, found "
-                f"{len(blank)} of {taken + len(blank)} rows without: {listed}. Name the column of "
-                "the texts with --text-column."
+                f"{len(blank)} of {total} rows without: {listed}. Name the column of the texts "
+                "with --text-column."
             )
         if blank:
             notes.append(f"{path.name}: left out {len(blank)} rows without text: {listed}")
@@ -203,27 +202,24 @@ def _text(where: str, record: dict[str, Any], column: str) -> str:
 
 
 def _label(where: str, record: dict[str, Any], column: str, names: list[str] | None) -> str:
-    """The label of a row as text."""
+    """The label of a row as text; `names` are those of the classes that numbers stand for."""
     if column not in record:
         text_field(where, record, column, remedy="Name it with --label-column")
-    label = record[column]
-    if isinstance(label, str):
-        label = label.strip()
-    elif isinstance(label, bool):
-        label = str(label).lower()
-    elif isinstance(label, int):
-        if names is not None and not 0 <= label < len(names):
-            label = None  # of the unlabelled, -1
-        else:
-            label = str(label) if names is None else names[label]
-    elif label is not None:
-        raise DataError(
-            f"{where}: expected the label of a class in column {column!r}, got "
-            f"{shorten(repr(label))}. Name another column with --label-column."
-        )
-    if not label:
-        raise DataError(f"{where}: expected a label in column {column!r}, found none.")
-    return label
+    match label := record[column]:
+        case bool():
+            return str(label).lower()
+        case int() if names is None:
+            return str(label)
+        case int() if 0 <= label < len(names):
+            return names[label]
+        case str() if label.strip():
+            return label.strip()
+        case int() | str() | None:  # -1, say, of the unlabelled
+            raise DataError(f"{where}: expected a label in column {column!r}, found none.")
+    raise DataError(
+        f"{where}: expected the label of a class in column {column!r}, got "
+        f"{shorten(repr(label))}. Name another column with --label-column."
+    )
 
 
 def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -232,21 +228,17 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
         yield from records(path)
         return
     read, remedy = (_csv, QUOTE) if name.endswith(".csv") else (_tsv, AS_CSV)
-    names: list[str] | None = None
-    for number, cells in read(path, columns):
+    rows = read(path, columns)
+    names = [cell.strip() for cell in next(rows, (1, []))[1]]
+    _check_header(path, names, columns)
+    for number, cells in rows:
         where = f"{path}, line {number}"
-        if names is None:
-            names = [cell.strip() for cell in cells]
-            _check_header(path, names, columns)
-        elif len(cells) != len(names):
+        if len(cells) != len(names):
             raise DataError(
                 f"{where}: expected {len(names)} columns, as the header has, got {len(cells)}: "
                 f"{shorten(repr(cells))}. {remedy}."
             )
-        else:
-            yield where, dict(zip(names, cells, strict=True))
-    if names is None:
-        _check_header(path, [], columns)
+        yield where, dict(zip(names, cells, strict=True))
 
 
 def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
@@ -254,21 +246,23 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
     first = next(lines(path), (1, ""))[1]
     needed = {*columns.texts, columns.label}
     separator = next((s for s in SEPARATORS if needed <= set(_header(first, s))), SEPARATORS[0])
-    with _any_length():
-        # Not one row ahead: the first that is wrong is to be named.
-        reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
-        begin = 1
-        try:
-            for cells in reader:
-                number, begin = begin, reader.line_num + 1
-                if cells:
-                    yield number, cells
-        except csv.Error as error:
-            raise DataError(
-                f"{path}, line {begin}: expected CSV, got a row that ends in line "
-                f'{reader.line_num}, which cannot be read ({error}). Put a text with `"` in it '
-                'between quotation marks, and write each inside as `""`.'
-            ) from error
+    longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
+    # Not one row ahead: the first that is wrong is to be named.
+    reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
+    begin = 1
+    try:
+        for cells in reader:
+            number, begin = begin, reader.line_num + 1
+            if cells:
+                yield number, cells
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {begin}: expected CSV, got a row that ends in line {reader.line_num}, "
+            f'which cannot be read ({error}). Put a text with `"` in it between quotation marks, '
+            'and write each inside as `""`.'
+        ) from error
+    finally:
+        csv.field_size_limit(longest)
 
 
 def _tsv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
@@ -288,9 +282,7 @@ def _header(line: str, separator: str) -> list[str]:
 def _unquoted(cell: str) -> str:
     """A cell without the quotation marks that spreadsheets put around it.
 
-    Examples:
-        >>> _unquoted('"so ""fine"" a film"'), _unquoted('"so" is a word')
-        ('so "fine" a film', '"so" is a word')
+    Of `"so ""fine"" a film"` that is `so "fine" a film`; `"so" is a word` stays.
     """
     inner = cell[1:-1]
     is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
@@ -300,26 +292,14 @@ def _unquoted(cell: str) -> str:
 
 
 def _check_header(path: Path, names: list[str], columns: Columns) -> None:
-    for flag, column in (
-        ("--text-column", columns.text),
-        ("--second-text-column", columns.second),
-        ("--label-column", columns.label),
-    ):
-        if column is None or names.count(column) == 1:
-            continue
-        got = ", ".join(map(repr, names)) or "an empty file"
-        remedy = "Rename all but one." if column in names else f"Name it with {flag}."
-        raise DataError(
-            f"{path}, line 1: expected a header with one column {column!r}, got {shorten(got)}. "
-            f"{remedy}"
-        )
-
-
-@contextlib.contextmanager
-def _any_length() -> Iterator[None]:
-    """Lets texts of CSV be longer than 131,072 characters."""
-    before = csv.field_size_limit(sys.maxsize)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+    flags = {"--text-column": columns.text, "--label-column": columns.label}
+    if columns.second is not None:
+        flags["--second-text-column"] = columns.second
+    for flag, column in flags.items():
+        if names.count(column) != 1:
+            got = ", ".join(map(repr, names)) or "an empty file"
+            remedy = "Rename all but one." if column in names else f"Name it with {flag}."
+            raise DataError(
+                f"{path}, line 1: expected a header with one column {column!r}, got "
+                f"{shorten(got)}. {remedy}"
+            )
