@@ -21,7 +21,6 @@ from train.data import Batches, Sample, check_batch
 from train.memory import check_memory
 from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
 from train.pretrained import Pretrained, read_folder
-from train.run_description import with_saved_rounds
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, committed, make_mesh
 from train.skipping import NotFiniteError, causes_of_infinity
@@ -112,7 +111,9 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)
     settings, deepspeed = in_force(settings, sources.deepspeed, batches.per_epoch)
-    settings, of_warm_up = with_saved_rounds(settings)
+    # A start that goes on with more steps is to have as many rounds.
+    rounds = settings.warm_up_rounds
+    settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
     processes.check_same(to_toml(settings), task.checksum)
 
     model = models.make(settings, task, mesh, sources.origin)
@@ -129,8 +130,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     )
     validate = make_validate(model.graphdef, per_example, task, sources.samples, check)
     notes = [*said_of_deepspeed(sources.asked, settings, deepspeed), *task.notes, *task.overview]
-    if of_warm_up is not None:
-        notes.append(of_warm_up)
     job = Job(
         settings, mesh, task, sources.texts, batches, model, train_step, validate, tuple(notes)
     )

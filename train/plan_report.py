@@ -15,6 +15,7 @@ from rich.table import Table
 
 from train.command_line import PROGRAM, Planning
 from train.planning import RunPlan, Way
+from train.settings import option_words
 from zenflow_jax.planning import (
     EFFICIENCY,
     HOST_RESERVE,
@@ -126,11 +127,7 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
         if keep:
             words.append(word)
     for name, value in changes.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", str(value)]
+        words += option_words(name, value)
     return shlex.join(words)
 
 
@@ -216,9 +213,8 @@ def _of_one(x: Plan) -> dict[str, Any]:
 
 
 def _smallest(plan: Plan) -> str:
-    if plan.hides is None or plan.hides.interval is None:
-        return ""
-    return str(plan.hides.smallest_interval or "none")
+    has_windows = plan.hides is not None and plan.hides.interval is not None
+    return str(plan.hides.smallest_interval or "none") if has_windows else ""
 
 
 def _in_gb(nbytes: int) -> str:

@@ -89,23 +89,19 @@ class _Planner:
         self.host = host_bytes() if is_here else None
         if asked.host_memory is not None:
             self.host = int(asked.host_memory * 1e9)
-        self.rate = self._rate(asked.host_bandwidth, is_here)
-        self.measured = self.rate is None
-        if self.rate is None:
-            self.rate = self._measured_rate()
+        bandwidth = asked.host_bandwidth or ("here" if is_here else None)
+        self.measured = bandwidth == "here"
+        self.rate = self._rate(bandwidth)
         self._steps: dict[Settings, PlannedStep] = {}
         self._peak_at_depth = functools.cache(self._compile)
 
-    def _rate(self, bandwidth: float | str | None, is_here: bool) -> float | None:
-        """Bytes a second of the host's memory; None if it is to be measured."""
-        if bandwidth is not None:
-            return None if bandwidth == "here" else float(bandwidth) * 1e9
-        if is_here:
-            return None
-        axes = mesh_axes(self.settings.mesh) if self.settings.mesh else {}
-        return planning.GPUS[self.device].host_beside(math.prod(axes.values()))[0]
-
-    def _measured_rate(self) -> float:
+    def _rate(self, bandwidth: float | str | None) -> float:
+        """Bytes a second of the host's memory."""
+        if bandwidth is None:
+            axes = mesh_axes(self.settings.mesh) if self.settings.mesh else {}
+            return planning.GPUS[self.device].host_beside(math.prod(axes.values()))[0]
+        if bandwidth != "here":
+            return float(bandwidth) * 1e9
         zenflow = dataclasses.replace(self.settings, optimizer="zenflow")
         leaves = find_state(planned_step(zenflow, self.origin, None).opt_state).leaves
         options = {"threads": self.settings.threads, "host_state": self.settings.host_state}
@@ -140,18 +136,19 @@ class _Planner:
         return extended(low, high, layers)
 
     def _compile(self, run: Settings, layers: int) -> int:
-        return compiled_peak(*with_layers(run, self.origin, layers), self.mesh)
+        run, origin = with_layers(run, self.origin, layers)
+        planned = planned_step(run, origin, self.mesh, placed=True)
+        step: Any = planned.step
+        return planning.peak_bytes(step.lower(*planned[1:]).compile())
 
     def _step(self, run: Settings) -> PlannedStep:
         if run.mesh is not None:  # which batches of another size divide otherwise
             return planned_step(run, self.origin, self.mesh, placed=self.by_compiler)
         # Neither the batch nor what the host keeps changes model and state.
-        alike = dataclasses.replace(run, batch_size=run.micro_batches, host_state="float32")
-        if alike not in self._steps:
-            self._steps[alike] = planned_step(
-                alike, self.origin, self.mesh, placed=self.by_compiler
-            )
-        return with_batch(self._steps[alike], run.batch_size)
+        like = dataclasses.replace(run, batch_size=run.micro_batches, host_state="float32")
+        if like not in self._steps:
+            self._steps[like] = planned_step(like, self.origin, self.mesh, placed=self.by_compiler)
+        return with_batch(self._steps[like], run.batch_size)
 
 
 def plan_run(
@@ -219,13 +216,6 @@ def with_layers(
     if origin is None:
         return dataclasses.replace(settings, layers=layers), None
     return settings, origin._replace(config=origin.config._replace(layers=layers))
-
-
-def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | None) -> int:
-    """Bytes of one device at the peak of a step, by the compiler."""
-    planned = planned_step(settings, origin, mesh, placed=True)
-    step: Any = planned.step
-    return planning.peak_bytes(step.lower(*planned[1:]).compile())
 
 
 def between(run: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:

@@ -11,10 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
-
-from train import processes
-from train.settings import Settings, SettingsError
+from train.settings import Settings, SettingsError, option_words
 
 # In the folder of a run, a copy of its DeepSpeed config.
 DEEPSPEED = "deepspeed.json"
@@ -81,9 +78,11 @@ def check_same_run(
             copy, also = folder.parents[1] / DEEPSPEED, ""
             if copy.exists():
                 also = f"--deepspeed {copy}, which the run has gone by and which goes first, or "
+            if name == "full_warm_up_rounds":
+                also += "--full-warm-up-share None "
             raise SettingsError(
                 f"`{name}`: expected {before}, as in the run that {folder} is of, got {value}. "
-                f"Pass {also}{_flags(name, before)}, {otherwise}"
+                f"Pass {also}{' '.join(option_words(name, before))}, {otherwise}"
             )
     for name, value in wanted["model"].items():
         before = saved.get("model", {}).get(name, value)
@@ -97,54 +96,3 @@ def check_same_run(
             f"expected the data that the run of {folder} has read, got other data: other files (of "
             "standard_library: another Python), another tokenizer, or of chats another template."
         )
-
-
-def _flags(name: str, value: Any) -> str:
-    """The options of the command line that give a setting this value."""
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    other = "--full-warm-up-share None " if name == "full_warm_up_rounds" else ""
-    return f"{other}--{flag} {value}"
-
-
-def saved_rounds(folder: Path) -> int | None:
-    """The rounds of full warm-up of the run with these checkpoints; None if there are none.
-
-    They are the same from a run's start to its end. All processes must call this.
-    """
-    rounds = ""
-    if processes.is_first() and folder.is_dir():
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            for path in sorted(p for p in folder.iterdir() if p.name.isdecimal()):
-                try:
-                    run = reader.restore(path.absolute() / "run")
-                    rounds = str(int(run["settings"]["full_warm_up_rounds"]))
-                    break
-                except (OSError, ValueError, TypeError, KeyError):
-                    pass  # damaged, of which `newest` will speak
-    rounds = processes.from_first(rounds)
-    return int(rounds) if rounds else None
-
-
-def with_saved_rounds(settings: Settings) -> tuple[Settings, str | None]:
-    """Replaces a share of full warm-up by the rounds of the run that is gone on with.
-
-    The share was one of the steps that the run was to have when it began. Returns also a sentence
-    to show where the share is another number by now. All processes must call this, when `steps` are
-    known.
-    """
-    share = settings.full_warm_up_share
-    if settings.run is None or share is None:
-        return settings, None
-    rounds = saved_rounds(Path(settings.output_dir) / settings.run / "checkpoints")
-    if rounds is None:
-        return settings, None
-    note = None
-    if rounds != settings.warm_up_rounds:
-        note = (
-            f"full_warm_up_share {share:g} would be {settings.warm_up_rounds} of {settings.steps} "
-            f"steps: the full warm-up has the {rounds} that the run began with"
-        )
-    fixed = {"full_warm_up_share": None, "full_warm_up_rounds": rounds}
-    return dataclasses.replace(settings, **fixed), note

@@ -299,3 +299,10 @@ def impossible(name: str, expected: str, got: object) -> str:
 def flag_of(name: str) -> str:
     """The option of the command line that has this name."""
     return "--" + name.replace("_", "-")
+
+
+def option_words(name: str, value: object) -> list[str]:
+    """The words of a command line that give a setting this value."""
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    return [flag_of(name), str(value)]
