@@ -11,10 +11,7 @@
     python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --steps 0
 
 Read `train` first, which is the whole job, then `job.py` (what a run is made of) and `run.py` (how
-it resumes, loops and finishes). The settings are in `settings.py`, the tasks in `tasks/`, the
-batches in `data.py`, the models in `models.py`, the optimizers in `optimizers.py`, a step and a
-validation in `step.py`, checkpoints in `checkpoints.py`, several devices in `sharding.py`, several
-processes in `processes.py`.
+it resumes, loops and finishes).
 """
 
 from __future__ import annotations

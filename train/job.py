@@ -62,13 +62,13 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     settings.check_paths()
     mesh = make_mesh(settings.mesh)
     settings, deepspeed = with_deepspeed(asked := settings, batch_parts(mesh))
-    if timeline and settings.optimizer == "adamw":
+    if timeline and (settings.optimizer == "adamw" or settings.steps == 0):
         raise SettingsError(
-            "`--timeline`: expected an optimizer with work on the host (zenflow or offload), got "
-            "adamw."
+            "`--timeline`: expected a training with work on the host (zenflow or offload), got "
+            f"{settings.optimizer} with steps {settings.steps}."
         )
     if settings.steps == 0:
-        _check_evaluation(settings.model, settings.run, settings.output_dir, timeline)
+        _check_evaluation(settings)
     origin = None if settings.model is None else read_folder(Path(settings.model))
     texts = models.texts_of(settings.chat_template)
     if not force:
@@ -111,6 +111,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
         steps = math.ceil(round(settings.epochs * batches.per_epoch, 6))
         settings = dataclasses.replace(settings, steps=steps)
     settings, deepspeed = in_force(settings, sources.deepspeed, batches.per_epoch)
+    notes = (*said_of_deepspeed(sources.asked, settings, deepspeed), *task.notes, *task.overview)
     # A start that goes on with more steps is to have as many rounds.
     rounds = settings.warm_up_rounds
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
@@ -121,18 +122,12 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     opt_state = committed(tx.init(model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
+    parts = settings.micro_batches
     train_step = make_train_step(
-        model.graphdef,
-        tx,
-        per_example,
-        micro_batches=settings.micro_batches,
-        placement=placement,
+        model.graphdef, tx, per_example, micro_batches=parts, placement=placement
     )
     validate = make_validate(model.graphdef, per_example, task, sources.samples, check)
-    notes = [*said_of_deepspeed(sources.asked, settings, deepspeed), *task.notes, *task.overview]
-    job = Job(
-        settings, mesh, task, sources.texts, batches, model, train_step, validate, tuple(notes)
-    )
+    job = Job(settings, mesh, task, sources.texts, batches, model, train_step, validate, notes)
     return job, opt_state
 
 
@@ -161,18 +156,14 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     processes.leave()
 
 
-def _check_evaluation(
-    model: str | None, run: str | None, output_dir: str, timeline: Path | None
-) -> None:
-    """Refuses an evaluation of a model that is not clear, or with a timeline."""
-    if run is not None:
-        trained = Path(output_dir) / run / models.FOLDER
-        # The settings of a run name it.
-        if model is None or Path(model).resolve() != trained.resolve():
-            raise SettingsError(
-                f"`steps`: expected some for the run {run}, got 0, which shows the figures of "
-                f"{model or 'a model that is not trained'}. For those of what the run has trained "
-                f"pass --model {trained}; for those of that model pass --run None."
-            )
-    if timeline is not None:
-        raise SettingsError("`--timeline`: expected a training, got --steps 0.")
+def _check_evaluation(settings: Settings) -> None:
+    """Refuses an evaluation of a model that is not clear; the settings of a run name both."""
+    if settings.run is None:
+        return
+    trained = Path(settings.output_dir) / settings.run / models.FOLDER
+    if settings.model is None or Path(settings.model).resolve() != trained.resolve():
+        raise SettingsError(
+            f"`steps`: expected some for the run {settings.run}, got 0, which shows the figures of "
+            f"{settings.model or 'a model that is not trained'}. For those of what the run has "
+            f"trained pass --model {trained}; for those of that model pass --run None."
+        )

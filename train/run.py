@@ -102,6 +102,7 @@ class Run:
         return None
 
     def _goes_on(self) -> Summary | None:
+        """Returns the summary of a run that has ended; refuses to have done too many steps."""
         done, steps = self.done, self.job.settings.steps
         summary = read_summary(self.folder)
         if done == steps and summary and summary.steps == done:

@@ -24,17 +24,9 @@ LOCK = "lock"
 NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 # The files that a run writes over.
-WRITTEN = {
-    DEEPSPEED,
-    "loss.png",
-    "metrics.csv",
-    models.CHAT_TEMPLATE,
-    models.FOLDER,
-    models.WEIGHTS,
-    "settings.toml",
-    "summary.json",
-    "validation.csv",
-}
+WRITTEN = {models.CHAT_TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED} | set(
+    "loss.png metrics.csv settings.toml summary.json validation.csv".split()
+)
 
 
 def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:

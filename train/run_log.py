@@ -149,10 +149,10 @@ class NoLog(contextlib.nullcontext):
 
     rows: Sequence[Row] = ()
 
-    def _ignore(self, *_: Any) -> None:
+    def say(self, *_: Any) -> None:
         pass
 
-    begin = say = add = validation = _ignore
+    begin = add = validation = say
 
 
 def show(console: Console, line: str) -> None:

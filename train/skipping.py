@@ -21,22 +21,17 @@ class NotFiniteError(Exception):
 
 
 class SkippedSteps:
-    """Watches the count of skipped steps. Call `step` after each step, and `finish` at the end.
+    """Watches the count of skipped steps, from step `first` on, before which `skipped` were.
 
-    Args:
-        most: This many skipped steps in a row end the run.
-        first: The first step that is counted.
-        skipped: Steps skipped before `first`.
-        remedy: The possible causes, and how to go on.
+    Call `step` after each step, and `finish` at the end. `most` skipped steps in a row end the run;
+    `remedy` says why that may be, and how to go on.
     """
 
     def __init__(self, *, most: int, first: int, skipped: int, remedy: str):
-        self._most = most
+        self._most, self._remedy = most, remedy
+        self._begin, self._at_begin = first, skipped
         self._next = first  # the step that is read next
         self._unread: deque[jax.Array] = deque()
-        self._remedy = remedy
-        self._begin = first
-        self._at_begin = skipped
         self.total = skipped
         self._in_a_row = 0
 
