@@ -1,9 +1,9 @@
 """Chat templates: how the messages of a conversation become one text, and which of it is answers.
 
 A template is a program in Jinja that comes with a tokenizer. It is run here as `transformers` runs
-it: in a sandbox, with the same filters and functions, with messages, the names of special tokens
-and `add_generation_prompt` as variables. One thing differs. A template that asks for the date
-gets `DATE`, always: examples must be the same ones on the day after, when a run goes on.
+it: in a sandbox, with the same filters, functions and variables. One thing differs. A template that
+asks for the date gets `DATE`, always: examples must be the same ones on the day after, when a run
+goes on.
 
 Which part of the text an assistant has written, only a template knows. Some say so, with
 `{% generation %}` around it. Of the others it is found by rendering less: the conversation up to

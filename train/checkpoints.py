@@ -6,12 +6,10 @@
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
     checkpoints/damaged-400   a checkpoint that was found damaged, and is not read again
 
-The step is the position in the data: a batch depends on the seed and its number alone (`data.py`).
-Nothing is ever unpickled.
-
-A checkpoint is written under another name, checksums last, and renamed when it is whole. orbax
-notices files that are missing or cut off, but decodes most flipped bits without complaint. So the
-checksums are compared before anything is restored (`saved_checkpoints.py`).
+The step is the position in the data (`data.py`). A checkpoint is written under another name,
+checksums last, and renamed when it is whole. orbax notices files that are missing or cut off, but
+decodes most flipped bits without complaint. So the checksums are compared before anything is
+restored (`saved_checkpoints.py`). Nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 An example is a dict of NumPy arrays, each of the same shape and dtype in all examples of a source
 (`tasks/` lists them); a batch is the same dict with a leading axis. Batch `i` depends on the seed
-and `i` alone, on any number of devices and processes. So the position in the data is the number of
-the step, and a resumed run sees the same batches.
+and `i` alone, on any number of devices and processes.
 """
 
 from __future__ import annotations

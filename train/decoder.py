@@ -2,12 +2,8 @@
 
 RMSNorm in front of each half of a block, rotary positions, attention in which several query heads
 share a key head, SwiGLU. `DecoderConfig` has the differences between the models. Matrices are
-`(in, out)`.
-
-Weights are kept in `weight_dtype`, matrix products run in `compute_dtype`; norms, rotations, the
-softmax of attention and the logits are always float32.
-
-`Decoder.extend` is the same function a few positions at a time, for `generate.py`.
+`(in, out)`, kept in `weight_dtype` and multiplied in `compute_dtype`; norms, rotations, the softmax
+of attention and the logits are always float32.
 
 Letters: `b` sequences in a batch, `t` positions, `s` positions in a cache, `h` heads, `d` width of
 a head.

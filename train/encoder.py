@@ -1,16 +1,9 @@
 """BERT with a head that classifies: each token sees every other one, both before and after it.
 
 The model of `transformers`' BertForSequenceClassification without dropout, so that a run is a
-function of its inputs. Matrices are `(in, out)` and have a bias; every norm follows the sum it
-normalizes (post-norm, as published).
-
-Weights are kept in `weight_dtype`, matrix products run in `compute_dtype`; norms, the softmax of
-attention and the logits are always float32.
-
-Letters: `b` sequences in a batch, `t` positions, `h` heads, `d` width of a head.
-
-References:
-    Devlin et al., BERT, https://arxiv.org/abs/1810.04805, 2018.
+function of its inputs (Devlin et al., https://arxiv.org/abs/1810.04805, 2018). Matrices have a
+bias; every norm follows the sum it normalizes. Shapes, dtypes and letters are those of
+`decoder.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Writes a trained model as a Hugging Face folder, in the layout that it was read from.
 
-Tensors are written one by one as they are gathered, so that host memory holds one leaf, not the
-model.
+Tensors are written one by one as they are gathered, so that host memory holds one leaf. The format
+of safetensors makes that easy: a file is the length of its header (8 bytes, little-endian), the
+header (JSON: dtype, shape and place of each tensor) and the bytes of all tensors.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     leaf of the model                tensor, behind its prefix `model.` or `bert.`
     blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
     blocks/query/kernel (n, in, out) the same of all n layers
-    embed/embedding                  embed_tokens.weight
 
 Only safetensors, no pickle: reading a file can run nothing. Files are mapped into memory, so what
 is read is what was asked for. What `train.compress` has packed is decoded on the way.

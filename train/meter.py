@@ -1,8 +1,8 @@
 """Measures speed, stalls and schedule of a training loop without stalling it.
 
-The loop hands over the loss of every step as a device scalar that may not exist yet. The meter
-reads a loss only when its step is a whole interval old, so the device always has work queued. Rates
-count tokens of steps whose loss exists, not of those dispatched.
+The meter reads the loss of a step, which may not exist yet, only when that is a whole interval old,
+so the device always has work queued. Rates count tokens of steps whose loss exists, not of those
+dispatched.
 """
 
 from __future__ import annotations

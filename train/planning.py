@@ -1,7 +1,5 @@
 """Plans whether a run fits and hides its host work, for the three optimizers side by side.
 
-    python -m train.finetune CONFIG --model DIR --plan
-
 No weights are read, and no device is needed. The arithmetic is the library's
 (`zenflow_jax.planning`); here are the run's model, the questions to the compiler, and the searches
 for the largest batch and for ways to fit. `plan_report.py` shows the result.

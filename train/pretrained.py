@@ -1,9 +1,8 @@
-"""Models from Hugging Face folders, and back: `config.json` and safetensors, without torch.
+"""Models from Hugging Face folders: `config.json` and safetensors, without torch.
 
     pretrained = read_folder(folder)                     # config and headers: checked, no weights
     graphdef, shapes = jax.eval_shape(split)             # of a model made of `pretrained.config`
     params = load_weights(pretrained, shapes, shardings) # leaf by leaf, each where it belongs
-    hf_saving.save_folder(path, pretrained, params)      # the same layout
 
 What the config says is read in `hf_config.py`, tensors and their names in `hf_tensors.py`; folders
 are written in `hf_saving.py`.

@@ -1,14 +1,12 @@
 """The results of a run, in its folder and on the screen.
 
+settings.toml         all settings; the command takes it as a config file, with copies of the files
+                      that it names (deepspeed.json, chat_template.jinja)
 metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
-settings.toml         all settings; the command takes it as a config file
-deepspeed.json        copy of the DeepSpeed config, if there is one
-chat_template.jinja   copy of the file of --chat-template, likewise
 loss.png              curves of the loss, the task's metrics and the windows' length
 summary.json          figures of the summary table
 checkpoints/          what the run can go on from (`checkpoints.py`)
-model.safetensors     trained weights in float32; for a model that was read from a folder,
-                      such a folder: model/
+model.safetensors     trained weights in float32; or model/, a folder like the one that was read
 """
 
 from __future__ import annotations

@@ -7,11 +7,9 @@
     fsdp      split                  split
     tensor    split                  a copy on each device
 
-A link between nodes is slower than one inside a node. Devices are counted node by node, so name the
-axis that may cross nodes first: `data`, which sends the least.
-
-To shard another model, or this one otherwise, change `RULES`. The training is the same up to the
-order of sums; what changes is memory, and what the devices send each other.
+Devices are counted node by node, so name the axis that may cross nodes, over a slow link, first:
+`data`, which sends the least. To shard another model, or this one otherwise, change `RULES`: the
+training is the same up to the order of sums.
 """
 
 from __future__ import annotations

@@ -5,11 +5,9 @@ wait for the device. To answer at once, a thread of its own hears of signals, th
 `signal.set_wakeup_fd` writes to.
 
 Before the first step and after the last one, when there is nothing to save, a signal ends the
-process at once, and so does a second signal at any time. The last whole checkpoint stays. Of
-several processes one may be asked, or all, each during another step; jax then finds a step at which
-all can stop.
-
-SIGUSR1 counts as SIGTERM: many batch scripts of clusters send it ahead of a time limit.
+process at once, and so does a second signal at any time. Of several processes one may be asked, or
+all; jax then finds a step at which all can stop. SIGUSR1 counts as SIGTERM: many batch scripts of
+clusters send it ahead of a time limit.
 """
 
 from __future__ import annotations

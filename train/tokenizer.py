@@ -1,14 +1,13 @@
 """The tokenizer of a Hugging Face folder, and the few ids that a task must know by name.
 
-`tokenizer.json` holds the tokenizer itself. Which of its tokens begin, end and pad a text is in
-other files, and not in every folder in the same ones. The first that names one decides:
+`tokenizer.json` holds the tokenizer itself. Which of its tokens begin, end and pad a text, the
+first of these files decides that names one:
 
 1. `tokenizer_config.json`, `special_tokens_map.json` (`bos_token`, `eos_token`, `pad_token`);
 2. `config.json`, `generation_config.json` (`bos_token_id`, `eos_token_id`, `pad_token_id`).
 
 With one exception: where there is a `tokenizer_config.json`, and neither it nor the map names a
-begin token, or it says `"add_bos_token": false`, the model was trained without one, whatever number
-`config.json` gives.
+begin token, or it says `"add_bos_token": false`, the model was trained without one.
 """
 
 from __future__ import annotations

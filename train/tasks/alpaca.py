@@ -1,16 +1,12 @@
 """Answers to instructions, as in Stanford's Alpaca: {"instruction", "input", "output"}.
 
 A file is a JSON list of such objects, or has one a line, or is a table with such columns
-(`tables.py`). `input` may be missing, null or empty; further fields are passed over. The
-instruction is set into one of the two templates that the Alpaca data was made for,
-`PROMPT_WITH_INPUT` and `PROMPT`, and the output follows directly on it.
+(`tables.py`). `input` may be missing, null or empty. The instruction is set into one of the two
+templates that the Alpaca data was made for, and the output follows directly on it.
 
 Prompt and answer are tokenized apart, so that the prompt has the tokens that it has when the model
-is asked, with no token reaching over into the answer:
-
-    [begin] prompt answer end
-
-Only the tokens of the answer and the end token behind it count in the loss.
+is asked: `[begin] prompt answer end`. Only the tokens of the answer and the end token behind it
+count in the loss.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Answers in conversations: {"messages": [{"role": "user", "content": "..."}, ...]}.
 
 A file has one such object a line, or, as *.json, is a list of them, or is a table with such columns
-(`tables.py`). Roles are those that the chat template knows: mostly `system`, `user`, `assistant`,
-`tool`. The template of the model's folder makes one text of a conversation (`chat_template.py`), in
-which special tokens stand already. Only what the assistant writes counts in the loss, with what
-ends it; in a long conversation each of its answers. An object may also have `tools`,
-descriptions of functions, for templates that know them.
+(`tables.py`). The chat template (`chat_template.py`) makes one text of a conversation, in which
+special tokens stand already; roles are those that it knows. Only what the assistant writes counts
+in the loss, with what ends it. An object may also have `tools`, descriptions of functions.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@
     so bad,unkind
 
 A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). Columns are found by
-their names, which are settings; others are passed over. The classes are the labels that occur,
-numbers in their order and others in that of the alphabet; where a table names its classes, or the
-model's head those that it knows, they are those. Labels are compared as text: `1` and `1.0` differ.
+their names, which are settings. The classes are the labels that occur, numbers in their order and
+others in that of the alphabet; where a table names its classes, or the model's head those that it
+knows, they are those. Labels are compared as text: `1` and `1.0` differ.
 
 CSV: commas separate columns, or semicolons, tabs or bars, if only with these the header has the
-columns; a text may stand in quotation marks, with line breaks in it. TSV: a line is a row; texts in
-quotation marks lose them, as spreadsheets write them. Rows without text are left out, and the notes
-say which; one without a label is an error.
+columns. TSV: a line is a row; texts in quotation marks lose them, as spreadsheets write them. Rows
+without text are left out, and the notes say which; one without a label is an error.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
 """GLUE: a class for a sentence, or for a pair of sentences, from the standard TSV files.
 
-    sst2   is a review kind or unkind                       accuracy
-    cola   is a sentence grammatical                        Matthews correlation
-    mrpc   do two sentences say the same                    F1, accuracy
-    qqp    do two questions ask the same                    F1, accuracy
-    rte    does a sentence follow from another              accuracy
-    qnli   does a sentence answer a question                accuracy
-    mnli   does a sentence follow, contradict or neither    accuracy
-
 The files are those of GLUE's own download (https://gluebenchmark.com/tasks), `train.tsv` and
 `dev.tsv`; MNLI has two of the latter, for texts of the kinds that it trains on and of others. CoLA
 may also have the names of its own release, of which GLUE's dev.tsv is the two dev files together.
-MRPC's own release has no dev.tsv: GLUE takes one out of `msr_paraphrase_train.txt`. The test files
-carry no labels and are not read.
+The test files carry no labels and are not read.
 
-Columns are found by their names in the header, so a file may have further ones; CoLA has no header.
-Every line must have as many columns as the header. A quotation mark is an ordinary character.
+Columns are found by their names in the header; CoLA has none. Every line must have as many columns
+as the header. A quotation mark is an ordinary character.
 
 One exception. In QQP's official train.tsv some questions hold a line break, so that a few lines are
 halves of an example. There, lines without all their columns, or with an empty question, are left

@@ -1,23 +1,21 @@
 """The next token of any text: text files, or JSONL or tables with a field of text.
 
-A document is a text file, a line of JSONL, or a row of a table (`tables.py`). Its tokens get an end
-token behind them, and a begin token in front where the model was trained with one. All documents of
-a side are joined, in the order of the files, and cut into windows of T + 1 tokens that overlap by
-one: every token is predicted once per epoch, and none is padding. What does not fill a last window
-is dropped.
+A document is a text file, a line of JSONL, or a row of a table. Its tokens get an end token behind
+them, and a begin token in front where the model was trained with one. All documents of a side are
+joined, in the order of the files, and cut into windows of T + 1 tokens that overlap by one: every
+token is predicted once per epoch, and none is padding.
 
-In a window documents do not see each other: the model computes for each what it would compute for
-it alone, and the first token of a document, which nothing foretells, is no target. What is left of
-a document at the start of a window is a document there. With `joined`, a window is one text.
+In a window documents do not see each other, unless they are `joined`. The first token of a
+document, which nothing foretells, is no target. What is left of a document at the start of a window
+is a document there.
 
-Which documents validate is a matter of names (`files.find_files`), or a draw with the seed by
-document; of a single document it is the last share.
+Which documents validate is a matter of file names, or a draw with the seed by document; of a single
+document it is the last share.
 
-A document longer than `PIECE_CHARACTERS`, a quarter of a million, goes to the tokenizer in pieces,
-cut after a newline (or, if there is none, before a space), since a tokenizer takes some
-hundred bytes of memory for each token it works on. The text is the same, but where two pieces meet
-its tokens may not be: a token that would have reached across, such as a blank line, becomes two,
-and tokenizers that put a space in front of a text, as Llama 2's does, put one there.
+A document longer than `PIECE_CHARACTERS` goes to the tokenizer in pieces, cut after a newline or
+else before a space, since a tokenizer takes some hundred bytes of memory for each token it works
+on. Where two pieces meet, its tokens may be others: one that would have reached across becomes two,
+and tokenizers that put a space in front of a text put one there.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Real text that every machine has: the source files of the running Python's standard library.
 
-A byte is a token, so there is no tokenizer to fetch. What is read, and how it is split:
-
-1. All `*.py` files below the standard library, in the order of their relative path, without the
-   folders in `SKIPPED_FOLDERS`.
-2. A shuffle of these files with the seed, cut off where the wanted size is reached.
-3. From the front of that order, files go to validation until they hold the wanted share of the
-   bytes; the others are for training. A file is never on both sides.
-4. Each side is joined, one zero byte before each file, and cut into windows of
-   `sequence_length + 1` bytes that overlap by one: every byte is predicted once per epoch.
+A byte is a token, so there is no tokenizer to fetch. All `*.py` files but those in
+`SKIPPED_FOLDERS` are shuffled with the seed, and cut off where the wanted size is reached. From the
+front of that order files go to validation until they hold the wanted share of the bytes. Each side
+is joined, one zero byte before each file, and cut into windows of `sequence_length + 1` bytes that
+overlap by one: every byte is predicted once per epoch.
 
 The same Python and the same seed give the same split and windows.
 """
