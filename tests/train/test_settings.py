@@ -88,7 +88,7 @@ def test_a_command_without_a_config_file_says_how_to_call_it(argv, capsys):
         (["--qqq"], "unknown option --qqq. All are in"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),
-        (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: expected an optimizer"),
+        (["--optimizer", "adamw", "--timeline", "x.png"], "`--timeline`: expected a training"),
         (["--corpus-megabytes", "1e-6"], "expected text of at least two files"),
         (["--sequence-length", "10000000"], "expected text for at least one window"),
         (["--topk-ratio", "1.5"], "`topk_ratio` must lie in [0, 1]"),
