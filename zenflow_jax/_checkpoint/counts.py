@@ -21,9 +21,7 @@ class Counts:
     counted: Sequence[int]  # the steps among them that are in the sums
     pending: Sequence[int]  # NONE, PENDING or EMPTY
     shares: np.ndarray  # float32: `Progress.shares`
-    fingerprints: (
-        np.ndarray
-    )  # of all leaves: `LastParameters.fingerprints`; 0 before the first step
+    fingerprints: np.ndarray  # uint32, of all leaves: `fingerprints_alive`; 0 before the first step
     step: int = 0
     windows: int = 0  # closed so far
     token: int = 0  # the next step's
@@ -33,8 +31,7 @@ class Counts:
     scalars: AdamScalars | None = None  # of the last step; None before the first
 
 
-_NUMBERS = ("step", "windows", "token", "skipped", "reselections")
-_OF_GROUPS = ("open_steps", "counted", "pending")
+_NUMBERS = "step windows token skipped reselections open_steps counted pending".split()
 
 
 def first_counts(schedule: Schedule, leaves: int, offloaded: int) -> Counts:
@@ -55,12 +52,10 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
     lengths = np.zeros(longest(schedule.window) + 1, np.int32)
     for length, count in counts.window_lengths.items():
         lengths[length] = count
-    of_groups = {name: getattr(counts, name) for name in _OF_GROUPS}
     return {
         **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
-        **{name: np.array(x, np.int32) for name, x in of_groups.items()},
         "window_lengths": lengths,
-        "scalars": _scalars_to_tree(counts.scalars),
+        "scalars": np.array(counts.scalars or [0.0] * len(AdamScalars._fields), np.float32),
         "shares": np.array(counts.shares, np.float32),
         "fingerprints": counts.fingerprints,
         "schedule_state": {
@@ -71,29 +66,16 @@ def counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _scalars_to_tree(scalars: AdamScalars | None) -> np.ndarray:
-    return np.array(scalars or [0.0] * len(AdamScalars._fields), np.float32)
-
-
 def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
     """The counts that `counts_to_tree` gave."""
-    schedule_state = {name: np.asarray(x) for name, x in tree["schedule_state"].items()}
-    nothing = np.zeros(0, np.float32)
-    lengths = np.asarray(tree["window_lengths"])
-    of_groups = {name: np.asarray(tree[name]).tolist() for name in _OF_GROUPS}
+    schedule_state = {name: np.zeros(0, np.float32) for name in ScheduleState._fields}
+    schedule_state |= {name: np.asarray(x)[()] for name, x in tree["schedule_state"].items()}
+    lengths = enumerate(np.asarray(tree["window_lengths"]).tolist())
     return Counts(
-        **{name: int(tree[name]) for name in _NUMBERS},
-        **of_groups,
-        window_lengths={i: int(n) for i, n in enumerate(lengths) if n},
-        scalars=AdamScalars(*map(float, np.asarray(tree["scalars"]))),
+        **{name: np.asarray(tree[name]).tolist() for name in _NUMBERS},
+        window_lengths={i: n for i, n in lengths if n},
+        scalars=AdamScalars(*np.asarray(tree["scalars"]).tolist()),
         shares=np.asarray(tree["shares"]),
         fingerprints=np.asarray(tree["fingerprints"]),
-        schedule_state=ScheduleState(
-            length=int(schedule_state["length"]),
-            counted=np.float32(schedule_state["counted"]),
-            deferred=schedule_state.get("deferred", nothing),
-            selected=schedule_state.get("selected", nothing),
-            windows=schedule_state["windows"],
-            kept_share=schedule_state["kept_share"],
-        ),
+        schedule_state=ScheduleState(**schedule_state),
     )

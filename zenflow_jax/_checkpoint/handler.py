@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import future
 
-from zenflow_jax._checkpoint.saving import EngineStream
 from zenflow_jax._checkpoint.stored import read_engine_state
 
 
@@ -39,20 +37,27 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
         """Begins to write the state of the engine in `args` into `directory`; orbax calls it."""
         folder = _local(directory)
         stream = args.engine.stream(args.copy_bytes)
-        writing = _write(stream, folder)
+
+        async def write() -> None:
+            stream.write(folder)
+
+        writing, name = write(), "zenflow_jax engine"
         try:
-            written = future.CommitFutureAwaitingContractedSignals(
-                writing, name="zenflow_jax engine"
-            )
-            threading.Thread(
-                target=_close_after,
-                args=(written.result, writing, stream),
-                name="zenflow_jax end of a save",
-                daemon=True,
-            ).start()
+            written = future.CommitFutureAwaitingContractedSignals(writing, name=name)
         except BaseException:
             stream.close()
             raise
+
+        def close_after() -> None:
+            # If the folder cannot be made, orbax gives up waiting for it, and never begins to
+            # write. It keeps all that it was given until the next save, and tells the user when
+            # that comes. The run, which waits for the stream, would not come so far (orbax 0.12.8).
+            with contextlib.suppress(Exception):  # orbax raises it
+                written.result()
+            stream.close()
+            writing.close()  # or Python would warn that it was never awaited
+
+        threading.Thread(target=close_after, name=f"{name}: close", daemon=True).start()
         return [written]
 
     def save(self, directory: epath.PathLike, args: "EngineSave") -> None:
@@ -107,12 +112,7 @@ class EngineSave(ocp.args.CheckpointArgs):
         ...         ),
         ...     )
         ...     manager.wait_until_finished()
-        ...     found = manager.restore(
-        ...         0, args=ocp.args.Composite(engine=zenflow_jax.EngineRestore())
-        ...     )
         True
-        >>> found.engine["leaves"][0]["master"]
-        StoredArray(leaves/0/master, float32[8, 4])
     """
 
     engine: Any
@@ -121,14 +121,11 @@ class EngineSave(ocp.args.CheckpointArgs):
     def __post_init__(self) -> None:
         if not hasattr(self.engine, "stream"):
             raise TypeError(
-                f"expected a `HostEngine`, got {type(self.engine).__name__}. Pass the engine "
-                "itself, not `engine.state()`, which is for `PyTreeSave` and `StandardSave`."
+                f"expected a `HostEngine`, got {type(self.engine).__name__}. `PyTreeSave` and "
+                "`StandardSave` save `engine.state()`."
             )
         if self.copy_bytes is not None and self.copy_bytes < 0:
-            raise ValueError(
-                f"`copy_bytes` must not be negative, got {self.copy_bytes}. Pass the memory that "
-                "may be used, 0 for none, or None for one byte for each parameter."
-            )
+            raise ValueError(f"`copy_bytes` must not be negative, got {self.copy_bytes}.")
 
 
 @ocp.args.register_with_handler(EngineCheckpointHandler, for_restore=True)
@@ -156,25 +153,6 @@ class EngineRestore(ocp.args.CheckpointArgs):
         ...     engine = zenflow_jax.HostEngine(params, opt_state, engine_state=engine_state)
         ...     engine.close()
     """
-
-
-async def _write(stream: EngineStream, folder: Path) -> None:
-    stream.write(folder)
-
-
-def _close_after(
-    wait: Callable[[], Any], writing: Coroutine[Any, Any, None], stream: EngineStream
-) -> None:
-    """Closes the stream when it is written, and when it never will be.
-
-    If the folder cannot be made, orbax gives up waiting for it, and never begins to write. It keeps
-    all that it was given until the next save, and tells the user when that comes. The run, which
-    waits for the stream, would not come so far (orbax 0.12.8).
-    """
-    with contextlib.suppress(Exception):  # orbax raises it
-        wait()
-    stream.close()
-    writing.close()  # or Python would warn that it was never awaited
 
 
 def _local(directory: epath.PathLike) -> Path:

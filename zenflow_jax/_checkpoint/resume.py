@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 from zenflow_jax import _version
 from zenflow_jax._checkpoint.counts import Counts, counts_from_tree
 from zenflow_jax._checkpoint.same_run import agree, what_differs
-from zenflow_jax._checkpoint.stored import StoredArray
 from zenflow_jax._checkpoint.tree import abstract_engine_state, place_of
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
@@ -26,20 +24,17 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np.ndarray:
     """A part's piece of a leaf's restored array, which may lie anywhere."""
-    index = place_of(name, part, spec)
-    x = tree[name]
-    if isinstance(x, StoredArray):
+    index, x = place_of(name, part, spec), tree[name]
+    if not isinstance(x, jax.Array):
         return x[index]
-    piece = piece_of(x, index) if isinstance(x, jax.Array) else None
-    if piece is not None:
-        return piece
-    if not isinstance(x, jax.Array) or x.is_fully_addressable:
-        return np.asarray(x)[index]
-    raise ValueError(
-        f"expected this process's part {part.index} of {name} of {part.spec.name} in its memory, "
-        f"got an array on {x.sharding}. Restore with `abstract_engine_state(opt_state)` as the "
-        "template."
-    )
+    piece = piece_of(x, index)
+    if piece is None and not x.is_fully_addressable:
+        raise ValueError(
+            f"expected this process's part {part.index} of {name} of {part.spec.name} in its "
+            f"memory, got an array on {x.sharding}. Restore with "
+            "`abstract_engine_state(opt_state)` as the template."
+        )
+    return np.asarray(x)[index] if piece is None else piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +79,7 @@ def join_run(
     sums = fingerprints(weights, specs)  # in all processes, whatever they have read
     try:
         resumed = _resume(engine_state, worker, offloaded, state)
-        refusal = _other_moment(resumed.counts, step, token) or what_differs(
-            sums, resumed.counts.fingerprints, specs
-        )
+        refusal = what_differs(resumed.counts, step, token, sums, specs)
     except (OSError, ValueError) as error:
         # The other processes may have read what this one cannot, and wait for it.
         with contextlib.suppress(ValueError):
@@ -136,14 +129,22 @@ def _resume(
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:
     """Refuses an engine state of another layout, other leaves or options, naming what differs."""
-    if isinstance(saved, Mapping) and {"leaves", "counts"} <= saved.keys():
-        _check_layout(saved.get("layout"))
+    parts = saved if isinstance(saved, Mapping) else {}
+    if {"leaves", "counts"} <= parts.keys():
+        _check_layout(parts.get("layout"))
     expected = abstract_engine_state(state)
     # Options first: with other options the arrays differ, too.
-    options = saved.get("options") if isinstance(saved, Mapping) else None
-    if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
+    if getattr(parts.get("options"), "keys", set)() == expected["options"].keys():
         specs = [leaf.spec for leaf in state.leaves]
-        _check_options(options, expected["options"], specs)
+        old, new = (
+            _in_words(options, specs) for options in (parts["options"], expected["options"])
+        )
+        for what in new:
+            if old.get(what) != new[what]:
+                raise ValueError(
+                    f"expected {what} as in the saved run, {old.get(what)}, got {new[what]}. "
+                    f"{_MAY_CHANGE}"
+                )
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
             "expected `engine_state` with the structure of `abstract_engine_state(opt_state)`, got "
@@ -161,7 +162,7 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
 
 
 def _check_layout(written: Any) -> None:
-    """The one place that compares layouts: files and trees of any saver come through here."""
+    """Refuses another layout, whether it was in files or in a tree of any saver."""
     names = written if isinstance(written, Mapping) else {}
     if list(names) != [_version.LAYOUT_NAME]:
         writers = ", ".join(
@@ -175,18 +176,6 @@ def _check_layout(written: Any) -> None:
         )
 
 
-def _other_moment(counts: Counts, step: int, token: int) -> str | None:
-    """Why an engine state is not of the moment, or the run, of the rest; None if it is."""
-    if (counts.step, counts.token) == (step, token):
-        return None
-    return (
-        "expected the `opt_state` that `exchange` or `flush` returned when the engine's state was "
-        f"taken, after step {counts.step}, got one after step {step}"
-        f"{' of another run' if counts.step == step else ''}. Save and restore parameters, "
-        "optimizer state and engine state together."
-    )
-
-
 _MAY_CHANGE = (
     "A resumed run needs the parameters and options of the saved one, but for learning rate, "
     "betas, eps, weight decay, `max_grad_norm`, devices, processes, `partition_replicated` and "
@@ -195,34 +184,25 @@ _MAY_CHANGE = (
 )
 
 
-def _check_options(
-    saved: Mapping[str, Any], expected: Mapping[str, Any], specs: Sequence[LeafSpec]
-) -> None:
-    def check(what: str, old: Any, new: Any, in_words: Callable[[Any], str] = str) -> None:
-        if old != new:
-            raise ValueError(
-                f"expected {what} as in the saved run, {in_words(old)}, got {in_words(new)}. "
-                f"{_MAY_CHANGE}"
-            )
-
-    old, new = ({name: np.asarray(x).tolist() for name, x in t.items()} for t in (saved, expected))
-    for name in (x for x in expected if x not in ("leaves", "groups")):
-        check(f"`{name}`", old[name], new[name], partial(_in_words, name))
-    check("the number of leaves", len(old["leaves"]), len(new["leaves"]))
+def _in_words(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str, str]:
+    """What `options_of` gives, by what messages call it."""
+    words = {
+        f"`{name}`": _number(*np.ravel(x).tolist())
+        for name, x in options.items()
+        if name not in ("leaves", "groups", "send_gradients")
+    }
+    words["`send_gradients`"] = '"per_window"' if options["send_gradients"] else "another value"
+    words["the number of leaves"] = str(len(options["leaves"]))
     # How many ranges a leaf has only a mesh changes, where it divides the layers of a stack.
-    words = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
-    for spec, *rows in zip(specs, old["leaves"], new["leaves"], strict=True):
-        for word, *pair in zip(words, *rows, strict=True):
-            check(f"the {word} of {spec.name}", *pair)
-    names = [spec.name for spec in specs for _ in spec.groups]
-    for name, *pair in zip(names, old["groups"], new["groups"], strict=True):
-        check(f"the group of {name}", *pair)
+    of_leaf = ("channel axis", "number of selected channels", "weight decay", "number of ranges")
+    groups = iter(np.asarray(options["groups"]).tolist())
+    for spec, row in zip(specs, np.asarray(options["leaves"]).tolist(), strict=False):
+        words |= {f"the {x} of {spec.name}": str(n) for x, n in zip(of_leaf, row, strict=True)}
+        in_turn = ", ".join(str(next(groups, None)) for _ in spec.groups)
+        words[f"the group of {spec.name}"] = in_turn
+    return words
 
 
-def _in_words(name: str, option: Any) -> str:
-    if name == "send_gradients":
-        return '"per_window"' if option else "another value"
-    if not isinstance(option, list):
-        return "None" if option < 0 else f"{option:g}"
-    number, rule, share = option
-    return f"{number:g}" + ("" if rule == 0 else f" (rule {rule:g}, share {share:g})")
+def _number(number: float | int, rule: float = 0.0, share: float = 0.0) -> str:
+    text = "None" if number < 0 else f"{number:.7g}"
+    return text if rule == 0 else f"{text} (rule {rule:g}, share {share:.7g})"

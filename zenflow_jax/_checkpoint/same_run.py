@@ -3,7 +3,7 @@
 Each engine draws a number, the same in every process of the run. From it come the tokens that the
 engine gives to the optimizer state, and the one in its own state. Where step and token are equal,
 both states are of the same engine and the same moment. The number is in no arithmetic. Parameters
-cannot carry it, so the engine's state has a checksum of each.
+cannot carry it, so the engine's state has a checksum of each, its fingerprint.
 """
 
 import secrets
@@ -15,66 +15,66 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zenflow_jax._checkpoint.counts import Counts
 from zenflow_jax._device.leaves import some
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._plan.leaf import LeafSpec
 
 
-class LastParameters:
-    """The parameters that the caller had last, as far as the engine knows.
+def fingerprints_alive(
+    weights: Sequence[weakref.ref[jax.Array]], specs: Sequence[LeafSpec], devices: Collection[Any]
+) -> np.ndarray:
+    """The fingerprints of all leaves' parameters, uint32; 0 for a parameter that is no more.
 
-    References are weak, as the engine would otherwise keep them alive through the next step.
+    With several processes all must call this: it waits for the others.
     """
-
-    def __init__(self, devices: Collection[Any]):
-        self._devices = devices
-        self._weights: list[weakref.ref[jax.Array]] = []
-
-    def note(self, weights: Sequence[jax.Array]) -> None:
-        """Remembers the parameters of all leaves."""
-        self._weights = [weakref.ref(x) for x in weights]
-
-    def fingerprints(self, specs: Sequence[LeafSpec]) -> np.ndarray:
-        """Their fingerprints, uint32 and never 0; 0 for a parameter that is no more.
-
-        With several processes all must call this: it waits for the others.
-        """
-        weights = [of_leaf() for of_leaf in self._weights]
-        alive = [x is not None and not x.is_deleted() for x in weights]
-        if len({device.process_index for device in self._devices}) > 1:
-            # Other processes may have freed more, and all must run the same programs.
-            alive = np.all(list(gather(alive, self._devices).values()), axis=0)
-        known = {i: x for i, x in enumerate(weights) if alive[i] and x is not None}
-        sums = np.zeros(len(specs), np.uint32)
-        sums[list(known)] = as_saved(fingerprints([*known.values()], [specs[i] for i in known]))
-        return sums
+    arrays = [of_leaf() for of_leaf in weights]
+    alive = [x is not None and not x.is_deleted() for x in arrays]
+    if len({device.process_index for device in devices}) > 1:
+        # Other processes may have freed more, and all must run the same programs.
+        alive = np.all(list(gather(alive, devices).values()), axis=0)
+    known = {i: x for i, x in enumerate(arrays) if alive[i] and x is not None}
+    sums = np.zeros(len(specs), np.uint32)
+    sums[list(known)] = _as_saved(fingerprints([*known.values()], [specs[i] for i in known]))
+    return sums
 
 
-def as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
+def _as_saved(sums: Sequence[jax.Array]) -> np.ndarray:
     """Fingerprints as they are saved, 1 in place of 0; waits for them."""
     return np.maximum(np.array(jax.device_get(sums), np.uint32), 1)
 
 
 def what_differs(
-    sums: Sequence[jax.Array], saved: np.ndarray, specs: Sequence[LeafSpec]
+    counts: Counts, step: int, token: int, sums: Sequence[jax.Array], specs: Sequence[LeafSpec]
 ) -> str | None:
-    """Says why the parameters are not those of a saved engine; None if they are.
+    """Says why state or parameters are not those of a saved engine; None if they are.
 
     Args:
+        counts: Those of the engine. A fingerprint of 0 in it is compared with nothing.
+        step: That of the optimizer's state.
+        token: Likewise.
         sums: The fingerprints of the parameters of all leaves.
-        saved: As `LastParameters.fingerprints`; what is 0 is compared with nothing.
         specs: Of all leaves.
     """
-    same = (saved == 0) | (saved == as_saved(sums))
+    same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
     others = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
-    if not others:
+    if (counts.step, counts.token) != (step, token):
+        problem = (
+            "expected the `opt_state` that `exchange` or `flush` returned when the engine's state "
+            f"was taken, after step {counts.step}, got one after step {step}"
+            f"{' of another run' if counts.step == step else ''}"
+        )
+    elif others:
+        problem = (
+            "expected `params` to be those of the step at which `opt_state` and `engine_state` "
+            f"were saved, got other values of {some(others)}"
+        )
+    else:
         return None
     return (
-        "expected `params` to be those of the step at which `opt_state` and `engine_state` were "
-        f"saved, got other values of {some(others)}. "
-        "Save and restore parameters, optimizer state and engine state together, and change none "
-        "of them in between."
+        f"{problem}. Save and restore parameters, optimizer state and engine state together, and "
+        "change none of them in between."
     )
 
 

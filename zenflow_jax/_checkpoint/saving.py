@@ -6,6 +6,7 @@ numbers of processes and devices can read them (`stored.py`).
 """
 
 import json
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +14,26 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from zenflow_jax._checkpoint.counts import Counts
-from zenflow_jax._checkpoint.same_run import LastParameters
-from zenflow_jax._checkpoint.tensor_file import FORMAT, TensorWriter, file_name
-from zenflow_jax._checkpoint.tree import Content
+from zenflow_jax._checkpoint.same_run import fingerprints_alive
+from zenflow_jax._checkpoint.tensor_file import FORMAT, file_name, new_file
+from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays
+from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
+from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
 from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.arrays import blank
+from zenflow_jax._host.leaf import HostLeaf
+
+# Elements that are put together at once, where memory does not have them as they are written.
+_BLOCK = 1024 * 1024
 
 
 class Saver:
@@ -42,26 +50,24 @@ class Saver:
         progress: Progress,
         updates: Updates,
     ):
-        devices = devices_of(weights)
-        self._last = LastParameters(devices)
+        self._devices = devices_of(weights)
         self.note(weights)
         self._abstract = jax.tree.map(_shape, state)
         self._offloaded, self._host_kernel = offloaded, host_kernel
-        self._processes = sorted({device.process_index for device in devices})
         self._worker, self._mailbox = worker, mailbox
         self._progress, self._updates = progress, updates
 
     def note(self, weights: Sequence[jax.Array]) -> None:
         """Remembers the parameters that the caller has now, without keeping them alive."""
-        self._last.note(weights)
+        self._weights = [weakref.ref(x) for x in weights]
 
     def tree(self) -> dict[str, Any]:
         """Copies the state into a tree of arrays."""
-        content = self._content()
+        stream = self._stream(range(len(self._offloaded.parts)), 0)
         try:
-            return content.tree(self._worker.leaves())
+            return stream.tree()
         finally:
-            content.adam.close()
+            stream.close()
 
     def stream(self, copy_bytes: int | None) -> "EngineStream":
         """Takes the state without a copy, to be written while the run goes on.
@@ -71,19 +77,19 @@ class Saver:
         Args:
             copy_bytes: Memory for copies; None for a byte for each parameter.
         """
-        content, leaves = self._content(), self._worker.leaves()
         order, parts = self._progress.next_to_close(), self._offloaded.parts
         saved = [i for i, part in enumerate(parts) if part.saved]
         saved.sort(key=lambda i: order.index(parts[i].spec.group))
-        if copy_bytes is None:
-            copy_bytes = sum(leaf.master.size for leaf in leaves)
-        snapshot = Snapshot({i: leaves[i] for i in saved}, copy_bytes)
-        self._worker.hold(snapshot)
-        return EngineStream(content, snapshot, saved, self._processes)
+        stream = self._stream(saved, copy_bytes)
+        self._worker.hold(stream.snapshot)
+        return stream
 
-    def _content(self) -> Content:
+    def _stream(self, parts: Sequence[int], copy_bytes: int | None) -> "EngineStream":
         pending, progress = self._updates.wait(), self._progress
         specs = [leaf.spec for leaf in self._abstract.leaves]
+        fingerprints = np.zeros(len(specs), np.uint32)
+        if progress.step:  # before the first one other parameters may be loaded
+            fingerprints = fingerprints_alive(self._weights, specs, self._devices)
         counts = Counts(
             step=progress.step,
             open_steps=progress.open_steps,
@@ -93,36 +99,67 @@ class Saver:
             window_lengths=progress.window_lengths,
             schedule_state=progress.schedule_state,
             shares=progress.shares,
-            # Before the first step others may be loaded.
-            fingerprints=self._last.fingerprints(specs)
-            if progress.step
-            else np.zeros(len(specs), np.uint32),
+            fingerprints=fingerprints,
             **self._worker.counts(),
         )
-        adam = HostAdam(self._host_kernel, 1)
-        return Content.of(self._abstract, self._offloaded, counts, self._updates.before, adam)
+        leaves = self._worker.leaves()
+        if copy_bytes is None:
+            copy_bytes = sum(leaf.master.size for leaf in leaves)
+        return EngineStream(
+            offloaded=self._offloaded,
+            arrays=arrays_of_leaves(self._abstract),
+            small=small_arrays(counts, self._abstract),
+            counted=counts.counted,
+            # A live view of a device's array would block its donation.
+            before=[None if x is None else np.array(x) for x in self._updates.before],
+            adam=HostAdam(self._host_kernel, 1),
+            parts=parts,
+            snapshot=Snapshot({i: leaves[i] for i in parts}, copy_bytes),
+            processes=sorted({device.process_index for device in self._devices}),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class EngineStream:
-    """An engine's state as of one moment, to be written once, by any thread.
+    """An engine's state as of one moment, to be taken or written once, by any thread.
 
     Attributes:
-        content: What is saved.
+        offloaded: The leaves whose arrays the host has.
+        arrays: Shape, dtype and sharding of the arrays of each of them.
+        small: Counts and options: a tree of small NumPy arrays, the same in all processes.
+        counted: Steps in the sum of each group's open window.
+        before: For each part, its channels selected during the pending update's window, as
+            `HostLeaf.channels`; None if they still are.
+        adam: Adds up mail, on the thread that writes.
+        parts: The numbers of the parts that the snapshot has.
         snapshot: The host's arrays.
-        parts: The numbers of the parts that this process saves, which the snapshot has.
         processes: Those that the engine is in, ascending; each writes a file.
     """
 
-    content: Content
-    snapshot: Snapshot
+    offloaded: OffloadedLeaves
+    arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]
+    small: Mapping[str, Any]
+    counted: Sequence[int]
+    before: Sequence[np.ndarray | None]
+    adam: HostAdam
     parts: Sequence[int]
+    snapshot: Snapshot
     processes: Sequence[int]
 
     def close(self) -> None:
         """Lets the run write where it likes; what is not saved then never will be. Safe twice."""
         self.snapshot.close()
-        self.content.adam.close()
+        self.adam.close()
+
+    def tree(self) -> dict[str, Any]:
+        """The state in arrays of its own, if all parts of this process are in it."""
+        leaves = dict(self.snapshot.leaves())
+        of_leaves = [
+            {name: self._assembled(i, name, leaves) for name in arrays}
+            for i, arrays in enumerate(self.arrays)
+        ]
+        jax.block_until_ready(of_leaves)  # devices other than CPUs are still copying
+        return {"leaves": of_leaves, **self.small}
 
     def write(self, folder: Path) -> None:
         """Writes this process's file into a folder that is there; then it is closed."""
@@ -132,47 +169,105 @@ class EngineStream:
             self.close()
 
     def _write(self, folder: Path) -> None:
-        small = dict(_flat(self.content.small, ""))
-        large = {i: self._tensors(i) for i in self.parts}
+        small = dict(_flat(self.small, ""))
         tensors = {name: (x.dtype, x.shape) for name, x in small.items()}
-        for of_part in large.values():
-            tensors |= {tensor: (dtype, shape) for tensor, dtype, shape in of_part.values()}
+        for i in self.parts:
+            for name, place in self._places(i).items():
+                shape = tuple(s.stop - s.start for s in place)
+                tensors[self._tensor(i, name)] = (self._array(i, name).dtype, shape)
         shapes = [
-            {name: (np.dtype(dtype).name, shape) for name, (shape, dtype, _) in leaf.items()}
-            for leaf in self.content.arrays
+            {name: (x.dtype.name, x.shape) for name, x in arrays.items()} for arrays in self.arrays
         ]
         # Others may be in jax's run, each with an engine and checkpoints of its own.
         number, count = self.processes.index(jax.process_index()), len(self.processes)
-        metadata = {
-            "format": FORMAT,
-            "processes": str(count),
-            "leaves": json.dumps(shapes),
-        }
-        missing = set(large)
-        with TensorWriter(folder / file_name(number, count), tensors, metadata) as file:
+        metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
+        missing = len(self.parts)
+        with new_file(folder / file_name(number, count), tensors, metadata) as write:
             for name, x in small.items():
-                file.write(name, np.ascontiguousarray(x))
+                write(name, np.ascontiguousarray(x))
             for i, leaf in self.snapshot.leaves():
-                for name, (tensor, *_) in large[i].items():
-                    for begin, elements in self.content.blocks(i, leaf, name):
-                        file.write(tensor, elements, begin)
-                missing.remove(i)
+                for name in self._places(i):
+                    for begin, elements in self._blocks(i, leaf, name):
+                        write(self._tensor(i, name), elements, begin)
+                missing -= 1
             if missing:
                 raise RuntimeError(
-                    f"expected to write {len(large)} parts of an engine's state, got all but "
-                    f"{len(missing)} when it was closed. Save again, and let orbax finish: "
+                    f"expected to write {len(self.parts)} parts of an engine's state, got all but "
+                    f"{missing} when it was closed. Save again, and let orbax finish: "
                     "`wait_until_finished`."
                 )
 
-    def _tensors(self, i: int) -> dict[str, tuple[str, Any, tuple[int, ...]]]:
-        """Name in the file, dtype and shape of each array of part `i`."""
-        leaf, tensors = self.content.offloaded.parts[i].leaf, {}
-        for name, place in self.content.places(i).items():
-            start = ",".join(str(s.start) for s in place)
-            shape = tuple(s.stop - s.start for s in place)
-            dtype = self.content.arrays[leaf][name][1]
-            tensors[name] = (f"leaves/{leaf}/{name}@{start}", dtype, shape)
-        return tensors
+    def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
+        """The array of a leaf that part `i` has a piece of."""
+        return self.arrays[self.offloaded.parts[i].leaf][name]
+
+    def _place(self, i: int, name: str) -> tuple[slice, ...]:
+        part = self.offloaded.parts[i]
+        return place_of(name, part, self.offloaded.specs[part.leaf])
+
+    def _places(self, i: int) -> dict[str, tuple[slice, ...]]:
+        """Where each array of part `i` is in that of its leaf; a sum without a step is left out."""
+        part = self.offloaded.parts[i]
+        return {
+            name: self._place(i, name)
+            for name in self.arrays[part.leaf]
+            if name != "total" or self.counted[part.spec.group]
+        }
+
+    def _tensor(self, i: int, name: str) -> str:
+        """The name in the file of an array of part `i`."""
+        start = ",".join(str(s.start) for s in self._place(i, name))
+        return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
+
+    def _blocks(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The elements of an array of part `i` in pieces, each with the number of its first one.
+
+        A piece is valid until the next one.
+        """
+        if name == "steps":
+            yield 0, leaf.steps
+        elif name == "before":
+            before = self.before[i]
+            channels = leaf.channels if before is None else before
+            yield 0, channels + self.offloaded.parts[i].first
+        else:
+            for begin in range(0, leaf.master.size, _BLOCK):
+                end = min(begin + _BLOCK, leaf.master.size)
+                if name == "total":
+                    yield begin, self._sum(leaf, begin, end)
+                else:
+                    yield begin, getattr(leaf, name).range(begin, end)
+
+    def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
+        """Elements of the sum of the leaf's open window, with the bits of any other way to add."""
+        total = np.empty(end - begin, np.float32)
+        if leaf.total is not None:
+            np.copyto(total, leaf.total.reshape(-1)[begin:end])
+        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in leaf.mails]
+        self.adam.accumulate(total, mails, first=leaf.total is None)
+        return total
+
+    def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:
+        """An array of leaf `number`, beside each of its devices; CPUs take memory over as it is."""
+        by_position = {}
+        for numbers in self.offloaded.pieces_of(number):
+            piece = joined([self._filled(i, leaves[i], name) for i in numbers])
+            part = self.offloaded.parts[numbers[0]]
+            for position, device in zip(part.positions, part.devices, strict=True):
+                beside = SingleDeviceSharding(device, memory_kind=HOST)
+                by_position[position] = jax.device_put(piece, beside)
+        array, pieces = self.arrays[number][name], [x for _, x in sorted(by_position.items())]
+        assert array.sharding is not None
+        return assemble(pieces, array.shape, array.sharding)
+
+    def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
+        """An array of part `i`, zero where nothing is saved."""
+        shape = [s.stop - s.start for s in self._place(i, name)]
+        array = blank(shape, self._array(i, name).dtype)
+        if name in self._places(i):
+            for begin, elements in self._blocks(i, leaf, name):
+                array.reshape(-1)[begin : begin + elements.size] = elements.reshape(-1)
+        return array
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zenflow_jax._checkpoint.tensor_file import FORMAT, Tensor, file_name, read_header
+from zenflow_jax._checkpoint.tensor_file import Tensor, file_name, read_header
 from zenflow_jax._host.arrays import blank
 
 
@@ -64,13 +64,7 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
     """
     paths = sorted(folder.glob(file_name("*", "*")))
     headers = [read_header(path) for path in paths]
-    for path, (metadata, _) in zip(paths, headers, strict=True):
-        if (format := metadata.get("format")) != FORMAT:
-            raise ValueError(
-                f"expected a file of an engine's state, got {path} of format {format}. Leave "
-                "nothing but what `EngineSave` wrote there."
-            )
-    _check_files(folder, paths, int(headers[0][0]["processes"]) if headers else 0)
+    _check_files(folder, paths, int(headers[0][0]["processes"]) if headers else 1)
     leaves: list[dict[str, Any]] = [
         {
             name: StoredArray(f"leaves/{i}/{name}", tuple(shape), np.dtype(dtype))
@@ -108,24 +102,17 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
 
 def _check_files(folder: Path, paths: Sequence[Path], processes: int) -> None:
     """Refuses files that are not those of one save, by their names."""
-    if not paths:
-        raise FileNotFoundError(
-            f"expected files that `EngineSave` wrote in {folder}, got none. Take another "
-            "checkpoint; what `engine.state()` gave and another saver wrote, restore by that one, "
-            "with `abstract_engine_state(opt_state)` as the template."
-        )
     expected = {file_name(i, processes) for i in range(processes)}
     names = {path.name for path in paths}
-    if missing := sorted(expected - names):
-        raise FileNotFoundError(
-            f"expected the files of {processes} processes in {folder}, got none of {missing[0]}. "
-            "Take another checkpoint, or one that every process wrote to the same folder."
-        )
-    if others := sorted(names - expected):
-        raise ValueError(
-            f"expected the files of {processes} processes in {folder}, got {others[0]} as well. "
-            "Leave the files of one save there."
-        )
+    if names == expected:
+        return
+    missing, others = sorted(expected - names), sorted(names - expected)
+    raise (FileNotFoundError if missing else ValueError)(
+        f"expected the files of {processes} processes that `EngineSave` wrote in {folder}, got "
+        f"{f'none of {missing[0]}' if missing else f'{others[0]} as well'}. Take another "
+        "checkpoint, and leave nothing but the files of one save there. What `engine.state()` gave "
+        "and another saver wrote, restore by that one."
+    )
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

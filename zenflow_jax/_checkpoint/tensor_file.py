@@ -5,10 +5,11 @@ all arrays one behind the other. Its own library writes whole arrays from memory
 checkpoint of an engine has no room for.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ _ALIGNMENT = 64
 _LONGEST = 2**30
 
 
-class TensorWriter:
-    """A new file. Use with `with`: it is on the disk when the block has ended without an error.
+@contextlib.contextmanager
+def new_file(
+    path: Path, arrays: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str]
+) -> Iterator[Callable[..., None]]:
+    """Makes a file, which is on the disk when the block has ended without an error.
 
     Until then it has no header, so that nobody can read what was cut short: pieces come in any
     order, and the last one may be there before the first.
@@ -36,54 +40,42 @@ class TensorWriter:
         path: Where; there must be no such file.
         arrays: Dtype and shape of each array, by name.
         metadata: Text, by name.
+
+    Yields:
+        `write(name, elements, begin=0)`: writes consecutive elements of an array, from number
+        `begin` on; C-contiguous.
     """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begins, end = {}, 0
+    for name, (dtype, shape) in arrays.items():
+        begins[name], end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        offsets = [begins[name], end]
+        dtype = _NAMES[np.dtype(dtype)]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    def __init__(
-        self,
-        path: Path,
-        arrays: Mapping[str, tuple[Any, Sequence[int]]],
-        metadata: Mapping[str, str],
-    ):
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        end = 0
-        self._begin: dict[str, int] = {}
-        for name, (dtype, shape) in arrays.items():
-            begin, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
-            header[name] = {
-                "dtype": _NAMES[np.dtype(dtype)],
-                "shape": list(shape),
-                "data_offsets": [begin, end],
-            }
-            self._begin[name] = begin
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        self._header = len(text).to_bytes(8, "little") + text
-        self._end = end
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    def write(name: str, elements: np.ndarray, begin: int = 0) -> None:
+        at = len(head) + begins[name] + begin * elements.itemsize
+        _write(file, elements.reshape(-1).view(np.uint8).data, at)
 
-    def write(self, name: str, elements: np.ndarray, begin: int = 0) -> None:
-        """Writes consecutive elements of an array, from number `begin` on; C-contiguous."""
-        at = len(self._header) + self._begin[name] + begin * elements.itemsize
-        self._write(elements.reshape(-1).view(np.uint8).data, at)
+    try:
+        yield write
+        os.ftruncate(file, len(head) + end)
+        os.fsync(file)
+        _write(file, head, 0)
+        os.fsync(file)
+    finally:
+        os.close(file)
 
-    def __enter__(self) -> "TensorWriter":
-        return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        try:
-            if kind is None:
-                os.ftruncate(self._file, len(self._header) + self._end)
-                os.fsync(self._file)
-                self._write(self._header, 0)
-                os.fsync(self._file)
-        finally:
-            os.close(self._file)
-
-    def _write(self, data: Any, at: int) -> None:
-        data = memoryview(data)
-        while data:
-            written = os.pwrite(self._file, data, at)
-            data, at = data[written:], at + written
+def _write(file: int, data: Any, at: int) -> None:
+    data = memoryview(data)
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
 
 
 @dataclass(frozen=True)
@@ -103,27 +95,17 @@ class Tensor:
             FileNotFoundError: If the file is gone.
             ValueError: If it is another one by now.
         """
-        try:
-            with self.path.open("rb") as file:
-                stamp = _stamp(file.fileno())
-                if stamp == self.stamp:
-                    mapped = np.memmap(file, self.dtype, "r", self.begin, self.shape)
-                    np.copyto(out, mapped[index])
-                    return
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"expected {self.path} to stay until it is read, got none. {_KEEP}"
-            ) from error
-        raise ValueError(
-            f"expected {self.path} as it was when the engine's state was restored, got one that "
-            f"was written since. {_KEEP}"
+        state = "none"
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            if _stamp(file.fileno()) == self.stamp:
+                np.copyto(out, np.memmap(file, self.dtype, "r", self.begin, self.shape)[index])
+                return
+            state = "one that was written since"
+        raise (FileNotFoundError if state == "none" else ValueError)(
+            f"expected {self.path} as it was when the engine's state was restored, got {state}. "
+            "Restore again, and delete or save over that checkpoint only when the engine is made: "
+            "it reads its large arrays itself."
         )
-
-
-_KEEP = (
-    "Restore anew, and delete or save over that checkpoint only when the engine is made: it reads "
-    "its large arrays itself."
-)
 
 
 def _stamp(file: int) -> tuple[int, int]:
@@ -146,6 +128,8 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             header = json.loads(file.read(length))
             stamp = _stamp(file.fileno())
         metadata = header.pop("__metadata__")
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"a file of format {metadata.get('format')}")
         tensors = {
             name: Tensor(
                 path,
