@@ -92,9 +92,6 @@ def untranslated(config, **arguments):
     return options, listed
 
 
-# --- what the config becomes ----------------------------------------------------------------
-
-
 RULES_OF_TUTORIAL = {
     "topk_ratio": 0.05,
     "update_interval": 4,
@@ -115,25 +112,19 @@ def test_the_tutorials_sample_works_as_it_stands():
 
 
 def test_a_whole_config_becomes_optimizer_batch_and_precision():
-    options = from_deepspeed(TRAINING, steps_per_epoch=1250)
+    mask = {"w": True, "b": False}
+    options = from_deepspeed(TRAINING, steps_per_epoch=1250, mask=mask)
     assert options.learning_rate == 2e-5
     adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 0.5}
-    assert options.arguments == RULES_OF_TUTORIAL | adam | {"select_interval": EpochSelect(1250)}
+    others = {"select_interval": EpochSelect(1250), "mask": mask}
+    assert options.arguments == RULES_OF_TUTORIAL | adam | others
     assert (options.batch_size, options.micro_batches) == (8, None)
     assert options.compute_dtype == jnp.bfloat16
     assert options.threads is None
-
-
-def test_the_optimizer_is_that_of_the_arguments():
-    mask = {"w": True, "b": False}
-    options = from_deepspeed(TRAINING, steps_per_epoch=8, mask=mask)
     params = {"w": jnp.ones((40, 4)), "b": jnp.ones(4)}
     state = options.optimizer.init(params)
     expected = zenflow_jax.zenflow(2e-5, **options.arguments).init(params)
-    assert options.arguments["mask"] is mask
     assert jax.tree.structure(state) == jax.tree.structure(expected)  # static metadata included
-    assert state.schedule.window == 4
-    assert state.schedule.select == EpochSelect(8)
 
 
 def test_a_file_means_what_its_content_means_which_is_left_as_it_was(tmp_path):
@@ -152,10 +143,8 @@ def test_offloading_without_zenflow_is_its_synchronous_limit(device):
     config["zero_optimization"]["offload_optimizer"] = {"device": device}
     options, names = untranslated(config)
     assert options.kind == "offload"
-    assert options.arguments["topk_ratio"] == 0
-    assert options.arguments["update_interval"] == 1
-    assert options.arguments["staleness"] == 0
-    assert options.arguments["max_grad_norm"] == 0.5
+    expected = {"topk_ratio": 0, "update_interval": 1, "staleness": 0, "max_grad_norm": 0.5}
+    assert options.arguments.items() >= expected.items()
     assert names == (["zero_optimization.offload_optimizer.device"] if device == "nvme" else [])
     assert options.optimizer.init({"w": jnp.ones((4, 4))}).schedule.window == 1
 
@@ -204,12 +193,10 @@ NEVER = EpochSelect(2**31 - 1)
         ("auto", "auto", {}, 100, EpochSelect(100)),
         ("auto", "auto", {"steps_per_epoch": 50}, None, EpochSelect(50)),
         ("auto", "auto", {"steps_per_epoch": 50}, 100, EpochSelect(100)),
-        ("epoch", 1, {}, 100, EpochSelect(100)),
         ("epoch", 3, {}, 101, EpochSelect(101, 3)),
         ("epoch", 0, {}, 100, NEVER),
         ("step", 0, {}, None, NEVER),
         ("step", 8, {}, 100, 8),
-        ("step", 4, {}, None, 4),
         ("step", 10, {}, None, EpochSelect(10)),  # no multiple of the window
         ("step", 8, {"full_warm_up_rounds": 3}, None, EpochSelect(8)),  # counted from step 1
         ("step", 10, {"update_interval": "auto"}, None, 10),
@@ -226,20 +213,6 @@ def test_selection_is_by_strategy_and_interval(
     _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow takes it
 
 
-@pytest.mark.parametrize("warm_up", [0, 3])
-def test_selections_by_step_are_where_deepspeed_has_them_or_at_the_next_boundary(warm_up):
-    every = 10
-    keys = {"update_interval": 4, "select_strategy": "step", "select_interval": every}
-    options = from_deepspeed(zenflow_section(**keys, full_warm_up_rounds=warm_up))
-    schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule
-    ours = [step for step in range(1, 61) if schedule.boundary(step, None).selects]
-    # DeepSpeed's steps are counted from 0 and select before they are taken.
-    theirs = [step for step in range(1, 61) if step % every == 0 and step > warm_up]
-    nearest = {-(-(step - warm_up) // 4) * 4 + warm_up for step in theirs}
-    assert set(ours[1:]) == {step for step in nearest if step <= 60}
-    assert ours[0] == warm_up or warm_up == 0
-
-
 @pytest.mark.parametrize(
     ("share", "cores", "threads"),
     [(0.5, 8, 4), (0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), (0.5, 1, 1), ("auto", 8, None)],
@@ -250,60 +223,43 @@ def test_reserved_cores_leave_the_others_to_the_engine(monkeypatch, share, cores
     assert from_deepspeed(zenflow_section(pt_reserved_cores_perc=share)).threads == threads
 
 
-# --- what "auto" and absent keys are filled with --------------------------------------------
+def autos(*keys):
+    return dict.fromkeys(keys, "auto")
 
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+LENGTHS = ("warmup_num_steps", "total_num_steps")
 HUGGING_FACE = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
+    **autos(*BATCH, "gradient_clipping"),
+    "bf16": autos("enabled"),
+    "optimizer": {"type": "AdamW", "params": autos("lr", "betas", "eps", "weight_decay")},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
+        "params": autos("warmup_min_lr", "warmup_max_lr", *LENGTHS),
     },
     **TUTORIAL,
 }
+ARGUMENTS = {"b1": 0.8, "b2": 0.9, "eps": 1e-5, "weight_decay": 0.2, "max_grad_norm": 9.0}
 
 
-def test_arguments_fill_in_what_is_auto():
+def test_arguments_fill_in_what_is_auto_or_absent():
     options = from_deepspeed(
-        HUGGING_FACE,
-        learning_rate=3e-4,
-        total_steps=100,
-        warmup_steps=10,
-        b1=0.8,
-        b2=0.9,
-        eps=1e-5,
-        weight_decay=0.2,
-        max_grad_norm=None,
+        HUGGING_FACE, learning_rate=3e-4, total_steps=100, warmup_steps=10, **ARGUMENTS
     )
-    filled = {"b1": 0.8, "b2": 0.9, "eps": 1e-5, "weight_decay": 0.2, "max_grad_norm": None}
-    assert {key: options.arguments[key] for key in filled} == filled
+    assert options.arguments.items() >= ARGUMENTS.items()
     rate = options.learning_rate
     expected = [3e-4, 3e-4 * (100 - 60) / (100 - 10)]
     np.testing.assert_allclose([rate(11), rate(61)], expected, rtol=RATE_TOLERANCE)
-    assert options.batch_size is None
-    assert options.micro_batches is None
-    assert options.compute_dtype is None
-
-
-def test_arguments_fill_in_what_is_absent_and_values_of_the_config_win_over_them():
-    given = {"b1": 0.1, "b2": 0.1, "eps": 0.1, "weight_decay": 0.1, "max_grad_norm": 9}
-    for rate in (1.0, optax.constant_schedule(1.0)):
-        assert from_deepspeed(TRAINING, learning_rate=rate, **given) == from_deepspeed(TRAINING)
-    options = from_deepspeed(TUTORIAL, learning_rate=3e-4, **given)
+    assert options.batch_size is options.micro_batches is options.compute_dtype is None
+    options = from_deepspeed(TUTORIAL, learning_rate=3e-4, **ARGUMENTS)
     assert options.learning_rate == 3e-4
-    assert {key: options.arguments[key] for key in given} == given
+    assert options.arguments.items() >= ARGUMENTS.items()
+    assert from_deepspeed(TUTORIAL, max_grad_norm=None).max_grad_norm is None
+
+
+def test_values_of_the_config_win_over_arguments():
+    for rate in (1.0, optax.constant_schedule(1.0)):
+        assert from_deepspeed(TRAINING, learning_rate=rate, **ARGUMENTS) == from_deepspeed(TRAINING)
 
 
 def test_absent_values_are_deepspeeds():
@@ -325,9 +281,6 @@ def test_a_schedule_of_ones_own_may_be_passed():
     assert names == ["scheduler.type", "scheduler.params"]
 
 
-# --- schedules: DeepSpeed's formulas, by its iteration, which is a step behind ---------------
-
-
 def deepspeed_rate(i, name, *, lowest, highest, first, last, warmup, shape, total):
     """The rate of iteration `i`; `first` and `last` are shares of `highest`."""
     warmup = max(2, warmup)
@@ -346,21 +299,14 @@ def deepspeed_rate(i, name, *, lowest, highest, first, last, warmup, shape, tota
 
 # As DeepSpeed has them where the config has none: "WarmupDecayLR" ignores the optimizer's rate.
 DEFAULTS = {"lowest": 0.0, "highest": 2e-5, "first": 0.0, "last": 1e-4}
+COSINE = {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
 SCHEDULES = [
     ("WarmupLR", {}, {}),
     ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3}, {"lowest": 1e-5, "highest": 1e-3}),
     ("WarmupDecayLR", {}, {"highest": 1e-3}),
-    (
-        "WarmupDecayLR",
-        {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-4},
-        {"lowest": 1e-5, "highest": 3e-4},
-    ),
+    ("WarmupDecayLR", {"warmup_max_lr": 3e-4}, {"highest": 3e-4}),
     ("WarmupCosineLR", {}, {}),
-    (
-        "WarmupCosineLR",
-        {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2},
-        {"first": 0.1, "last": 0.2},
-    ),
+    ("WarmupCosineLR", COSINE, {"first": 0.1, "last": 0.2}),
 ]
 STEPS = 120
 
@@ -409,21 +355,14 @@ def test_lengths_may_become_known_later():
         _ = dataclasses.replace(early, warmup_steps=10).learning_rate
 
 
-# --- batch and precision --------------------------------------------------------------------
-
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 @pytest.mark.parametrize(
     ("sizes", "devices", "expected"),
     [
         ((None, None, None), None, (None, None)),
         ((32, None, None), None, (32, None)),
-        ((32, None, 4), None, (32, 4)),
         ((32, 8, None), None, (32, 4)),
         ((32, 8, None), 2, (32, 2)),
         ((None, 8, None), 2, (16, 1)),
-        ((None, 8, 2), None, (16, 2)),
         ((32, 4, 2), None, (32, 2)),  # of four devices
         ((32, 4, 2), 4, (32, 2)),
         (("auto", "auto", "auto"), None, (None, None)),
@@ -445,23 +384,20 @@ def test_under_zenflow_every_micro_batch_is_a_step_as_in_deepspeed():
     assert names == ["gradient_accumulation_steps"]
 
 
+ENABLED = ["fp16.enabled", "fp16.hysteresis"]
+
+
 @pytest.mark.parametrize(
     ("sections", "dtype", "names"),
     [
         ({}, None, []),
         ({"bf16": {"enabled": True}}, jnp.bfloat16, []),
         ({"bfloat16": {"enabled": True}}, jnp.bfloat16, []),
-        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, None, []),
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, None, []),
         ({"bf16": {"enabled": False}}, jnp.float32, []),
         ({"bf16": {}, "fp16": {"loss_scale": 0}}, jnp.float32, ["fp16.loss_scale"]),
         ({"bf16": {"enabled": True}, "bfloat16": {}}, jnp.bfloat16, ["bfloat16"]),
-        ({"fp16": {"enabled": True}}, jnp.bfloat16, ["fp16.enabled"]),
-        (
-            {"fp16": {"enabled": True, "loss_scale": 128}},
-            jnp.bfloat16,
-            ["fp16.enabled", "fp16.loss_scale"],
-        ),
+        ({"fp16": {"enabled": True, "hysteresis": 2}}, jnp.bfloat16, ENABLED),
     ],
     ids=str,
 )
@@ -470,9 +406,6 @@ def test_precision_is_bfloat16_float32_or_open(sections, dtype, names):
     options, found = untranslated(config)
     assert options.compute_dtype == (None if dtype is None else np.dtype(dtype))
     assert found == names
-
-
-# --- what is not followed -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -506,11 +439,7 @@ def test_zero_without_offload_is_named():
     options, names = untranslated(config)
     assert options.kind == "adamw"
     assert names == ["zero_optimization.stage"]
-    assert untranslated(change("zero_optimization", False))[1] == []
-    assert untranslated(change("zero_optimization", True))[1] == ["zero_optimization.stage"]
 
-
-# --- what is wrong --------------------------------------------------------------------------
 
 RULES = "zero_optimization.zenflow"
 OFFLOAD = "zero_optimization.offload_optimizer"
@@ -520,7 +449,7 @@ WRONG = {
     f"{RULES}.topk_ratio": [0, 1.0, "0.1", True],
     f"{RULES}.update_interval": [0, 2.5, "4", True],
     f"{RULES}.select_strategy": ["steps"],
-    f"{RULES}.select_interval": [8],
+    f"{RULES}.select_interval": [8, -4],
     f"{RULES}.full_warm_up_rounds": [-1],
     f"{RULES}.overlap_step": ["true", 1],
     f"{RULES}.auto_ratio": [1.5],
@@ -569,11 +498,8 @@ def test_a_key_whose_value_is_wrong_is_named(path, value):
     [
         ("step", 3, None, "update_interval=4 .* got 3"),
         ("epoch", 1, 3, "update_interval=4 .* got 3"),
-        ("auto", "auto", 3, "update_interval=4 .* got 3"),
         ("step", "auto", None, 'a whole number .* got "auto"'),
-        ("epoch", "auto", 9, 'a whole number .* got "auto"'),
         ("epoch", 1, None, "steps_per_epoch="),
-        ("step", -4, None, "at least 0, got -4"),
     ],
 )
 def test_selections_that_deepspeed_refuses_are_refused(strategy, interval, steps_per_epoch, words):

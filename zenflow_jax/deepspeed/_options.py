@@ -44,20 +44,16 @@ class DeepSpeedOptions:
         fixed_arguments: Those of `arguments` that do not depend on the length of an epoch.
         max_grad_norm: Gradients are clipped to this global norm; None for no clipping. It is also
             among the arguments of `zenflow`.
-        batch_size: Examples in one step on all devices together; None where the config leaves it
-            open.
+        batch_size: Examples in one step on all devices together; None if the config leaves it open.
         micro_batches: Into how many the batch is divided; likewise.
         compute_dtype: What the model is to compute in; likewise.
-        threads: For `HostEngine(..., threads=...)`, from `pt_reserved_cores_perc` and the cores of
-            this process; None without that key.
+        threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`; None without it.
         not_translated: The names of the keys that are not read or not followed.
         has_zero: Whether the config has a `zero_optimization` section with any keys.
         scheduler: The config's schedule; None if it has none.
         selection: When `zenflow` selects channels; None of another kind.
         peak: The learning rate without the scheduler.
-        total_steps: As given to `from_deepspeed`.
-        steps_per_epoch: Likewise.
-        warmup_steps: Likewise.
+        total_steps, steps_per_epoch, warmup_steps: As given to `from_deepspeed`.
     """
 
     kind: Literal["zenflow", "offload", "adamw"]
@@ -199,10 +195,11 @@ def from_deepspeed(
         _check_count(name, value, least=0 if name == "warmup_steps" else 1)
 
     root = read_config(config)
-    peak, adam = read_adam(root, learning_rate, b1, b2, eps, weight_decay)
+    adam = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    peak, adam = read_adam(root, learning_rate, adam)
     peak, scheduler = read_scheduler(root, peak, learning_rate)
     clip = root.number("gradient_clipping", max_grad_norm) or None
-    zero_section = root.section("zero_optimization", bool_key="stage")
+    zero_section = root.section("zero_optimization")
     zero = read_zero(zero_section)
     arguments: dict[str, Any] = dict(adam)
     if mask is not None:

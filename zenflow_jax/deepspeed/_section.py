@@ -67,15 +67,9 @@ class Section:
         auto: Any = AS_ABSENT,
         remedy: str = "",
     ) -> Any:
-        """The value of a key.
+        """The value of a key, `default` if it is absent, `auto` if it is "auto".
 
-        Args:
-            key: The key.
-            default: The result if the key is absent.
-            expected: What the value must be, for the message.
-            fits: Whether it is.
-            auto: The result for "auto".
-            remedy: Ends the message.
+        `expected` says in the message for what `fits` asks, `remedy` ends it.
         """
         self._unread.discard(key)
         value = self._values.get(key, default)
@@ -85,17 +79,11 @@ class Section:
             raise self.error(key, expected, remedy)
         return value
 
-    def section(self, key: str, bool_key: str = "") -> "Section":
-        """The section at a key; an empty one if the key is absent or null.
-
-        An old config may have `true` in its place, which is 1 of `bool_key`.
-        """
-        types = (Mapping, bool) if bool_key else Mapping
+    def section(self, key: str) -> "Section":
+        """The section at a key; an empty one if the key is absent or null."""
         values = self.read(
-            key, None, "an object ({...})", lambda x: isinstance(x, types), auto=NO_AUTO
+            key, None, "an object ({...})", lambda x: isinstance(x, Mapping), auto=NO_AUTO
         )
-        if isinstance(values, bool):
-            values = {bool_key: 1} if values else {}
         self._sections[key] = Section(values or {}, self.name(key), self.source)
         return self._sections[key]
 
@@ -118,12 +106,8 @@ class Section:
     def integer(self, key: str, default: Any, *, low: int = 0, high: float | int = math.inf) -> Any:
         """An int from `low` to `high`; 4.0 is one, as it is to DeepSpeed."""
         bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
-        value = self.read(
-            key,
-            default,
-            f"a whole number of {bounds}",
-            lambda x: is_number(x, low, high) and x == int(x),
-        )
+        expected = f"a whole number of {bounds}"
+        value = self.read(key, default, expected, lambda x: is_number(x, low, high) and x == int(x))
         return int(value) if is_number(value) else value
 
     def flag(self, key: str, default: Any, *, auto: Any = AS_ABSENT) -> Any:
@@ -143,10 +127,7 @@ def is_number(value: Any, low: float | int = -math.inf, high: float | int = math
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
-    """The whole config.
-
-    Args:
-        config: Path of a JSON file, or the content of one.
+    """The whole config, given as the path of a JSON file or as its content.
 
     Raises:
         OSError: If the file cannot be read.

@@ -39,19 +39,18 @@ class Selection(NamedTuple):
                 "`zero_optimization.zenflow.select_strategy`: expected the steps of an epoch for "
                 '"epoch", got none. Pass `from_deepspeed(config, steps_per_epoch=len(loader))`.'
             )
-        steps = self.interval * (1 if self.strategy == "step" else epoch or 1)
+        steps = self.interval if self.strategy == "step" else self.interval * (epoch or 1)
         if not isinstance(self.window, AutoWindow) and steps < self.window:
             raise ValueError(
                 "`zero_optimization.zenflow.select_interval`: expected at least "
                 f"update_interval={self.window} steps between two selections, got {steps}."
             )
-        if self.strategy != "step":
-            assert epoch is not None
+        if self.strategy != "step" and epoch is not None:
             return EpochSelect(epoch, self.interval)
-        divides = isinstance(self.window, AutoWindow) or steps % self.window == 0
         # DeepSpeed counts these steps from the first, as `EpochSelect` does; an int counts from the
         # end of the warm-up, and whole windows only.
-        return steps if divides and not self.warm_up else EpochSelect(steps)
+        is_whole = isinstance(self.window, AutoWindow) or steps % self.window == 0
+        return steps if is_whole and not self.warm_up else EpochSelect(steps)
 
 
 class Zero(NamedTuple):
@@ -106,32 +105,25 @@ def _rules(section: Section) -> Zero:
     warm_up = section.integer("full_warm_up_rounds", 0)
     window = section.integer("update_interval", "auto", low=1)
     share = section.number("auto_ratio", 0.99, high=1.0)
-    if window == "auto":
-        # With a share of 0 no leaf need be ripe: windows close as early as adaptive ones can.
-        window = AutoWindow(share=share) if share else 2
+    arguments = {"topk_ratio": ratio, "full_warm_up_rounds": warm_up}
+    if window == "auto" and share:
+        window = AutoWindow(share=share)
+        arguments["window_scaling"] = None  # as DeepSpeed, and best for windows that adapt
+    elif window == "auto":
+        window = 2  # no leaf need be ripe: windows close as early as adaptive ones can
+    arguments["update_interval"] = window
+    if not section.flag("overlap_step", False):
+        arguments["staleness"] = 0
     strategy = section.word("select_strategy", ["auto", "step", "epoch"], "auto")
     interval = section.integer("select_interval", "auto")
     if (strategy == "auto") != (interval == "auto"):
         expected = '"auto"' if strategy == "auto" else "a whole number"
         raise section.error("select_interval", f'{expected} with select_strategy "{strategy}"')
-    selection = Selection(
-        strategy,
-        1 if interval == "auto" else interval,
-        window,
-        warm_up,
-        section.integer("steps_per_epoch", None, low=1),
-    )
+    interval = 1 if interval == "auto" else interval
+    epoch = section.integer("steps_per_epoch", None, low=1)
+    selection = Selection(strategy, interval, window, warm_up, epoch)
     if strategy == "step":
         selection.rule(None)  # so that what is wrong without an epoch is an error at once
-    arguments = {
-        "topk_ratio": ratio,
-        "update_interval": window,
-        "full_warm_up_rounds": warm_up,
-    }
-    if not section.flag("overlap_step", False):
-        arguments["staleness"] = 0
-    if isinstance(window, AutoWindow):
-        arguments["window_scaling"] = None  # as DeepSpeed, and best for windows that adapt
     threads = _threads(section.number("pt_reserved_cores_perc", None, high=1.0))
     offloads_selected = section.flag("offload", False)
     section.refuse_unread()
