@@ -243,7 +243,7 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     program_report = report(step.lower(params, state, tokens).compile(), params)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
-    return program_report._replace(engine_bytes=sum(device_memory(x).total for x in states))
+    return program_report._replace(engine_bytes=sum(sum(device_memory(x)) for x in states))
 
 
 def _is_zenflow(x: Any) -> bool:

@@ -5,7 +5,6 @@ follows from no shapes: `described_mesh` and `peak_bytes` ask XLA's compiler, fo
 not be there.
 """
 
-from zenflow_jax.planning._compiled import INSTALL, described_mesh, has_compiler, peak_bytes, placed
 from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
 from zenflow_jax.planning._hiding import Hiding, hiding
 from zenflow_jax.planning._host_work import host_bandwidth
@@ -20,6 +19,7 @@ from zenflow_jax.planning._plans import (
     gb,
     plan,
 )
+from zenflow_jax.planning._steps import INSTALL, described_mesh, has_compiler, peak_bytes, placed
 
 __all__ = [
     "EFFICIENCY",

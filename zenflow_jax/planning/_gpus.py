@@ -44,14 +44,14 @@ class Gpu:
     capability: tuple[int, int]
     cores: int
     l2_cache: int
-    core_memory: int = 233472
+    core_memory: int
 
     def host_beside(self, devices: int) -> tuple[float, int]:
         """Bytes a second and bytes of a host with so many `devices`: assumed.
 
         A server grows with its GPUs, but for its bandwidth to four times at most; a desktop not.
         """
-        if self.host_memory < _SERVER[1]:
+        if self.host_memory < _SERVER:
             return self.host_bandwidth, self.host_memory
         return self.host_bandwidth * min(devices, 4), self.host_memory * devices
 
@@ -87,42 +87,23 @@ device_description_str: "{self.name}"
 """
 
 
-_PCIE4, _PCIE5 = 25e9, 50e9
-_SERVER, _DESKTOP = (100e9, 256 * 10**9), (50e9, 128 * 10**9)
-
-
-def _gpu(
-    name: str,
-    mib: int,
-    bandwidth: float,
-    flops: float,
-    bus: float,
-    host: tuple[float, int],
-    capability: tuple[int, int],
-    cores: int,
-    l2_mib: int,
-    core_memory: int = 102400,
-) -> Gpu:
-    figures = (mib * _MIB, bandwidth, flops, bus, *host, capability, cores, l2_mib * _MIB)
-    return Gpu(name, *figures, core_memory)
-
-
+# The bus, and what the host gives: PCIe 4 or 5 of a server, PCIe 4 of a desktop.
+_SERVER = 256 * 10**9
+_SERVER4, _SERVER5 = (25e9, 100e9, _SERVER), (50e9, 100e9, _SERVER)
+_PC = (25e9, 50e9, 128 * 10**9)
+# Name, MiB, bandwidth, flops, bus and host, capability, cores, MiB of cache, memory of a core.
+_FIGURES = {
+    "h100": ("NVIDIA H100 80GB HBM3", 81559, 3.35e12, 989e12, _SERVER5, (9, 0), 132, 50, 233472),
+    "h200": ("NVIDIA H200", 143771, 4.8e12, 989e12, _SERVER5, (9, 0), 132, 60, 233472),
+    "a100": ("NVIDIA A100-SXM4-80GB", 81920, 2.039e12, 312e12, _SERVER4, (8, 0), 108, 40, 167936),
+    "l40s": ("NVIDIA L40S", 46068, 864e9, 362e12, _SERVER4, (8, 9), 142, 96, 102400),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", 24564, 1008e9, 165e12, _PC, (8, 9), 128, 72, 102400),
+    "rtx3090": ("NVIDIA GeForce RTX 3090", 24576, 936e9, 71e12, _PC, (8, 6), 82, 6, 102400),
+}
 #: The GPUs that a plan knows by name.
 GPUS = {
-    "h100": _gpu(
-        "NVIDIA H100 80GB HBM3", 81559, 3.35e12, 989e12, _PCIE5, _SERVER, (9, 0), 132, 50, 233472
-    ),
-    "h200": _gpu("NVIDIA H200", 143771, 4.8e12, 989e12, _PCIE5, _SERVER, (9, 0), 132, 60, 233472),
-    "a100": _gpu(
-        "NVIDIA A100-SXM4-80GB", 81920, 2.039e12, 312e12, _PCIE4, _SERVER, (8, 0), 108, 40, 167936
-    ),
-    "l40s": _gpu("NVIDIA L40S", 46068, 864e9, 362e12, _PCIE4, _SERVER, (8, 9), 142, 96),
-    "rtx4090": _gpu(
-        "NVIDIA GeForce RTX 4090", 24564, 1008e9, 165e12, _PCIE4, _DESKTOP, (8, 9), 128, 72
-    ),
-    "rtx3090": _gpu(
-        "NVIDIA GeForce RTX 3090", 24576, 936e9, 71e12, _PCIE4, _DESKTOP, (8, 6), 82, 6
-    ),
+    key: Gpu(name, mib * _MIB, rate, flops, bus, reads, host, cuda, cores, l2 * _MIB, core)
+    for key, (name, mib, rate, flops, (bus, reads, host), cuda, cores, l2, core) in _FIGURES.items()
 }
 
 

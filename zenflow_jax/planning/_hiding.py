@@ -56,13 +56,10 @@ class Hiding:
 
 
 def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, compact: bool) -> Hiding:
-    """How well the work of an engine with this state hides.
+    """How well the work of an engine with this state, of arrays or shapes, hides.
 
-    Args:
-        state: Of arrays or shapes.
-        rate: Bytes of host memory that updates read and write in a second.
-        step_s: Seconds that the device takes for a step.
-        compact: Whether the engine keeps moments in 8 bits.
+    Updates read and write `rate` bytes of host memory in a second, and a step of the device takes
+    `step_s` seconds.
     """
 
     def busy(of: ZenFlowState) -> float:

@@ -3,8 +3,10 @@
 The host's updates wait for its memory, so their work is counted in bytes.
 """
 
+import contextlib
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -18,7 +20,6 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
-from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 from zenflow_jax.planning._memory import bytes_of_master
@@ -45,11 +46,7 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
     """The work of an engine's host.
 
     Of each parameter: mail is written by the device and read by the update; an update reads and
-    writes masters and moments, and what is uploaded is read again.
-
-    Args:
-        state: Of arrays or shapes.
-        compact: Whether the engine keeps moments in 8 bits.
+    writes masters and moments, and what is uploaded is read again. The state may be one of shapes.
     """
     schedule = state.schedule
     window = longest(schedule.window)
@@ -62,18 +59,14 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
         mail = size * part.mail_dtype.itemsize
         sums = _of_sums(window) * size if added_up else 0.0
         read = mail * (1 if on_device else window)
-        groups[part.group] += _of_update(part, size, compact) + read + sums
+        moments = bytes_of_moments(part.view4(part.n), compact=compact)
+        state_bytes = bytes_of_master(part.dtype) * size + moments
+        groups[part.group] += 2 * state_bytes + part.dtype.itemsize * size + read + sums
         arriving += mail / (window if on_device else 1)
     mean = float(sum(groups) / window + arriving)
     # An update that must arrive at once still has a step's time, in which the loop waits.
     steps = window if schedule.staleness is None else max(schedule.staleness, 1)
     return HostWork(max(groups, default=0.0) + arriving * steps, steps, mean)
-
-
-def _of_update(spec: LeafSpec, size: int, compact: bool) -> float:
-    masters = bytes_of_master(spec.dtype)
-    moments = bytes_of_moments(spec.view4(spec.n), compact=compact)
-    return float(2 * (masters * size + moments) + spec.dtype.itemsize * size)
 
 
 def _of_sums(window: int) -> float:
@@ -121,20 +114,12 @@ def host_bandwidth(
     step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None, np)
     state = sum(x.nbytes for x in (*masters.arrays, *mu.arrays, *nu.arrays))
     moved = 2 * state + GRADIENTS_PER_PASS * gradients[0][0].nbytes
-    adam = HostAdam("numba", threads)
     took = []
-
-    def once() -> float:
-        start = time.perf_counter()
-        for _ in adam.adamw(masters, mu, nu, steps, gradients, 0.25, active, step):
-            pass
-        return time.perf_counter() - start
-
-    try:
-        once()  # compiles
-        end = time.perf_counter() + seconds
-        while not took or time.perf_counter() < end:
-            took.append(once())
-    finally:
-        adam.close()
-    return moved / sorted(took)[len(took) // 2]
+    with contextlib.closing(HostAdam("numba", threads)) as adam:
+        # The first time compiles.
+        while len(took) < 2 or sum(took[1:]) < seconds:
+            start = time.perf_counter()
+            for _ in adam.adamw(masters, mu, nu, steps, gradients, 0.25, active, step):
+                pass
+            took.append(time.perf_counter() - start)
+    return moved / statistics.median(took[1:])

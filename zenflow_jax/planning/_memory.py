@@ -65,17 +65,12 @@ def bytes_of_master(dtype: np.dtype) -> int:
 class DeviceMemory(NamedTuple):
     """Bytes on one device that an engine may have in use while a step runs, by what they are for.
 
-    The step's own program has its arguments, results and temporaries besides, gradients included.
-    A merge runs between two steps: it takes the memory of its uploads, and for a leaf that is cut
-    into ranges a new one for the whole leaf.
+    The step's own program has its arguments, results and temporaries besides. A merge runs between
+    two steps, in the memory of its uploads, and of a leaf that is cut into ranges once more.
     """
 
     uploads: int  # updates that wait to be merged; `prefetch_bytes` bounds them
     mail: int  # gradients of the step before, or a group's sums, until they are in host memory
-
-    @property
-    def total(self) -> int:
-        return self.uploads + self.mail
 
 
 def device_memory(state: ZenFlowState) -> DeviceMemory:

@@ -11,12 +11,11 @@ from jax.sharding import NamedSharding
 from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
-from zenflow_jax.planning._compiled import INSTALL, peak_bytes
-from zenflow_jax.planning._device_work import DeviceWork, products
 from zenflow_jax.planning._gpus import GPUS, Gpu
 from zenflow_jax.planning._hiding import BUSY, Hiding, hiding_of
 from zenflow_jax.planning._host_work import host_work
 from zenflow_jax.planning._memory import device_memory, host_memory
+from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, and of its memory's
 #: bandwidth.
@@ -28,12 +27,11 @@ USABLE = 0.95
 UNASKED = 0.75
 #: Of a host's memory, what is left to the system, Python, CUDA and XLA.
 HOST_RESERVE = 8 * 10**9
-
-
 #: Of the classes of host memory, those that jax pins.
 PINNED = ("mail", "hand-over, pinned")
 #: Of the classes of device memory, the one that only a compiler knows.
 TEMPORARIES = "gradients, activations"
+_WITHOUT = " without gradients and activations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,23 +93,18 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
+        """At most, of all devices together."""
         return sum(self.host.values())
 
     @property
     def host_pinned(self) -> int:
+        """What jax pins of that."""
         return sum(self.host.get(name, 0) for name in PINNED)
 
     @property
-    def fits_device(self) -> bool:
-        return self.device_bytes <= self.device_bytes_there
-
-    @property
-    def fits_host(self) -> bool:
-        return not self.host or self.host_bytes + HOST_RESERVE <= self.host_bytes_there
-
-    @property
     def fits(self) -> bool:
-        return self.fits_device and self.fits_host
+        """Whether neither device nor host lacks memory."""
+        return not self._lacks
 
     @property
     def hidden(self) -> float:
@@ -121,33 +114,33 @@ class Plan:
     @property
     def advice(self) -> str:
         """What to do, in a sentence or two; of a run that does not fit, all that it lacks."""
-        return " ".join([self._of_memory(), *(self._of_time() if self.fits else ())])
-
-    def _of_memory(self) -> str:
+        if self._lacks:
+            return f"Does not fit: {' and '.join(self._lacks)}."
         spare = self.device_bytes_there - self.device_bytes
-        lacks = []
-        if not self.fits_device:
-            lacks.append(
-                f"the device lacks {gb(-spare)} (needs {gb(self.device_bytes)}{self._without()}, "
-                f"has {gb(self.device_bytes_there)} for jax)"
-            )
-        if not self.fits_host:
-            short = self.host_bytes + HOST_RESERVE - self.host_bytes_there
-            lacks.append(
-                f"the host lacks {gb(short)} (needs {gb(self.host_bytes)} and {gb(HOST_RESERVE)} "
-                f"for all else, has {gb(self.host_bytes_there)})"
-            )
-        if lacks:
-            return f"Does not fit: {' and '.join(lacks)}."
         text = f"Fits with {gb(spare)} of the device to spare"
         if self.device_bytes > UNASKED * self.gpu.memory:
             text += f", if XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE} is set"
         if self.by == "shapes":
-            text += f"{self._without()}, which {INSTALL} adds to the plan"
-        return f"{text}."
+            text += f"{_WITHOUT}, which {INSTALL} adds to the plan"
+        return " ".join([f"{text}.", *self._of_time()])
 
-    def _without(self) -> str:
-        return " without gradients and activations" if self.by == "shapes" else ""
+    @property
+    def _lacks(self) -> list[str]:
+        lacks = []
+        short = self.device_bytes - self.device_bytes_there
+        if short > 0:
+            without = _WITHOUT if self.by == "shapes" else ""
+            lacks.append(
+                f"the device lacks {gb(short)} (needs {gb(self.device_bytes)}{without}, has "
+                f"{gb(self.device_bytes_there)} for jax)"
+            )
+        short = self.host_bytes + HOST_RESERVE - self.host_bytes_there
+        if self.host and short > 0:
+            lacks.append(
+                f"the host lacks {gb(short)} (needs {gb(self.host_bytes)} and {gb(HOST_RESERVE)} "
+                f"for all else, has {gb(self.host_bytes_there)})"
+            )
+        return lacks
 
     def with_peak(self, peak: int) -> "Plan":
         """The same plan with gradients and activations.
@@ -164,13 +157,11 @@ class Plan:
             return [f"Every step waits {self.host_s:.2g} s for the host."] if self.host else []
         if self.hides.interval is None:
             return []
-        if self.bus <= BUSY:
-            return [self.hides.advice]
-        return [
-            self.hides.advice,
+        bus = (
             f"The bus needs {self.bus:.0%} of a step, with any update_interval: a larger batch "
-            "gives it more time, send_gradients=per_window less to do.",
-        ]
+            "gives it more time, send_gradients=per_window less to do."
+        )
+        return [self.hides.advice, *([bus] if self.bus > BUSY else [])]
 
 
 def plan(
@@ -218,7 +209,12 @@ def plan(
         >>> needs.fits, needs.device["weights"]
         (True, 67108864)
     """
-    gpu = _known_gpu(device)
+    gpu = GPUS.get(device) if isinstance(device, str) else device
+    if gpu is None:
+        raise ValueError(
+            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
+            "figures, as a `zenflow_jax.planning.Gpu`."
+        )
     check_host_state(host_state)
     if not hasattr(step, "trace"):
         raise TypeError(
@@ -226,32 +222,33 @@ def plan(
             "`jax.jit(step, donate_argnums=(0, 1))`."
         )
     work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
-    work = work.of_each(_shares(arguments))
-    estimate = _estimate(work, params, opt_state, gpu, bandwidth, host_state)
+    flops, moved = (x / _shares(arguments) for x in work)
+    estimate = _estimate(flops, moved, params, opt_state, gpu, bandwidth, host_state)
     if host_memory_bytes is not None:
         estimate = dataclasses.replace(estimate, host_bytes_there=host_memory_bytes)
     return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
 def _estimate(
-    work: DeviceWork,
+    flops: float,
+    moved_bytes: float,
     params: Any,
     opt_state: Any,
     gpu: Gpu,
     bandwidth: float | None,
     host_state: str,
 ) -> Plan:
-    """The plan without gradients and activations; `work` is that of one device."""
-    devices = _devices(params)
-    weights, state_arrays = jax.tree.leaves(params), on_device(opt_state)
+    """The plan without gradients and activations, by the matrix products of one device."""
+    weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
+    devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     needs = {
-        "weights": sum(map(nbytes_here, weights)),
-        "optimizer state": sum(map(nbytes_here, state_arrays)),
+        "weights": sum(map(_nbytes_here, weights)),
+        "optimizer state": sum(map(_nbytes_here, state_arrays)),
     }
     # Weights and state are read and written as well.
-    moved = work.moved_bytes + 2 * sum(needs.values())
+    moved_bytes += 2 * sum(needs.values())
     step_s = max(
-        1e-9, work.flops / (EFFICIENCY * gpu.flops), moved / (OF_BANDWIDTH * gpu.bandwidth)
+        1e-9, flops / (EFFICIENCY * gpu.flops), moved_bytes / (OF_BANDWIDTH * gpu.bandwidth)
     )
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
@@ -265,25 +262,14 @@ def _estimate(
         gpu=gpu,
         devices=devices,
         device=needs,
-        checkpoint=sum(map(_nbytes, saved)),
+        checkpoint=sum(map(nbytes, saved)),
         parameters=sum(math.prod(x.shape) for x in weights),
-        flops=work.flops,
+        flops=flops,
         step_s=step_s,
         host_bytes_there=usual_bytes,
         host_bandwidth=rate,
         **of_host,
     )
-
-
-def _known_gpu(device: str | Gpu) -> Gpu:
-    if not isinstance(device, str):
-        return device
-    if device not in GPUS:
-        raise ValueError(
-            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
-            "figures, as a `zenflow_jax.planning.Gpu`."
-        )
-    return GPUS[device]
 
 
 def _of_host(
@@ -292,7 +278,10 @@ def _of_host(
     """What a plan says of the host, beside a step of `step_s` seconds."""
     compact = check_host_state(host_state)
     need = host_memory(state, host_state=host_state)
-    to_host, to_device = _crossing(state, devices)
+    parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
+    window = state.schedule.window if isinstance(state.schedule.window, int) else 2
+    mails = sum(math.prod(x.shape) * x.mail_dtype.itemsize for x in parts)
+    steps_of_a_mail = window if state.send_gradients.sums_on_device else 1
     waits = state.schedule.staleness == 0
     return {
         "host": {
@@ -303,27 +292,17 @@ def _of_host(
             "hand-over": need.hand_over,
             "a save": need.saving,
         },
-        "to_host": int(to_host),
-        "to_device": int(to_device),
+        "to_host": int(mails / steps_of_a_mail / devices),
+        "to_device": int(sum(map(nbytes, parts)) / window / devices),
         "host_s": host_work(state, compact=compact).mean / rate,
         "hides": None if waits else hiding_of(state, rate, step_s, compact=compact),
     }
 
 
-def gb(nbytes: int | float) -> str:
+def gb(number: int | float) -> str:
     """Writes bytes for a reader, in units of 10**9."""
-    amount = nbytes / 1e9
+    amount = number / 1e9
     return f"{amount:.0f} GB" if amount >= 100 else f"{amount:.1f} GB"
-
-
-def _crossing(state: ZenFlowState, devices: int) -> tuple[float, float]:
-    """Bytes that one device sends in a step, and gets in a step on average."""
-    parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
-    window = state.schedule.window if isinstance(state.schedule.window, int) else 2
-    mails = sum(math.prod(x.shape) * x.mail_dtype.itemsize for x in parts)
-    updates = sum(math.prod(x.shape) * x.dtype.itemsize for x in parts)
-    steps = window if state.send_gradients.sums_on_device else 1
-    return mails / steps / devices, updates / window / devices
 
 
 def _states(opt_state: Any) -> list[ZenFlowState]:
@@ -332,7 +311,7 @@ def _states(opt_state: Any) -> list[ZenFlowState]:
     return [x for x in nodes if isinstance(x, ZenFlowState) and x.offload]
 
 
-def on_device(opt_state: Any) -> list[Any]:
+def _on_device(opt_state: Any) -> list[Any]:
     """The arrays of an optimizer's state, but for blank mail."""
     blank = set()
     for state in _states(opt_state):
@@ -341,30 +320,17 @@ def on_device(opt_state: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state) if id(x) not in blank]
 
 
-def _nbytes(x: Any) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
-
-
-def nbytes_here(x: Any) -> int:
+def _nbytes_here(x: Any) -> int:
     """Bytes of an array on each of its devices."""
     sharding = getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
 
-def _devices(params: Any) -> int:
-    meshes = [x.sharding.mesh for x in jax.tree.leaves(params) if _is_on_mesh(x)]
-    return max((mesh.size for mesh in meshes), default=1)
-
-
 def _shares(arguments: Any) -> int:
     """Among how many devices a batch is divided."""
-    shares = [
-        _nbytes(x) // max(nbytes_here(x), 1)
-        for x in jax.tree.leaves(arguments)
-        if _is_on_mesh(x) and x.shape
-    ]
-    return max(shares, default=1)
+    on_mesh = [x for x in jax.tree.leaves(arguments) if _is_on_mesh(x) and x.shape]
+    return max((nbytes(x) // max(_nbytes_here(x), 1) for x in on_mesh), default=1)
 
 
 def _is_on_mesh(x: Any) -> bool:

@@ -1,13 +1,17 @@
-"""Steps compiled for GPUs that need not be there: what XLA itself says of their memory."""
+"""What a step takes of a device: its matrix products, by its trace; its memory, by XLA.
+
+XLA compiles for GPUs that need not be there.
+"""
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax.planning._gpus import GPUS
@@ -76,3 +80,60 @@ def peak_bytes(compiled: Any) -> int:
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
+
+
+def products(jaxpr: Jaxpr) -> tuple[float, float]:
+    """The operations, and the bytes moved, of all matrix products and convolutions of a step.
+
+    Operands are read, and results written. Of a loop whose number of rounds is not known, one is
+    counted.
+    """
+    flops = moved = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _FLOPS:
+            flops += _FLOPS[name](equation)
+            moved += sum(nbytes(x.aval) for x in (*equation.invars, *equation.outvars))
+        rounds = equation.params["length"] if name == "scan" else 1
+        for inner in _inner(equation.params):
+            inner_flops, inner_moved = products(inner)
+            flops += rounds * inner_flops
+            moved += rounds * inner_moved
+    return flops, moved
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for x in jax.tree.leaves(list(params.values())):
+        if isinstance(x, ClosedJaxpr):
+            yield x.jaxpr
+        elif isinstance(x, Jaxpr):
+            yield x
+
+
+def nbytes(x: Any) -> int:
+    """Bytes of an array, or of one that has a shape alone."""
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _of_dot(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+
+
+def _of_convolution(equation: Any) -> float:
+    right = equation.invars[1].aval.shape
+    features = right[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(right) / features
+
+
+def _of_ragged(equation: Any) -> float:
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
+
+
+_FLOPS = {
+    "dot_general": _of_dot,
+    "conv_general_dilated": _of_convolution,
+    "ragged_dot": _of_ragged,
+    "ragged_dot_general": _of_ragged,
+}
