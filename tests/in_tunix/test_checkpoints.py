@@ -12,15 +12,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from tunix.sft import peft_trainer
+from tunix.sft import checkpoint_manager
 
 from tests.in_tunix.trainers import (
     AS_ADAMW,
+    ENGINE,
     LATE,
     Recorder,
+    assert_same_bits,
     batches,
-    config,
-    make_model,
+    make_trainer,
     mesh_of,
     weights,
     zenflow,
@@ -44,22 +45,15 @@ class Killed(Recorder):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def go(folder=None, devices=0, accumulate=None, steps=STEPS, hooks=(), every=2, **options):
-    """A run, or the rest of one. What its model has at the end, and the hooks."""
-    settings = config(steps, folder, every, gradient_accumulation_steps=accumulate)
+def go(folder=None, devices=0, accumulate=None, steps=STEPS, hooks=(), **options):
+    """A run, or the rest of one. What its model has at the end, its first step, and the hooks."""
+    tx, settings = zenflow(**(LATE | options)), {"gradient_accumulation_steps": accumulate}
     with mesh_of(devices):
-        trainer = peft_trainer.PeftTrainer(
-            make_model(devices, np.float32), zenflow(**(LATE | options)), settings
-        )
+        trainer = make_trainer(tx, steps, folder, devices=devices, **settings)
         began = trainer.train_steps
-        mine = ZenFlowHooks(trainer, hooks=list(hooks), engine_options={"host_kernel": "numpy"})
+        zenflow_hooks = ZenFlowHooks(trainer, hooks=list(hooks), engine_options=ENGINE)
         trainer.train(batches())
-    return weights(trainer.model), began, mine
-
-
-def assert_same_bits(ours, theirs):
-    for name, x in theirs.items():
-        assert ours[name].tobytes() == x.tobytes(), name
+    return weights(trainer.model), began, zenflow_hooks
 
 
 @pytest.mark.parametrize(("devices", "accumulate"), [(0, 2), (4, None), (4, 2)], ids=str)
@@ -83,11 +77,8 @@ def test_a_run_that_is_killed_goes_on_to_the_bits_of_one_that_is_not(devices, ac
 def stop_at(step, folder, devices=0, **options):
     """The first steps of a run, with a checkpoint of the last of them, which ends no window."""
     with mesh_of(devices):
-        settings = config(None, folder, every=step)
-        trainer = peft_trainer.PeftTrainer(
-            make_model(devices), zenflow(**(LATE | options)), settings
-        )
-        ZenFlowHooks(trainer, engine_options={"host_kernel": "numpy"})
+        trainer = make_trainer(zenflow(**(LATE | options)), None, folder, step, devices)
+        ZenFlowHooks(trainer, engine_options=ENGINE)
         trainer.is_managed_externally = True  # the run stops, but it does not end
         trainer.train(list(itertools.islice(batches(), step)))
         trainer.close()
@@ -112,7 +103,7 @@ def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
 
 
 def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tmp_path):
-    ours, _, _ = go(tmp_path, steps=4, every=2, rolling=False)
+    ours, _, _ = go(tmp_path, steps=4, rolling=False)
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 4
         assert ITEM in manager.metadata(4).item_metadata
@@ -131,9 +122,8 @@ def test_what_is_saved_has_mail_of_its_own_and_all_else_as_it_is(tmp_path):
         def save(self, step, args=None, **more):
             saved.update(args.items())
 
-    settings = config(1, tmp_path)
-    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), settings)
-    ZenFlowHooks(trainer, engine_options={"host_kernel": "numpy"})
+    trainer = make_trainer(zenflow(**LATE), 1, tmp_path)
+    ZenFlowHooks(trainer, engine_options=ENGINE)
     manager = trainer.checkpoint_manager._checkpoint_manager
     manager.__class__ = type("Both", (type(manager), Noted), {})
     trainer.is_managed_externally = True
@@ -146,19 +136,16 @@ def test_what_is_saved_has_mail_of_its_own_and_all_else_as_it_is(tmp_path):
 
 
 def test_a_checkpoint_of_a_trainer_without_hooks_is_refused(tmp_path):
-    def trainer():
-        return peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(2, tmp_path))
-
-    trainer().train(batches())
+    make_trainer(zenflow(**LATE), 2, tmp_path).train(batches())
     with pytest.raises(ValueError, match=f"expected `{ITEM}` in the checkpoint of step 2 in .*"):
-        ZenFlowHooks(trainer())
+        ZenFlowHooks(make_trainer(zenflow(**LATE), 2, tmp_path))
 
 
-def test_another_checkpoint_manager_is_refused(tmp_path):
-    class Other(type(peft_trainer.checkpoint_manager.CheckpointManager())):
+def test_another_checkpoint_manager_is_refused():
+    class Other(checkpoint_manager.CheckpointManager):
         pass
 
-    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(2))
+    trainer = make_trainer(zenflow(**LATE), 2)
     trainer.checkpoint_manager = Other()
     with pytest.raises(ValueError, match="with Tunix's `CheckpointManager`, got Other"):
         ZenFlowHooks(trainer)

@@ -10,9 +10,8 @@ from pathlib import Path
 import optax
 import pytest
 from tunix.sft import checkpoint_manager as tunix_checkpoints
-from tunix.sft import peft_trainer
 
-from tests.in_tunix.trainers import Recorder, batches, config, make_model
+from tests.in_tunix.trainers import Recorder, batches, make_trainer
 from zenflow_jax.integrations import tunix
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +50,7 @@ def test_saving_follows_each_update_and_precedes_the_next_step_and_the_evaluatio
         def close(self):
             recorder.calls.append("close")
 
-    settings = config(3, gradient_accumulation_steps=accumulate)
-    trainer = peft_trainer.PeftTrainer(make_model(0), optax.adamw(1e-2), settings)
+    trainer = make_trainer(optax.adamw(1e-2), 3, gradient_accumulation_steps=accumulate)
     trainer.checkpoint_manager = Noted()
     trainer.with_training_hooks(recorder)
     evaluation = [next(batches(1))]
@@ -61,18 +59,9 @@ def test_saving_follows_each_update_and_precedes_the_next_step_and_the_evaluatio
     evaluate = ["evaluation step", "evaluation end"]
     assert recorder.calls == [
         *evaluate,
-        "train start",
-        *steps,
-        "save 1",
-        *steps,
-        "step end",  # of the first
-        "save 2",
-        *steps,
-        "step end",
-        "save 3",
+        *("train start", *steps, "save 1"),
+        *(*steps, "step end", "save 2"),  # the end of the first
+        *(*steps, "step end", "save 3"),
         *evaluate,
-        "train end",
-        "step end",
-        "save 3",  # tried again, as nothing is saved here
-        "close",
+        *("train end", "step end", "save 3", "close"),  # tried again, as nothing is saved here
     ]

@@ -1,6 +1,9 @@
 """`examples/tunix_sft.py` as a user runs it, with tiny sizes, on four devices."""
 
 import json
+import shutil
+import string
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,20 +15,8 @@ from flax import nnx
 from examples import tunix_sft
 
 TINY = ["--length", "240", "--batch-size", "4", "--evaluate-every", "2", "--save-every", "2"]
-SHAPE = dict(
-    model_type="qwen3",
-    num_hidden_layers=1,
-    vocab_size=96,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=2,
-    head_dim=8,
-    num_key_value_heads=1,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    eos_token_id=[1, 2],
-)
+QWEN3 = Path(__file__).parents[1] / "fixtures" / "qwen3"
+LETTERS = "?" + string.ascii_lowercase + string.digits + " .,:#\nABEIRW"  # fewer than its tokens
 
 
 def losses(out):
@@ -50,51 +41,30 @@ def test_a_small_model_learns_and_the_same_command_goes_on(tmp_path, capsys):
 
 
 def folder(path, **changes):
-    """A Hugging Face folder of a tiny Qwen3. The weights in it, by their names."""
-    path.mkdir()
-    rng = np.random.default_rng(0)
-    d, f, v, q, k = 16, 24, 96, 16, 8
-    shapes = {"embed_tokens": (v, d), "norm": (d,)}
-    layer = {
-        "self_attn.q_proj": (q, d),
-        "self_attn.k_proj": (k, d),
-        "self_attn.v_proj": (k, d),
-        "self_attn.o_proj": (d, q),
-        "self_attn.q_norm": (8,),
-        "self_attn.k_norm": (8,),
-        "mlp.gate_proj": (f, d),
-        "mlp.up_proj": (f, d),
-        "mlp.down_proj": (d, f),
-        "input_layernorm": (d,),
-        "post_attention_layernorm": (d,),
-    }
-    shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
-    tensors = {
-        f"model.{name}.weight": rng.normal(0, 0.2, shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    tensors["lm_head.weight"] = rng.normal(0, 0.2, (v, d)).astype(np.float32)
-    safetensors.numpy.save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(SHAPE | changes))
-    letters = {chr(i): i - 31 for i in range(32, 126)} | {"?": 0}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    """A Hugging Face folder of a tiny Qwen3, whose tokens are letters."""
+    shutil.copytree(QWEN3, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    tokens = {letter: i for i, letter in enumerate(LETTERS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(tokens, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     tokenizer.save(str(path / "tokenizer.json"))
-    return tensors
+    return path
 
 
 def test_a_folder_and_a_file_of_ones_own_are_what_trains(tmp_path, capsys):
-    tensors = folder(tmp_path / "qwen3")
+    qwen3 = folder(tmp_path / "qwen3", eos_token_id=[1, 2])
     mesh = tunix_sft.make_mesh()
     with mesh:
-        model = tunix_sft.make_model(tmp_path / "qwen3", 96, mesh, "float32")
+        model = tunix_sft.make_model(qwen3, 62, mesh, "float32")
+    tensors = safetensors.numpy.load_file(qwen3 / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     np.testing.assert_array_equal(model.embedder.input_embedding[...], embedding)
     assert model.embedder.input_embedding[...].sharding.mesh.size == jax.device_count() == 4
     data = tmp_path / "records.jsonl"
     records = [*tunix_sft.SUMS[:11], {"instruction": "x" * 300, "input": None, "output": "no"}]
     data.write_text("\n".join(map(json.dumps, records)))
-    command = ["--model", str(tmp_path / "qwen3"), "--data", str(data), "--dtype", "bfloat16"]
+    command = ["--model", str(qwen3), "--data", str(data), "--dtype", "bfloat16"]
     hooks = tunix_sft.main([*command, *TINY, "--accumulate", "2", "--steps", "3"])
     out = capsys.readouterr().out
     assert "11 of 12 records have at most 240 tokens" in out
@@ -106,6 +76,6 @@ def test_a_folder_and_a_file_of_ones_own_are_what_trains(tmp_path, capsys):
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path):
-    folder(tmp_path / "llama", model_type="llama")
+    llama = folder(tmp_path / "llama", model_type="llama")
     with pytest.raises(SystemExit, match=r"model_type qwen3\), got llama"):
-        tunix_sft.main(["--model", str(tmp_path / "llama"), *TINY])
+        tunix_sft.main(["--model", str(llama), *TINY])

@@ -7,16 +7,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tunix.sft import peft_trainer
 
 from tests.in_tunix.trainers import (
     AS_ADAMW,
+    ENGINE,
     LATE,
     Conditional,
     Recorder,
+    assert_same_bits,
     batches,
-    config,
     make_model,
+    make_trainer,
     mesh_of,
     weights,
     zenflow,
@@ -29,18 +30,14 @@ ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 DEVICES = pytest.mark.parametrize("devices", [0, 1, 4], ids=["one", "mesh of one", "mesh of four"])
 
 
-def train(tx, steps, devices=0, evaluate=None, others=(), kind=None, **settings):
+def train(tx, steps, devices=0, evaluate=None, others=(), **settings):
     """A run of Tunix's trainer. With `evaluate` it has the hooks. The model, trainer and hooks."""
     with mesh_of(devices):
-        kind = kind or peft_trainer.PeftTrainer
-        trainer = kind(make_model(devices), tx, config(steps, **settings))
+        trainer = make_trainer(tx, steps, devices=devices, **settings)
         hooks = None
         if evaluate is not None:
             hooks = ZenFlowHooks(
-                trainer,
-                hooks=list(others),
-                evaluate=evaluate,
-                engine_options={"host_kernel": "numpy"},
+                trainer, hooks=list(others), evaluate=evaluate, engine_options=ENGINE
             )
         elif others:
             trainer.with_training_hooks(*others)
@@ -51,11 +48,6 @@ def train(tx, steps, devices=0, evaluate=None, others=(), kind=None, **settings)
 def assert_close(ours, theirs):
     for name, x in weights(theirs).items():
         np.testing.assert_allclose(weights(ours)[name], x, rtol=0, atol=ATOL, err_msg=name)
-
-
-def assert_same_bits(ours, theirs):
-    for name, x in theirs.items():
-        assert ours[name].tobytes() == x.tobytes(), name
 
 
 @DEVICES
@@ -132,18 +124,14 @@ def test_evaluations_that_peek_see_what_training_does_not_and_disturb_nothing():
 
 def test_a_trainer_that_is_called_again_and_again_goes_on_where_it_was():
     once = weights(train(zenflow(**LATE), 6, evaluate="as_is")[0])
-    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(None))
+    trainer, data = make_trainer(zenflow(**LATE), None), batches()
     trainer.is_managed_externally = True
-    data = batches()
-    with ZenFlowHooks(trainer, engine_options={"host_kernel": "numpy"}) as hooks:
+    with ZenFlowHooks(trainer, engine_options=ENGINE) as hooks:
         for _ in range(3):
             trainer.train(list(itertools.islice(data, 2)))
         assert hooks.stats.window_lengths.get(1, 0) <= 1  # of the group that begins late
         hooks.flush()
     assert_same_bits(weights(trainer.model), once)
-
-
-# --- misuse --------------------------------------------------------------------------------------
 
 
 def test_without_hooks_the_loss_is_no_number_from_the_third_step():
@@ -152,42 +140,34 @@ def test_without_hooks_the_loss_is_no_number_from_the_third_step():
     assert [bool(np.isnan(x)) for x in recorder.losses] == [False, False, True, True]
 
 
-def test_hooks_that_others_have_replaced_are_missed_at_the_first_step():
-    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(4))
-    ZenFlowHooks(trainer)
+def test_a_trainer_without_its_hooks_or_one_that_has_ended_is_refused_at_its_first_step():
+    trainer = make_trainer(zenflow(**LATE), 4)
+    hooks = ZenFlowHooks(trainer)
+    with pytest.raises(ValueError, match="a trainer without `ZenFlowHooks`"):
+        ZenFlowHooks(trainer)
+    with pytest.raises(RuntimeError, match="a trainer that has started"):
+        _ = hooks.engine
     trainer.with_training_hooks(Recorder())
     with pytest.raises(RuntimeError, match=r"other hooks have taken the place.*hooks=\.\.\."):
         trainer.train(batches())
-
-
-def test_a_trainer_that_has_ended_does_not_begin_again():
-    _, trainer, _ = train(zenflow(**LATE), 2, evaluate="as_is")
-    with pytest.raises(RuntimeError, match="one that `train` has closed.*is_managed_externally"):
-        trainer.train(batches())
-
-
-def test_hooks_of_one_trainer_refuse_another():
-    first, second = (
-        peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(4)) for _ in range(2)
-    )
-    second.with_training_hooks(ZenFlowHooks(first))
+    other = make_trainer(zenflow(**LATE), 4)
+    other.with_training_hooks(hooks)
     with pytest.raises(ValueError, match="Give each trainer hooks of its own"):
-        second.train(batches())
+        other.train(batches())
+    _, ended, _ = train(zenflow(**LATE), 2, evaluate="as_is")
+    with pytest.raises(RuntimeError, match="one that `train` has closed.*is_managed_externally"):
+        ended.train(batches())
 
 
 def test_what_is_no_trainer_no_hooks_or_no_zenflow_is_refused():
-    trainer = peft_trainer.PeftTrainer(make_model(0), zenflow(**LATE), config(4))
+    trainer = make_trainer(zenflow(**LATE), 4)
     with pytest.raises(TypeError, match="`PeftTrainer` of Tunix, got Model"):
         ZenFlowHooks(make_model(0))
     with pytest.raises(TypeError, match="`TrainingHooks`, got str"):
         ZenFlowHooks(trainer, hooks=["print"])
     with pytest.raises(ValueError, match="`evaluate` must be one of .* got 'always'"):
         ZenFlowHooks(trainer, evaluate="always")
-    with pytest.raises(RuntimeError, match="a trainer that has started"):
-        _ = ZenFlowHooks(trainer).engine
-    with pytest.raises(ValueError, match="a trainer without `ZenFlowHooks`"):
-        ZenFlowHooks(trainer)
-    other = peft_trainer.PeftTrainer(make_model(0), optax.adamw(1e-2), config(4))
+    other = make_trainer(ADAMW, 4)
     with pytest.raises(ValueError, match="one ZenFlowState in it, got 0"):
         ZenFlowHooks(other)
     assert other.training_hooks is None
@@ -202,17 +182,9 @@ def test_sums_of_gradients_that_stay_on_the_device_are_refused_before_the_first_
 def test_projections_of_tunix_models_have_their_inputs_as_channels():
     from tunix.models.qwen3 import model as qwen3
 
-    settings = qwen3.ModelConfig(
-        num_layers=1,
-        vocab_size=32,
-        embed_dim=16,
-        hidden_dim=24,
-        num_heads=4,
-        head_dim=8,
-        num_kv_heads=2,
-        rope_theta=10_000,
-        norm_eps=1e-6,
-    )
+    sizes = dict(num_layers=1, vocab_size=32, embed_dim=16, hidden_dim=24)
+    heads = dict(num_heads=4, head_dim=8, num_kv_heads=2, rope_theta=10_000, norm_eps=1e-6)
+    settings = qwen3.ModelConfig(**sizes, **heads)
     model = nnx.eval_shape(lambda: qwen3.Qwen3(settings, rngs=nnx.Rngs(0)))
     state = jax.eval_shape(
         zenflow(channel_axis=channel_axis, topk_ratio=0.25).init, nnx.state(model, nnx.Param)

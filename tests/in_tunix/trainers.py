@@ -18,6 +18,7 @@ import zenflow_jax
 env_utils.setup_sharding_environment()  # as Tunix's models do
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 6
+ENGINE = {"host_kernel": "numpy"}
 #: zenflow is AdamW then.
 AS_ADAMW: dict[str, Any] = dict(update_interval=1, staleness=0)
 #: Windows that stay open over steps, updates that are late, and a selection within 12 steps.
@@ -62,10 +63,18 @@ def make_model(devices: int, dtype: Any = np.float32) -> Model:
 def config(steps: int, folder: Any = None, every: int = 2, **more: Any) -> Any:
     """A trainer's settings; with a folder it saves at every `every`-th step."""
     options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
-    given = dict(eval_every_n_steps=3, max_steps=steps, pbar_description=None)
+    settings = dict(eval_every_n_steps=3, max_steps=steps, pbar_description=None)
     if folder is not None:
-        given |= dict(checkpoint_root_directory=str(folder), checkpointing_options=options)
-    return peft_trainer.TrainingConfig(**(given | more))
+        settings |= dict(checkpoint_root_directory=str(folder), checkpointing_options=options)
+    return peft_trainer.TrainingConfig(**(settings | more))
+
+
+def make_trainer(
+    tx: Any, steps: int, folder: Any = None, every: int = 2, devices: int = 0, **more: Any
+) -> Any:
+    """A trainer; on a mesh inside of `with mesh_of(devices)`. `kind` makes it, else Tunix's own."""
+    kind = more.pop("kind", peft_trainer.PeftTrainer)
+    return kind(make_model(devices), tx, config(steps, folder, every, **more))
 
 
 def batches(seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -87,6 +96,11 @@ def zenflow(rate: Any = 1e-2, **options: Any) -> Any:
 def weights(model: nnx.Module) -> dict[str, np.ndarray]:
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return {name: np.array(x) for name, x in state.items()}
+
+
+def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    for name, x in theirs.items():
+        assert ours[name].tobytes() == x.tobytes(), name
 
 
 class Conditional(peft_trainer.PeftTrainer):

@@ -20,13 +20,9 @@ ITEM = "zenflow_engine"
 
 
 class CheckpointManager(tunix_checkpoints.CheckpointManager):
-    """Tunix's own, whose checkpoints have the engine's state as well.
+    """Takes the place of a trainer's manager. Its checkpoints have the engine's state as well.
 
     A checkpoint is one folder that appears at once, so no kill parts the two states.
-
-    Args:
-        trainer: Whose manager it replaces, and closes.
-        hooks: The `ZenFlowHooks` that have the engine.
     """
 
     def __init__(self, trainer: Any, hooks: Any):
@@ -60,14 +56,7 @@ class CheckpointManager(tunix_checkpoints.CheckpointManager):
         return super().save(step, *args, **kwargs)
 
     def restored(self, step: int) -> Any:
-        """The engine's state in the checkpoint that the trainer restored; None if it did not.
-
-        Args:
-            step: The trainer's, 0 if it has restored nothing.
-
-        Raises:
-            ValueError: If the checkpoint has none.
-        """
+        """The engine's state in the checkpoint that the trainer restored; None for step 0."""
         if not step:
             return None
         manager = self._checkpoint_manager

@@ -89,8 +89,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         engine_options: Mapping[str, Any] | None = None,
     ):
         _check_new(trainer)
-        others = trainer.training_hooks if hooks is None else hooks
-        self._others = _as_list(others)
+        self._others = _as_list(trainer.training_hooks if hooks is None else hooks)
         if evaluate not in get_args(Evaluate):
             raise ValueError(f"`evaluate` must be one of {get_args(Evaluate)}, got {evaluate!r}.")
         self._trainer = trainer
@@ -105,9 +104,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._place()
         # Of these one is the trainer's own, if it accumulates. With others, only they know how many
         # updates there were.
-        summing = len(accumulations(self._opt_state))
         of_trainer = trainer.config.gradient_accumulation_steps is not None
-        self._asks_optimizer = summing > of_trainer
+        self._asks_optimizer = len(accumulations(self._opt_state)) > of_trainer
         self._exchanged = self._updates
         manager = CheckpointManager(trainer, self)
         self._engine_state = manager.restored(trainer.train_steps)
@@ -162,20 +160,17 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
     def on_train_start(self, train_ctx: Any) -> None:
         """Makes the engine."""
         self._start(train_ctx)
-        for hook in self._others:
-            hook.on_train_start(train_ctx)
+        self._tell_others("on_train_start", train_ctx)
 
     def on_train_step_start(self, train_ctx: Any) -> None:
         """Exchanges, where something else than `CheckpointManager` saves."""
         self._check_trainer(train_ctx)
         self.exchange()
-        for hook in self._others:
-            hook.on_train_step_start(train_ctx)
+        self._tell_others("on_train_step_start", train_ctx)
 
     def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
         """Does nothing of its own: it comes for the step before."""
-        for hook in self._others:
-            hook.on_train_step_end(train_ctx, train_step, train_loss)
+        self._tell_others("on_train_step_end", train_ctx, train_step, train_loss)
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
         """Gives the model its updates, as `evaluate` says, before the first step of each."""
@@ -189,13 +184,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
                 self._training = self._params
                 known = self.engine.peek(nnx.as_pure(self._training), self._opt_state)
                 nnx.update(self._trainer.model, known)
-        for hook in self._others:
-            hook.on_eval_step_start(train_ctx)
+        self._tell_others("on_eval_step_start", train_ctx)
 
     def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
         """Gives the model back the parameters that train."""
-        for hook in self._others:
-            hook.on_eval_step_end(train_ctx, eval_loss)
+        self._tell_others("on_eval_step_end", train_ctx, eval_loss)
         if self._training is not None:
             nnx.update(self._trainer.model, self._training)
         self._evaluating, self._training = False, None
@@ -205,8 +198,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self.exchange()
         if not self._trainer.is_managed_externally:
             self.flush()
+        self._tell_others("on_train_end", train_ctx)
+
+    def _tell_others(self, event: str, *args: Any) -> None:
         for hook in self._others:
-            hook.on_train_end(train_ctx)
+            getattr(hook, event)(*args)
 
     def _start(self, trainer: Any) -> None:
         """Makes the engine, once the trainer has placed the state for its compiled step."""
@@ -323,7 +319,7 @@ def _bound(x: Any) -> Any:
 
 
 def _as_list(hooks: Any) -> list[tunix_hooks.TrainingHooks]:
-    several = [] if hooks is None else list(hooks) if isinstance(hooks, Sequence) else [hooks]
+    several = list(hooks) if isinstance(hooks, Sequence) else [] if hooks is None else [hooks]
     for hook in several:
         if not isinstance(hook, tunix_hooks.TrainingHooks):
             raise TypeError(
@@ -344,8 +340,8 @@ def _check_new(trainer: Any) -> None:
             f"expected a trainer with Tunix's `CheckpointManager`, got {type(manager).__name__}, "
             "whose checkpoints would lack the engine's state."
         )
-    on_pathways = "proxy" in os.environ.get("JAX_PLATFORMS", "")
-    if on_pathways and trainer.config.checkpoint_root_directory is not None:
+    saves = trainer.config.checkpoint_root_directory is not None
+    if saves and "proxy" in os.environ.get("JAX_PLATFORMS", ""):
         raise ValueError(
             "expected jax without Pathways, got JAX_PLATFORMS with a proxy, where Tunix writes "
             "checkpoints in another way. Set no `checkpoint_root_directory`."
