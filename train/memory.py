@@ -99,21 +99,13 @@ def lack_of_memory(error: BaseException, settings: Settings) -> str:
     """The message for an error that `lack_behind` has returned."""
     host = isinstance(error, MemoryError)
     asked = re.search(r"\d[\d.,]* ?(?:[KMGT]i?B|bytes)\b.*?(?= for|[.:\n]|$)", str(error), re.I)
-    remedies = []
-    if settings.batch_size > 1:
-        remedies.append(f"a --batch-size below {settings.batch_size}")
-    if not host:
-        remedies.append(f"more --micro-batches than {settings.micro_batches}")
-        remedies += [] if settings.remat else ["--remat"]
-    if settings.optimizer == "adamw":
-        remedies.append("--optimizer zenflow, which keeps most of Adam's state on the host")
-    memory = device_bytes()
-    room = "" if memory is None else f" ({jax.local_devices()[0].device_kind}: {gb(memory)})"
-    model = settings.model or f"a model of width {settings.width} and {settings.layers} layers"
+    memory, kind = device_bytes(), jax.local_devices()[0].device_kind
+    room = "" if memory is None else f" ({kind}: {gb(memory)})"
+    other = "--optimizer zenflow" if settings.optimizer == "adamw" else "a smaller model"
     return (
-        f"expected memory enough on the {'host' if host else 'device'} for {model} with batches of "
+        f"expected memory enough on the {'host' if host else 'device'} for batches of "
         f"{settings.batch_size} x {settings.sequence_length} tokens in {settings.micro_batches} "
         f"micro-batches and {settings.optimizer}, got none for "
-        f"{asked[0] if asked else 'what was asked for'}{room}. Take "
-        f"{', '.join([*remedies, 'or a smaller model'])}."
+        f"{asked[0] if asked else 'what was asked for'}{room}. Take a --batch-size below "
+        f"{settings.batch_size}, more --micro-batches, --remat, or {other}."
     )
