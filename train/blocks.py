@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
-from jax.typing import DTypeLike
 
 INIT_STD = 0.02  # `initializer_range` of nearly every model here
 
@@ -24,10 +23,7 @@ INIT_STD = 0.02  # `initializer_range` of nearly every model here
 def make_blocks(
     make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, scan_layers: bool, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """`layers` blocks, each made by `make`: one block whose leaves are stacks, or a list.
-
-    The weights are the same in either form.
-    """
+    """`layers` blocks of `make`, of the same weights as one block of stacks or as a list."""
     keys = jax.random.split(rngs.params(), layers)
     if scan_layers:
         return nnx.vmap(lambda key: make(nnx.Rngs(key)))(keys)
@@ -72,36 +68,14 @@ def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def linear(
-    n_in: int,
-    n_out: int,
-    *,
-    bias: bool,
-    rngs: nnx.Rngs,
-    param_dtype: DTypeLike,
-    dtype: DTypeLike,
-    **options,
-) -> nnx.Linear:
+def linear(n_in: int, n_out: int, *, bias: bool, **options) -> nnx.Linear:
     """A matrix `(n_in, n_out)`, normal with deviation `INIT_STD`, and a bias of zeros if wanted."""
-    return nnx.Linear(
-        n_in,
-        n_out,
-        use_bias=bias,
-        kernel_init=rounded_normal,
-        param_dtype=param_dtype,
-        dtype=dtype,
-        rngs=rngs,
-        **options,
-    )
+    return nnx.Linear(n_in, n_out, use_bias=bias, kernel_init=rounded_normal, **options)
 
 
-def embedding(
-    rows: int, width: int, *, rngs: nnx.Rngs, param_dtype: DTypeLike, dtype: DTypeLike
-) -> nnx.Embed:
+def embedding(rows: int, width: int, **options) -> nnx.Embed:
     """A table `(rows, width)`, normal with deviation `INIT_STD`."""
-    return nnx.Embed(
-        rows, width, embedding_init=rounded_normal, param_dtype=param_dtype, dtype=dtype, rngs=rngs
-    )
+    return nnx.Embed(rows, width, embedding_init=rounded_normal, **options)
 
 
 def rounded_normal(key, shape, dtype, **options):

@@ -68,11 +68,7 @@ class Checkpoints(SavedCheckpoints):
             sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
-        """Renames the damaged checkpoints that `newest` has passed over.
-
-        Call it before the first save, and only when the start is known to be a valid one of this
-        run.
-        """
+        """Renames the damaged checkpoints that `newest` has passed over, once the start is valid."""
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)
@@ -154,9 +150,8 @@ class Checkpoints(SavedCheckpoints):
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
-        """The step of the best checkpoint, or `or_step`, which needs none, if that is better.
-
-        Without `keep_best` it is always `or_step`.
+        """The step of the best checkpoint, or `or_step`, which needs none; without `keep_best`
+        that.
         """
         if not self._keep_best:
             return or_step

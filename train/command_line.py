@@ -182,10 +182,7 @@ def read_command_line(argv: Sequence[str], *, program: str) -> Command:
 
 
 def to_toml(settings: Settings) -> str:
-    """The text of a file that `load_settings` reads back as the same settings.
-
-    TOML cannot say "none", so these keys are left out; their default must be none.
-    """
+    """The text of a file that `load_settings` reads back; settings that are None are left out."""
     values = dataclasses.asdict(settings)
     # JSON writes strings, finite numbers and booleans just as TOML does.
     return "".join(

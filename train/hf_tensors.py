@@ -166,19 +166,12 @@ def transpose(x: np.ndarray, out: np.ndarray) -> None:
             rows[i : i + 64, j : j + 256] = columns[j : j + 256, i : i + 64].T
 
 
-class Reader:
+class Reader(contextlib.ExitStack):
     """Reads parts of leaves. To be used with `with`; files are open until its end."""
 
     def __init__(self):
-        self._open = contextlib.ExitStack()
+        super().__init__()
         self._files: dict[Path, Any] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._files.clear()
-        self._open.close()
 
     def read(
         self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
@@ -208,7 +201,7 @@ class Reader:
 
     def _file(self, path: Path):
         if path not in self._files:
-            self._files[path] = self._open.enter_context(_opened(path))
+            self._files[path] = self.enter_context(_opened(path))
         return self._files[path]
 
 

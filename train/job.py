@@ -97,7 +97,6 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     """Makes model and compiled functions, and the first state of the optimizer.
 
     `check` is called between the batches of a validation; what it raises ends the validation.
-    Errors are those of `train`.
     """
     settings, mesh, task = sources.settings, sources.mesh, sources.task
     batches = Batches(

@@ -217,10 +217,7 @@ def in_force(
 def said_of_deepspeed(
     asked: Settings, settings: Settings, deepspeed: DeepSpeedOptions | None
 ) -> list[str]:
-    """Lines on the settings that the DeepSpeed config has changed, and its keys that are ignored.
-
-    `asked` are the settings without it, `settings` those in force.
-    """
+    """Lines on what the DeepSpeed config has changed of the settings `asked`, and ignored keys."""
     if deepspeed is None:
         return []
     lines = []

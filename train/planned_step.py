@@ -56,43 +56,34 @@ def planned_step(
     build = models.builder(settings, divided, origin, labels=LABELS)
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
-    if divided is not None:
+    size, parts = settings.batch_size, settings.micro_batches
+    sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
+    if divided is None:
+        opt_state = jax.eval_shape(tx.init, params)
+    else:
         params = jax.tree.map(_at, params, weight_shardings(divided, params))
         is_adamw = settings.optimizer == "adamw"
         opt_state = _beside(tx, params, divided) if is_adamw else tx.init(params)
-        sharding = batch_sharding(divided, settings.batch_size, settings.micro_batches)
-    else:
-        opt_state = jax.eval_shape(tx.init, params)
-        sharding = None if mesh is None or not placed else NamedSharding(mesh, PartitionSpec())
-    placement = None
-    if mesh is not None and (divided is not None or placed):
+        sharding = batch_sharding(divided, size, parts)
+    if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)
-        placement = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    placement = divided and jax.tree.map(lambda x: x.sharding, (params, opt_state))
     step = make_train_step(
-        graphdef,
-        tx,
-        PER_EXAMPLE[kind],
-        micro_batches=settings.micro_batches,
-        placement=placement if divided is not None else None,
+        graphdef, tx, PER_EXAMPLE[kind], micro_batches=parts, placement=placement
     )
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((settings.batch_size, *shape), jnp.int32, sharding=sharding)
+        return jax.ShapeDtypeStruct((size, *shape), jnp.int32, sharding=sharding)
 
     length = settings.sequence_length
     if kind == "decoder":
-        batch = {"tokens": array(length + 1)}
-    else:
-        batch = {name: array(length) for name in ("tokens", "types", "mask")}
-        batch["label"] = array()
-    return PlannedStep(step, params, opt_state, batch)
+        return PlannedStep(step, params, opt_state, {"tokens": array(length + 1)})
+    batch = {name: array(length) for name in ("tokens", "types", "mask")}
+    return PlannedStep(step, params, opt_state, batch | {"label": array()})
 
 
 def with_batch(planned: PlannedStep, batch_size: int) -> PlannedStep:
-    """The same step of a run without a mesh, for batches of another size.
-
-    For a large model it takes seconds to make shapes of model and state, which are the same.
-    """
+    """The same step of a run without a mesh, for batches of another size; it takes no seconds."""
     sizes = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), planned.batch)
     return planned._replace(batch=sizes)
 

@@ -40,10 +40,7 @@ WAYS = 3
 
 
 class Memory(NamedTuple):
-    """The bytes that a run with some settings takes, and whether they fit.
-
-    Without a compiler gradients and activations are not in it.
-    """
+    """What a run takes, and whether it fits; without a compiler no gradients and activations."""
 
     device: float
     host: float
@@ -152,10 +149,7 @@ class _Planner:
 def plan_run(
     settings: Settings, asked: Planning, deepspeed: DeepSpeedOptions | None = None
 ) -> RunPlan:
-    """Plans a run on the device and host that are `asked` for.
-
-    `settings` have the values of the DeepSpeed config, if there is one.
-    """
+    """Plans a run, with the values of its DeepSpeed config, on the machine that is `asked` for."""
     if (settings.model is None) != (settings.task == "standard_library"):
         raise SettingsError(
             "`model`: expected a folder with a config.json, or none with the task standard_library,"

@@ -93,10 +93,7 @@ def from_first(text: str) -> str:
 
 
 def whole(x: jax.Array | np.ndarray) -> np.ndarray:
-    """All of an array, whose shards may be on several processes, in the memory of each.
-
-    A NumPy array is taken to be whole.
-    """
+    """All of an array, whose shards may be on several processes, in the memory of each."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)

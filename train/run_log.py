@@ -1,7 +1,7 @@
 """Shows and writes the metrics of a run while it goes on.
 
-    metrics.csv      one row for every `log_every` steps, written as they come; unknown figures, such
-                     as adamw's of windows, are blank
+    metrics.csv      one row for every `log_every` steps, written as they come; unknown figures,
+                     such as adamw's of windows, are blank
     validation.csv   the figures of every validation
 
 A run that goes on from a checkpoint drops the rows that came after it, and writes them again.
@@ -151,10 +151,7 @@ def show(console: Console, line: str) -> None:
 
 
 def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
-    """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before the damage.
-
-    `say` shows a line to the user, if rows are missing.
-    """
+    """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before the damage."""
     path = folder / "metrics.csv"
     rows: list[Row] = []
     try:

@@ -27,8 +27,6 @@ class CheckpointError(Exception):
 
 
 class Restored(NamedTuple):
-    """A restored checkpoint."""
-
     params: Any
     opt_state: Any
     engine_state: Any  # None without an engine; an engine reads its arrays from the checkpoint
@@ -187,14 +185,13 @@ class SavedCheckpoints:
         damaged: dict[int, str] = {}
         try:
             for step in reversed(self.steps()):
-                problem = damage(self._folder / str(step))
-                if problem is None:
+                if (problem := damage(self._folder / str(step))) is None:
+                    self._damaged = list(damaged)
                     for newer, what in damaged.items():
                         self._say(
                             f"checkpoint {newer} is damaged: {what}. The newest whole one is that "
                             f"of step {step}."
                         )
-                    self._damaged = list(damaged)
                     return step
                 damaged[step] = problem
         except OSError as error:

@@ -40,10 +40,8 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread.
-
-    Args:
-        say: Shows a line to the user; from a thread.
+    """Notes SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread; `say` is called on
+    another.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -100,10 +98,8 @@ class StopRequest:
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
 
     def check(self) -> None:
-        """Raises `Interrupted` if the run is to stop; to be called where much time may go by in a
+        """Raises `Interrupted` if the run is to stop; not in several processes, which agree at a
         step.
-
-        Not in several processes, which agree at a step.
         """
         if self._alone and self._number is not None and self._nothing_to_save is None:
             raise Interrupted

@@ -288,7 +288,7 @@ def test_the_command_starts_no_jax_and_the_stages_need_nothing_that_a_rented_gpu
         "import sys, importlib\n"
         "from benchmarks import on_gpu\n"
         "assert 'jax' not in sys.modules\n"
-        "for name in ('grain', 'tyro', 'tensorboardX', 'beartype', 'safetensors',\n"
+        "for name in ('grain', 'tyro', 'beartype', 'safetensors',\n"
         "             'tokenizers', 'pytest', 'hypothesis', 'torch', 'deepspeed'):\n"
         "    sys.modules[name] = None\n"
         "for stage in on_gpu.STAGES:\n"

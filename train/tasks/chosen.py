@@ -61,10 +61,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
-    """The names of a task's classes, and the figure that says which weights are best.
-
-    Without its data, so without the names where those say them.
-    """
+    """The names of a task's classes, if they need no data, and the figure that says what is best."""
     if task in OF_DECODERS:
         return (), "loss"
     if task == "classification":

@@ -116,11 +116,10 @@ class Answers(Examples):
 
 
 class Sentences(Examples):
-    """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`
-    are.
+    """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`.
 
-    The tokenizer's own template puts the special tokens around a sentence or a pair. Of a pair that
-    is too long the longer sentence is cut first.
+    The tokenizer's own template puts the special tokens around them. Of a pair that is too long the
+    longer sentence is cut first.
     """
 
     kind = "encoder"

@@ -103,10 +103,7 @@ class Documents(NamedTuple):
 
 
 class Windows:
-    """Windows of `length + 1` tokens, overlapping by one, as examples.
-
-    Of a single document examples have no positions.
-    """
+    """Windows of `length + 1` tokens, overlapping by one; of a single document without positions."""
 
     def __init__(self, documents: Documents, length: int):
         self._tokens = documents.tokens
