@@ -29,10 +29,14 @@ import orbax.checkpoint as ocp
 
 import zenflow_jax
 from train import processes
-from train.checkpoint_arrays import described, split
 from train.checksums import CHECKSUMS, checksums
 from train.run_description import MAY_CHANGE
-from train.saved_checkpoints import CheckpointError, SavedCheckpoints
+from train.saved_checkpoints import (
+    CheckpointError,
+    SavedCheckpoints,
+    described,
+    split_arrays,
+)
 
 
 class Checkpoints(SavedCheckpoints):
@@ -68,7 +72,7 @@ class Checkpoints(SavedCheckpoints):
             sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
-        """Renames the damaged checkpoints that `newest` has passed over, once the start is valid."""
+        """Renames the damaged checkpoints that `newest` has passed over, for a start that is valid."""
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)
@@ -105,7 +109,7 @@ class Checkpoints(SavedCheckpoints):
             self.rate(step, figure)
         self.wait()
         self._failed = None
-        saved, _ = split({"params": params, "opt_state": opt_state})
+        saved, _ = split_arrays({"params": params, "opt_state": opt_state})
         run = {
             **self._description,
             "zenflow_jax": zenflow_jax.__version__,

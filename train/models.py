@@ -15,10 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from train import pretrained, processes
-from train.checkpoint_arrays import name_of
 from train.decoder import Decoder, DecoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
-from train.hf_tensors import DTYPES
+from train.hf_tensors import DTYPES, leaf_name
 from train.optimizers import weight_dtype
 from train.settings import Settings, SettingsError
 from train.sharding import batch_sharding, committed, weight_shardings
@@ -171,22 +170,25 @@ def texts_of(chat_template: str | None) -> dict[str, str]:
         ) from error
 
 
-def write_weights(path: Path, params: Any, values: Iterator[Any] | None = None) -> None:
+def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) -> None:
     """Writes weights as float32 safetensors, named by key path: `blocks.0.gate.kernel`.
 
     All processes must call it; the first writes, under another name until the file is whole.
     `values` are as for `write`; None for the arrays of `params`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    entries = [Entry(name_of(name), np.dtype(np.float32), x.shape) for name, x in leaves]
+    entries = [
+        Entry(leaf_name(path).replace("/", "."), np.dtype(np.float32), x.shape)
+        for path, x in leaves
+    ]
     values = iter([x for _, x in leaves]) if values is None else values
     tensors = (np.ascontiguousarray(processes.whole(x), np.float32) for x in values)
 
     def write() -> None:
-        with made_whole(path) as part:
+        with made_whole(file) as part:
             write_file(part, entries, tensors)
 
-    write_by_first(path, write, tensors)
+    write_by_first(file, write, tensors)
 
 
 def dtype_of(origin: pretrained.Pretrained) -> np.dtype:

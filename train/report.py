@@ -3,7 +3,7 @@
 settings.toml         all settings; the command takes it as a config file, with copies of the files
                       that it names (deepspeed.json, chat_template.jinja)
 metrics.csv, validation.csv   (`run_log.py`)
-loss.png              curves of the loss, the task's metrics and the windows' length
+loss.png              curves of the loss and of the task's metrics
 summary.json          figures of the summary table
 checkpoints/          what the run can go on from (`checkpoints.py`)
 model.safetensors     trained weights in float32; or model/, a folder like the one that was read
@@ -12,14 +12,12 @@ model.safetensors     trained weights in float32; or model/, a folder like the o
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
@@ -80,69 +78,30 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 def write_picture(
-    folder: Path,
-    rows: Sequence[Row],
-    validations: Validations,
-    summary: Summary,
+    folder: Path, rows: Sequence[Row], validations: Validations, summary: Summary
 ) -> None:
-    """Writes `loss.png`: the loss over the steps, below it the task's metrics and the windows."""
-    panels: list[Callable[[Axes], None]] = [lambda axes: _draw_loss(axes, rows, validations)]
-    scores = [name for name in summary.validation_after if not _is_loss(name)]
-    if scores:
-        panels.append(lambda axes: _draw_scores(axes, validations, scores))
-    if any(row.window_length is not None for row in rows):
-        panels.append(lambda axes: _draw_windows(axes, rows))
-    heights = [3, 1.5, 1.5][: len(panels)]
+    """Writes `loss.png`: the loss over the steps, below it the task's metrics."""
+    # With several sets of data `matched/loss`.
+    panel_of = {name: int(not name.endswith("loss")) for name in summary.validation_after}
+    count = 1 + max(panel_of.values())
     # A Figure without pyplot needs no display and leaves no global state.
-    figure = Figure(figsize=(8, 1 + sum(heights)), layout="constrained")
-    all_axes = figure.subplots(
-        len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-    )[:, 0]
-    for axes, draw in zip(all_axes, panels, strict=True):
-        draw(axes)
+    figure = Figure(figsize=(8, 2.5 + 1.5 * count), layout="constrained")
+    panels = figure.subplots(count, sharex=True, squeeze=False, height_ratios=[2, 1][:count])[:, 0]
+    panels[0].plot([row.step for row in rows], [row.loss for row in rows], ".-", label="training")
+    for name, panel in panel_of.items():
+        values = [figures[name] for _, figures in validations]
+        label = f"validation {name}".replace("/", " ")
+        panels[panel].plot([step for step, _ in validations], values, "o-", label=label)
+    for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    all_axes[0].set(
-        title=f"{summary.optimizer}, {summary.parameters / 1e6:.1f} M parameters",
-        ylabel=f"loss, nats per {summary.target}",
+    parameters = f"{summary.parameters / 1e6:.1f} M parameters"
+    panels[0].set(
+        title=f"{summary.optimizer}, {parameters}", ylabel=f"loss, nats per {summary.target}"
     )
-    all_axes[-1].set_xlabel("step")
-    all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(folder / "loss.png", dpi=120)
-
-
-def _is_loss(name: str) -> bool:
-    return name.rpartition("/")[2] == "loss"  # with several sets of data `matched/loss`
-
-
-def _draw_loss(axes: Axes, rows: Sequence[Row], validations: Validations) -> None:
-    axes.plot([row.step for row in rows], [row.loss for row in rows], ".-", label="training")
-    for name in filter(_is_loss, validations[0][1]):
-        losses = [figures[name] for _, figures in validations]
-        label = " ".join(["validation", *name.split("/")[:-1]])
-        axes.plot([step for step, _ in validations], losses, "o-", label=label)
-
-
-def _draw_scores(axes: Axes, validations: Validations, names: Sequence[str]) -> None:
-    """Draws the task's own metrics: accuracy, F1, Matthews correlation."""
-    for place, name in enumerate(names):
-        values = [figures[name] for _, figures in validations]
-        steps = [step for step, _ in validations]
-        axes.plot(steps, values, "o-", color=f"C{4 + place}", label=name.replace("/", " "))
-    axes.set_ylabel("validation")
-
-
-def _draw_windows(axes: Axes, rows: Sequence[Row]) -> None:
-    lengths = [math.nan if row.window_length is None else row.window_length for row in rows]
-    # A row is about the steps before it, back to the row before or the start.
-    axes.step([0, *(row.step for row in rows)], [lengths[0], *lengths], where="pre", color="C2")
-    axes.set_ylabel("window,\nsteps")
-    axes.set_ylim(0, 1.6 * max(row.window_length or 0 for row in rows))  # room for the legend
-    before = [0, *(row.reselections for row in rows)]
-    selected = [row.step for row, b in zip(rows, before, strict=False) if row.reselections > b]
-    in_panel = axes.get_xaxis_transform()  # heights are shares of the panel's
-    label = "channels selected"
-    axes.plot(selected, [0.08] * len(selected), "|k", transform=in_panel, label=label)
 
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:

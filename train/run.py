@@ -268,7 +268,7 @@ class Run:
         return Ended(totals, best, written)
 
     def report(self, ended: Ended, begun_s: float) -> Summary:
-        """Writes and shows the summary, when all files are closed; `begun_s` is of `perf_counter`."""
+        """Writes and shows the summary, when all files are closed; `begun_s` as by `perf_counter`."""
         summary = self._summary(ended, begun_s)
         if not processes.is_first():
             return summary

@@ -151,7 +151,7 @@ def show(console: Console, line: str) -> None:
 
 
 def read_rows(folder: Path, *, until: int, say: Callable[[str], None]) -> list[Row]:
-    """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before the damage."""
+    """The rows of `metrics.csv` up to the step `until`; of a damaged file, those before that."""
     path = folder / "metrics.csv"
     rows: list[Row] = []
     try:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 import zenflow_jax
 from train import processes
-from train.checkpoint_arrays import check_arrays, described, join, split
 from train.checksums import damage
 from train.run_description import check_same_run
 from train.settings import SettingsError
@@ -93,7 +93,7 @@ class SavedCheckpoints:
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
-        saved, others = split(fresh)
+        saved, others = split_arrays(fresh)
         folder = self._folder / str(step)
         check_arrays(folder, run["arrays"], described(saved), run["zenflow_jax"])
         arrays = self._read_state(folder, saved)
@@ -101,7 +101,7 @@ class SavedCheckpoints:
         if run["settings"]["optimizer"] != "adamw":
             with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as reader:
                 engine_state = reader.restore(folder / "engine")
-        trees = join(fresh, arrays, others)
+        trees = join_arrays(fresh, arrays, others)
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
     def find(self, which: str, *, rival: float = math.nan) -> int | None:
@@ -146,12 +146,12 @@ class SavedCheckpoints:
                 f"{problem}. Take another one; at the end of a run --no-keep-best takes the "
                 "weights of the last step."
             )
-        saved, others = split({"params": like, "opt_state": ()})
+        saved, others = split_arrays({"params": like, "opt_state": ()})
         run = self._read_run(step)
         arrays = {name: x for name, x in run["arrays"].items() if name.startswith("params.")}
         check_arrays(folder, arrays, described(saved), run["zenflow_jax"])
         restored = self._read_state(folder, saved, partial_restore=True)
-        return join({"params": like}, restored, others)["params"]
+        return join_arrays({"params": like}, restored, others)["params"]
 
     def _read_run(self, step: int) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
@@ -205,3 +205,63 @@ class SavedCheckpoints:
                 f"({listed}). Put a copy in their place, or name another --run to begin anew."
             )
         return None
+
+
+def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays that a checkpoint has, by name, and the others.
+
+    The others are the blank mail, which is no state, and empty arrays, which orbax refuses. With
+    "per_window" the mail is the open window's sum, and is saved.
+    """
+    mail = set()
+    for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
+        if _is_zenflow(state):
+            blank = [] if state.send_gradients == "per_window" else state.mail
+            mail |= {id(x) for x in jax.tree.leaves((state.step_scalars, blank))}
+    saved, others = {}, {}
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        place = others if id(x) in mail or x.size == 0 else saved
+        place[_name_of(path)] = x
+    return saved, others
+
+
+def _is_zenflow(x: Any) -> bool:
+    return isinstance(x, zenflow_jax.ZenFlowState)
+
+
+def join_arrays(trees: Any, saved: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """`trees` with the arrays that `split_arrays` returned for trees like them."""
+
+    def one(path, _):
+        name = _name_of(path)
+        if name in saved:
+            return saved[name]
+        x = others[name]
+        if isinstance(x, jax.ShapeDtypeStruct):  # empty
+            blank = np.zeros(x.shape, x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda index: blank[index])
+        return x
+
+    return jax.tree_util.tree_map_with_path(one, trees)
+
+
+def described(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{np.dtype(x.dtype).name} {tuple(x.shape)}" for name, x in arrays.items()}
+
+
+def check_arrays(
+    folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str], version: str
+) -> None:
+    """Refuses the checkpoint in `folder` if it has other arrays, or a layout of another version."""
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            raise SettingsError(
+                f"expected the array `{name}` to be {saved.get(name, 'absent')}, as in {folder}, "
+                f"got {wanted.get(name, 'none')}: that checkpoint is of another model or "
+                f"optimizer, or of another layout (zenflow_jax {version} wrote it, this is "
+                f"{zenflow_jax.__version__}). Name another --run to begin a new one."
+            )
+
+
+def _name_of(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

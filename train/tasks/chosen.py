@@ -61,7 +61,7 @@ def make_task(settings: Settings, origin: Pretrained | None) -> Task:
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
-    """The names of a task's classes, if they need no data, and the figure that says what is best."""
+    """The names of a task's classes, if they need no data, and the figure that is to be best."""
     if task in OF_DECODERS:
         return (), "loss"
     if task == "classification":
