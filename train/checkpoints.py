@@ -72,7 +72,7 @@ class Checkpoints(SavedCheckpoints):
             sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
-        """Renames the damaged checkpoints that `newest` has passed over, for a start that is valid."""
+        """Renames the damaged checkpoints that `newest` has passed over, for a valid start."""
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 import tyro
 from flax import nnx
+from tokenizers.decoders import DecodeStream
 
 from train import models, pretrained
 from train.arguments import read_arguments
@@ -42,9 +42,6 @@ PROGRAM = "python -m train.generate"
 
 # Errors whose message is all that is shown.
 FAILURES = (SettingsError, ModelError, TokenizerError, DataError, LogitsError)
-
-# What decoding makes of bytes that are no whole character yet.
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 # The formats of prompts, by the task of a run.
 FORMATS = {"language": "text", "alpaca": "alpaca", "chat": "chat"}
@@ -133,18 +130,16 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     begin = time.perf_counter()
     times: list[float] = []
     numbers: list[int] = []
-
-    def counted(tokens: Iterable[int]) -> Iterator[int]:
-        for number in tokens:
-            times.append(time.perf_counter())
-            numbers.append(number)
-            yield number
-
+    stream, written = DecodeStream(skip_special_tokens=True), ""
     choice = {"ends": prompt.ends, "sampling": options.sampling, "seed": options.seed}
-    tokens = continued(graphdef, params, prompt.tokens, most=most, **choice)
-    for text in texts(tokenizer.tokens, counted(tokens)):
-        write(text)
-    write("\n")
+    for number in continued(graphdef, params, prompt.tokens, most=most, **choice):
+        times.append(time.perf_counter())
+        numbers.append(number)
+        if text := stream.step(tokenizer.tokens, number):  # of whole characters
+            write(text)
+            written += text
+    # What is cut off in the middle of a character shows as such.
+    write(tokenizer.tokens.decode(numbers, skip_special_tokens=True)[len(written) :] + "\n")
     if numbers[-1] in prompt.ends:
         reason = f"ended by {tokenizer.tokens.id_to_token(numbers[-1])}"
     elif most < options.max_tokens:
@@ -192,28 +187,6 @@ def _chat_prompt(options: Options, tokenizer: Tokenizer, because: str) -> Prompt
         all_end_tokens(folder, tokenizer) | ends,
         f"in the chat template of {folder}{because}",
     )
-
-
-def texts(tokenizer: tokenizers.Tokenizer, numbers: Iterable[int]) -> Iterator[str]:
-    """The text of tokens, in pieces of whole characters; special tokens have none."""
-    # The text of a token can depend on the token before it, such as a space in front. So the last
-    # piece is decoded again with the new tokens.
-    last: list[int] = []
-    new: list[int] = []
-
-    def added() -> str:
-        before, text = (
-            tokenizer.decode(ids, skip_special_tokens=True) for ids in (last, last + new)
-        )
-        return text[len(before) :]
-
-    for number in numbers:
-        new.append(number)
-        if (text := added()) and not text.endswith(UNKNOWN):
-            yield text
-            last, new = new, []
-    if text := added():
-        yield text
 
 
 def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:

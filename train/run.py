@@ -35,8 +35,6 @@ from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
 
 
 class Ended(NamedTuple):
-    """The outcome of a run that has taken all its steps."""
-
     totals: Totals
     best: int  # the step whose weights the model has
     written: str  # name of the model's file or folder
@@ -268,7 +266,7 @@ class Run:
         return Ended(totals, best, written)
 
     def report(self, ended: Ended, begun_s: float) -> Summary:
-        """Writes and shows the summary, when all files are closed; `begun_s` as by `perf_counter`."""
+        """Writes and shows the summary, when all files are closed; `begun_s` is of `perf_counter`."""
         summary = self._summary(ended, begun_s)
         if not processes.is_first():
             return summary

@@ -125,24 +125,6 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
 
 
-def test_text_comes_in_whole_characters():
-    class Bytes:
-        """A tokenizer of bytes, as those of decoders are."""
-
-        @staticmethod
-        def decode(ids, *, skip_special_tokens):
-            assert skip_special_tokens
-            return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    text = "a \N{SNOWMAN}, two \N{GRINNING FACE}\N{GRINNING FACE}."
-    parts = list(generate.texts(Bytes(), [*text.encode(), 300]))
-    assert "".join(parts) == text
-    assert generate.UNKNOWN not in "".join(parts)
-    # What is cut off in the middle shows as such.
-    assert "".join(generate.texts(Bytes(), text.encode()[:4])) == f"a {generate.UNKNOWN}"
-    assert list(generate.texts(Bytes(), [300])) == []
-
-
 def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, capsys):
     record = folder.parent / "settings.toml"
     try:
