@@ -31,14 +31,16 @@ def start_process(
 ) -> subprocess.Popen:
     """Calls a function of one of the test modules in a new interpreter."""
     code = f"import tests.{module} as module; module.{function}(*{args!r})"
-    settings = environment(devices)
+    return _python(code, devices, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def _python(code: str, devices: int | None, **streams: Any) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parents[1],
-        env=settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        env=environment(devices),
         text=True,
+        **streams,
     )
 
 
@@ -52,15 +54,16 @@ def environment(devices: int | None = None) -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def assert_ends_well(process: subprocess.Popen, timeout_s: float = 120) -> None:
-    """It ends by itself, with code 0; else its output is shown."""
+def assert_ends(process: subprocess.Popen, code: int = 0, timeout_s: float = 120) -> str:
+    """It ends by itself, with that exit code; what it wrote."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout_s} s:\n{output[-3000:]}") from None
-    assert process.returncode == 0, f"code {process.returncode}:\n{output[-3000:]}"
+    assert process.returncode == code, f"code {process.returncode}:\n{output[-3000:]}"
+    return output
 
 
 @contextlib.contextmanager
@@ -97,17 +100,9 @@ class Group:
         self._processes = [self._start(me) for me in range(count)]
 
     def _start(self, me: int) -> subprocess.Popen:
-        code, settings = "from tests import processes; processes.serve()", environment(self.size[1])
+        code, pipe = "from tests import processes; processes.serve()", subprocess.PIPE
         with self._output(me).open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-c", code],
-                cwd=Path(__file__).parents[1],
-                env=settings,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-            )
+            return _python(code, self.size[1], stdin=pipe, stdout=pipe, stderr=output)
 
     def _output(self, me: int) -> Path:
         return self._folder / f"{me}.txt"
@@ -148,15 +143,12 @@ class Group:
             texts = [self._output(me).read_text("utf-8") for me in range(len(self._processes))]
             assert not any(codes), f"codes {codes}:\n{texts}"
         finally:
-            self._kill()
+            for process in self._processes:
+                process.kill()
+                process.wait()
+                process.stdin.close()
+                process.stdout.close()
             self._stack.close()
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
 
 
 def serve() -> None:

@@ -16,7 +16,9 @@ import zenflow_jax
 from tests import runs
 from tests.exchange.test_worker import BUSY, CALM
 from tests.runs import FEW, ONE, Plan, Settings, Training
+from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host import state as host_state
 
 
 @pytest.mark.parametrize(
@@ -184,6 +186,65 @@ def test_steps_and_exchanges_move_nothing_between_memories_unasked():
                     training.params, training.state, g
                 )
                 training.exchange()
+
+
+@pytest.mark.parametrize("sending", IN_FLIGHT)
+def test_no_more_mail_is_unread_than_there_is_memory_for(sending):
+    with Training(FEW, CALM, send_gradients=sending) as training:
+        unread = []
+        for _ in range(4):
+            training.go(1)
+            unread.append(len(training.unread))
+        training.flush()
+    assert max(unread) == IN_FLIGHT[sending]
+
+
+def outcome(settings, look, **options):
+    """The parameters after each step, where the settled run is looked at, and all moments."""
+    with Training(FEW, settings, **options) as training:
+        params = []
+        for t, values in training.follow(Plan(20, bad=(5,), flush_at=(8,))):
+            training.settle()
+            look(t, training)
+            params.append(values)
+        return params, training.moments()
+
+
+def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
+    settings = dataclasses.replace(BUSY, update_interval=8, select_interval=8)
+    kept, outcomes = [], []
+    for limit in (0, 3, 100):
+        monkeypatch.setattr(host_state, "MAILS_KEPT", limit)
+        numbers = []
+        outcomes.append(
+            outcome(settings, lambda t, run, to=numbers: to.append(run.host.mails_kept))
+        )
+        kept.append(max(numbers))
+    assert kept[0] == 0 < kept[1] <= 3 < kept[2]
+    for other in outcomes[1:]:
+        runs.assert_same_bits(other, outcomes[0])
+
+
+@pytest.mark.parametrize(
+    ("rolling", "expected"),
+    # The first offloaded leaf has 80 bytes, the next one 240. The update of the ninth step is of
+    # both leaves, in turn of the second one alone.
+    [(False, [320, 80, 0]), (True, [240, 0, 0])],
+    ids=["together", "in turn"],
+)
+def test_how_much_is_prefetched_does_not_change_a_bit(rolling, expected):
+    prefetched = []
+
+    def look(t, training):
+        if t == 9:
+            (update,) = training.on_their_way
+            prefetched.append(sum(x.nbytes for pieces in update.result() for x in pieces))
+
+    settings = dataclasses.replace(BUSY, rolling=rolling)
+    outcomes = [outcome(settings, look, prefetch_bytes=limit) for limit in (None, 100, 0)]
+    for other in outcomes[1:]:
+        runs.assert_same_bits(other, outcomes[0])
+    assert prefetched == expected
 
 
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])

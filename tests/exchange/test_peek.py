@@ -128,17 +128,6 @@ def test_calls_between_steps_want_what_the_last_exchange_returned():
         peek(training)
 
 
-def test_in_graph_a_flush_whose_result_is_dropped_is_a_look():
-    with Training(ONE, SETTINGS, offload=False) as training, Training(ONE, SETTINGS) as untouched:
-        training.go(7)
-        untouched.go(7)
-        seen, _ = runs.flush_in_graph(training.params, training.state)
-        assert any(np.any(seen[name] != x) for name, x in training.values().items())
-        training.go(6)
-        untouched.go(6)
-        runs.assert_close([training.values()], [untouched.values()])
-
-
 def test_in_graph_flushes_outside_of_jit_compile_once():
     with Training(ONE, SETTINGS, offload=False) as training, compilations() as names:
         training.go(2)

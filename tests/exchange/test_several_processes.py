@@ -18,10 +18,10 @@ from jax.experimental import multihost_utils
 
 import zenflow_jax
 from tests import elastic, meshes, processes, runs
+from tests.exchange.hooks import hooked
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
 from zenflow_jax import _engine
-from zenflow_jax._host.state import HostState
 
 HERE = "exchange.test_several_processes"  # for processes that run functions of this module
 
@@ -32,11 +32,12 @@ PLAN = Plan(10, bad=(6,), flush_at=(8,))
 IN_WINDOW = 5  # with an update under way
 
 
-def join(me: int, port: int, count: int) -> None:
-    if jax.distributed.is_initialized():  # by the test before
-        return
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
+def work(me: int, port: int, count: int, function: str, *args: Any) -> None:
+    """One of the processes: meets the others, unless it has, and calls a function below."""
+    if count > 1 and not jax.distributed.is_initialized():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
+    globals()[function](me, count, *args)
 
 
 def on_all(axes: dict[str, int], placement: str) -> dict[str, jax.sharding.NamedSharding]:
@@ -45,21 +46,19 @@ def on_all(axes: dict[str, int], placement: str) -> dict[str, jax.sharding.Named
     return meshes.shardings(mesh, placement)
 
 
-def train(me: int, port: int, count: int, *names: str) -> None:
-    """One of the processes: runs on different placements, each held to the reference."""
-    join(me, port, count)
-    here = jax.local_device_count()
+def train(me: int, count: int, *names: str) -> None:
+    """Runs on different placements, each held to the reference."""
+    local = jax.local_device_count()
     cases = {
-        "replicated": ({"data": count * here}, "replicated", STALE, None),
-        "divided": ({"fsdp": count, "tensor": here}, "both", LATE, IN_WINDOW),
-        "summed": ({"fsdp": count, "tensor": here}, "both", SUMMED, None),
+        "replicated": ({"data": count * local}, "replicated", STALE, None),
+        "divided": ({"fsdp": count, "tensor": local}, "both", LATE, IN_WINDOW),
+        "summed": ({"fsdp": count, "tensor": local}, "both", SUMMED, None),
     }
     for axes, placement, settings, look_at in map(cases.__getitem__, names):
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
         expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
-        more = {"shardings": shardings, "donate": True, **elastic.ENGINE}
-        with Training(LEAVES, settings, **more) as training:
+        with Training(LEAVES, settings, shardings=shardings, donate=True) as training:
             ours = []
             for t, values in training.follow(PLAN):
                 ours.append(values)
@@ -70,13 +69,11 @@ def train(me: int, port: int, count: int, *names: str) -> None:
             runs.assert_close(ours, expected.params)
 
 
-def rounded(me: int, port: int, count: int) -> None:
-    """One of the processes: with moments in 8 bits, of channels that nothing divides."""
-    join(me, port, count)
+def rounded(me: int, count: int) -> None:
+    """With moments in 8 bits, of channels that nothing divides."""
     shardings = on_all({"fsdp": jax.device_count()}, "channels")
     shards = meshes.pieces(LEAVES, shardings)
-    more = {"shardings": shardings, "host_state": "compact", **elastic.ENGINE}
-    with Training(LEAVES, STALE, **more) as training:
+    with Training(LEAVES, STALE, shardings=shardings, host_state="compact") as training:
         *_, (_, ours) = training.follow(PLAN)
     apart = []
     for host_state in ("compact", "float32"):
@@ -86,11 +83,10 @@ def rounded(me: int, port: int, count: int) -> None:
     assert apart[0] <= runs.ANOTHER_CODE < apart[1], apart
 
 
-def every(me: int, port: int, count: int) -> None:
-    """One of the processes: windows of one step, held to `optax.adamw`."""
-    join(me, port, count)
+def every(me: int, count: int) -> None:
+    """Windows of one step, held to `optax.adamw`."""
     shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
-    with Training(LEAVES, EVERY, shardings=shardings, **elastic.ENGINE) as training:
+    with Training(LEAVES, EVERY, shardings=shardings) as training:
         ours = [values for _, values in training.follow(Plan(6))]
         theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
         runs.assert_close(ours, theirs)
@@ -108,17 +104,16 @@ def check_peek(training: Training) -> None:
     assert ahead
 
 
-def share(me: int, port: int, count: int) -> None:
-    """One of the processes: where all have copies, each does its part of the work only."""
-    join(me, port, count)
+def share(me: int, count: int) -> None:
+    """Where all have copies, each does its part of the work only."""
     shardings = on_all({"data": jax.device_count()}, "replicated")
     done = []
     for partition in (True, False):
-        options = {"shardings": shardings, "partition": partition, "donate": True, **elastic.ENGINE}
+        options = {"shardings": shardings, "partition": partition, "donate": True}
         with Training(LEAVES, STALE, **options) as training:
             training.go(9)
             training.settle()
-            updated = sum(leaf.master.size for leaf in training.engine._worker.leaves())
+            updated = sum(leaf.master.size for leaf in training.host.leaves)
             stats = training.engine.stats
             done.append((updated, stats.bytes_to_host - 9 * 44, stats.bytes_to_device))
     ours, alone = np.array(done)
@@ -127,20 +122,13 @@ def share(me: int, port: int, count: int) -> None:
     assert np.all(ours[1:] < 1.1 * alone[1:] / count)
 
 
-def adapt(me: int, port: int, count: int) -> None:
-    """One of the processes: the last of them is slow, on either thread, at steps that vary."""
-    join(me, port, count)
+def adapt(me: int, count: int) -> None:
+    """The last of them is slow, on either thread, at steps that vary."""
     rng = np.random.default_rng(me)
-
-    class Slow(HostState):
-        def add(self, *args):
-            time.sleep(0.1 * rng.random())
-            super().add(*args)
-
     late = me == count - 1
     with pytest.MonkeyPatch.context() as monkeypatch:
         if late:
-            monkeypatch.setattr(_engine, "HostState", Slow)
+            hooked(monkeypatch).mail = lambda: time.sleep(0.1 * rng.random())
         adapt_beside(late, rng)
 
 
@@ -149,7 +137,7 @@ def adapt_beside(late: bool, rng: np.random.Generator) -> None:
     shardings = on_all({"fsdp": jax.device_count()}, "channels")
     shards = meshes.pieces(LEAVES, shardings)
     expected, slow = runs.reference(LEAVES, ADAPTIVE, plan, shards=shards)
-    with Training(LEAVES, ADAPTIVE, shardings=shardings, **elastic.ENGINE) as training:
+    with Training(LEAVES, ADAPTIVE, shardings=shardings) as training:
         ends, windows = [], 0
         for t, _ in enumerate(expected.params, start=1):
             training.step(bad=t in plan.bad)
@@ -165,10 +153,8 @@ def adapt_beside(late: bool, rng: np.random.Generator) -> None:
         runs.assert_close([training.values()], expected.params[-1:])
 
 
-def pass_on(me: int, port: int, count: int, before: str, until: int, after: str) -> None:
-    """One of the processes: goes on from one checkpoint, if there is one, and writes another."""
-    if count > 1:
-        join(me, port, count)
+def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
+    """Goes on from one checkpoint, if there is one, and writes another."""
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with elastic.HERE(shardings=shardings) as training:
         if before:
@@ -213,20 +199,19 @@ def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
     }
 
 
-def fail(me: int, port: int, count: int) -> None:
-    """One of the processes: the worker of the last one fails, the others wait for it."""
-    join(me, port, count)
+def fail(me: int, count: int) -> None:
+    """The worker of the last one fails, the others wait for it."""
     _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=2.0)
 
-    class Broken(HostState):
-        def add(self, *args):
-            raise OSError("the memory is gone")
+    def explode():
+        raise OSError("the memory is gone")
 
-    if me == count - 1:
-        _engine.HostState = Broken
     shardings = on_all({"data": jax.device_count()}, "replicated")
-    with elastic.HERE(shardings=shardings) as training:
-        training.go(1000)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if me == count - 1:
+            hooked(monkeypatch).mail = explode
+        with elastic.HERE(shardings=shardings) as training:
+            training.go(1000)
 
 
 @pytest.fixture(scope="module")
@@ -239,11 +224,16 @@ def together() -> Iterator[Callable[..., list[processes.Outcome]]]:
             groups.pop().close()
         if not groups:
             groups.append(processes.Group(count, devices))
-        return groups[0].run(HERE, function, *args)
+        return groups[0].run(HERE, "work", function, *args)
 
     yield call
     for group in groups:
         group.close()
+
+
+def assert_good(outcomes: list[processes.Outcome]) -> None:
+    for code, output in outcomes:
+        assert code is None, output[-5000:]
 
 
 # How many there are decides who has which part; the rest is held by two of two devices alone.
@@ -253,20 +243,22 @@ def together() -> Iterator[Callable[..., list[processes.Outcome]]]:
     [(4, 1, ["replicated", "summed"]), (2, 2, ["replicated", "divided", "summed"])],
 )
 def test_several_processes_equal_the_reference(together, count, devices, names):
-    for code, output in together("train", count, devices, *names):
-        assert code is None, output[-5000:]
+    assert_good(together("train", count, devices, *names))
 
 
 @pytest.mark.slow
-def test_compact_moments_of_two_processes_are_those_of_the_reference(together):
-    for code, output in together("rounded", 2, 2):
-        assert code is None, output[-5000:]
-
-
-@pytest.mark.slow
-def test_several_processes_equal_optax_adamw(together):
-    for code, output in together("every", 2, 2):
-        assert code is None, output[-5000:]
+@pytest.mark.parametrize(
+    "function",
+    ["every", "rounded", "share", "adapt"],
+    ids=[
+        "equal optax.adamw",
+        "have the compact moments of the reference",
+        "do their part of the work each",
+        "close the same windows however slow one is",
+    ],
+)
+def test_two_processes(together, function):
+    assert_good(together(function, 2, 2))
 
 
 @pytest.mark.slow
@@ -275,25 +267,12 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path)
     # Each time as `elastic.SAVED_AT` is.
 
     def alone(devices: int, before: str, until: int, after: str) -> None:
-        args = (0, 0, 1, before, until, after)
-        processes.assert_ends_well(processes.start_process(HERE, "pass_on", *args, devices=devices))
+        args = (0, 0, 1, "pass_on", before, until, after)
+        processes.assert_ends(processes.start_process(HERE, "work", *args, devices=devices))
 
     alone(4, "", 5, first)
-    for code, output in together("pass_on", 2, 2, first, 9, second):
-        assert code is None, output[-5000:]
+    assert_good(together("pass_on", 2, 2, first, 9, second))
     alone(1, second, 13, "")
-
-
-@pytest.mark.slow
-def test_each_process_does_its_part_of_the_work(together):
-    for code, output in together("share", 2, 2):
-        assert code is None, output[-5000:]
-
-
-@pytest.mark.slow
-def test_all_processes_close_the_same_windows_however_slow_one_is(together):
-    for code, output in together("adapt", 2, 2):
-        assert code is None, output[-5000:]
 
 
 # The last of its kind: it ends the processes.

@@ -8,9 +8,7 @@ import types
 
 import pytest
 
-from tests import runs
-from tests.reference import Settings
-from tests.runs import FEW, ONE
+from tests.runs import FEW, ONE, Settings, Training
 from zenflow_jax import Span, Timeline, plot_timeline, save_trace
 from zenflow_jax._diagnostics import timeline
 from zenflow_jax._diagnostics.timeline import ROWS, Recorder
@@ -27,7 +25,7 @@ def rolling(request) -> bool:
 @pytest.fixture(scope="module")
 def recorded(rolling) -> Timeline:
     """Of nine steps in windows of two, flushed and saved."""
-    with runs.Training(FEW, dataclasses.replace(SETTINGS, rolling=rolling)) as training:
+    with Training(FEW, dataclasses.replace(SETTINGS, rolling=rolling)) as training:
         training.go(STEPS)
         training.flush()
         training.engine.state()
@@ -42,13 +40,9 @@ def of(timeline: Timeline, *kinds: str) -> list[Span]:
 
 def by_number(timeline: Timeline, kind: str) -> dict[int, Span]:
     spans = of(timeline, kind)
-    found = {span.number: span for span in spans}
-    assert len(found) == len(spans), f"two {kind} of one number"
-    return found
-
-
-def inside(span: Span, outer: Span) -> bool:
-    return outer.start <= span.start and span.end <= outer.end
+    numbered = {span.number: span for span in spans}
+    assert len(numbered) == len(spans), f"two {kind} of one number"
+    return numbered
 
 
 # --- what is recorded -----------------------------------------------------------------------
@@ -77,20 +71,23 @@ def test_every_step_and_every_window_has_its_spans(recorded, rolling):
     assert [span.number for span in of(recorded, "flush", "state")] == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize("sending", ["after_step", "per_window"])
-def test_mail_that_leaves_after_the_step_and_sums_of_the_device_are_recorded(sending):
-    with runs.Training(ONE, SETTINGS, send_gradients=sending) as training:
+@pytest.mark.parametrize(
+    ("sending", "numbers", "sums"),
+    # Of sums a second one for each window's last step.
+    [("after_step", [1, 2, 3, 4], []), ("per_window", [1, 2, 2, 3, 4, 4], [1, 2])],
+)
+def test_mail_that_leaves_after_the_step_and_sums_of_the_device_are_recorded(
+    sending, numbers, sums
+):
+    with Training(ONE, SETTINGS, send_gradients=sending) as training:
         training.go(4)
         training.flush()
         training.engine.close()
         timeline, stats = training.engine.timeline, training.engine.stats
-    steps = by_number(timeline, "step")
-    copies = [span.number for span in of(timeline, "copy")]
-    on_device = sending == "per_window"
-    # Of sums a second one for each window's last step.
-    assert copies == ([1, 2, 2, 3, 4, 4] if on_device else [1, 2, 3, 4])
-    assert all(span.start >= steps[span.number].end for span in of(timeline, "copy"))
-    assert sorted(by_number(timeline, "take in sums")) == ([1, 2] if on_device else [])
+    steps, copies = by_number(timeline, "step"), of(timeline, "copy")
+    assert [span.number for span in copies] == numbers
+    assert all(span.start >= steps[span.number].end for span in copies)
+    assert sorted(by_number(timeline, "take in sums")) == sums
     assert stats.sum_s > 0
 
 
@@ -110,7 +107,8 @@ def test_waits_lie_inside_the_calls_that_wait(recorded):
     waits = of(recorded, "wait for device", "wait for host")
     assert waits  # the flush at least, whose update begins in it
     for wait in waits:
-        assert [call.number for call in calls if inside(wait, call)] == [wait.number]
+        around = [x.number for x in calls if x.start <= wait.start and wait.end <= x.end]
+        assert around == [wait.number]
 
 
 def test_what_happens_to_a_step_happens_in_order(recorded, rolling):
@@ -162,9 +160,10 @@ def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch)
 def test_pieces_that_follow_each_other_are_one_span_and_mail_parts_them(monkeypatch):
     now = clock(monkeypatch)
     recorder = Recorder()
-    pieces = [("update", 1)] * 1000 + [("take in", 5)] + [("update", 1)] * 1000 + [(None, 0)] * 2
+    pieces = [("update", 1)] * 1000 + [("take in", 5)] + [("update", 1)] * 1000
     for now.s, (kind, number) in enumerate(pieces):
         recorder.works_at(kind, number)
+    now.s += 1  # at which it is at work
     assert recorder.timeline().spans == (
         Span("host", "update", 0, 1000, 1),
         Span("host", "take in", 1000, 1001, 5),
@@ -172,15 +171,6 @@ def test_pieces_that_follow_each_other_are_one_span_and_mail_parts_them(monkeypa
     )
     seconds = recorder.seconds()
     assert (seconds["work_s"], seconds["update_s"], seconds["sum_s"]) == (2001, 2000, 1)
-
-
-def test_work_that_goes_on_is_there_until_now(monkeypatch):
-    now = clock(monkeypatch)
-    recorder = Recorder()
-    recorder.works_at("update", 7)
-    now.s = 3.0
-    assert recorder.timeline().spans == (Span("host", "update", 0.0, 3.0, 7),)
-    assert recorder.seconds()["update_s"] == 3.0
 
 
 def test_only_so_many_spans_are_kept_and_they_are_the_last():
@@ -214,12 +204,15 @@ def test_the_steps_of_a_timeline_are_those_whose_end_is_known_and_can_be_cut(rec
 # --- how it is shown ------------------------------------------------------------------------
 
 
+def events_in(folder):
+    return json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+
+
 def test_the_trace_has_all_spans_as_complete_events_under_the_names_of_their_rows(
     tmp_path, recorded
 ):
-    path = tmp_path / "trace.json"
-    save_trace(recorded, path)
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    save_trace(recorded, tmp_path / "trace.json")
+    events = events_in(tmp_path)
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     complete = [e for e in events if e["ph"] == "X"]
     assert len(complete) == len(recorded.spans)
@@ -234,10 +227,10 @@ def test_spans_that_overlap_in_part_get_threads_of_their_own(tmp_path):
     times = [(0.0, 4.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0), (4.0, 6.0)]
     spans = tuple(Span("mail", "unread", *time, n) for n, time in enumerate(times))
     save_trace(Timeline(spans), tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    threads = [{e["name"] for e in events if e["ph"] == "X" and e["tid"] == t} for t in range(9)]
-    unread = [{f"unread {n}" for n in (0, 1, 2, 4)}, {"unread 3"}]
-    assert [thread for thread in threads if thread] == unread
+    threads = {e["name"]: e["tid"] for e in events_in(tmp_path) if e["ph"] == "X"}
+    others = {threads[f"unread {n}"] for n in (0, 1, 2, 4)}
+    assert len(others) == 1
+    assert threads["unread 3"] not in others
 
 
 def test_the_picture_has_every_row_a_legend_and_the_steps_by_number(tmp_path, recorded):
@@ -251,27 +244,18 @@ def test_the_picture_has_every_row_a_legend_and_the_steps_by_number(tmp_path, re
     assert {"step", "update", "mail unread", "upload", "exchange"} <= shown
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [
-        (range(100, 110), r"expected steps that are recorded \(1 to 9\), got range\(100, 110\)"),
-        (range(3, 3), r"got range\(3, 3\)"),
-    ],
-    ids=str,
-)
-def test_steps_that_are_not_recorded_are_an_error_that_says_which_are(recorded, steps, words):
-    with pytest.raises(ValueError, match=rf"{words}.*Take a part of `timeline.steps`"):
+@pytest.mark.parametrize("steps", [range(100, 110), range(3, 3)], ids=str)
+def test_steps_that_are_not_recorded_are_an_error_that_says_which_are(recorded, steps):
+    words = rf"recorded \(1 to 9\), got range\({steps.start}.*Take a part of `timeline.steps`"
+    with pytest.raises(ValueError, match=words):
         plot_timeline(recorded, steps=steps)
 
 
 def test_a_run_without_a_step_has_nothing_to_draw_and_an_empty_trace(tmp_path):
-    with runs.Training(ONE, SETTINGS) as training:
-        timeline = training.engine.timeline
     with pytest.raises(ValueError, match=r"recorded \(none\)"):
-        plot_timeline(timeline)
-    save_trace(timeline, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    assert {event["ph"] for event in events} == {"M"}
+        plot_timeline(Timeline(()))
+    save_trace(Timeline(()), tmp_path / "trace.json")
+    assert {event["ph"] for event in events_in(tmp_path)} == {"M"}
 
 
 def test_without_matplotlib_the_error_says_what_to_install_and_what_does_without(

@@ -11,9 +11,11 @@ A few of them belong to the suite. For as long as one likes, over more trees and
       tests/exchange/test_user_sequences.py
 """
 
+import contextlib
 import copy
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -32,22 +35,21 @@ from tests.resuming import copied
 from tests.runs import Leaf
 
 SEQUENCES = int(os.environ.get("ZENFLOW_SEQUENCES", "0"))
-#: Each is compiled once, which is what the time goes to.
+# Each is compiled once, which is what the time goes to.
 WORLDS = 10_000 if SEQUENCES else 6
 
-#: Makes the first few worlds have one each of what matters most.
+# Makes the first few worlds have one each of what matters most.
 SEED = 53249
 
-#: What a user may be told; anything else that is raised was not meant for them.
+# What a user may be told; anything else that is raised was not meant for them.
 REFUSALS = (RuntimeError, ValueError, TypeError)
 
 
 class World(NamedTuple):
-    """A tree of parameters, who trains them, and how."""
+    """A tree of parameters, who trains them, and how. Leaves are known by their keys."""
 
-    leaves: tuple[Leaf, ...]  # trained
-    frozen: tuple[Leaf, ...]
-    places: tuple[tuple[str, ...], ...]  # the keys of each leaf, the frozen ones last
+    trained: dict[tuple[str, ...], Leaf]  # in jax's order, by which leaves take turns
+    frozen: dict[tuple[str, ...], Leaf]
     form: str  # how frozen leaves are kept out: "partition" or "subtree"
     options: Settings
     offload: bool
@@ -59,7 +61,7 @@ def world(number: int) -> World:
     """The same for the same number."""
     rng = np.random.default_rng((number, SEED))
     kinds = [((6, 3), -2), ((3, 7), -1), ((2, 5, 3), -2), ((4,), None), ((3, 2), None)]
-    which = [0, *rng.integers(len(kinds), size=rng.integers(1, 3))]
+    drawn = [0, *rng.integers(len(kinds), size=rng.integers(1, 3))]
     dtypes = ["float32", "bfloat16"]
     names = rng.permutation(list("abcdefgh")).tolist()
 
@@ -67,9 +69,12 @@ def world(number: int) -> World:
         shape, axis = kinds[kind]
         return Leaf(names.pop(), shape, axis, dtypes[rng.integers(2)], bool(rng.integers(2)))
 
-    leaves = tuple(leaf(int(kind)) for kind in which)
+    def by_keys(leaves: list[Leaf]) -> dict[tuple[str, ...], Leaf]:
+        return {("outer", x.name) if rng.integers(2) else (x.name,): x for x in leaves}
+
+    trained = [leaf(int(kind)) for kind in drawn]
     # Of shapes that trained leaves have, so that one could be taken for the other.
-    frozen = tuple(leaf(int(kind)) for kind in which[: rng.integers(1, 3)])
+    frozen = [leaf(int(kind)) for kind in drawn[: rng.integers(1, 3)]]
     window = int(rng.integers(1, 5))
     stale = int(rng.integers(window + 1))
     options = Settings(
@@ -84,13 +89,9 @@ def world(number: int) -> World:
         max_grad_norm=float(rng.choice([2.0, 50.0])),
         send_gradients=str(rng.choice(["during_step", "after_step", "per_window"])),
     )
-    nested = {x: ("outer", x.name) if rng.integers(2) else (x.name,) for x in (*leaves, *frozen)}
-    # In jax's order of a dict, by which leaves take turns: the reference knows no other.
-    leaves = tuple(sorted(leaves, key=nested.__getitem__))
     return World(
-        leaves,
-        frozen,
-        tuple(nested[x] for x in (*leaves, *frozen)),
+        dict(sorted(by_keys(trained).items())),
+        by_keys(frozen),
         ["partition", "subtree"][number % 2],
         options,
         offload=number % 4 != 3,
@@ -98,61 +99,45 @@ def world(number: int) -> World:
     )
 
 
-def tree_of(places: Any, values: Any) -> dict[str, Any]:
-    """Nested dicts of values, each at its keys."""
-    tree: dict[str, Any] = {}
-    for place, value in zip(places, values, strict=True):
-        *outer, name = place
-        functools.reduce(lambda node, key: node.setdefault(key, {}), outer, tree)[name] = value
-    return tree
+def tree_of(w: World, values: list[Any]) -> dict[str, Any]:
+    """A tree of values, those of trained leaves first."""
+    return unflatten_dict(dict(zip((*w.trained, *w.frozen), values, strict=True)))
 
 
-def values_of(places: Any, tree: Any) -> list[Any]:
-    return [functools.reduce(lambda node, key: node[key], place, tree) for place in places]
+def trained_of(w: World, tree: Any) -> list[Any]:
+    flat = flatten_dict(tree)
+    return [flat[keys] for keys in w.trained]
 
 
-def drawn(leaves: tuple[Leaf, ...], seed: int) -> list[np.ndarray]:
-    return list(runs.initial_values(leaves, seed).values())
+def trainable(w: World, tree: Any) -> Any:
+    """The tree without its frozen leaves."""
+    return unflatten_dict(dict(zip(w.trained, trained_of(w, tree), strict=True)))
+
+
+def put_back(params: Any, new: Any) -> Any:
+    """`params` with what `new` has of them."""
+    return unflatten_dict(flatten_dict(params) | flatten_dict(new))
 
 
 @functools.cache
-def program(w: World) -> tuple[Any, Any]:
+def program(number: int) -> tuple[Any, Any]:
     """Transformation and jitted step of a world."""
-    trained = {x.name for x in w.leaves}
-
-    def of(path: Any) -> Leaf:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        return next(x for x in (*w.leaves, *w.frozen) if x.name == name)
-
-    tx = zenflow_jax.zenflow(
-        runs.rate,
-        **vars(w.options),
-        mask=lambda params: jax.tree.map_with_path(lambda path, _: of(path).decay, params),
-        channel_axis=lambda path, _: of(path).axis,
-        resident=lambda path, _: of(path).axis is None,
-        offload=w.offload,
-    )
+    w = world(number)
+    leaves = (*w.trained.values(), *w.frozen.values())
+    tx = runs.transformation(leaves, w.options, offload=w.offload)
     if w.form == "partition":
-        tx = optax.partition(
-            {"train": tx, "freeze": optax.set_to_zero()},
-            lambda params: jax.tree.map_with_path(
-                lambda path, _: "train" if of(path).name in trained else "freeze", params
-            ),
-        )
-    mine = len(w.leaves)
+        labels = dict.fromkeys(w.trained, "train") | dict.fromkeys(w.frozen, "freeze")
+        parts = {"train": tx, "freeze": optax.set_to_zero()}
+        tx = optax.partition(parts, unflatten_dict(labels))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if w.donate else ())
     def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        ours = params
+        if w.form == "subtree":
+            ours, gradients = trainable(w, params), trainable(w, gradients)
         with jax.numpy_dtype_promotion("standard"):
-            if w.form == "partition":
-                updates, state = tx.update(gradients, state, params)
-                return optax.apply_updates(params, updates), state
-            values = values_of(w.places, params)
-            trainable = tree_of(w.places[:mine], values[:mine])
-            gradients = tree_of(w.places[:mine], values_of(w.places[:mine], gradients))
-            updates, state = tx.update(gradients, state, trainable)
-            new = values_of(w.places[:mine], optax.apply_updates(trainable, updates))
-            return tree_of(w.places, [*new, *values[mine:]]), state
+            updates, state = tx.update(gradients, state, ours)
+            return put_back(params, optax.apply_updates(ours, updates)), state
 
     return tx, step
 
@@ -164,7 +149,6 @@ class Checkpoint(NamedTuple):
     state: Any
     engine_state: Any
     reference: Any
-    frozen: Any
     run: int
     torn: bool  # a step had been made that was not exchanged
     misuse: str  # what had been done wrong and was not refused yet
@@ -179,7 +163,8 @@ class UserSequences(RuleBasedStateMachine):
     @initialize(number=st.integers(0, WORLDS - 1))
     def begin(self, number: int) -> None:
         self.world = world(number)
-        self.tx, self.program = program(self.world)
+        self.tx, self.program = program(number)
+        self.frozen = list(runs.initial_values(tuple(self.world.frozen.values()), 100).values())
         self.saved: list[Checkpoint] = []
         self.runs = 0  # started so far
         self.engine: Any = None
@@ -192,10 +177,7 @@ class UserSequences(RuleBasedStateMachine):
     def make_the_engine(self, whole: bool) -> None:
         if self.unmailed:
             self.misuse = "an engine made after the first step"
-        with self._may_refuse():
-            self.engine = zenflow_jax.HostEngine(
-                self.params if whole else self._trainable(), self.state, threads=1
-            )
+        self._make_engine(self._params(whole))
 
     @precondition(lambda self: self._ready() and not self.unmailed)
     @rule(
@@ -223,25 +205,22 @@ class UserSequences(RuleBasedStateMachine):
     @precondition(lambda self: self._ready() and not self.unmailed and not self.misuse)
     @rule()
     def look_at_the_masters(self) -> None:
-        masters = zenflow_jax.master_params(self._trainable(), self.state, self.engine)
-        for i, place in enumerate(self.world.places[: len(self.world.leaves)]):
-            (found,), expected = values_of([place], masters), self.reference.moments(i)[0]
-            np.testing.assert_allclose(found, expected, rtol=0, atol=runs.ATOL)
+        masters = zenflow_jax.master_params(self._params(False), self.state, self.engine)
+        for x, expected in zip(trained_of(self.world, masters), self._masters(), strict=True):
+            np.testing.assert_allclose(x, expected, rtol=0, atol=runs.ATOL)
 
     @precondition(lambda self: self._ready() and not self.unmailed and not self.misuse)
     @rule(whole=st.booleans())
     def look(self, whole: bool) -> None:
         """What an evaluation in mid-run sees is what the masters say."""
         if self.engine is None:
-            found, _ = zenflow_jax.flush(self.params, self.state)
+            seen, _ = zenflow_jax.flush(self.params, self.state)
             expected = copy.deepcopy(self.reference).flush()
         else:
-            found = self.engine.peek(self.params if whole else self._trainable(), self.state)
-            expected = [
-                self.reference.moments(i)[0].astype(x.dtype)
-                for i, x in enumerate(self.world.leaves)
-            ]
-        self._compare(values_of(self.world.places[: len(expected)], found), expected, "a look")
+            seen = self.engine.peek(self._params(whole), self.state)
+            dtypes = [leaf.dtype for leaf in self.world.trained.values()]
+            expected = [x.astype(dtype) for x, dtype in zip(self._masters(), dtypes, strict=True)]
+        self._compare(trained_of(self.world, seen), expected, "a look")
 
     @rule()
     def keep_views_of_everything(self) -> None:
@@ -252,19 +231,9 @@ class UserSequences(RuleBasedStateMachine):
     def save(self) -> None:
         with self._may_refuse():
             engine_state = None if self.engine is None else self.engine.state()
-            params, state, engine_state = copied((self.params, self.state, engine_state))
-            self.saved.append(
-                Checkpoint(
-                    params,
-                    state,
-                    engine_state,
-                    copy.deepcopy(self.reference),
-                    self.frozen,
-                    self.run,
-                    self.unmailed,
-                    self.misuse,
-                )
-            )
+            arrays = copied((self.params, self.state, engine_state))
+            known = copy.deepcopy(self.reference), self.run, self.unmailed, self.misuse
+            self.saved.append(Checkpoint(*arrays, *known))
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
@@ -282,16 +251,16 @@ class UserSequences(RuleBasedStateMachine):
     @rule(seed=st.integers(4, 6))
     def load_other_weights(self, seed: int) -> None:
         if self.t:
-            self.misuse = self.misuse or "weights loaded in mid-run"
+            self._note("weights loaded in mid-run")
         elif self.engine is not None:
-            self.misuse = self.misuse or "weights loaded after the engine was made"
+            self._note("weights loaded after the engine was made")
         self._load(seed)
 
     @precondition(lambda self: self._ready())
     @rule()
     def forget_to_exchange(self) -> None:
         if self.unmailed and self.world.offload:
-            self.misuse = self.misuse or "a step that was not exchanged"
+            self._note("a step that was not exchanged")
         self._step()
 
     @precondition(lambda self: self._ready() and self.unmailed)
@@ -303,7 +272,7 @@ class UserSequences(RuleBasedStateMachine):
     @rule()
     def exchange_twice(self) -> None:
         if not self.unmailed:
-            self.misuse = self.misuse or "an exchange without a step"
+            self._note("an exchange without a step")
         self._exchange(True)
         if not self.over:
             self._flush(True)
@@ -314,7 +283,7 @@ class UserSequences(RuleBasedStateMachine):
         """Goes on from what there was before; in-graph that is right, `flush` being pure."""
         kept = self.params, self.state
         if self.world.offload:
-            self.misuse = self.misuse or "a run that goes on from before a flush"
+            self._note("a run that goes on from before a flush")
         with self._may_refuse():
             self._call("flush", True)
             self.params, self.state = kept
@@ -324,23 +293,23 @@ class UserSequences(RuleBasedStateMachine):
     def bring_to_the_host_and_back(self, what: str) -> None:
         """What pickling, or a trainer that re-places what it is given, makes of a state."""
         if self.world.offload:
-            self.misuse = self.misuse or f"{what} of NumPy arrays"
+            self._note(f"{what} of NumPy arrays")
         setattr(self, what, jax.device_get(getattr(self, what)))
 
     @precondition(lambda self: not self.over)
     @rule()
     def move_the_state_to_the_device(self) -> None:
-        self.misuse = self.misuse or "a state that was moved"
+        self._note("a state that was moved")
         # By way of NumPy: between its memories a CPU device copies nothing by itself (jax 0.10.2).
         self.state = jax.device_put(jax.device_get(self.state), jax.devices()[0])
 
-    @precondition(lambda self: len(self.saved) > 1 and self._mixtures_are_seen())
+    # Parts of several checkpoints are compared where an engine is made of them.
+    @precondition(lambda self: len(self.saved) > 1 and self.world.offload)
     @rule(data=st.data())
     def resume_from_a_mixture(self, data: Any) -> None:
         a, b, c = (data.draw(st.sampled_from(self.saved), label=x) for x in ("params", "b", "c"))
-        if a is b is c:
-            return
-        self._resume(a, b, c)
+        if not a is b is c:
+            self._resume(a, b, c)
 
     # --- how it is done ---------------------------------------------------------------------
 
@@ -353,28 +322,28 @@ class UserSequences(RuleBasedStateMachine):
         finally:
             self._close()
 
-    def _start(self, seed: int) -> None:
+    def _begin(self, run: int, misuse: str, unmailed: bool) -> None:
         self._close()
-        self.over, self.misuse, self.unmailed = False, "", False
+        self.over, self.run, self.misuse, self.unmailed = False, run, misuse, unmailed
+
+    def _start(self, seed: int) -> None:
         self.runs += 1
-        self.run = self.runs
-        self.frozen = drawn(self.world.frozen, 100)
+        self._begin(self.runs, "", False)
         self._load(seed)
         with self._may_refuse():
-            first = self.params if self.world.form == "partition" else self._trainable()
-            self.state = self.tx.init(first)
+            self.state = self.tx.init(self._params(self.world.form == "partition"))
 
     def _load(self, seed: int) -> None:
         w = self.world
-        weights = drawn(w.leaves, seed)
-        values = [*weights, *self.frozen]
-        self.params = jax.device_put(tree_of(w.places, values), jax.devices()[0])
+        leaves = tuple(w.trained.values())
+        weights = list(runs.initial_values(leaves, seed).values())
+        self.params = jax.device_put(tree_of(w, [*weights, *self.frozen]), jax.devices()[0])
         self.reference = Reference(
             weights,
             runs.rate,
             w.options,
-            channel_axes=[x.axis for x in w.leaves],
-            decay=[x.decay for x in w.leaves],
+            channel_axes=[x.axis for x in leaves],
+            decay=[x.decay for x in leaves],
         )
 
     def _close(self) -> None:
@@ -383,29 +352,29 @@ class UserSequences(RuleBasedStateMachine):
         self.engine = None
 
     def _resume(self, of_params: Checkpoint, of_state: Checkpoint, of_engine: Checkpoint) -> None:
-        self._close()
-        self.over, self.misuse, self.unmailed = False, "", False
-        self.run = of_params.run
+        misuse = ""
         if not (of_params is of_state is of_engine):
-            self.misuse = "parameters, state and engine of several checkpoints"
+            misuse = "parameters, state and engine of several checkpoints"
         elif of_params.torn:
-            self.misuse = "a checkpoint made between a step and its exchange"
+            misuse = "a checkpoint made between a step and its exchange"
         elif of_params.misuse:
-            self.misuse = f"a checkpoint after {of_params.misuse}"
+            misuse = f"a checkpoint after {of_params.misuse}"
         elif self.world.offload and on_the_host((of_params.params, of_params.state)):
-            self.misuse = "a checkpoint of NumPy arrays"
+            misuse = "a checkpoint of NumPy arrays"
+        self._begin(of_params.run, misuse, of_params.torn)
+        # Where the parts differ without harm, they are those of any.
+        self.reference = copy.deepcopy(of_params.reference)
         self.params, self.state, engine_state = copied(
             (of_params.params, of_state.state, of_engine.engine_state)
         )
-        self.frozen = of_params.frozen
-        # Where the parts differ without harm, they are those of any.
-        self.reference = copy.deepcopy(of_params.reference)
-        self.unmailed = of_params.torn
         if self.world.offload:
-            with self._may_refuse():
-                self.engine = zenflow_jax.HostEngine(
-                    self.params, self.state, engine_state=engine_state, threads=1
-                )
+            self._make_engine(self.params, engine_state)
+
+    def _make_engine(self, params: Any, engine_state: Any = None) -> None:
+        with self._may_refuse():
+            self.engine = zenflow_jax.HostEngine(
+                params, self.state, engine_state=engine_state, threads=1
+            )
 
     @property
     def t(self) -> int:
@@ -414,33 +383,31 @@ class UserSequences(RuleBasedStateMachine):
     def _ready(self) -> bool:
         return not self.over and (self.engine is not None or not self.world.offload)
 
-    def _changes_are_seen(self) -> bool:
-        """Whether the library says that it notices when parameters change in mid-run.
-
-        In a jitted step it cannot raise, and a float32 parameter that is selected is its own
-        master: there the next step starts from what it finds, as that of `optax.adamw` does.
-        """
-        return self.world.offload and self.world.options.topk_ratio < 1
+    def _note(self, misuse: str) -> None:
+        self.misuse = self.misuse or misuse
 
     def _loading_is_seen(self) -> bool:
-        """Whether other weights are right or noticed; what the first exchange gets is not."""
-        return self.t == 0 or (self._changes_are_seen() and not (self.t == 1 and self.unmailed))
+        """Whether other weights are right or noticed; what the first exchange gets is not.
 
-    def _mixtures_are_seen(self) -> bool:
-        """Whether parts of several checkpoints are compared: where an engine is made of them."""
-        return self.world.offload
+        In a jitted step the library cannot raise, and a float32 parameter that is selected is its
+        own master: there the next step starts from what it gets, as that of `optax.adamw` does.
+        """
+        noticed = self.world.offload and self.world.options.topk_ratio < 1
+        return self.t == 0 or (noticed and not (self.t == 1 and self.unmailed))
+
+    def _masters(self) -> list[np.ndarray]:
+        return [self.reference.moments(i)[0] for i in range(len(self.world.trained))]
 
     def _step(self, kind: str = "plain") -> None:
         w = self.world
-        t = self.t + 1
-        gradients = runs.gradients((*w.leaves, *w.frozen), t, self.run, False)
-        values = list(gradients.values())
+        leaves = (*w.trained.values(), *w.frozen.values())
+        values = list(runs.gradients(leaves, self.t + 1, self.run).values())
         if kind != "plain":
             values[0] = np.full_like(values[0], np.nan if kind == "not finite" else 0)
-        self.reference.step(values[: len(w.leaves)])
+        self.reference.step(values[: len(w.trained)])
         self.unmailed = w.offload
         with self._may_refuse():
-            gradients = jax.tree.map(jnp.asarray, tree_of(w.places, values))
+            gradients = jax.tree.map(jnp.asarray, tree_of(w, values))
             self.params, self.state = self.program(self.params, self.state, gradients)
         if not w.offload:
             self._check("a step")
@@ -454,7 +421,7 @@ class UserSequences(RuleBasedStateMachine):
 
     def _flush(self, whole: bool) -> None:
         if self.unmailed:
-            self.misuse = self.misuse or "a flush before the exchange"
+            self._note("a flush before the exchange")
         self._apply("flush", whole)
         self.reference.flush()
         if not self.over:
@@ -464,69 +431,43 @@ class UserSequences(RuleBasedStateMachine):
     def _apply(self, name: str, whole: bool) -> None:
         with self._may_refuse():
             new, self.state = self._call(name, whole)
-            self.params = put_back(self.world, self.params, new)
+            self.params = put_back(self.params, new)
 
     def _call(self, name: str, whole: bool) -> tuple[Any, Any]:
-        params = self.params if whole else self._trainable()
         call = zenflow_jax.flush if self.engine is None else getattr(self.engine, name)
-        return call(params, self.state)
+        return call(self._params(whole), self.state)
 
-    def _trainable(self) -> Any:
-        places = self.world.places[: len(self.world.leaves)]
-        return tree_of(places, values_of(places, self.params))
+    def _params(self, whole: bool) -> Any:
+        return self.params if whole else trainable(self.world, self.params)
 
     def _check(self, after: str) -> None:
         """The parameters are the reference's, unless something wrong may still be noticed."""
         if self.over or self.misuse:
             return
-        w, mine = self.world, len(self.world.leaves)
-        values = values_of(w.places, self.params)
-        self._compare(values[:mine], self.reference.params, after)
-        for leaf, now, then in zip(w.frozen, values[mine:], self.frozen, strict=True):
-            assert np.asarray(now).tobytes() == then.tobytes(), f"{leaf.name} is frozen: {after}"
+        self._compare(trained_of(self.world, self.params), self.reference.params, after)
+        flat = flatten_dict(self.params)
+        for keys, before in zip(self.world.frozen, self.frozen, strict=True):
+            assert np.asarray(flat[keys]).tobytes() == before.tobytes(), f"{keys}: {after}"
 
-    def _compare(self, found: Any, expected: Any, after: str) -> None:
-        names = [x.name for x in self.world.leaves]
-        both = [[dict(zip(names, map(np.array, x), strict=True))] for x in (found, expected)]
+    def _compare(self, values: Any, expected: Any, after: str) -> None:
+        names = [leaf.name for leaf in self.world.trained.values()]
+        both = [[dict(zip(names, map(np.array, x), strict=True))] for x in (values, expected)]
         try:
             runs.assert_close(*both)
         except AssertionError as error:
             self.over = True  # the first one is what is to be seen
             raise AssertionError(f"wrong weights after {after}, step {self.t}: {error}") from None
 
-    def _may_refuse(self) -> "_Refusal":
-        return _Refusal(self)
-
-
-class _Refusal:
-    """Around a call: what was done wrong may be refused, and that is the end of the run."""
-
-    def __init__(self, machine: UserSequences):
-        self._machine = machine
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        machine = self._machine
-        if error is None:
-            return False
-        machine.over = True
-        if not machine.misuse or not isinstance(error, REFUSALS):
-            return False
-        machine._close()
-        return True
-
-
-def put_back(w: World, params: Any, new: Any) -> Any:
-    """`params` with what `new` has of them."""
-    found = dict(zip(w.places, values_of(w.places, params), strict=True))
-    for place in w.places:
+    @contextlib.contextmanager
+    def _may_refuse(self) -> Iterator[None]:
+        """Around a call: what was done wrong may be refused, and that is the end of the run."""
         try:
-            (found[place],) = values_of([place], new)
-        except KeyError:
-            continue
-    return tree_of(w.places, [found[place] for place in w.places])
+            yield
+        except BaseException as error:
+            self.over = True
+            if not self.misuse or not isinstance(error, REFUSALS):
+                raise
+            self._close()
 
 
 def on_the_host(tree: Any) -> bool:

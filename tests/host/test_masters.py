@@ -2,19 +2,15 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import ml_dtypes
 import numba
 import numpy as np
 import pytest
 
-from zenflow_jax._host import masters as masters_module
+from tests.host.test_host_adam import BFLOAT16, DTYPES, KERNELS, bits, new_masters
 from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.arrays import PIECE
 from zenflow_jax._host.masters import Masters
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 
 
 @numba.njit(nogil=True)
@@ -63,34 +59,27 @@ def test_every_float32_comes_back_but_those_halfway_above_an_even_one_and_nans()
 @pytest.fixture(scope="module")
 def numbers() -> np.ndarray:
     """Float32 of all lower halves with some upper ones, and of all upper ones with some lower."""
-    some = np.uint32([0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
-    some = np.concatenate([some, some | np.uint32(0x8000)])
+    upper = np.uint32([0, 1, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF])
+    upper = np.concatenate([upper, upper | np.uint32(0x8000)])
     every = np.arange(2**16, dtype=np.uint32)
     lower = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    found = [(some[:, None] << 16 | every), (every[:, None] << 16 | lower)]
-    return np.concatenate([x.reshape(-1) for x in found]).view(np.float32)
-
-
-def apart(x: np.ndarray, dtype: np.dtype) -> Masters:
-    masters = Masters.zeros(x.shape, dtype)
-    masters.write(x)
-    return masters
+    bits = [(upper[:, None] << 16 | every), (every[:, None] << 16 | lower)]
+    return np.concatenate([x.reshape(-1) for x in bits]).view(np.float32)
 
 
 def test_what_is_uploaded_is_the_cast_of_the_masters_bit_for_bit(numbers):
+    number = ~np.isnan(numbers)
     with np.errstate(all="ignore"):
-        for dtype in (BFLOAT16, FLOAT16, FLOAT32):
-            masters = apart(numbers, dtype)
-            expected = numbers.astype(dtype).tobytes()
-            assert masters.to_upload.tobytes() == expected
+        for dtype in DTYPES:
+            masters = new_masters(numbers, dtype)
+            assert bits(masters.to_upload) == bits(numbers.astype(dtype))
             # Of what the masters are, not only of what they were set to.
-            number = ~np.isnan(numbers)
             cast = masters.as_float32()[number].astype(dtype)
-            assert masters.to_upload[number].tobytes() == cast.tobytes()
+            assert bits(masters.to_upload[number]) == bits(cast)
 
 
 def test_numpy_takes_masters_apart_as_compiled_loops_do(numbers):
-    masters = apart(numbers, BFLOAT16)
+    masters = new_masters(numbers, BFLOAT16)
     p, rest = np.empty(numbers.shape, np.uint16), np.empty(numbers.shape, np.int16)
 
     @numba.njit
@@ -99,46 +88,27 @@ def test_numpy_takes_masters_apart_as_compiled_loops_do(numbers):
             numba_loops._keep(x[i], p, rest, i, True)
 
     keep_all(numbers, p, rest)
-    assert masters.values.tobytes() == p.tobytes()
-    assert masters.rest is not None
-    assert masters.rest.tobytes() == rest.tobytes()
+    assert bits(masters) == bits(p, rest)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_masters_that_were_read_are_written_back_bit_for_bit(dtype, numbers):
-    masters = apart(numbers, dtype)
-    again = apart(masters.as_float32(), dtype)
-    for ours, theirs in zip(again.arrays, masters.arrays, strict=True):
-        assert ours.tobytes() == theirs.tobytes()
+    masters = new_masters(numbers, dtype)
+    assert bits(new_masters(masters.as_float32(), dtype)) == bits(masters)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_become_masters_without_rounding(dtype):
     """In pieces of which the last is not whole, from memory that is not contiguous."""
     x = np.random.default_rng(0).standard_normal((513, 514)).astype(dtype)
     assert x.size > 2 * PIECE
-    for given in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[:, ::-1]):
-        masters = apart(np.float32(1.001) * x.astype(np.float32), dtype)
-        masters.write(given)  # which leaves nothing of what was there
-        assert masters.as_float32().tobytes() == np.ascontiguousarray(given, np.float32).tobytes()
+    for weights in (x, np.asfortranarray(x), x.astype(np.float32), x.astype(np.float32)[:, ::-1]):
+        masters = new_masters(np.float32(1.001) * x.astype(np.float32), dtype)
+        masters.write(weights)  # which leaves nothing of what was there
+        assert bits(masters.as_float32()) == bits(np.ascontiguousarray(weights, np.float32))
 
 
-def test_what_is_not_to_be_written_keeps_both_parts():
-    # Any bits: a rest of -32768 beside a number that ends in 0 is of no master.
-    masters = Masters(np.array([1, 2], BFLOAT16), rest=np.int16([-32768, 7]))
-    masters_module.split(np.float32([1, 3]), *masters.arrays, where=np.array([False, True]))
-    assert masters.values.tolist() == [1, 3]
-    assert masters.rest.tolist() == [-32768, 0]
-
-
-def test_a_bfloat16_master_takes_four_bytes_and_the_others_what_they_did():
-    for dtype, nbytes in ((BFLOAT16, 4), (FLOAT16, 6), (FLOAT32, 4)):
-        masters = Masters.zeros((3, 5), dtype)
-        assert sum(x.nbytes for x in masters.arrays) == 15 * nbytes
-        assert masters.to_upload.dtype == dtype
-
-
-@pytest.mark.parametrize("kernel", ["numba", "numpy"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_master_halfway_above_an_even_number_moves_once_where_channels_change_sides(kernel):
     # 1 + 2**-8 lies halfway between 1 and the next bfloat16, and rounds to 1.
     halfway, below = np.float32(1 + 2**-8), np.nextafter(np.float32(1 + 2**-8), np.float32(0))

@@ -139,10 +139,9 @@ def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, s
     state = new_state(shape, compact=True)
     moments = state[1:3]
     before = state.copy()[1:3]
-    taken = adam.take(moments, channels)
+    taken, index = adam.take(moments, channels), channels[:, None, :, None]
     for moment, rows in zip(moments, taken, strict=True):
-        for of_entry, index, some in zip(moment.as_float32(), channels, rows, strict=True):
-            np.testing.assert_array_equal(some, of_entry[:, index])
+        np.testing.assert_array_equal(np.take_along_axis(moment.as_float32(), index, 2), rows)
     adam.put(moments, channels, taken)
     assert bits(*moments) == bits(*before)
     new = [numbers(taken[0].shape, first=first) for first in (True, False)]
@@ -152,29 +151,23 @@ def test_channels_are_handed_over_without_a_change_to_their_neighbours(kernel, s
     adam.close()
     for moment, old, rows, first in zip(moments, before, new, (True, False), strict=True):
         assert of_channels(moment, ~chosen) == of_channels(old, ~chosen)
-        expected = zip(moment.as_float32(), channels, rounded(rows, first=first), strict=True)
-        for of_entry, index, some in expected:
-            np.testing.assert_array_equal(of_entry[:, index], some)
+        kept = np.take_along_axis(moment.as_float32(), index, 2)
+        np.testing.assert_array_equal(kept, rounded(rows, first=first))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", [(1, 1, 3, 70), (1, 70, 3, 1)], ids=["leading", "trailing"])
 def test_a_gradient_that_is_not_finite_poisons_its_block_and_no_other(kernel, shape):
     bad = new_gradient(shape).copy()
-    places = (
-        ((0, 0), (0, 0), (0, 1), (5, 40)) if shape[1] == 1 else ((0, 0), (5, 40), (0, 1), (0, 0))
-    )
-    bad[places] = [np.nan, np.inf]
+    by_channels = bad.reshape(3, 70) if shape[1] == 1 else bad.reshape(70, 3).T
+    by_channels[[0, 1], [5, 40]] = [np.nan, np.inf]
     state, plain = new_state(shape, compact=True), new_state(shape, compact=True)
     adam, active = HostAdam(kernel, 1), np.ones_like(state.steps, bool)
     step(adam, state, bad, active)
     step(adam, plain, new_gradient(shape), active)
     poisoned = np.zeros(shape, bool)
-    axis = 1 if shape[3] == 1 else 3
-    for channel, block in ((0, 0), (1, 1)):
-        index = [slice(None)] * 4
-        index[2], index[axis] = channel, slice(block * BLOCK, (block + 1) * BLOCK)
-        poisoned[tuple(index)] = True
+    by_channels = poisoned.reshape(3, 70) if shape[1] == 1 else poisoned.reshape(70, 3).T
+    by_channels[0, :BLOCK] = by_channels[1, BLOCK : 2 * BLOCK] = True
     for ours, theirs in zip(state.wide[1:], plain.wide[1:], strict=True):
         assert not np.isfinite(ours[poisoned]).any()
         np.testing.assert_array_equal(ours[~poisoned], theirs[~poisoned])

@@ -63,15 +63,9 @@ class HostAdam:
     For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
     nobody else may write the arrays, nor read those that it writes. End with `close`.
 
-    Args:
-        kernel: "numba" or "numpy".
-        threads: Threads that share the work; with 1 it is the caller's. None: one less than the
-            cores this process may use, which leaves one to the training loop.
-        tile: Elements that a thread takes at once; no result depends on it. None: the best size
-            that was found for the kernel.
-
-    Raises:
-        ValueError: If `kernel` is unknown, or `threads` is no positive integer.
+    `threads` share the work; with 1 it is the caller's. None is one less than the cores this
+    process may use, which leaves one to the training loop. `tile` is how many elements a thread
+    takes at once; None is the best size that was found for the kernel.
     """
 
     def __init__(
@@ -98,14 +92,10 @@ class HostAdam:
         self._pool = ThreadPoolExecutor(threads, "zenflow-adam") if threads > 1 else None
 
     def accumulate(self, total: np.ndarray, gradients: Sources, *, first: bool) -> None:
-        """Adds gradients to `total` one after the other, each times its factor.
+        """Adds gradients to `total`, float32, one after the other, each times its factor.
 
-        The bits are those of one call for each gradient, in one pass over memory.
-
-        Args:
-            total: float32 sum of a window; written.
-            gradients: Of the same shape. Factors and products are float32.
-            first: True replaces what `total` held.
+        The bits are those of one call for each gradient, in one pass over memory. `first` replaces
+        what `total` held.
         """
         assert all(total.shape == g.shape for g, _ in gradients)
         kernel = self._kernel_for(*(g for g, _ in gradients))
@@ -132,26 +122,15 @@ class HostAdam:
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
-        The bits are those of a sum that `accumulate` made first.
+        The bits are those of a sum that `accumulate` made first. All are `(entries, rows, n, tail)`
+        but for `steps`, int32, and `active`: `(entries, n)`. `of_window` also says how far `steps`,
+        the Adam steps taken before this one, advance.
 
         This is a generator, so that the caller can do something else between chunks of some
         milliseconds each; the step is done when it is exhausted. At its start it reads `steps` and
         `active`, and writes `steps`. Inactive channels keep every bit of masters, moments and
         steps, whatever the gradients hold there (the trailing layout may write them with what they
         hold).
-
-        Args:
-            masters: Of `(entries, rows, n, tail)`; written, with what is uploaded of them.
-            mu: First moment, like `masters`; written.
-            nu: Second moment, like `mu`, and as compact.
-            steps: int32 `(entries, n)`, Adam steps taken by each channel before this one; written.
-            gradients: With their factors, in order; shape of `masters`.
-            scale: Taken as float32, like the factors.
-            active: bool `(entries, n)`; the channels that take the step.
-            of_window: Learning rate, betas, eps, weight decay; and how far `steps` advance.
-
-        Yields:
-            None, after each chunk.
         """
         assert (mu.scales is None) == (nu.scales is None)
         assert mu.shape == nu.shape == masters.shape
@@ -201,14 +180,9 @@ class HostAdam:
             yield
 
     def take(self, arrays: Sequence[Movable], channels: np.ndarray) -> list[np.ndarray]:
-        """Copies some channels out of masters and moments of one leaf.
+        """Copies some channels, int32 `(entries, k)`, out of masters and moments of one leaf.
 
-        Args:
-            arrays: `(entries, rows, n, tail)` each.
-            channels: int32 `(entries, k)`.
-
-        Returns:
-            New float32 arrays `(entries, rows, k, tail)`.
+        Returns new float32 arrays `(entries, rows, k, tail)`.
         """
         entries, rows, _, tail = arrays[0].shape
         taken = [np.empty((entries, rows, channels.shape[1], tail), np.float32) for _ in arrays]
@@ -235,10 +209,9 @@ class HostAdam:
         self, x: Movable, channels: np.ndarray, rows: np.ndarray, *, inward: bool
     ) -> None:
         assert rows.dtype == np.float32
-        if isinstance(x, Masters):
-            self._move(x.values, x.rest, rows, channels, inward=inward)
-        elif x.scales is None:
-            self._move(x.values, None, rows, channels, inward=inward)
+        if isinstance(x, Masters) or x.scales is None:
+            rest = x.rest if isinstance(x, Masters) else None
+            self._move(x.values, rest, rows, channels, inward=inward)
         elif rows.size:
             codes = Moment.compact(rows.shape, x.values.dtype)
             assert codes.scales is not None
@@ -345,14 +318,8 @@ def compile_loops(
 ) -> None:
     """Has the compiled kernel ready for updates and hand-overs of these leaves.
 
-    Numba compiles a loop for each set of dtypes and each number of gradients when it first meets
-    them. So this runs all of them on a few numbers.
-
-    Args:
-        kernel: As for `HostAdam`.
-        specs: The leaves.
-        window: Steps in the longest window.
-        compact: Whether moments are.
+    Numba compiles a loop for each set of dtypes and each number of gradients (up to `window`, the
+    longest one's steps) when it first meets them. So this runs all of them on a few numbers.
     """
     adam = HostAdam(kernel, 1)
     step = window_step(AdamScalars(*[0.0] * len(AdamScalars._fields)), 1, None, np)

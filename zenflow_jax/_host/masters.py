@@ -54,11 +54,7 @@ class Masters(HostArray):
         return self.values if self.cast is None else self.cast
 
     def write(self, x: np.ndarray) -> None:
-        """Sets all masters.
-
-        Args:
-            x: Of the same size, float32 or in the leaf's dtype.
-        """
+        """Sets all masters: `x` is of the same size, float32 or in the leaf's dtype."""
         x = x.reshape(self.shape)
         if self.rest is None:
             np.copyto(self.values, x)
@@ -92,13 +88,9 @@ def split(
     rest: np.ndarray,
     where: "np.ndarray | bool" = True,
 ) -> None:
-    """Takes masters apart.
+    """Takes float32 masters apart, into `rounded` (bfloat16) and `rest` (int16).
 
-    Args:
-        x: float32.
-        rounded: bfloat16; written.
-        rest: int16; written.
-        where: Bool, broadcast: elsewhere `rounded` and `rest` stay as they are.
+    Where `where`, broadcast, is False both stay as they are.
     """
     _round(x, out=rounded, where=where)
     bits = x.view(np.int32)

@@ -102,11 +102,6 @@ class Moment(HostArray):
     scales: np.ndarray | None = None  # of the codes: like `values`, one for each block
 
     @classmethod
-    def zeros(cls, shape: tuple[int, ...]) -> "Moment":
-        """In float32."""
-        return cls(blank(shape))
-
-    @classmethod
     def compact(cls, shape: tuple[int, ...], dtype: Any) -> "Moment":
         """Zeros in codes: int8 for a first moment, uint8 for a second."""
         return cls(blank(shape, dtype), blank(_shape_of_scales(shape), _SCALES[np.dtype(dtype)]))
@@ -120,11 +115,9 @@ class Moment(HostArray):
         codes, numbers = (a.reshape(-1, layout.width) for a in (self.values, x))
         scales = as_matrix(self.scales, layout)
         for tile in layout.tiles(PIECE):
-            first, last, left, right = tile
-            region = slice(first, last), slice(left, right)
-            encode(
-                np.array(numbers[region]), layout.axis, codes[region], scales[layout.scales(tile)]
-            )
+            region = slice(*tile[:2]), slice(*tile[2:])
+            block = np.array(numbers[region])
+            encode(block, layout.axis, codes[region], scales[layout.scales(tile)])
 
     def _decoded(self, begin: int, end: int) -> np.ndarray:
         # Whole segments, for blocks may begin and end anywhere in them.
@@ -147,7 +140,7 @@ def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[Moment, Momen
     """The first and the second moment of a leaf, zero."""
     if compact:
         return Moment.compact(shape, _FIRST), Moment.compact(shape, _SECOND)
-    return Moment.zeros(shape), Moment.zeros(shape)
+    return Moment(blank(shape)), Moment(blank(shape))
 
 
 def bytes_of_moments(shape: tuple[int, ...], *, compact: bool) -> int:
@@ -180,14 +173,10 @@ def encode(
     scales: np.ndarray,
     where: "np.ndarray | bool" = True,
 ) -> None:
-    """Writes codes and scales of numbers.
+    """Writes codes and scales of numbers, which are garbage afterwards.
 
-    Args:
-        x: float32 (a, b). Garbage afterwards.
-        axis: Along which blocks lie; they begin at its beginning.
-        codes: int8 of a first moment, uint8 of a second; written.
-        scales: Of each block; written.
-        where: Bool, broadcast to `codes` and `scales`: elsewhere both stay as they are.
+    Blocks lie along `axis` and begin at its beginning. Where `where`, broadcast to `codes` and
+    `scales`, is False both stay as they are.
     """
     first = codes.dtype == _FIRST
     with np.errstate(all="ignore"):  # of blocks that are not finite

@@ -4,10 +4,8 @@
 does not arrive, because Numba has none on CPUs. Every operation rounds once, on its own, as IEEE
 754 says: no fastmath flag is set, not even "contract". So the vectorized body of a loop and its
 scalar tail give the same bits, and NumPy gives them too. That costs nothing, because the loops wait
-for memory (`benchmarks/host_adam.py`).
-
-Moments in codes (`moments.py`) are decoded to scratch, a chunk at a time, take the step there as
-float32 ones do in place, and are encoded again.
+for memory (`benchmarks/host_adam.py`). Moments in codes (`moments.py`) are decoded to scratch, a
+chunk at a time, take the step there as float32 ones do in place, and are encoded again.
 
 How loops are written: Numba makes uint64 of the sum of two uint32, so each step of bit arithmetic
 is cast back. It checks in the loop an index that it cannot prove positive, and the check keeps LLVM
@@ -56,8 +54,8 @@ _LANES = 2048
 def _compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
     """Serial machine code that releases the GIL and divides as NumPy does, kept on disk.
 
-    Numba keeps it beside this file, else in the user's cache folder. If it can write neither, it
-    raises at import; then every process compiles for itself.
+    Where Numba can write neither beside this file nor in the user's cache folder, every process
+    compiles for itself.
     """
     function = inspect.unwrap(function)  # jaxtyping's import hook wraps it, in tests
     try:
@@ -194,7 +192,7 @@ def _element(p, m, v, g, m_debias, v_debias, scalars):
 def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes, scalars):
     """Takes the step on `size` neighbours, from the elements `at` of masters and `at_m` of moments.
 
-    They are of one channel; or, where `lanes` is True, each of the next one. Then every lane is
+    They are of one channel; or, where `lanes` is True, each of the next one, and every lane is
     written, with its new or its old value: LLVM vectorizes a branch around the stores only where
     the machine has masked ones.
     """
@@ -336,11 +334,6 @@ def _magnitude(x):
 
 
 @_inner
-def _float(bits):
-    return np.uint32(bits).view(np.float32)
-
-
-@_inner
 def _convert(codes, scales, x, width, root, inward):
     """Converts channels of `width` elements, or a piece of one channel."""
     size = codes.size if width % BLOCK == 0 else width
@@ -371,7 +364,7 @@ def _encode_blocks(codes, scales, x, root, inward):
         for i in range(x.shape[1]):
             bits = _magnitude(x[b, i])
             largest = bits if bits > largest else largest
-        scales[b] = _scale(_float(largest), root)
+        scales[b] = _scale(largest.view(np.float32), root)
         inverse = _inverse(scales[b], root)
         for i in range(x.shape[1]):
             codes[b, i] = _code(x[b, i], inverse, root)
@@ -394,7 +387,7 @@ def _encode_rows(codes, scales, x, shape, active, root, inward):
             largest[e] = bits if bits > largest[e] else largest[e]
     inverse = np.empty(lanes, np.float32)
     for e in range(lanes):
-        scale = _scale(_float(largest[e]), root)
+        scale = _scale(largest[e].view(np.float32), root)
         inverse[e] = _inverse(scale, root)
         scales[e] = scale if active[e] else scales[e]
     for r in range(height):

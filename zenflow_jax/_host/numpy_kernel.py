@@ -82,12 +82,9 @@ class NumpyKernel:
     ) -> Callable[[Tile], None]:
         """The function that moves rows of channels, all at once, whatever the tile is.
 
-        Args:
-            x: `(entries, rows, n, tail)`.
-            rest: Like `x`, where that is of split masters.
-            rows: `(entries, rows, k, tail)`; float32 of split masters, else of the dtype of `x`.
-            channels: int32 `(entries, k)`.
-            inward: Whether `rows` are written to `x`, or come out of it.
+        Between `x`, `(entries, rows, n, tail)` (and `rest`, where masters are split), and `rows`,
+        `(entries, rows, k, tail)`: float32 of split masters, else of the dtype of `x`. `inward`
+        writes them to `x`.
         """
 
         def work(_: Tile) -> None:

@@ -67,7 +67,7 @@ class HostState:
 
     Args:
         specs: The offloaded leaves.
-        weights: Their parameters, in the order of `specs`.
+        weights: Their parameters.
         channels: Their selected channels, `(*stack, k)`.
         adam: The kernels.
         schedule: Has the number of groups that the leaves are in, and how updates are scaled.
@@ -101,8 +101,7 @@ class HostState:
             OpenWindow([i for i, leaf in enumerate(self.leaves) if leaf.spec.group == group])
             for group in range(schedule.groups)
         ]
-        # Bytes of a mail of each leaf.
-        self._sizes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
+        self._mail_bytes = [x.master.size * x.spec.mail_dtype.itemsize for x in self.leaves]
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = False  # mails were too many once: sums are worth keeping
@@ -118,7 +117,7 @@ class HostState:
     def mails_kept(self) -> float:
         """Number of mails kept, for open windows and for those whose updates are not made yet."""
         # What updates will read: a sum among it takes as long as a mail.
-        return self._kept(lambda gradients: len(gradients.sources)) / max(sum(self._sizes), 1)
+        return self._kept(lambda gradients: len(gradients.sources)) / max(sum(self._mail_bytes), 1)
 
     @property
     def pinned_bytes(self) -> int:
@@ -133,7 +132,7 @@ class HostState:
                 kept[i] += count(gradients)
         # A mail is there until the last of the leaves in it has used it.
         return sum(
-            sum(self._sizes[i] for i in piece) * max(kept[i] for i in piece)
+            sum(self._mail_bytes[i] for i in piece) * max(kept[i] for i in piece)
             for piece in self._pieces
         )
 
@@ -147,20 +146,15 @@ class HostState:
     ) -> None:
         """Continues another run's state; the selected channels are there already.
 
-        Args:
-            arrays: "master", "mu", "nu" and "steps" of each leaf, and "total" if any step is in it,
-                unless the device adds up.
-            counted: Steps summed in each group's open window.
-            closed: Windows closed.
-            scalars: Scalars of the last step.
+        Of each leaf `arrays` has "master", "mu", "nu", "steps", and "total" if any step is in it,
+        unless the device adds up; `counted` are the steps in each group's open window.
         """
         self.windows, self.scalars = closed, scalars
         for window, steps in zip(self.open, counted, strict=True):
             window.counted = steps
         for leaf, of_leaf in zip(self.leaves, arrays, strict=True):
-            leaf.master.write(of_leaf["master"])
-            leaf.mu.write(of_leaf["mu"])
-            leaf.nu.write(of_leaf["nu"])
+            for name in ("master", "mu", "nu"):
+                getattr(leaf, name).write(of_leaf[name])
             leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
                 leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
@@ -246,34 +240,18 @@ class HostState:
         return closed
 
     def update(
-        self,
-        window: ClosedWindow,
-        finished: Callable[[int, HostLeaf], None],
+        self, window: ClosedWindow, finished: Callable[[int, HostLeaf], None]
     ) -> Iterator[str]:
-        """Makes a window's update, a bounded piece at a time.
+        """Makes a window's update, a bounded piece at a time; yields the leaf's name before each.
 
-        Args:
-            window: The window to update with.
-            finished: Called with the number and arrays of each leaf that is done.
-
-        Yields:
-            The leaf's name before each piece. Other methods may run in between, but no hand-over of
-            the same group.
+        Calls `finished` with the number and arrays of each leaf that is done. Other methods may run
+        in between, but no hand-over of the same group.
         """
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]
             yield leaf.spec.name
             self._before_write(i)
-            for _ in self._adam.adamw(
-                leaf.master,
-                leaf.mu,
-                leaf.nu,
-                leaf.steps,
-                gradients.sources,
-                window.scale,
-                window.active[i],
-                _for_leaf(window.step, leaf.spec),
-            ):
+            for _ in self._step(window, i, window.active[i]):
                 yield leaf.spec.name
             if self._overflowed and gradients.total is not None:
                 leaf.spare.append(gradients.total)
@@ -284,19 +262,10 @@ class HostState:
     def hand_over(
         self, window: ClosedWindow, i: int, leaving: SelectedRows, chosen: np.ndarray
     ) -> SelectedRows:
-        """Takes one leaf's selected channels back and returns the newly chosen ones' state.
+        """Takes leaf `i`'s selected channels back and returns a copy of the `chosen` ones' state.
 
         The update of the window that just closed is still to come: entering channels get theirs
         here, on their own, and are taken out of it.
-
-        Args:
-            window: The window that just closed.
-            i: The leaf's number.
-            leaving: The state that the device holds.
-            chosen: The channels that are selected from now on, int32 (entries, k).
-
-        Returns:
-            The state that the device holds from now on; copies.
         """
         self._before_write(i)
         leaf, active = self.leaves[i], window.active[i]
@@ -305,14 +274,7 @@ class HostState:
         np.put_along_axis(leaf.steps, leaf.channels, leaving.steps, axis=-1)
         entering = active & _members(chosen, leaf.spec.n)
         if window.gradients and entering.any():
-            for _ in self._adam.adamw(
-                *wide,
-                leaf.steps,
-                window.gradients[i].sources,
-                window.scale,
-                entering,
-                _for_leaf(window.step, leaf.spec),
-            ):
+            for _ in self._step(window, i, entering):
                 pass
         window.active[i] = active & ~entering
         before, leaf.channels = leaf.channels, chosen
@@ -323,9 +285,14 @@ class HostState:
         steps = np.take_along_axis(leaf.steps, chosen, axis=-1)
         return SelectedRows(master, mu, nu, steps)
 
-
-def _for_leaf(step: WindowStep, spec: LeafSpec) -> WindowStep:
-    return step if spec.decay else step._replace(scalars=step.scalars._replace(weight_decay=0.0))
+    def _step(self, window: ClosedWindow, i: int, active: np.ndarray) -> Iterator[None]:
+        """One AdamW step on some channels of leaf `i`, with the gradients of a window."""
+        leaf, step = self.leaves[i], window.step
+        if not leaf.spec.decay:
+            step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
+        gradients = window.gradients[i].sources
+        arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
+        return self._adam.adamw(*arrays, gradients, window.scale, active, step)
 
 
 def _keep_staying(
