@@ -5,7 +5,9 @@ Gradients are scripted, so that it is known beforehand what the rules must do wi
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from itertools import accumulate
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,8 @@ import numpy as np
 import pytest
 
 import zenflow_jax
-from tests import runs, scripted
-from tests.runs import FEW, FIRST, SECOND, THIRD, Plan, Settings, Training
-from tests.scripted import Weight, ripe_after
+from tests import runs
+from tests.runs import FEW, FIRST, SECOND, THIRD, Leaf, Leaves, Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._device.statistics import kept_share
 
@@ -28,6 +29,48 @@ AUTO = Settings(
     weight_decay=0.1,
     max_grad_norm=5.0,
 )
+
+
+class Weight(NamedTuple):
+    """Of one step's gradient."""
+
+    rest: float  # root mean square of all other channels; that of the important ones is 1
+    first: int = 0  # the first important channel
+
+
+def scripted(script: Callable[[int], Weight], topk_ratio: float) -> Callable[..., dict]:
+    """As `runs.gradients`, by a script; as many channels are important as `topk_ratio` selects."""
+
+    def make(leaves: Leaves, step: int, seed: int = 0, bad: bool = False) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng((seed, step, 1))
+        weight = script(step)
+        return {leaf.name: _one(leaf, rng, weight, topk_ratio, bad) for leaf in leaves}
+
+    return make
+
+
+def _one(leaf: Leaf, rng, weight: Weight, topk_ratio: float, bad: bool) -> np.ndarray:
+    # Any values but for their root mean squares: sums that cancel would leave nothing but rounding,
+    # of which Adam makes a full step.
+    values = rng.normal(size=leaf.shape)
+    if leaf.axis is not None:
+        n = leaf.shape[leaf.axis]
+        k = int(np.ceil(round(topk_ratio * n, 6)))
+        channels = np.moveaxis(values, leaf.axis, 0)  # a view
+        important = np.isin(np.arange(n), (weight.first + np.arange(k)) % n)
+        for chosen, size in ((important, 1.0), (~important, weight.rest)):
+            # Each channel by itself, so that the important ones have the highest scores.
+            squares = np.square(channels[chosen])
+            rms = np.sqrt(squares.mean(axis=tuple(range(1, squares.ndim)), keepdims=True))
+            channels[chosen] *= size / rms
+    if bad and values.size:
+        values.flat[0] = np.nan
+    return np.asarray(values, np.dtype(leaf.dtype))
+
+
+def ripe_after(steps: int) -> float:
+    """`Weight.rest` with which windows of that weight are ripe after so many steps."""
+    return 1.05 / steps
 
 
 def all_three(leaves, settings, plan, gradients=runs.gradients, seed=0):
@@ -70,7 +113,7 @@ def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(seed):
     script, ends = windows_of(lengths)
     plan = Plan(ends[-1] + 1)
     script = (lambda of: lambda t: Weight(0.1) if t > ends[-1] else of(t))(script)
-    slow, stats = all_three(FIRST, AUTO, plan, scripted.gradients(script, RATIO), seed)
+    slow, stats = all_three(FIRST, AUTO, plan, scripted(script, RATIO), seed)
     assert slow.boundaries == [ends]
     assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
 
@@ -84,14 +127,14 @@ def test_skipped_steps_make_a_window_longer_but_not_longer_than_the_longest():
 
     # Ripe after two steps that count: the third closes; with one skipped, the fourth.
     plan = Plan(19, bad=(4, 9, 10, 11, 12))
-    slow, stats = all_three(FIRST, AUTO, plan, scripted.gradients(rest, RATIO))
+    slow, stats = all_three(FIRST, AUTO, plan, scripted(rest, RATIO))
     assert slow.boundaries == [[3, 7, 13, 19]]
     assert stats.skipped_steps == 5
 
 
 def test_a_flush_moves_no_boundary():
     script, ends = windows_of([4, 3, 5, 2])
-    gradients = scripted.gradients(script, RATIO)
+    gradients = scripted(script, RATIO)
     slow, stats = all_three(FIRST, AUTO, Plan(ends[-1], flush_at=(2, 4, 9)), gradients)
     assert slow.boundaries == [ends]
     # Windows that a flush cut in two.
@@ -134,7 +177,7 @@ def test_what_piles_up_is_of_clipped_gradients():
 def test_a_warm_up_is_made_of_windows_of_one_step():
     settings = dataclasses.replace(AUTO, full_warm_up_rounds=3)
     script, ends = windows_of([2, 2, 3, 5])
-    gradients = scripted.gradients(lambda t: script(t - 3) if t > 3 else Weight(0.1), RATIO)
+    gradients = scripted(lambda t: script(t - 3) if t > 3 else Weight(0.1), RATIO)
     slow, stats = all_three(FEW, settings, Plan(3 + ends[-1]), gradients)
     assert slow.boundaries == [[1, 2, 3, *(3 + end for end in ends)]]
     assert stats.window_lengths == {1: 3, 2: 2, 3: 1, 5: 1}
@@ -151,7 +194,7 @@ def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, f
         Settings(topk_ratio=RATIO, update_interval=x, select_interval=6, rolling=False)
         for x in (window, fixed)
     )
-    gradients = scripted.gradients(lambda t: Weight(0.02), RATIO)
+    gradients = scripted(lambda t: Weight(0.02), RATIO)
     options = {"threads": 1, "host_kernel": "numpy"} if offload else {}
     options |= {"offload": offload, "gradients": gradients}
     leaves = FEW[:2]
@@ -188,7 +231,7 @@ def test_the_selection_follows_a_switch_within_the_stated_time(select, rolling, 
     settings = Settings(
         topk_ratio=RATIO, update_interval=2, select_interval=select, rolling=rolling
     )
-    script = scripted.gradients(lambda t: Weight(0.1, first=2 if t >= SWITCH else 0), RATIO)
+    script = scripted(lambda t: Weight(0.1, first=2 if t >= SWITCH else 0), RATIO)
     plan = Plan(96)
     slow, _ = all_three(FEW, settings, plan, script)
     history, _ = runs.reference(FEW, settings, plan, gradients=script)

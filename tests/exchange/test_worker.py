@@ -10,7 +10,6 @@ import gc
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 
 import pytest
 
@@ -225,20 +224,6 @@ def test_an_exchange_waits_for_no_update_but_the_one_that_is_due(gate, monkeypat
         runs.assert_same_bits(training.values(), expected[8])
         training.go(3)
         runs.assert_same_bits(training.values(), expected[11])
-
-
-class Computing:
-    """An array that the device never finishes."""
-
-    def is_ready(self):
-        return False
-
-
-def test_a_caller_that_waits_for_an_update_does_not_wait_for_the_device():
-    with Training(FEW, CALM) as training:
-        update = Future()
-        threading.Thread(target=update.set_result, args=("made",)).start()
-        assert training.engine._worker.wait(update, [Computing()]) == "made"
 
 
 @pytest.mark.parametrize(
