@@ -265,18 +265,10 @@ flush_in_graph = jax.jit(zenflow_jax.flush)
 class Training:
     """A run in the shape of a user's loop: `step`, then `exchange`, sometimes `flush`.
 
-    Args:
-        leaves: The parameters.
-        settings: The options of `zenflow`.
-        seed: Of parameters and gradients.
-        offload: False has no engine, and `exchange` does nothing.
-        donate: Whether the step donates parameters and state.
-        shardings: Of each leaf, a `NamedSharding`; None is one device.
-        partition: Whether devices that hold the same share the work on it.
-        send_gradients: In place of what the settings say.
-        gradients: Makes those of a step, as `gradients` does.
-        initial: Makes the parameters, as `initial_values` does.
-        engine: Arguments of the engine.
+    Where `offload` is False there is no engine, and `exchange` does nothing. `shardings` are of
+    each leaf, None is one device; where devices hold the same, `partition` has them share the work.
+    `gradients` and `initial` take the places of the functions of these names. What is left are
+    arguments of the engine.
     """
 
     def __init__(
@@ -387,7 +379,6 @@ class Training:
         for _, values in self.follow(plan):
             params.append(values)
             selected.append(self.selected())
-        self.settle()
         return History(params, selected, self.moments(), int(self.state.skipped))
 
     def values(self) -> dict[str, np.ndarray]:
@@ -531,9 +522,8 @@ def assert_agree(ours: History, theirs: History) -> None:
         zip(ours.selected, theirs.selected, strict=True), start=1
     ):
         for name, channels in selected.items():
-            np.testing.assert_array_equal(
-                channels, expected[name], err_msg=f"channels of {name} after step {t}"
-            )
+            message = f"channels of {name} after step {t}"
+            np.testing.assert_array_equal(channels, expected[name], err_msg=message)
     for name, (master, mu, nu, steps) in ours.moments.items():
         expected = theirs.moments[name]
         np.testing.assert_array_equal(steps, expected[3], err_msg=f"steps of {name}")

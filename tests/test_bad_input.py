@@ -35,6 +35,16 @@ def init(params, **options):
     return make(**options).init(params)
 
 
+TX = make()
+STATE = TX.init(PARAMS)
+
+
+def engine(params=PARAMS, state=STATE, **options):
+    """An engine that is closed again, should one come of it."""
+    with HostEngine(params, state, **{"host_kernel": "numpy", **options}):
+        pass
+
+
 def table(*rows):
     return pytest.mark.parametrize(("call", "exception", "word"), rows)
 
@@ -44,8 +54,6 @@ def assert_told(call, exception, word):
         call()
     assert word in str(caught.value)
 
-
-# --- zenflow(...) ---------------------------------------------------------------------------
 
 NUMBERS = ["learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm"]
 # They could only make NaN.
@@ -89,17 +97,30 @@ WRONG_TYPES = {
 }
 
 
+WRONG_ENGINE_OPTIONS = {
+    "host_kernel": ["cuda"],
+    "host_state": ["int8", None],
+    "threads": [0, -1, 1.5, True, "2"],
+    "prefetch_bytes": [-1, 1e9, True, "1G"],
+    "max_skipped": [0, 2.0, True],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "exception"),
+    ("call", "name", "value", "exception"),
     [
-        (name, value, exception)
-        for options, exception in ((WRONG_VALUES, ValueError), (WRONG_TYPES, TypeError))
+        (call, name, value, exception)
+        for call, options, exception in (
+            (make, WRONG_VALUES, ValueError),
+            (make, WRONG_TYPES, TypeError),
+            (engine, WRONG_ENGINE_OPTIONS, ValueError),
+        )
         for name, values in options.items()
         for value in values
     ],
 )
-def test_zenflow_refuses_an_option_by_its_name(name, value, exception):
-    assert_told(lambda: make(**{name: value}), exception, name)
+def test_an_option_is_refused_by_its_name(call, name, value, exception):
+    assert_told(lambda: call(**{name: value}), exception, name)
 
 
 WRONG_OPTIONS = [
@@ -170,9 +191,6 @@ def test_what_inject_hyperparams_would_make_an_array_of_is_refused_with_static_a
     assert_told(lambda: tx(1e-2, **{name: INJECTED[name]}).init(PARAMS), TypeError, word)
 
 
-# --- tx.init --------------------------------------------------------------------------------
-
-
 NARROW = ["complex64", "int32", "bool", "uint8", "float8_e4m3fn"]
 
 
@@ -215,8 +233,6 @@ WRONG_PARAMS = [
     (lambda: init(PARAMS, mask=lambda params: [True]), ValueError, "`mask`"),
 ]
 
-
-# --- tx.update ------------------------------------------------------------------------------
 
 IN_GRAPH = make(offload=False)
 IN_GRAPH_STATE = IN_GRAPH.init(PARAMS)
@@ -281,10 +297,6 @@ def test_a_second_update_without_exchange_is_refused_and_makes_nan_under_jit():
     assert all(bool(jnp.isnan(u).all()) for u in jax.tree.leaves(updates))
 
 
-# --- find_state, flush and HostEngine(...) --------------------------------------------------
-
-TX = make()
-STATE = TX.init(PARAMS)
 ADAM = optax.adam(1.0).init(PARAMS)
 TWO = optax.partition({"a": make(), "b": make()}, {"bias": "a", "weight": "b"}).init(PARAMS)
 LATE = make(send_gradients="after_step")
@@ -301,12 +313,6 @@ NO_ONE_STATE = [
     (lambda: zenflow_jax.flush(SQUARE, IN_GRAPH_STATE), ValueError, "got float32 (3, 6)"),
     (lambda: zenflow_jax.flush(None, IN_GRAPH_STATE), ValueError, "got 0 leaves"),
 ]
-
-
-def engine(params=PARAMS, state=STATE, **options):
-    """An engine that is closed again, should one come of it."""
-    with HostEngine(params, state, **{"host_kernel": "numpy", **options}):
-        pass
 
 
 def nnx_model():
@@ -327,15 +333,6 @@ def numpy_of(tree):
 
 def shapes_of(tree):
     return jax.eval_shape(lambda: tree)
-
-
-WRONG_ENGINE_OPTIONS = {
-    "host_kernel": ["cuda"],
-    "host_state": ["int8", None],
-    "threads": [0, -1, 1.5, True, "2"],
-    "prefetch_bytes": [-1, 1e9, True, "1G"],
-    "max_skipped": [0, 2.0, True],
-}
 
 
 NO_ENGINE = [
@@ -362,11 +359,6 @@ NO_ENGINE = [
     (lambda: engine({"kernel": PARAMS["weight"]}), ValueError, "got 1 leaves"),
     (lambda: engine(SQUARE), ValueError, "got float32 (3, 6)"),
     (lambda: engine(of_dtype(jnp.float16)), ValueError, "got float16 (6, 3)"),
-    *(
-        (lambda name=name, value=value: engine(**{name: value}), ValueError, f"`{name}`")
-        for name, values in WRONG_ENGINE_OPTIONS.items()
-        for value in values
-    ),
     (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", None), ValueError, "LIMIT_GB=77"),
     (lambda: check_pinned(25 * GIB, 3, GIB // 2, "cuda", "64"), ValueError, "LIMIT_GB=77"),
     (lambda: check_pinned(GIB, 3, 0, "cuda", "much"), ValueError, "'much'"),
@@ -383,9 +375,6 @@ def test_pinned_memory_that_is_there_is_taken():
     check_pinned(25 * GIB, 3, 0, "cuda", "76")
     check_pinned(25 * GIB, 3, 0, "cpu", "1")
     check_pinned(0, 3, 0, "gpu", "0")
-
-
-# --- engine.exchange and engine.flush -------------------------------------------------------
 
 
 def step_of(tx):

@@ -45,9 +45,6 @@ def by_number(timeline: Timeline, kind: str) -> dict[int, Span]:
     return numbered
 
 
-# --- what is recorded -----------------------------------------------------------------------
-
-
 def last_steps(rolling: bool) -> dict[int, int]:
     """After which step each window closes, by its number; `flush` closes the last one."""
     if rolling:  # with each step that of one leaf or of the other
@@ -199,9 +196,6 @@ def test_the_steps_of_a_timeline_are_those_whose_end_is_known_and_can_be_cut(rec
     assert start <= by_number(recorded, "step")[3].start
     assert by_number(recorded, "step")[4].end <= end <= by_number(recorded, "step")[5].start
     assert all(span.end >= start and span.start <= end for span in part.spans)
-
-
-# --- how it is shown ------------------------------------------------------------------------
 
 
 def events_in(folder):

@@ -170,8 +170,6 @@ class UserSequences(RuleBasedStateMachine):
         self.engine: Any = None
         self._start(0)
 
-    # --- what is right ----------------------------------------------------------------------
-
     @precondition(lambda self: self.engine is None and self.world.offload)
     @rule(whole=st.booleans())
     def make_the_engine(self, whole: bool) -> None:
@@ -245,8 +243,6 @@ class UserSequences(RuleBasedStateMachine):
     def start_another_run(self, seed: int) -> None:
         self._start(seed)
 
-    # --- what is wrong, or nearly so --------------------------------------------------------
-
     @precondition(lambda self: not self.over and self._loading_is_seen())
     @rule(seed=st.integers(4, 6))
     def load_other_weights(self, seed: int) -> None:
@@ -310,8 +306,6 @@ class UserSequences(RuleBasedStateMachine):
         a, b, c = (data.draw(st.sampled_from(self.saved), label=x) for x in ("params", "b", "c"))
         if not a is b is c:
             self._resume(a, b, c)
-
-    # --- how it is done ---------------------------------------------------------------------
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -364,7 +364,7 @@ def _encode_blocks(codes, scales, x, root, inward):
         for i in range(x.shape[1]):
             bits = _magnitude(x[b, i])
             largest = bits if bits > largest else largest
-        scales[b] = _scale(largest.view(np.float32), root)
+        scales[b] = _scale(np.uint32(largest).view(np.float32), root)
         inverse = _inverse(scales[b], root)
         for i in range(x.shape[1]):
             codes[b, i] = _code(x[b, i], inverse, root)
@@ -387,7 +387,7 @@ def _encode_rows(codes, scales, x, shape, active, root, inward):
             largest[e] = bits if bits > largest[e] else largest[e]
     inverse = np.empty(lanes, np.float32)
     for e in range(lanes):
-        scale = _scale(largest[e].view(np.float32), root)
+        scale = _scale(np.uint32(largest[e]).view(np.float32), root)
         inverse[e] = _inverse(scale, root)
         scales[e] = scale if active[e] else scales[e]
     for r in range(height):
