@@ -19,10 +19,9 @@ import jax.numpy as jnp
 
 from zenflow_jax._checkpoint.resume import check_resumed, join_run
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
-from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.placing import put_back
+from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.samples import checksums
 from zenflow_jax._device.state import ZenFlowState, find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats

@@ -136,8 +136,7 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
             host = jnp.where(broadcast_channels(steps == 0, here.block), wide, host)
         return jnp.where(broadcast_channels(place >= 0, here.block), selected, host)
 
-    takes = [layout.block, leaf_layout(spec, deferred=False), layout.part]
-    takes.append(None if steps is None else layout.channels)
+    takes = [layout.block, leaf_layout(spec, deferred=False), layout.part, layout.channels]
     return on_each_device(one, spec, takes, layout.block)(weight, leaf, host, steps)
 
 

@@ -6,7 +6,6 @@ the rest on: as mail to the host (`offload=True`, taken in by `_engine.py`), or 
 `_device/in_graph.py`.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from numbers import Real
@@ -18,16 +17,17 @@ import optax
 from jax.core import Tracer
 
 from zenflow_jax._device import in_graph
-from zenflow_jax._device.checks import check_outside_of_shard_map, check_placement, check_update
 from zenflow_jax._device.first_state import first_state
+from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
 from zenflow_jax._device.memory import mail_rank, to_host
 from zenflow_jax._device.shards import as_its_parameter
 from zenflow_jax._device.state import Static, ZenFlowState, tell_flax
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import (
     GradientParts,
+    Verdict,
     add_mail,
-    finite_and_clip_factor,
+    judge,
     next_reach,
     split_gradient,
     step_selected,
@@ -42,7 +42,6 @@ from zenflow_jax._plan.arguments import (
     check_transfer_dtype,
 )
 from zenflow_jax._plan.groups import in_groups
-from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.resolve import LeafRules, resolve_specs, warn_if_all_resident
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._plan.scalars import USED, AdamScalars, StepFacts, StepScalars
@@ -110,27 +109,25 @@ def zenflow(
             `EpochSelect`, which selects once per epoch.
         full_warm_up_rounds: The first steps, at each of which all channels are updated.
         rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
-            one of which closes its window at each step. So the host's work and the bus's load are
-            the same at every step, and a gradient takes effect 1 to `update_interval` steps later.
-            False, the paper's way: all windows close together, so a gradient takes effect
-            `update_interval` to `2 * update_interval - 1` steps later. Windows that adapt close
-            together always.
+            one of which closes its window at each step. So host and bus have the same work at every
+            step, and a gradient takes effect 1 to `update_interval` steps later. False, the paper's
+            way: all windows close together, so a gradient takes effect `update_interval` to
+            `2 * update_interval - 1` steps later. Windows that adapt close together always.
         staleness: After how many steps an update reaches the parameters, counted from the step that
             closed its window; from 0 (the loop waits for it) to `update_interval`. None: 1 if
             `rolling`, else `update_interval`. The host has so many steps to hide its work behind.
         window_scaling: How a window's one step is scaled to the c steps in it that count, after
             Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
             divided by the root of c, weight decay as in c steps. 0.5 is their rule, 0 scales the
-            betas alone. None, the paper's way, scales nothing: as if the batch were c times larger
-            and nobody had told Adam. Pass None where windows close together (`rolling=False`, or an
-            `AutoWindow`): their updates are staler, so that longer steps overshoot. With
-            `update_interval=1` it changes nothing.
+            betas alone. None, the paper's way, scales nothing. Pass None where windows close
+            together (`rolling=False`, or an `AutoWindow`): their updates are staler, so that longer
+            steps overshoot.
         provisional_share: At each step the device moves every deferred weight by this share of the
             learning rate, against the sign of its gradient, so that the gradients of a window are
-            not all taken at one point. It keeps nothing of that: the next update of the weight
-            replaces it. The first step of a run and those of the warm-up move nothing. None, the
-            paper's way: deferred weights stand still between their updates. It costs 0.25 bytes per
-            offloaded parameter on the device during the step.
+            not all taken at one point. The next update of the weight replaces that. The first step
+            of a run and those of the warm-up move nothing. None, the paper's way: deferred weights
+            stand still between their updates. It costs 0.25 bytes per offloaded parameter on the
+            device during the step.
         max_grad_norm: Clips as `optax.clip_by_global_norm` in front does, at no cost in overlap.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
@@ -148,14 +145,13 @@ def zenflow(
             jit every update compiles anew.
         send_gradients: When the gradients of offloaded leaves leave the device. "during_step": the
             step copies each as soon as the backward pass has made it; best where layers are written
-            out. "after_step": the step leaves them on the device, and they are copied while the
-            next one runs. That costs the leaf's dtype once more per parameter until then; it is for
-            layers under `lax.scan`, whose gradients are there only at the end. The bits are those
-            of "during_step". "per_window": the step adds them up, and one sum per window is copied,
-            `update_interval` times fewer bytes. The sum lies on the device (2 bytes per bf16
-            parameter, twice while one is on its way) in the dtype that it is sent in, the leaf's or
-            `transfer_dtype`, and is rounded to it at every step; of float16 leaves it is float32
-            unless `transfer_dtype` is given. The other two add up in float32, on the host.
+            out. "after_step": they are copied while the next step runs, with the same bits. That
+            costs the leaf's dtype once more per parameter until then; it is for layers under
+            `lax.scan`, whose gradients are there only at the end. "per_window": the step adds them
+            up, and one sum per window is copied, `update_interval` times fewer bytes. The sum lies
+            on the device (2 bytes per bf16 parameter, twice while one is on its way) in the dtype
+            that it is sent in, and is rounded to it at every step. The other two add up in float32,
+            on the host.
         transfer_dtype: The dtype in which gradients go to the host. Norms, scores and the step of
             selected channels use gradients as they arrive. None: bfloat16 for bfloat16 leaves,
             float32 for float32 and float16 leaves, because float16 has no room for gradients that
@@ -169,15 +165,13 @@ def zenflow(
         dtype, and moves deferred channels by a provisional step, or not at all.
 
         Let zenflow be the last of its chain, and let nothing else change the parameters. What
-        stands behind it (`optax.scale`, `optax.ema`, `optax.contrib.reduce_on_plateau`, a mask that
-        sets updates of frozen leaves to zero) misses what the host makes of deferred channels. What
-        else changes parameters (`optax.lookahead`; clipping, loading or resetting weights in
+        stands behind it (`optax.scale`, `optax.ema`) misses what the host makes of deferred
+        channels. What else changes parameters (`optax.lookahead`; clipping or loading weights in
         mid-run) is undone on deferred channels by their next update. Instead put in front what acts
         on gradients; set the rate by a schedule or `optax.inject_hyperparams`; freeze by
         `optax.partition`; keep averages of the weights outside; for new weights in mid-run flush,
-        then make a new state and engine. An engine compares samples of the parameters at each
-        boundary and refuses such runs; with `offload=False` nothing does. Before the first step you
-        may load weights at any time.
+        then make a new state and engine. An engine refuses such runs; with `offload=False` nothing
+        does. Before the first step you may load weights at any time.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.
@@ -223,7 +217,8 @@ def zenflow(
         specs = resolve_specs(params, rules, param_shardings, mask)
         if offload and topk_ratio < 1:
             warn_if_all_resident(specs)
-        return _init(params, specs, Static(schedule, bool(offload), sending))
+        specs, in_turn = in_groups(specs, schedule)
+        return first_state(params, specs, Static(in_turn, bool(offload), sending))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del extra  # Adam needs none; a chain hands them to everybody.
@@ -239,16 +234,6 @@ def zenflow(
 #: `optax.inject_hyperparams` would turn them into arrays unless it is told which they are:
 #: `optax.inject_hyperparams(zenflow, static_args=zenflow_jax.STATIC_ARGS)(...)`.
 STATIC_ARGS = tuple(name for name in inspect.signature(zenflow).parameters if name not in NUMBERS)
-
-
-def _init(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
-    specs, schedule = in_groups(specs, static.schedule)
-    weights = jax.tree.leaves(params)
-    if static.offload and all(
-        isinstance(p, jax.Array) and not isinstance(p, Tracer) for p in weights
-    ):
-        check_placement(weights, specs)
-    return first_state(params, specs, dataclasses.replace(static, schedule=schedule))
 
 
 def _update(
@@ -271,25 +256,25 @@ def _update(
         split_gradient(g, leaf, state.send_gradients, rank, signs=moves)
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
-    finite, factor = finite_and_clip_factor([s.squares for s in seen], max_grad_norm)
+    verdict = judge([s.squares for s in seen], max_grad_norm)
     reach, length = state.reach, None
     if moves:
-        length = schedule.provisional_step(step, scalars.learning_rate, finite, jnp)
+        length = schedule.provisional_step(step, scalars.learning_rate, verdict.finite, jnp)
         if reach is not None:
             reach = next_reach(reach, length, schedule.longest_window)
 
     stepped = [
-        step_selected(p, s, leaf, scalars, factor, finite, length)
+        step_selected(p, s, leaf, scalars, verdict, length)
         for p, s, leaf in zip(weights, seen, state.leaves, strict=True)
     ]
     changes = [change for change, _ in stepped]
     statistics = None
     if schedule.needs_statistics:
-        statistics = window_statistics([s.squares for s in seen], state.leaves, factor, finite)
+        statistics = window_statistics([s.squares for s in seen], state.leaves, verdict)
     new = state._replace(
         step=step,
-        skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
-        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
+        skipped=state.skipped + jnp.where(verdict.finite, 0, 1).astype(jnp.int32),
+        skipped_in_a_row=jnp.where(verdict.finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32),
         leaves=tuple(leaf for _, leaf in stepped),
         reach=reach,
     )
@@ -299,12 +284,12 @@ def _update(
         lost = state.token == USED
         _raise_if_lost(lost)
         changes = [jnp.where(lost, jnp.nan, change) for change in changes]
-        facts = StepFacts(scalars, factor, step, state.token, finite)
+        facts = StepFacts(scalars, verdict.factor, step, state.token, verdict.finite)
         packed = StepScalars.pack(facts, statistics)
-        new = _with_mail(new, seen, packed, factor, finite, rank)
+        new = _with_mail(new, seen, packed, verdict, rank)
     else:
         new, changes = in_graph.advance(
-            new, weights, gradients, changes, scalars, factor, finite, statistics
+            new, weights, gradients, changes, scalars, verdict, statistics
         )
     return jax.tree.unflatten(treedef, changes), new
 
@@ -313,15 +298,14 @@ def _with_mail(
     state: ZenFlowState,
     seen: list[GradientParts],
     scalars: StepScalars,
-    factor: jax.Array,
-    finite: jax.Array,
+    verdict: Verdict,
     rank: int,
 ) -> ZenFlowState:
     """The state with the step's mail, or with the sums that it is added to."""
     mail = tuple(s.mail for s in seen)
     if state.send_gradients.sums_on_device:
         mail = tuple(
-            None if total is None else add_mail(total, s, leaf.spec, factor, finite)
+            None if total is None else add_mail(total, s, leaf.spec, verdict)
             for total, s, leaf in zip(state.mail, seen, state.leaves, strict=True)
         )
     if state.send_gradients.in_step:

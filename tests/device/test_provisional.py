@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import zenflow_jax
+from zenflow_jax._device.samples import strays
 from zenflow_jax._device.state import Reach
-from zenflow_jax._device.step import _pack_signs, _unpack_signs, strays
+from zenflow_jax._device.step import _pack_signs, _unpack_signs
 
 RATE, SHARE = 2.0**-6, 0.5
 OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "offload": False, "provisional_share": SHARE}

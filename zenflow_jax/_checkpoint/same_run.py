@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax._checkpoint.counts import Counts
-from zenflow_jax._device.leaves import some
+from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._plan.leaf import LeafSpec
@@ -68,7 +68,7 @@ def what_differs(
     elif others:
         problem = (
             "expected `params` to be those of the step at which `opt_state` and `engine_state` "
-            f"were saved, got other values of {some(others)}"
+            f"were saved, got other values of {first_names(others)}"
         )
     else:
         return None

@@ -44,10 +44,10 @@ def adamw(
     """The change of `p` and the new moments, as `optax.adamw` computes them.
 
     Args:
-        p: float32 master weights.
-        g: float32 gradient.
-        mu: float32 first moment.
-        nu: float32 second moment.
+        p: Masters; they, the gradient and the moments are float32.
+        g: The gradient.
+        mu: First moment.
+        nu: Second moment.
         steps: int32 Adam steps of each channel, this one included; broadcasts against `p`.
         scalars: Hyperparameters.
         decay: Whether weight decay applies.

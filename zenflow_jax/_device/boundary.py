@@ -21,20 +21,19 @@ from zenflow_jax._device.channels import (
     take,
     top_channels,
 )
-from zenflow_jax._device.samples import differ, sample_row, split_samples
+from zenflow_jax._device.samples import differ, sample_row, split_samples, strays
 from zenflow_jax._device.shards import (
     REPLICATED,
     Here,
     Layout,
     abstract_rows,
+    each_leaf,
     join,
-    on_each_device,
     row,
     split,
 )
 from zenflow_jax._device.state import LeafState, cut, cut_state, put, put_state
 from zenflow_jax._device.statistics import kept_share
-from zenflow_jax._device.step import strays
 from zenflow_jax._plan.leaf import LeafSpec
 
 Arrays = Sequence[Array]
@@ -64,31 +63,24 @@ def _becomes_weight(spec: LeafSpec) -> bool:
 
 
 class SinceMerge(NamedTuple):
-    """What tells which weights of a group may have changed since their last merge.
+    """What tells which weights of a group may have changed since their last merge."""
 
-    Attributes:
-        before: Channels that were selected during the window, as `channel_rows` gives them.
-        now: Channels that are selected since the window closed.
-        samples: Samples of the parameters, from their last merge.
-        reach: As the state has it.
-    """
-
-    before: Any
-    now: Any
-    samples: Any
-    reach: Any  # Reach or None
+    during: Any  # channels that were selected during the window, as `channel_rows` gives them
+    after: Any  # channels that are selected since the window closed
+    samples: Any  # of the parameters, from their last merge
+    reach: Any  # as the state has it, or None
 
     def of_leaves(self, specs: Specs) -> "list[SinceMerge]":
         """The same of each leaf, or range of a leaf."""
         widths = channel_widths(specs)
-        rows = split(self.before, widths), split(self.now, widths)
+        rows = split(self.during, widths), split(self.after, widths)
         rows = *rows, split_samples(self.samples, specs)
         return [SinceMerge(*row, self.reach) for row in zip(*rows, strict=True)]
 
-    def layout(self, lay: Layout) -> "SinceMerge":
+    @staticmethod
+    def layout(lay: Layout) -> "SinceMerge":
         """The partition specs of what `of_leaves` gives."""
-        each = lay.each_device
-        return SinceMerge(each, each, each, None if self.reach is None else REPLICATED)
+        return SinceMerge(lay.each_device, lay.each_device, lay.each_device, REPLICATED)
 
 
 def _merge(
@@ -100,15 +92,10 @@ def _merge(
     specs: Specs,
     window: int,
 ) -> Merged:
-    """The parameters, with a window's update on the channels that it covers.
+    """The parameters, of whole leaves, with a window's update on the channels that it covers.
 
-    Args:
-        weights: Parameters, of whole leaves.
-        used_up: Casts of the masters, in parts, as `uploads_in_two` gives them.
-        others: The same.
-        since: What `compare` compares by.
-        specs: The leaves, or ranges of leaves.
-        window: The most steps of a window.
+    `used_up` and `others` are casts of the masters, in parts, as `uploads_in_two` gives them, and
+    `specs` those of leaves or of ranges. `window` is the most steps of a window.
     """
 
     def one(
@@ -119,19 +106,17 @@ def _merge(
         return new, sample_row(new), _changed(here, weight, selected, since, window)
 
     two = {True: iter(used_up), False: iter(others)}
-    new, seen, changed = [], [], []
-    for spec, weight, its in zip(specs, weights, since.of_leaves(specs), strict=True):
-        lay = Layout(spec)
-        made = on_each_device(
-            one,
-            spec,
-            [lay.block, lay.part, its.layout(lay)],
-            (lay.block, lay.each_device, REPLICATED),
-        )(cut(weight, spec), next(two[_becomes_weight(spec)]), its)
-        new.append(put(weight, made[0], spec))
-        seen.append(made[1])
-        changed.append(made[2])
-    return Merged(tuple(new), join(seen), jnp.stack(changed))
+    made = each_leaf(
+        one,
+        specs,
+        lambda lay: [lay.block, lay.part, SinceMerge.layout(lay)],
+        lambda lay: (lay.block, lay.each_device, REPLICATED),
+        map(cut, weights, specs),
+        (next(two[_becomes_weight(spec)]) for spec in specs),
+        since.of_leaves(specs),
+    )
+    new, seen, changed = zip(*made, strict=True)
+    return Merged(tuple(map(put, weights, new, specs)), join(seen), jnp.stack(changed))
 
 
 _STATIC = ("specs", "window")
@@ -143,25 +128,21 @@ merge_and_keep = jax.jit(_merge, static_argnames=_STATIC)
 
 @partial(jax.jit, static_argnames="specs")
 def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
-    """The numbers on each device of the selected channels of some leaves, or ranges of leaves."""
-    return _channel_rows(channels, specs)
-
-
-def _channel_rows(channels: Arrays, specs: Specs) -> Array:
-    return join(
-        [
-            on_each_device(
-                lambda here, x: row(here.to_local(x)), spec, [lay.channels], lay.each_device
-            )(x)
-            for x, spec, lay in zip(channels, specs, map(Layout, specs), strict=True)
-        ]
+    """The numbers on each device of the selected channels of leaves, or of ranges of leaves."""
+    rows = each_leaf(
+        lambda here, x: row(here.to_local(x)),
+        specs,
+        lambda lay: [lay.channels],
+        lambda lay: lay.each_device,
+        channels,
     )
+    return join(list(rows))
 
 
 def abstract_channel_rows(
     weights: Sequence[Any], specs: Sequence[LeafSpec]
 ) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of `channel_rows` for the leaves of some parameters."""
+    """Shape, dtype and sharding of `channel_rows` for the leaves of parameters."""
     return abstract_rows(weights, specs, channel_widths(specs), jnp.int32)
 
 
@@ -172,12 +153,12 @@ def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
 
 
 def _selected(here: Here, since: SinceMerge) -> Array:
-    """Bool, broadcast against a block: where a channel was selected then, or is now."""
+    """Bool, broadcast against a block: where a channel was selected during the window or after."""
     block = here.block
-    then, now = (
-        contains(x.reshape(*block.stack, block.k), block.n) for x in (since.before, since.now)
+    during, after = (
+        contains(x.reshape(*block.stack, block.k), block.n) for x in (since.during, since.after)
     )
-    return broadcast_channels(then | now, block)
+    return broadcast_channels(during | after, block)
 
 
 def _changed(here: Here, weight: Array, selected: Array, since: SinceMerge, window: int) -> Array:
@@ -186,10 +167,10 @@ def _changed(here: Here, weight: Array, selected: Array, since: SinceMerge, wind
     Without provisional steps they are as they were last merged.
     """
     moved = sample_row(jnp.broadcast_to(selected, weight.shape)).astype(bool)
-    now = sample_row(weight)
-    changed = differ(now, since.samples, weight.dtype) & ~moved
+    new = sample_row(weight)
+    changed = differ(new, since.samples, weight.dtype) & ~moved
     if since.reach is not None:
-        changed &= strays(now, since.samples, since.reach, weight.dtype, window)
+        changed &= strays(new, since.samples, since.reach, weight.dtype, window)
     return here.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
 
 
@@ -202,13 +183,14 @@ def compare(
     def one(here: Here, weight: Array, since: SinceMerge) -> tuple[Array, Array]:
         return sample_row(weight), _changed(here, weight, _selected(here, since), since, window)
 
-    made = []
-    for spec, weight, its in zip(specs, weights, since.of_leaves(specs), strict=True):
-        lay = Layout(spec)
-        of_leaf = on_each_device(
-            one, spec, [lay.block, its.layout(lay)], (lay.each_device, REPLICATED)
-        )
-        made.append(of_leaf(cut(weight, spec), its))
+    made = each_leaf(
+        one,
+        specs,
+        lambda lay: [lay.block, SinceMerge.layout(lay)],
+        lambda lay: (lay.each_device, REPLICATED),
+        map(cut, weights, specs),
+        since.of_leaves(specs),
+    )
     seen, changed = zip(*made, strict=True)
     return join(seen), jnp.stack(changed)
 
@@ -222,9 +204,9 @@ def choose(
     *,
     specs: Specs,
 ) -> tuple[Arrays, Array, Arrays, Arrays]:
-    """The channels to select from now on, also as rows; masters of those until now; zero scores.
+    """The channels to select, also as rows; masters of those selected so far; zero scores.
 
-    Of ranges of leaves, if `specs` are those; the parameters alone are whole leaves then.
+    If `specs` are those of ranges, all but the parameters is of ranges.
     """
 
     def one(
@@ -235,26 +217,25 @@ def choose(
             master = here.own(take(weight, here.to_local(channels), here.block))
         return chosen, master, jnp.zeros_like(scores)
 
-    made = [
-        on_each_device(
-            one,
-            spec,
-            [lay.block, lay.channels, lay.channels, None if master is None else lay.part],
-            (lay.channels, lay.part, lay.channels),
-        )(cut(weight, spec), score, index, master)
-        for spec, lay, weight, score, index, master in zip(
-            specs, map(Layout, specs), weights, scores, channels, masters, strict=True
-        )
-    ]
-    chosen, current, zeros = zip(*made, strict=True) if made else ((), (), ())
-    return chosen, _channel_rows(chosen, specs), current, zeros
+    made = each_leaf(
+        one,
+        specs,
+        lambda lay: [lay.block, lay.channels, lay.channels, lay.part],
+        lambda lay: (lay.channels, lay.part, lay.channels),
+        map(cut, weights, specs),
+        scores,
+        channels,
+        masters,
+    )
+    chosen, current, zeros = zip(*made, strict=True)
+    return chosen, channel_rows(chosen, specs=specs), current, zeros
 
 
 @partial(jax.jit, static_argnames="specs")
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
     """The parameters, with the masters' casts on the selected channels.
 
-    Of ranges of leaves, if `specs` are those; the parameters alone are whole leaves then.
+    If `specs` are those of ranges, all but the parameters is of ranges.
     """
 
     def one(here: Here, weight: Array, master: Array, channels: Array) -> Array:
@@ -262,35 +243,31 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
         new = gather_to_channels(here.gather(master.astype(here.block.dtype)), place, here.block)
         return jnp.where(broadcast_channels(place >= 0, here.block), new, weight)
 
-    return tuple(
-        put(
-            weight,
-            on_each_device(one, spec, [lay.block, lay.part, lay.channels], lay.block)(
-                cut(weight, spec), *args
-            ),
-            spec,
-        )
-        for spec, lay, weight, *args in zip(
-            specs, map(Layout, specs), weights, masters, channels, strict=True
-        )
+    new = each_leaf(
+        one,
+        specs,
+        lambda lay: [lay.block, lay.part, lay.channels],
+        lambda lay: lay.block,
+        map(cut, weights, specs),
+        masters,
+        channels,
     )
+    return tuple(map(put, weights, new, specs))
 
 
 @partial(jax.jit, static_argnames="specs")
 def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
     """The share of the best channels' score that the selected ones hold; on every device."""
-    scores = [cut(x, spec) for x, spec in zip(scores, specs, strict=True)]
-    channels = [cut(x, spec) for x, spec in zip(channels, specs, strict=True)]
-    return kept_share(scores, channels, specs)
+    return kept_share(list(map(cut, scores, specs)), list(map(cut, channels, specs)), specs)
 
 
 @partial(jax.jit, static_argnames="specs")
 def cut_states(leaves: Sequence[LeafState], *, specs: Specs) -> list[LeafState]:
-    """The states of ranges of some leaves."""
-    return [cut_state(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    """The states of ranges of leaves."""
+    return list(map(cut_state, leaves, specs))
 
 
 @jax.jit
 def put_states(leaves: Sequence[LeafState], parts: Sequence[LeafState]) -> list[LeafState]:
     """The states of leaves, with those of ranges in their places."""
-    return [put_state(leaf, part) for leaf, part in zip(leaves, parts, strict=True)]
+    return list(map(put_state, leaves, parts))

@@ -16,20 +16,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zenflow_jax._device import in_graph
 from zenflow_jax._device.channels import first_channels, take
 from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
-from zenflow_jax._device.placing import with_shardings
+from zenflow_jax._device.placing import check_placement, with_shardings
+from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.scalars import AdamScalars, StepScalars
-from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
+from zenflow_jax._plan.schedule import first_schedule_state
 from zenflow_jax._version import LAYOUT_NAME, version_number
 
 
 def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
     """The state that `zenflow().init` returns for parameters: arrays, traced or abstract ones."""
-    schedule, offload, sending = static.schedule, static.offload, static.send_gradients
     leaves = jax.tree.leaves(params)
+    if static.offload and all(isinstance(x, jax.Array) and not _traced(x) for x in leaves):
+        check_placement(leaves, specs)
     build = partial(_build, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         # Shapes in, shapes out: there are no weights to take masters from.
@@ -38,27 +40,29 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
     if not specs and not isinstance(params, Mapping | list | tuple | None):
         # `optax.tree_map_params` asks with a placeholder, neither arrays nor an empty container,
         # and wants it back where the per-leaf states are to stand.
-        return build(weights)._replace(leaves=params, mail=params if offload else None)
+        return build(weights)._replace(leaves=params, mail=params if static.offload else None)
     like = next(iter(weights), None)
-    if any(isinstance(p, Tracer) for p in weights) or all(s.placement is None for s in specs):
+    if any(map(_traced, weights)) or all(spec.placement is None for spec in specs):
         return commit(build(weights), like)
-    # Mail is made apart, a leaf at a time: the device, where it is made, has no room for all of it.
     # `keep_unused`, here and below: parameters that nobody reads say which devices to use.
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
-    if not offload:
+    if not static.offload:
         small = (state.open_steps, state.schedule_state)
         open_steps, schedule_state = jax.tree.map(partial(_in_full, specs=specs, like=like), small)
         return state._replace(open_steps=open_steps, schedule_state=schedule_state)
-    rank = mail_rank(specs)
+    # Mail is made apart, a leaf at a time: the device, where it is made, has no room for all of it.
+    rank, sending = mail_rank(specs), static.send_gradients
+    first_mail = jax.jit(_first_mail, static_argnums=(1, 2, 3), keep_unused=True)
     each = tuple(
-        None if spec.resident else _mail_zeros(p, spec.anonymous, sending, rank)
+        None if spec.resident else first_mail(p, spec.anonymous, sending, rank)
         for p, spec in zip(weights, specs, strict=True)
     )
-    make_scalars = partial(
-        _first_scalars, specs=specs, schedule=schedule, sending=sending, rank=rank
-    )
-    step_scalars = jax.jit(make_scalars, keep_unused=True)(weights)
-    return state._replace(mail=each, step_scalars=step_scalars)
+    scalars = jax.jit(partial(_first_scalars, specs=specs, static=static), keep_unused=True)
+    return state._replace(mail=each, step_scalars=scalars(weights))
+
+
+def _traced(x: Any) -> bool:
+    return isinstance(x, Tracer)
 
 
 def _build(
@@ -68,44 +72,47 @@ def _build(
     static: Static,
     mail: bool = True,
 ) -> ZenFlowState:
-    schedule, offload, sending = static.schedule, static.offload, static.send_gradients
-    rank = mail_rank(specs)
+    schedule, offload = static.schedule, static.offload
     leaves = []
     for p, spec in zip(weights, specs, strict=True):
         make = on_each_device(
-            partial(_init_leaf, spec=spec, offload=offload, sending=sending),
+            partial(_first_leaf, spec=spec, static=static),
             spec,
             [Layout(spec).block],
             leaf_layout(spec, deferred=not offload),
         )
         leaves.append(make(p))
-    few = slice(None, None, len(weights) // 8 + 1)
-    return ZenFlowState(
+    state = ZenFlowState(*[None] * len(ZenFlowState._fields))._replace(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
         leaves=tuple(leaves),
-        mail=tuple(
-            None if spec.resident else _leaf_zeros(p, spec, sending, rank)
-            for p, spec in zip(weights, specs, strict=True)
-        )
-        if offload and mail
-        else None,
-        token=_fingerprint(weights[few], specs[few]) if offload else None,
-        step_scalars=_first_scalars(weights, specs, schedule, sending, rank)
-        if offload and mail
-        else None,
-        open_steps=None if offload else jnp.zeros(schedule.groups, jnp.int32),
-        scalars=None
-        if offload
-        else AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
-        schedule_state=_first_schedule_state(specs, schedule, offload),
-        reach=Reach(*(jnp.zeros((), jnp.float32) for _ in Reach._fields))
-        if offload and schedule.provisional_share is not None
-        else None,
         layout={LAYOUT_NAME: jnp.array(version_number(), jnp.int32)},
         static=static,
     )
+    if not offload:
+        first = first_schedule_state(schedule, sum(not spec.resident for spec in specs))
+        return state._replace(
+            open_steps=jnp.zeros(schedule.groups, jnp.int32),
+            scalars=AdamScalars(*(jnp.zeros((), jnp.float32) for _ in AdamScalars._fields)),
+            schedule_state=jax.tree.map(jnp.array, first) if schedule.adaptive else None,
+        )
+    # Tokens start from a number that differs between runs and is the same when a run is repeated,
+    # so that an engine knows another run's state. Parameters come from a seed or a checkpoint: of
+    # these, a few leaves are enough.
+    few = slice(None, None, len(weights) // 8 + 1)
+    bits = sum(fingerprints(weights[few], specs[few]), start=jnp.zeros((), jnp.uint32))
+    state = state._replace(token=(bits & 0x3FFFFFFF).astype(jnp.int32))
+    if schedule.provisional_share is not None:
+        state = state._replace(reach=Reach(*(jnp.zeros((), jnp.float32) for _ in Reach._fields)))
+    if mail:
+        rank, sending = mail_rank(specs), static.send_gradients
+        each = tuple(
+            None if spec.resident else _first_mail(p, spec, sending, rank)
+            for p, spec in zip(weights, specs, strict=True)
+        )
+        state = state._replace(mail=each, step_scalars=_first_scalars(weights, specs, static))
+    return state
 
 
 def _in_full(x: jax.Array, specs: tuple[LeafSpec, ...], like: Any) -> jax.Array:
@@ -117,19 +124,8 @@ def _in_full(x: jax.Array, specs: tuple[LeafSpec, ...], like: Any) -> jax.Array:
     return jax.device_put(x, NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * x.ndim)))
 
 
-def _first_schedule_state(
-    specs: tuple[LeafSpec, ...], schedule: Schedule, offload: bool
-) -> ScheduleState | None:
-    if offload or not schedule.adaptive:
-        return None
-    leaves = sum(not spec.resident for spec in specs)
-    return jax.tree.map(jnp.array, first_schedule_state(schedule, leaves))
-
-
-def _init_leaf(
-    here: Here, p: jax.Array, *, spec: LeafSpec, offload: bool, sending: SendGradients
-) -> LeafState:
-    part = here.part
+def _first_leaf(here: Here, p: jax.Array, *, spec: LeafSpec, static: Static) -> LeafState:
+    part, own = here.part, here.own(p)
     if part.resident:
         return LeafState(
             channels=None,
@@ -142,7 +138,6 @@ def _init_leaf(
             spec=spec,
         )
     first = first_channels(part)
-    own = here.own(p)
     return LeafState(
         channels=here.to_global(first),
         steps=jnp.zeros((*part.stack, part.k), jnp.int32),
@@ -150,79 +145,46 @@ def _init_leaf(
         mu=jnp.zeros(part.selected_shape, jnp.float32),
         nu=jnp.zeros(part.selected_shape, jnp.float32),
         scores=jnp.zeros((*part.stack, part.n), jnp.float32),
-        deferred=None if offload else in_graph.init_leaf(own, part, sending),
+        deferred=None if static.offload else in_graph.init_leaf(own, part, static.send_gradients),
         spec=spec,
     )
 
 
-def _leaf_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
+def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
     """One leaf's mail before the first step."""
-    layout, dtype = Layout(spec), spec.mail_dtype
-
-    def on_device(here: Here, _: jax.Array) -> jax.Array:
-        # Where the step leaves gradients on the device, this is one element per device: it has the
-        # sharding of what the step returns in its place, and is not empty, which some savers
-        # refuse.
-        shape = here.part.shape if sending.sums_on_device else (1,) * len(spec.shape)
-        return jnp.zeros(shape, dtype)
-
-    if not sending.in_step:
-        return on_each_device(on_device, spec, [layout.block], layout.part)(p)
-    if spec.placement is None:
+    lay, dtype = Layout(spec), spec.mail_dtype
+    if sending.in_step and spec.placement is None:
         return host_zeros(spec.shape, dtype, rank, p)
 
     def zeros(here: Here, _: jax.Array) -> jax.Array:
-        return with_rank(jnp.zeros(here.part.shape, dtype), rank)
+        # Where the step leaves gradients on the device, this is one element per device: it has the
+        # sharding of what the step returns in its place, and is not empty, which some savers
+        # refuse.
+        whole = sending.in_step or sending.sums_on_device
+        mail = jnp.zeros(here.part.shape if whole else (1,) * len(spec.shape), dtype)
+        return with_rank(mail, rank) if sending.in_step else mail
 
-    return to_host(on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p), rank)
-
-
-@partial(jax.jit, static_argnames=("spec", "sending", "rank"), keep_unused=True)
-def _mail_zeros(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
-    return _leaf_zeros(p, spec, sending, rank)
+    if not sending.in_step:
+        return on_each_device(zeros, spec, [lay.block], lay.part)(p)
+    return to_host(on_each_device(zeros, spec, [lay.block], lay.mail(rank))(p), rank)
 
 
 def _first_scalars(
-    weights: list[jax.Array],
-    specs: tuple[LeafSpec, ...],
-    schedule: Schedule,
-    sending: SendGradients,
-    rank: int,
+    weights: list[jax.Array], specs: tuple[LeafSpec, ...], static: Static
 ) -> StepScalars:
     """Step scalars of zero, on every device that takes part."""
-    sizes = StepScalars.sizes(specs, schedule.needs_statistics)
-    in_step = sending.in_step
-    placed = [i for i, spec in enumerate(specs) if spec.placement is not None]
-    if not placed and not in_step:
-        return StepScalars(*(jnp.zeros(size, dtype) for size, dtype in sizes))
-    if not placed:
+    sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
+    in_step, rank = static.send_gradients.in_step, mail_rank(specs)
+    placed = [(p, x) for p, x in zip(weights, specs, strict=True) if x.placement is not None]
+    if in_step and not placed:
         like = next(iter(weights), None)
         return StepScalars(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
 
-    def zeros(here: Here, _: jax.Array) -> list[jax.Array]:
+    def zeros(*_: Any) -> list[jax.Array]:
         return [with_rank(jnp.zeros(size, dtype), rank if in_step else 1) for size, dtype in sizes]
 
-    i = placed[0]
-    made = on_each_device(zeros, specs[i], [Layout(specs[i]).block], REPLICATED)(weights[i])
+    if not placed:
+        return StepScalars(*zeros())
+    p, spec = placed[0]
+    made = on_each_device(zeros, spec, [Layout(spec).block], REPLICATED)(p)
     return StepScalars(*(to_host(x, rank) if in_step else x for x in made))
-
-
-@partial(jax.jit, static_argnames="specs")
-def _fingerprint(weights: list[jax.Array], specs: tuple[LeafSpec, ...]) -> jax.Array:
-    """A number that differs between runs and is the same when a run is repeated.
-
-    Tokens start from it, so that an engine knows another run's state. Some entries of some leaves
-    are enough: they come from a seed or from a checkpoint.
-    """
-    total = jnp.zeros((), jnp.uint32)
-    for i, (p, spec) in enumerate(zip(weights, specs, strict=True)):
-        corner = on_each_device(partial(_corner, number=i), spec, [Layout(spec).block], REPLICATED)
-        total += corner(p)
-    return (total & 0x3FFFFFFF).astype(jnp.int32)
-
-
-def _corner(here: Here, p: jax.Array, *, number: int) -> jax.Array:
-    corner = p[tuple(slice(0, 8) for _ in p.shape)].astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(corner, jnp.uint32).ravel()
-    odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * number + 1
-    return here.sum_everywhere(jnp.sum(bits * odd))

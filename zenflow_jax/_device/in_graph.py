@@ -5,6 +5,7 @@ use this mode as their oracle. `flush` is here a function; an engine has it as a
 is as large as its leaf, so this mode saves no memory.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,12 +37,16 @@ from zenflow_jax._device.state import (
     replace_state,
 )
 from zenflow_jax._device.statistics import kept_share
+from zenflow_jax._device.step import Verdict
 from zenflow_jax._diagnostics.skipped import warn_of_skipped
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+
+#: The state of a leaf, or of a range of it, and the float32 change of its parameter.
+_Piece = tuple[LeafState, jax.Array]
 
 
 def init_leaf(p: jax.Array, spec: LeafSpec, sending: SendGradients) -> DeferredState:
@@ -62,56 +67,28 @@ def advance(
     gradients: list[jax.Array],
     changes: list[jax.Array],
     scalars: AdamScalars,
-    factor: jax.Array,
-    finite: jax.Array,
+    verdict: Verdict,
     statistics: jax.Array | None,
 ) -> tuple[ZenFlowState, list[jax.Array]]:
     """Adds the step's gradients to their sums and does what the boundary asks.
 
     `changes` are those of the selected channels; the result also has those of deferred channels
-    whose update arrives now. A window that closes here uses `scalars`. `statistics` go into the
+    whose update arrives. A window that closes uses `scalars`. `statistics` go into the
     `ScheduleState`.
     """
-    offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
-    leaves = _follow(state, weights)
-    for i in offloaded:
-        layout, mine = Layout(leaves[i].spec), leaf_layout(leaves[i].spec, deferred=True)
-        collect = on_each_device(
-            _collect, leaves[i].spec, [mine, layout.part, REPLICATED, REPLICATED], mine
-        )
-        leaves[i] = collect(leaves[i], gradients[i], factor, finite)
-    open_steps = state.open_steps + finite.astype(jnp.int32)
-    schedule = state.schedule
+    schedule, leaves = state.schedule, _collect(_follow(state, weights), gradients, verdict)
+    open_steps = state.open_steps + verdict.finite.astype(jnp.int32)
     boundaries = [
         schedule.boundary(state.step, state.schedule_state, group)
         for group in range(schedule.groups)
     ]
-    specs = [leaf.spec for leaf in leaves]
-    groups = [of_group(specs, group) for group in range(schedule.groups)]
+    groups = [of_group([leaf.spec for leaf in leaves], j) for j in range(schedule.groups)]
     changes = list(changes)
     for ranges, counted, boundary in zip(groups, open_steps, boundaries, strict=True):
-        mine = [cut(weights[i], spec) for i, spec in ranges.items()]
-
-        def arrive(parts: list[Any], mine: list[jax.Array] = mine) -> list[Any]:
-            return [_arrive_leaf(leaf, p, c) for p, (leaf, c) in zip(mine, parts, strict=True)]
-
-        def close(
-            parts: list[Any],
-            mine: list[jax.Array] = mine,
-            counted: jax.Array = counted,
-            boundary: Boundary = boundary,
-        ) -> list[Any]:
-            return [
-                _close_leaf(leaf, p, change, schedule, scalars, counted, boundary)
-                for p, (leaf, change) in zip(mine, parts, strict=True)
-            ]
-
-        # Branches, not a `where`: in three steps of four they cost nothing.
-        parts = [(cut_state(leaves[i], x), cut(changes[i], x)) for i, x in ranges.items()]
-        if schedule.between_boundaries:
-            parts = jax.lax.cond(boundary.arrives, arrive, lambda parts: parts, parts)
-        parts = jax.lax.cond(boundary.closes, close, lambda parts: parts, parts)
-        for (i, spec), (leaf, change) in zip(ranges.items(), parts, strict=True):
+        params = [cut(weights[i], spec) for i, spec in ranges.items()]
+        pieces = [(cut_state(leaves[i], spec), cut(changes[i], spec)) for i, spec in ranges.items()]
+        pieces = _pass_boundary(pieces, params, schedule, scalars, counted, boundary)
+        for (i, spec), (leaf, change) in zip(ranges.items(), pieces, strict=True):
             leaves[i] = put_state(leaves[i], leaf)
             changes[i] = put(changes[i], change, spec)
     closes = jnp.stack([boundary.closes for boundary in boundaries])
@@ -137,25 +114,83 @@ def _follow(state: ZenFlowState, weights: list[jax.Array]) -> list[LeafState]:
 
     That step moves no deferred channel.
     """
-    offloaded = [i for i, leaf in enumerate(state.leaves) if leaf.deferred is not None]
+    pairs = [(p, x) for p, x in zip(weights, state.leaves, strict=True) if x.deferred is not None]
 
     def own(here: Here, p: jax.Array) -> jax.Array:
         return here.own(p).astype(jnp.float32)
 
     def follow(masters: list[jax.Array]) -> list[jax.Array]:
-        specs = [state.leaves[i].spec for i in offloaded]
         return [
-            on_each_device(own, spec, [Layout(spec).block], Layout(spec).part)(weights[i])
-            for i, spec in zip(offloaded, specs, strict=True)
+            on_each_device(own, leaf.spec, [Layout(leaf.spec).block], Layout(leaf.spec).part)(p)
+            for p, leaf in pairs
         ]
 
-    leaves = list(state.leaves)
-    masters = [leaves[i].deferred.master for i in offloaded]
-    masters = jax.lax.cond(state.step == 1, follow, lambda masters: masters, masters)
-    for i, master in zip(offloaded, masters, strict=True):
-        half = leaves[i].deferred._replace(master=master)
-        leaves[i] = leaves[i]._replace(deferred=half)
-    return leaves
+    masters = [leaf.deferred.master for _, leaf in pairs]
+    masters = iter(jax.lax.cond(state.step == 1, follow, lambda masters: masters, masters))
+    return [
+        leaf
+        if leaf.deferred is None
+        else leaf._replace(deferred=leaf.deferred._replace(master=next(masters)))
+        for leaf in state.leaves
+    ]
+
+
+def _collect(
+    leaves: list[LeafState], gradients: list[jax.Array], verdict: Verdict
+) -> list[LeafState]:
+    """The leaves' states, with the step's gradients in the sums of their windows."""
+
+    def add(here: Here, total: jax.Array, g: jax.Array, verdict: Verdict) -> jax.Array:
+        # Rounded to the mail's dtype; the sum of "per_window" has that dtype, too.
+        return add_gradient(total, g.astype(here.part.mail_dtype), *verdict)
+
+    summed = []
+    for leaf, g in zip(leaves, gradients, strict=True):
+        if leaf.deferred is not None:
+            part = Layout(leaf.spec).part
+            collect = on_each_device(add, leaf.spec, [part, part, REPLICATED], part)
+            total = collect(leaf.deferred.total, g, verdict)
+            leaf = leaf._replace(deferred=leaf.deferred._replace(total=total))
+        summed.append(leaf)
+    return summed
+
+
+def _pass_boundary(
+    pieces: list[_Piece],
+    params: list[jax.Array],
+    schedule: Schedule,
+    scalars: AdamScalars,
+    open_steps: jax.Array,
+    boundary: Boundary,
+) -> list[_Piece]:
+    """The states and changes of a group's leaves, or ranges, after the boundary behind a step."""
+
+    def arrive(pieces: list[_Piece]) -> list[_Piece]:
+        return [_per_leaf(_arrive, *piece, p) for piece, p in zip(pieces, params, strict=True)]
+
+    def close(pieces: list[_Piece]) -> list[_Piece]:
+        close_leaf = partial(_close, scaling=schedule.window_scaling)
+        return [
+            _per_leaf(close_leaf, *piece, p, scalars, open_steps, boundary)
+            for piece, p in zip(pieces, params, strict=True)
+        ]
+
+    def stay(pieces: list[_Piece]) -> list[_Piece]:
+        return pieces
+
+    # Branches, not a `where`: in three steps of four they cost nothing.
+    if schedule.between_boundaries:
+        pieces = jax.lax.cond(boundary.arrives, arrive, stay, pieces)
+    return jax.lax.cond(boundary.closes, close, stay, pieces)
+
+
+def _per_leaf(
+    f: Callable[..., Any], leaf: LeafState, change: jax.Array, p: jax.Array, *alike: Any
+) -> _Piece:
+    """`f` on every device of a leaf; `alike` are arguments that are the same on all devices."""
+    block, state = Layout(leaf.spec).block, leaf_layout(leaf.spec, deferred=True)
+    takes = [state, block, block, *[REPLICATED] * len(alike)]
+    return on_each_device(f, leaf.spec, takes, (state, block))(leaf, p, change, *alike)
 
 
 def _next_schedule_state(
@@ -186,27 +221,8 @@ def _next_schedule_state(
     return new._replace(kept_share=jnp.stack(shares))
 
 
-def _collect(
-    here: Here, leaf: LeafState, g: jax.Array, factor: jax.Array, finite: jax.Array
-) -> LeafState:
-    assert leaf.deferred is not None
-    # Rounded to the mail's dtype; the sum of "per_window" has that dtype, too.
-    total = add_gradient(leaf.deferred.total, g.astype(here.part.mail_dtype), factor, finite)
-    return leaf._replace(deferred=leaf.deferred._replace(total=total))
-
-
-def _arrive_leaf(leaf: LeafState, p: jax.Array, change: jax.Array) -> tuple[LeafState, jax.Array]:
+def _arrive(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> _Piece:
     """Has the pending update of one leaf arrive."""
-    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=True)
-    arrive = on_each_device(
-        _arrive, leaf.spec, [mine, layout.block, layout.block], (mine, layout.block)
-    )
-    return arrive(leaf, p, change)
-
-
-def _arrive(
-    here: Here, leaf: LeafState, p: jax.Array, change: jax.Array
-) -> tuple[LeafState, jax.Array]:
     half = leaf.deferred
     assert half is not None
     target = here.gather(half.master.astype(here.part.dtype)).astype(jnp.float32)
@@ -214,26 +230,6 @@ def _arrive(
     half = half._replace(pending=jnp.zeros_like(half.pending))
     change = jnp.where(arrives, target - p.astype(jnp.float32), change)
     return leaf._replace(deferred=half), change
-
-
-def _close_leaf(
-    leaf: LeafState,
-    p: jax.Array,
-    change: jax.Array,
-    schedule: Schedule,
-    scalars: AdamScalars,
-    open_steps: jax.Array,
-    boundary: Boundary,
-) -> tuple[LeafState, jax.Array]:
-    """Closes the window of one leaf: the pending update arrives, the next one is made."""
-    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=True)
-    close = on_each_device(
-        partial(_close, scaling=schedule.window_scaling),
-        leaf.spec,
-        [mine, layout.block, layout.block, REPLICATED, REPLICATED, REPLICATED],
-        (mine, layout.block),
-    )
-    return close(leaf, p, change, scalars, open_steps, boundary)
 
 
 def _close(
@@ -246,7 +242,8 @@ def _close(
     boundary: Boundary,
     *,
     scaling: float | None,
-) -> tuple[LeafState, jax.Array]:
+) -> _Piece:
+    """Closes the window of one leaf: the pending update arrives, the next one is made."""
     spec, before = here.part, leaf.deferred
     assert before is not None
     active = ~contains(here.to_local(leaf.channels), spec.n) & (open_steps > 0)
@@ -265,10 +262,10 @@ def _close(
     half = leaf.deferred
     assert half is not None
     # Pending channels arrive with their old master, those that do not wait with the new one.
-    now = active & ~half.pending
-    arriving = jnp.where(broadcast_channels(now, spec), half.master, before.master)
+    at_once = active & ~half.pending
+    arriving = jnp.where(broadcast_channels(at_once, spec), half.master, before.master)
     target = here.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
-    arrives = broadcast_channels(before.pending | now, here.block)
+    arrives = broadcast_channels(before.pending | at_once, here.block)
     return leaf, jnp.where(arrives, target - p.astype(jnp.float32), change)
 
 
@@ -319,13 +316,10 @@ def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> L
     else:
         master = hand_over(leaf.master, half.master)
     mu, nu = hand_over(leaf.mu, half.mu), hand_over(leaf.nu, half.nu)
-    steps = (
-        half.steps
-        if spec.k == 0
-        else jnp.where(
-            place >= 0, jnp.take_along_axis(leaf.steps, jnp.maximum(place, 0), axis=-1), half.steps
-        )
-    )
+    steps = half.steps
+    if spec.k:
+        of_selected = jnp.take_along_axis(leaf.steps, jnp.maximum(place, 0), axis=-1)
+        steps = jnp.where(place >= 0, of_selected, steps)
     half = half._replace(master=master, mu=mu, nu=nu, steps=steps)
 
     index = top_channels(leaf.scores, spec.k)
@@ -347,10 +341,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
     as if nothing had happened: the next window just has fewer steps. Outside of jit, `flush` warns
-    by `logging` if the last steps were all skipped.
-
-    It is pure, so it also shows the parameters in mid-run, as an engine's `peek` does: call
-    `eval_params, _ = flush(params, opt_state)`, and train on from `params` and `opt_state`.
+    by `logging` if the last steps were all skipped. It is pure, so it also shows the parameters in
+    mid-run, as an engine's `peek` does: `eval_params, _ = flush(params, opt_state)`.
 
     Args:
         params: The parameters that `opt_state` belongs to.
@@ -387,13 +379,13 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             p = weights[place]
-            changes = jnp.zeros_like(p, jnp.float32)  # and where it is
+            changes = jnp.zeros_like(p, jnp.float32)
             for spec in leaf.spec.ranges:
-                part, change = _close_leaf(
+                part, change = _per_leaf(
+                    partial(_close, scaling=state.schedule.window_scaling),
                     cut_state(leaf, spec),
-                    cut(p, spec),
                     cut(changes, spec),
-                    state.schedule,
+                    cut(p, spec),
                     state.scalars,
                     state.open_steps[spec.group],
                     boundary,

@@ -1,4 +1,4 @@
-"""Finds which leaf of a caller's tree belongs to which leaf of the state, by key path."""
+"""Which leaf of a caller's tree belongs to which leaf of the state, and whether it fits there."""
 
 import sys
 from collections import Counter
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._plan.leaf import LeafSpec, plain_name
@@ -58,10 +60,10 @@ class Places:
         if missing:
             others = sorted(by_name.keys() - ours.keys())
             raise ValueError(
-                f"expected `params` with the leaf {some(missing)} that the state was made for, got "
-                f"{len(paths)} leaves without it"
-                f"{f', and {some(others)} that it does not know' if others else ''} (of an nnx "
-                "model, pass `nnx.state(model)`)."
+                f"expected `params` with the leaf {first_names(missing)} that the state was made "
+                f"for, got {len(paths)} leaves without it"
+                f"{f', and {first_names(others)} that it does not know' if others else ''} (of an "
+                "nnx model, pass `nnx.state(model)`)."
             )
         for name, count in ours.items():
             if len(by_name[name]) != count:
@@ -77,7 +79,7 @@ class Places:
 _STRUCTURES = 4
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
@@ -104,3 +106,49 @@ def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list
     weights, treedef, places = Places(specs)(params)
     check_leaves([weights[i] for i in places], specs)
     return weights, treedef, places
+
+
+def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[Any]:
+    """The parameters' leaves; an error if they or the gradients are not those of the state."""
+    if not isinstance(state, ZenFlowState) or state.offload != offload:
+        offloads = f" with offload={state.offload}" if isinstance(state, ZenFlowState) else ""
+        raise ValueError(
+            f"expected the ZenFlowState that `tx.init(params)` returned, with offload={offload}, "
+            f"got a {type(state).__name__}{offloads}."
+        )
+    if params is None:
+        raise ValueError(
+            "expected the parameters, as in `tx.update(gradients, opt_state, params)`, got None."
+        )
+    specs = [leaf.spec for leaf in state.leaves]
+    for what, tree in (("gradients", updates), ("params", params)):
+        leaves = jax.tree.leaves_with_path(tree)
+        if len(leaves) != len(specs):
+            raise ValueError(
+                f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}."
+            )
+        for (path, x), spec in zip(leaves, specs, strict=True):
+            name, shape = plain_name(path), tuple(x.shape)
+            if (name, shape) != (spec.name, spec.shape):
+                raise ValueError(
+                    f"`{what}` must have {spec.name} of shape {spec.shape}, as `init` saw it, got "
+                    f"{name} of shape {shape}."
+                )
+            if what == "params" and np.dtype(x.dtype) != spec.dtype:
+                raise ValueError(
+                    f"`params` must be {spec.dtype.name} at {name}, as `init` saw it, got "
+                    f"{x.dtype}."
+                )
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(f"`{what}` must be real floating point, got {x.dtype} at {name}.")
+    return jax.tree.leaves(params)
+
+
+def check_outside_of_shard_map(what: str) -> None:
+    """Refuses calls inside `shard_map` and `pmap`, where each device would decide by itself."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes:
+        raise ValueError(
+            f"expected `{what}` outside of `jax.shard_map` and `jax.pmap`, got it inside one over "
+            f"{', '.join(map(repr, axes))}: call it on the gradients that come out."
+        )

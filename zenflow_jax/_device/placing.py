@@ -1,4 +1,4 @@
-"""Where each array of a state belongs, and how what something else has moved gets back there.
+"""Where parameters and each array of a state belong, and how arrays get back there.
 
 Trainers place optimizer states by rules of their own: on a mesh they may replicate what they have
 no partition spec for. The numbers are right there, but neither device nor host would read its part.
@@ -10,11 +10,55 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zenflow_jax._device.memory import HOST, read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState, leaf_layout
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.mesh import placement_of
+
+
+def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
+    """Refuses leaves that do not lie where the state takes them to be: on one device, or a mesh."""
+    for weight, spec in zip(weights, specs, strict=True):
+        if not isinstance(weight, jax.Array) or isinstance(weight, Tracer):
+            raise TypeError(
+                f"expected `params` of jax arrays, got {type(weight).__name__} at {spec.name}: use "
+                "`jax.device_put`, outside of jit."
+            )
+        if 0 in spec.shape:
+            continue  # an empty leaf has no place
+        placed, expected = placement_of(weight), spec.placement
+        if placed is None and not isinstance(weight.sharding, jax.sharding.SingleDeviceSharding):
+            raise ValueError(
+                f"expected each leaf on one device or placed by a NamedSharding, got {spec.name} "
+                f"on {weight.sharding}."
+            )
+        if expected is None and placed is not None and placed.mesh.size > 1:
+            raise ValueError(
+                f"expected {spec.name} on one device, as the state takes it to be, got "
+                f"{weight.sharding}: call `tx.init` outside of jit, or pass `param_shardings`."
+            )
+        if (
+            expected is not None
+            and (expected.mesh.size > 1 or placed is not None)
+            and (
+                placed is None
+                or placed.mesh.shape_tuple != expected.mesh.shape_tuple
+                or placed.cuts != expected.cuts
+            )
+        ):
+            raise ValueError(
+                f"expected {spec.name} divided by the mesh axes {expected.block} of "
+                f"{dict(expected.mesh.shape)}, as `tx.init` saw it, got {weight.sharding}: keep it "
+                "there, as by `jax.jit(step, out_shardings=...)`."
+            )
+    devices = {frozenset(weight.sharding.device_set) for weight in weights}
+    if len(devices) > 1:
+        names = sorted(sorted(map(str, group)) for group in devices)
+        raise ValueError(f"expected all leaves on the same devices, got {names[0]} and {names[1]}.")
 
 
 def _says_host(x: jax.Array) -> bool:
@@ -29,9 +73,7 @@ def _says_host(x: jax.Array) -> bool:
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
     """The abstract state with the shardings that a real one has, as far as known.
 
-    Args:
-        state: Arrays or shapes.
-        leaves: The parameters, or their shapes, with their shardings.
+    `leaves` are the parameters, or their shapes, with their shardings.
     """
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
     if not meshes or not isinstance(meshes[0], Mesh):
@@ -72,11 +114,8 @@ def put_back(
 ) -> tuple[ZenFlowState, int]:
     """The state with each array where `tx.init` put it, and how many were elsewhere.
 
-    Args:
-        state: Of arrays, on the devices of the parameters.
-        weights: The parameter of each leaf, where it has been since `tx.init`.
-        memories: Whether what is in the wrong memory is put back, too. A step takes blank mail from
-            either, but is compiled for each.
+    `weights` are where they have been since `tx.init`. `memories` says whether what is in the wrong
+    memory is put back, too: a step takes blank mail from either, but is compiled for each.
     """
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)

@@ -23,12 +23,13 @@ from zenflow_jax._device.shards import (
     Here,
     Layout,
     abstract_rows,
+    each_leaf,
     join,
     on_each_device,
     row,
     split,
 )
-from zenflow_jax._device.state import LeafState, cut
+from zenflow_jax._device.state import LeafState, Reach, cut
 from zenflow_jax._plan.leaf import LeafSpec
 
 
@@ -66,14 +67,14 @@ def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
 
     Float32 rows, which hold any leaf's dtype exactly.
     """
-    return join(
-        [
-            on_each_device(lambda _, x: sample_row(x), spec, [lay.block], lay.each_device)(
-                cut(weight, spec)
-            )
-            for weight, spec, lay in zip(weights, specs, map(Layout, specs), strict=True)
-        ]
+    rows = each_leaf(
+        lambda _, x: sample_row(x),
+        specs,
+        lambda lay: [lay.block],
+        lambda lay: lay.each_device,
+        map(cut, weights, specs),
     )
+    return join(list(rows))
 
 
 def abstract_samples(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> jax.ShapeDtypeStruct:
@@ -124,11 +125,31 @@ def differ(x: Array, y: Array, dtype: Any) -> Array:
     return (x != y) & ~none & ~(jnp.isnan(x) & jnp.isnan(y))
 
 
+def strays(new: Array, before: Array, reach: Reach, dtype: Any, window: int) -> Array:
+    """Bool: where a weight is not where provisional steps since its last update can have left it.
+
+    These are steps of nearly one length, up or down: a weight has moved by a multiple of it. In low
+    precision each step is rounded, by more than its length if that is short. `new` and `before` are
+    float32 values of a leaf of `dtype`; `window` is the most steps of a window.
+    """
+    steps, kind = 2 * window, jnp.finfo(dtype)
+    far, last = jnp.abs(new - before), reach.last
+    # What faded counts by more than a third.
+    # A weight may have been further away in between, and was rounded there.
+    largest = jnp.abs(new) + jnp.abs(before) + 3 * reach.total
+    rounding = float(kind.eps) * largest + float(kind.smallest_subnormal)
+    slack = steps * (3 * reach.drift + rounding)
+    times = jnp.round(far / jnp.where(last > 0, last, 1))
+    on_grid = jnp.abs(far - times * last) <= slack
+    # A step that is rounded is at most twice as long as it should be, or nothing.
+    return ~((far <= 6 * reach.total + slack) & on_grid)
+
+
 @partial(jax.jit, static_argnames="spec")
 def _checksum(weight: Array, channels: Array | None, *, spec: LeafSpec) -> Array:
     layout, sum_bits = Layout(spec), partial(_sum_bits, shape=spec.shape)
-    of_channels = None if channels is None else layout.channels
-    return on_each_device(sum_bits, spec, [layout.block, of_channels], REPLICATED)(weight, channels)
+    takes = [layout.block, layout.channels]
+    return on_each_device(sum_bits, spec, takes, REPLICATED)(weight, channels)
 
 
 def _sum_bits(

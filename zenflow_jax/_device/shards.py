@@ -7,7 +7,7 @@ same code, without a `shard_map`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -156,7 +156,8 @@ def on_each_device(
     Args:
         f: Pure. Sees one device's pieces of its arguments.
         spec: The leaf.
-        takes: The partition spec of each argument, or a tree of them that is a prefix of it.
+        takes: The partition spec of each argument, or a tree of them that is a prefix of it. It
+            does not matter for an argument, or an entry of one, that is None.
         gives: The same for the result. Where it says that devices hold the same, `f` must give the
             same.
     """
@@ -194,6 +195,19 @@ def on_each_device(
         )
 
     return moved
+
+
+def each_leaf(
+    f: Callable[..., Any],
+    specs: Sequence[LeafSpec],
+    takes: Callable[[Layout], Sequence[Any]],
+    gives: Callable[[Layout], Any],
+    *columns: Iterable[Any],
+) -> Iterator[Any]:
+    """`on_each_device` for one leaf after the other; each column has an argument for every leaf."""
+    for spec, *args in zip(specs, *columns, strict=True):
+        layout = Layout(spec)
+        yield on_each_device(f, spec, takes(layout), gives(layout))(*args)
 
 
 def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:

@@ -76,17 +76,11 @@ class Reach(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What no step of a run changes.
+    """What no step of a run changes."""
 
-    Attributes:
-        schedule: When windows close and channels are selected.
-        offload: Whether the deferred half is with an engine.
-        send_gradients: When gradients leave the device.
-    """
-
-    schedule: Schedule
-    offload: bool
-    send_gradients: SendGradients
+    schedule: Schedule  # when windows close and channels are selected
+    offload: bool  # whether the deferred half is with an engine
+    send_gradients: SendGradients  # when gradients leave the device
 
 
 class ZenFlowState(NamedTuple):
@@ -97,23 +91,18 @@ class ZenFlowState(NamedTuple):
         skipped: int32 (). Steps skipped because a gradient was not finite.
         skipped_in_a_row: int32 (). Steps skipped since the last one that counted.
         leaves: A tuple with one state for each leaf of the parameters, in their order. It is no
-            tree like the parameters, because wrappers that walk the state (flax nnx) see other
-            trees at init than at update; only the order of leaves is the same in both.
+            tree like the parameters, because flax nnx shows other trees at init than at update.
         mail: A tuple of each leaf's gradient, or of its sum, as `send_gradients` says; None for a
-            resident leaf. It is apart from `leaves` so that `exchange` replaces all of it after
-            every step, however many leaves there are. None with `offload=False`.
+            resident leaf, and with `offload=False`. `exchange` replaces it after every step.
         token: int32 (). Set by the engine's exchange, -1 after a step; None with `offload=False`.
         step_scalars: The scalars in the mail; None with `offload=False`.
         open_steps: int32 (groups,). Steps summed in each group's open window; None with an engine.
         scalars: float32 (). Hyperparameters of the last step; None with an engine.
-        schedule_state: What an adaptive schedule decides by; None with any other, or with an
-            engine.
-        reach: What is known of the last provisional steps; None without such steps, or with
-            `offload=False`.
+        schedule_state: What an adaptive schedule decides by; None with any other, or an engine.
+        reach: The last provisional steps; None without any, or with `offload=False`.
         layout: int32 (), in a dict under a name that says which layout the state has
             (`_version.py`): the version of zenflow_jax that began the run.
-        static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`,
-            which the state has as attributes, too.
+        static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`.
 
     With `send_gradients="during_step"` the step copies gradients to pinned host memory, where
     `mail` is, with leading unit axes. With "after_step" the step leaves them on the device, and
@@ -255,12 +244,7 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
 
 def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
-    """The state of the same run with windows of so many steps; its arrays are the same.
-
-    Args:
-        state: Of arrays or shapes, with any windows.
-        interval: Steps in a window.
-    """
+    """The state, of arrays or shapes, of the same run with windows of so many steps."""
     whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
     specs, schedule = in_groups(whole, state.schedule.with_interval(interval))
     leaves = tuple(leaf._replace(spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True))

@@ -11,35 +11,30 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Here, Layout, each_leaf, on_each_device
 from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.step import Verdict
 from zenflow_jax._plan.leaf import LeafSpec
 
 
 def window_statistics(
     squares: Sequence[jax.Array],
     leaves: Sequence[LeafState],
-    factor: jax.Array,
-    finite: jax.Array,
+    verdict: Verdict,
 ) -> jax.Array:
     """What a step adds to a `ScheduleState`: float32 [counted, *deferred, *selected].
 
-    Zeros if the step is skipped.
-
-    Args:
-        squares: Each leaf's sums of squares of its channels, `(*stack, n)`, before clipping.
-        leaves: Their states before the step. Resident ones do not count.
-        factor: The clipping factor.
-        finite: Whether the step counts.
+    Zeros if the step is skipped. `squares` are each leaf's sums of squares of its channels,
+    `(*stack, n)`, before clipping. Resident leaves do not count.
     """
     both = [
-        _root_mean_squares(s, leaf.channels, factor, leaf.spec)
+        _root_mean_squares(s, leaf.channels, verdict.factor, leaf.spec)
         for s, leaf in zip(squares, leaves, strict=True)
         if not leaf.spec.resident
     ]
     columns = jnp.stack(both, axis=1) if both else jnp.zeros((2, 0), jnp.float32)
     row = jnp.concatenate([jnp.ones(1, jnp.float32), columns.ravel()])
-    return jnp.where(finite, row, jnp.zeros_like(row))
+    return jnp.where(verdict.finite, row, jnp.zeros_like(row))
 
 
 def _root_mean_squares(
@@ -67,15 +62,18 @@ def kept_share(
 
     float32 () in [0, 1]; 1 where nothing has a score yet.
     """
+    sums = each_leaf(
+        _held_and_best,
+        specs,
+        lambda lay: [lay.channels, lay.channels],
+        lambda lay: (REPLICATED, REPLICATED),
+        scores,
+        channels,
+    )
+    sizes = [math.prod(spec.shape) for spec in specs]
     total = jnp.zeros((), jnp.float32)
-    size = sum(math.prod(spec.shape) for spec in specs)
-    for score, index, spec in zip(scores, channels, specs, strict=True):
-        layout = Layout(spec)
-        held, best = on_each_device(
-            _held_and_best, spec, [layout.channels, layout.channels], (REPLICATED, REPLICATED)
-        )(score, index)
-        share = jnp.where(best > 0, held / best, 1.0)
-        total += share * (math.prod(spec.shape) / size)
+    for (held, best), size in zip(sums, sizes, strict=True):
+        total += jnp.where(best > 0, held / best, 1.0) * (size / sum(sizes))
     return total if specs else jnp.ones((), jnp.float32)
 
 

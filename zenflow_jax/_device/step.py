@@ -26,6 +26,13 @@ from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.scalars import AdamScalars
 
 
+class Verdict(NamedTuple):
+    """What the gradients of all leaves together say of a step."""
+
+    factor: Any  # clips the gradient
+    finite: Any  # whether the step counts
+
+
 class GradientParts(NamedTuple):
     """What one leaf's step takes from its gradient."""
 
@@ -50,17 +57,12 @@ def split_gradient(
         rank = len(spec.shape)
     signs = signs and not spec.resident
     # The gradient of a stack is there as a whole when its scan ends: packing it saves nothing.
-    packs = crosses and not (offloaded and spec.stack)
+    packs = crosses and not spec.stack
     see = on_each_device(
         partial(_split, rank=rank if offloaded else None, signs=signs, packs=packs),
         spec,
         [layout.part, layout.channels],
-        GradientParts(
-            layout.channels,
-            layout.part,
-            layout.part if signs else None,
-            layout.mail(rank) if offloaded else None,
-        ),
+        GradientParts(layout.channels, layout.part, layout.part, layout.mail(rank)),
     )
     seen = see(g, leaf.channels)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
@@ -128,17 +130,15 @@ def _signs_of_block(here: Here, signs: jax.Array) -> jax.Array:
     return _unpack_signs(here.gather(signs), axis, size)
 
 
-def finite_and_clip_factor(
-    squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None
-) -> tuple[jax.Array, jax.Array]:
-    """Whether the step counts, and the factor that clips its gradient."""
+def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:
+    """Whether a step counts, and the factor that clips its gradient, by the leaves' squares."""
     per_leaf = jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(s) for s in squares)])
     finite = jnp.all(jnp.isfinite(per_leaf))
     if max_grad_norm is None:
-        return finite, jnp.ones((), jnp.float32)
+        return Verdict(jnp.ones((), jnp.float32), finite)
     norm = jnp.sqrt(jnp.sum(per_leaf))
     limit = jnp.asarray(max_grad_norm, jnp.float32)
-    return finite, jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
+    return Verdict(jnp.where(norm < limit, jnp.ones_like(norm), limit / norm), finite)
 
 
 def next_reach(reach: Reach, length: jax.Array, window: int) -> Reach:
@@ -153,100 +153,52 @@ def next_reach(reach: Reach, length: jax.Array, window: int) -> Reach:
     return Reach(reach.total * fade + length, last, drift)
 
 
-def strays(now: jax.Array, before: jax.Array, reach: Reach, dtype: Any, window: int) -> jax.Array:
-    """Bool: where a weight is not where provisional steps since its last update can have left it.
-
-    These are steps of nearly one length, up or down: a weight has moved by a multiple of it. In low
-    precision each step is rounded, by more than its length if that is short.
-
-    Args:
-        now: Values of a leaf of `dtype`, in float32.
-        before: The same after the update.
-        reach: As the state has it.
-        window: The most steps of a window.
-    """
-    steps, kind = 2 * window, jnp.finfo(dtype)
-    far, last = jnp.abs(now - before), reach.last
-    # What faded counts by more than a third.
-    # A weight may have been further away in between, and was rounded there.
-    largest = jnp.abs(now) + jnp.abs(before) + 3 * reach.total
-    rounding = float(kind.eps) * largest + float(kind.smallest_subnormal)
-    slack = steps * (3 * reach.drift + rounding)
-    times = jnp.round(far / jnp.where(last > 0, last, 1))
-    on_grid = jnp.abs(far - times * last) <= slack
-    # A step that is rounded is at most twice as long as it should be, or nothing.
-    return ~((far <= 6 * reach.total + slack) & on_grid)
-
-
 def step_selected(
     p: jax.Array,
     seen: GradientParts,
     leaf: LeafState,
     scalars: AdamScalars,
-    factor: jax.Array,
-    finite: jax.Array,
+    verdict: Verdict,
     length: jax.Array | None,
 ) -> tuple[jax.Array, LeafState]:
     """The float32 change of the whole leaf, and its state, after AdamW on what is selected.
 
     `length` is that of the provisional step on what is deferred; None for no such step.
     """
-    layout, mine = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
-    moves = seen.signs is not None
+    lay, state = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
+    parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
     step = on_each_device(
         _step,
         leaf.spec,
-        [
-            layout.block,
-            layout.channels,
-            layout.part,
-            layout.part if moves else None,
-            mine,
-            *[REPLICATED] * 3,
-            REPLICATED if moves else None,
-        ],
-        (layout.block, mine),
+        [lay.block, parts, state, REPLICATED, REPLICATED, REPLICATED],
+        (lay.block, state),
     )
-    # The step does not touch `deferred`; outside it needs no partition spec.
-    bare = leaf._replace(deferred=None)
-    change, new = step(
-        p,
-        seen.squares,
-        seen.gradient,
-        seen.signs,
-        bare,
-        scalars,
-        factor,
-        finite,
-        length if moves else None,
-    )
+    # The step touches neither `mail` nor `deferred`; outside it they need no partition spec.
+    seen, bare = seen._replace(mail=None), leaf._replace(deferred=None)
+    length = None if seen.signs is None else length
+    change, new = step(p, seen, bare, scalars, verdict, length)
     return change, new._replace(deferred=leaf.deferred)
 
 
-def add_mail(
-    total: jax.Array, seen: GradientParts, spec: LeafSpec, factor: jax.Array, finite: jax.Array
-) -> jax.Array:
+def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Verdict) -> jax.Array:
     """One leaf's sum of the open window, plus the step's gradient."""
-    layout = Layout(spec)
+    part = Layout(spec).part
     add = on_each_device(
-        lambda _, *args: add_gradient(*args),
+        lambda _, total, mail, verdict: add_gradient(total, mail, *verdict),
         spec,
-        [layout.part, layout.part, REPLICATED, REPLICATED],
-        layout.part,
+        [part, part, REPLICATED],
+        part,
     )
-    return add(total, seen.mail, factor, finite)
+    return add(total, seen.mail, verdict)
 
 
 def _step(
     here: Here,
     p: jax.Array,
-    squares: jax.Array,
-    gradient: jax.Array,
-    signs: jax.Array | None,
+    seen: GradientParts,
     leaf: LeafState,
     scalars: AdamScalars,
-    factor: jax.Array,
-    finite: jax.Array,
+    verdict: Verdict,
     length: jax.Array | None,
 ) -> tuple[jax.Array, LeafState]:
     spec = here.part
@@ -261,7 +213,7 @@ def _step(
     steps = leaf.steps + 1
     change, mu, nu = adamw(
         master,
-        gradient * factor,
+        seen.gradient * verdict.factor,
         leaf.mu,
         leaf.nu,
         steps if spec.resident else broadcast_channels(steps, spec),
@@ -270,7 +222,7 @@ def _step(
     )
 
     def if_counted(new: Any, old: Any) -> Any:
-        return jnp.where(finite, new.astype(old.dtype), old)
+        return jnp.where(verdict.finite, new.astype(old.dtype), old)
 
     leaf = leaf._replace(
         steps=if_counted(steps, leaf.steps),
@@ -284,15 +236,15 @@ def _step(
         new = here.gather(leaf.master.astype(spec.dtype))
         change = new.astype(jnp.float32) - old.astype(jnp.float32)
     else:
-        change = here.gather(jnp.where(finite, change, jnp.zeros_like(change)))
+        change = here.gather(jnp.where(verdict.finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
     others = None
-    if signs is not None and length is not None:
-        sign = _signs_of_block(here, signs).astype(jnp.float32)
+    if length is not None:
+        sign = _signs_of_block(here, seen.signs).astype(jnp.float32)
         others = provisional_change(p, length * sign)
     change = _spread_out(here, change, index, others)
-    scores = leaf.scores + squares * jnp.square(factor)
+    scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf._replace(scores=if_counted(scores, leaf.scores))
 
 

@@ -15,9 +15,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import Places, check_leaves
-from zenflow_jax._device.placing import put_back
+from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, leaf_layout
 from zenflow_jax._exchange.checks import check_not_numpy

@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
-from zenflow_jax._device.leaves import some
+from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.samples import sample_of
 from zenflow_jax._device.shards import REPLICATED, Here, Layout, of_each_device, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
@@ -272,11 +272,11 @@ def _count_selected(
 
 def _words(step: int, names: Sequence[str]) -> str:
     return (
-        f"expected parameters that nothing but zenflow changes, got other values of {some(names)} "
-        f"after step {step}. Give each step the parameters that the last `exchange` or `flush` "
-        "returned, and apply updates by `optax.apply_updates`. Let zenflow be the last of its "
-        "chain: put what acts on gradients in front, a rate that something else decides into "
-        "`learning_rate` by `optax.inject_hyperparams`, and averages of the weights outside. To "
-        "clip, load or reset weights in mid-run call `flush`, change them, and go on with a new "
-        "`tx.init(params)` and a new engine. This engine takes no more steps."
+        "expected parameters that nothing but zenflow changes, got other values of "
+        f"{first_names(names)} after step {step}. Give each step the parameters that the last "
+        "`exchange` or `flush` returned, and apply updates by `optax.apply_updates`. Let zenflow "
+        "be the last of its chain: put what acts on gradients in front, a rate that something else "
+        "decides into `learning_rate` by `optax.inject_hyperparams`, and averages of the weights "
+        "outside. To clip, load or reset weights in mid-run call `flush`, change them, and go on "
+        "with a new `tx.init(params)` and a new engine. This engine takes no more steps."
     )

@@ -54,9 +54,7 @@ class Placement:
 def placement_of(leaf: Any, sharding: Any = None) -> Placement | None:
     """How `leaf` lies on its mesh. None if it lies on one device, or if that is not known yet.
 
-    Args:
-        leaf: An array, a traced one, or a `ShapeDtypeStruct`.
-        sharding: Replaces the leaf's own. A traced leaf knows its own on Explicit axes only.
+    `sharding` replaces the leaf's own, which a traced leaf knows on Explicit axes only.
     """
     told = sharding is not None
     if not told:
@@ -91,12 +89,9 @@ def mesh_axes(spec: PartitionSpec, rank: int) -> MeshAxes:
 
 
 def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int]) -> Placement:
-    """Cuts each block that several devices hold into parts, as far as its sizes allow.
+    """Cuts each block that several devices hold into parts, as far as the leaf's shape allows.
 
-    Args:
-        placement: Its parts are still the blocks.
-        shape: Shape of the leaf.
-        axes: Axes of the leaf that may be cut, the preferred one first.
+    `axes` of the leaf may be cut, the preferred one first.
     """
     part = [list(names) for names in placement.block]
     used = {name for names in part for name in names}

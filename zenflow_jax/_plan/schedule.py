@@ -49,11 +49,8 @@ class ScheduleState(NamedTuple):
     ) -> "ScheduleState":
         """The state after a step that closed windows; the step's statistics count for none.
 
-        Args:
-            first: The state before the first step.
-            closes: bool (groups,): whose windows closed.
-            selects: bool (groups,): whose channels were selected again.
-            xp: `numpy` or `jax.numpy`, whichever the numbers are of.
+        `first` is the state before the first step. `closes` and `selects`, bool (groups,), say
+        whose windows closed and whose channels were selected; `xp` is `numpy` or `jax.numpy`.
         """
         windows = xp.where(closes, self.windows + 1, self.windows)
         return first._replace(
@@ -115,13 +112,7 @@ class Schedule:
         """How far step `step` moves each deferred weight; float32, 0 where it moves none.
 
         The first step of a run moves none: until it is made, weights may be loaded, and masters
-        follow them.
-
-        Args:
-            step: Counted from 1.
-            learning_rate: That of the step.
-            counts: Whether the step counts.
-            xp: `numpy` or `jax.numpy`, whichever the numbers are of.
+        follow them. `counts` says whether the step counts; `xp` is `numpy` or `jax.numpy`.
         """
         length = xp.float32(self.provisional_share) * xp.asarray(learning_rate, xp.float32)
         moves = counts & (step > max(self.full_warm_up_rounds, 1))
@@ -129,7 +120,6 @@ class Schedule:
 
     @property
     def longest_window(self) -> int:
-        """The most steps that a window may have."""
         return longest(self.window)
 
     @property
@@ -171,10 +161,7 @@ class Schedule:
     def boundary(self, step: Any, schedule_state: ScheduleState | None, group: int = 0) -> Boundary:
         """What happens to `group` after step `step` (a Python int or a traced int32).
 
-        Args:
-            step: Counted from 1.
-            schedule_state: Covers the steps before it; may be None unless `adaptive`.
-            group: From 0.
+        `schedule_state` covers the steps before it; it may be None unless `adaptive`.
         """
         warm = step <= self.full_warm_up_rounds
         since = step - self.full_warm_up_rounds

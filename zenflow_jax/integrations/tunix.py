@@ -27,10 +27,9 @@ from tunix.sft import checkpoint_manager as tunix_checkpoints  # pyright: ignore
 from tunix.sft import hooks as tunix_hooks  # pyright: ignore[reportMissingImports]
 from tunix.sft import peft_trainer  # pyright: ignore[reportMissingImports]
 
-from zenflow_jax._device.checks import check_placement
 from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import HOST, read
-from zenflow_jax._device.placing import put_back
+from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.state import find_state, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._engine import HostEngine
