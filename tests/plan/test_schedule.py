@@ -163,14 +163,10 @@ def test_a_rule_says_how_many_leaves_must_be_ripe():
     assert AutoWindow(share=0.01).needed(3) == 1
 
 
-def test_a_selection_is_every_sixteen_windows_by_default():
-    tx = zenflow_jax.zenflow(1e-2, update_interval=3)
-    assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == 48
-
-
-def test_a_selection_is_every_sixteen_of_the_longest_windows_if_they_adapt():
-    tx = zenflow_jax.zenflow(1e-2, update_interval=AutoWindow(max_interval=5))
-    assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == 80
+@pytest.mark.parametrize(("window", "expected"), [(3, 48), (AutoWindow(max_interval=5), 80)])
+def test_a_selection_is_every_sixteen_of_the_longest_windows_by_default(window, expected):
+    tx = zenflow_jax.zenflow(1e-2, update_interval=window, window_scaling=None)
+    assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == expected
 
 
 @pytest.mark.parametrize("options", [dict(rolling=False), dict(update_interval=AutoWindow())])

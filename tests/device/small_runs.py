@@ -1,0 +1,101 @@
+"""Small runs of `zenflow` under optax alone, that tests of the transformation compare."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zenflow_jax
+
+# Float32 parameters up to 3 (a unit in the last place is 2.4e-7), the same operations compiled
+# into another program, updates near 1e-2.
+ATOL = 1e-6
+
+DEVICE = jax.devices()[0]
+STEPS = 5
+LOW_PRECISION = ["bfloat16", "float16"]
+DTYPES = ["float32", *LOW_PRECISION]
+SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2, "offload": False}
+# What each key of a run's parameters is: of "weight", 2 of 6 channels are selected.
+SHAPES = {"bias": (3,), "weight": (6, 3)}
+
+
+def schedule(count):
+    return 1e-2 / (1.0 + 0.5 * count.astype(jnp.float32))
+
+
+def make(learning_rate: Any = schedule, **options):
+    return zenflow_jax.zenflow(learning_rate, **{**SETTINGS, **options})
+
+
+def example_params(dtype: Any = "float32"):
+    rng = np.random.default_rng(1)
+    params = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+    # Bound to a device as what a jitted step returns is, or the second step would compile anew.
+    return jax.device_put(jax.tree.map(lambda p: jnp.asarray(p, dtype), params), DEVICE)
+
+
+def gradients_at(step: int, dtype: Any = "float32"):
+    rng = np.random.default_rng(100 + step)
+    gradients = {
+        # Channels of very different size, so that selections move.
+        k: rng.normal(size=s).astype(np.float32) * np.exp(rng.normal(size=(*s[:-1], 1)))
+        for k, s in SHAPES.items()
+    }
+    return jax.device_put(jax.tree.map(lambda g: jnp.asarray(g, dtype), gradients), DEVICE)
+
+
+def apply(params, updates):
+    with jax.numpy_dtype_promotion("standard"):  # a float32 update to a leaf of lower precision
+        return optax.apply_updates(params, updates)
+
+
+def train(tx, steps=STEPS, *, jit=True, params=None, gradients=gradients_at):
+    """Parameters and state after some steps."""
+    params = example_params() if params is None else params
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    for t in range(1, steps + 1):
+        with jax.numpy_dtype_promotion("standard"):  # optax's wrappers are not strict-clean
+            updates, state = update(gradients(t), state, params)
+        params = apply(params, updates)
+    return params, state
+
+
+PLAIN = make()  # one for all runs without a wrapper, so that they share a program
+
+
+@functools.cache
+def alone(steps=STEPS):
+    """The run that wrapped ones are compared with."""
+    return train(PLAIN, steps)[0]
+
+
+def assert_close(actual, desired):
+    for key in desired:
+        a, b = (np.asarray(x[key], np.float32) for x in (actual, desired))
+        np.testing.assert_allclose(a, b, rtol=0, atol=ATOL, err_msg=key)
+
+
+def exchanged(state):
+    """What an engine's exchange does to a state, as far as the next step can see."""
+    return state._replace(token=jnp.zeros_like(state.token))
+
+
+def describe(tree):
+    """Everything about its arrays but the numbers."""
+    return [
+        (
+            jax.tree_util.keystr(path),
+            x.dtype.name,
+            x.shape,
+            x.weak_type,
+            x.sharding,
+            x.sharding.memory_kind,
+            x.committed,
+        )
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    ]

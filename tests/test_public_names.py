@@ -1,0 +1,88 @@
+"""The public names: few, documented, and with the leading arguments of `optax.adamw`."""
+
+import dataclasses
+import inspect
+import re
+
+import optax
+import pytest
+
+import zenflow_jax
+from zenflow_jax import attach
+
+
+def test_the_leading_arguments_and_defaults_are_those_of_adamw():
+    ours = inspect.signature(zenflow_jax.zenflow).parameters
+    theirs = inspect.signature(optax.adamw).parameters
+    positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    # adamw has `eps_root` next, which a number meant for `weight_decay` must not be taken for.
+    assert positional == list(theirs)[:4] == ["learning_rate", "b1", "b2", "eps"]
+    shared = [name for name in theirs if name in ours]
+    assert shared == [*positional, "weight_decay", "mask"]
+    assert all(ours[name].default == theirs[name].default for name in shared)
+
+
+PUBLIC = {name: getattr(zenflow_jax, name) for name in zenflow_jax.__all__}
+PUBLIC |= {"attach": attach.attach, "AttachedStep": attach.AttachedStep}
+CALLS = [name for name, x in PUBLIC.items() if inspect.isroutine(x)]
+CLASSES = [name for name, x in PUBLIC.items() if inspect.isclass(x)]
+
+
+def test_the_public_names_are_few_and_what_dir_lists():
+    modules = {"attach", "deepspeed", "integrations", "planning"}
+    assert {n for n in dir(zenflow_jax) if n[0] != "_"} == {*zenflow_jax.__all__, *modules}
+    assert len(zenflow_jax.__all__) <= 20
+    assert all(inspect.ismodule(getattr(zenflow_jax, name)) for name in modules)
+    with pytest.raises(AttributeError, match="no attribute 'plan'"):
+        _ = zenflow_jax.plan
+
+
+@pytest.mark.parametrize("name", [*CALLS, *(n for n in CLASSES if n != "AttachedStep")])
+def test_every_public_name_has_an_example(name):
+    assert ">>> " in (inspect.getdoc(PUBLIC[name]) or "")
+
+
+def section(doc, title):
+    """The names that a Google section of a docstring explains."""
+    found = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
+    return re.findall(r"^    (\w+):", found[1], re.MULTILINE) if found else []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_public_function_explains_its_arguments_and_what_comes_back(name):
+    function = PUBLIC[name]
+    doc = inspect.getdoc(function) or ""
+    signature = inspect.signature(function)
+    assert section(doc, "Args") == list(signature.parameters)
+    if signature.return_annotation is not None:
+        assert re.search(r"^Returns:\n    \S", doc, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_class_explains_its_arguments_or_attributes(name):
+    cls = PUBLIC[name]
+    doc = inspect.getdoc(cls) or ""
+    if dataclasses.is_dataclass(cls):
+        assert section(doc, "Attributes") == [f.name for f in dataclasses.fields(cls)]
+    elif issubclass(cls, tuple):
+        assert section(doc, "Attributes") == list(cls._fields)
+    else:
+        assert section(doc, "Args") == list(inspect.signature(cls).parameters)
+
+
+@pytest.mark.parametrize(
+    ("cls", "method"),
+    [
+        (name, method)
+        for name in CLASSES
+        for method, x in vars(PUBLIC[name]).items()
+        if not method.startswith("_") and inspect.isroutine(x)
+    ],
+)
+def test_every_public_method_has_a_docstring_that_names_its_arguments(cls, method):
+    function = getattr(PUBLIC[cls], method)
+    doc = inspect.getdoc(function) or ""
+    assert doc.endswith(".")
+    assert all(
+        re.search(rf"\b{name}\b", doc) for name in list(inspect.signature(function).parameters)[1:]
+    )
