@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
 from zenflow_jax._device.leaves import as_pure, match_leaves
-from zenflow_jax._device.shards import Here, Layout, on_each_device
+from zenflow_jax._device.shards import Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
 from zenflow_jax._engine import HostEngine
 
@@ -124,17 +124,19 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
         wide = weight.astype(jnp.float32)
         return wide if leaf.master is None else jnp.where(leaf.steps == 0, wide, leaf.master)
 
-    def one(here: Here, weight: Array, leaf: LeafState, host: Array, steps: Array | None) -> Array:
-        place = positions(here.to_local(leaf.channels), here.block.n)
+    def one(
+        shard: Shard, weight: Array, leaf: LeafState, host: Array, steps: Array | None
+    ) -> Array:
+        place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
-            selected = gather_to_channels(here.gather(leaf.master), place, here.block)
+            selected = gather_to_channels(shard.gather(leaf.master), place, shard.block)
             fresh = _of_all(leaf.steps == 0, place)
-            selected = jnp.where(broadcast_channels(fresh, here.block), wide, selected)
-        host = here.gather(host)
+            selected = jnp.where(broadcast_channels(fresh, shard.block), wide, selected)
+        host = shard.gather(host)
         if steps is not None:
-            host = jnp.where(broadcast_channels(steps == 0, here.block), wide, host)
-        return jnp.where(broadcast_channels(place >= 0, here.block), selected, host)
+            host = jnp.where(broadcast_channels(steps == 0, shard.block), wide, host)
+        return jnp.where(broadcast_channels(place >= 0, shard.block), selected, host)
 
     takes = [layout.block, leaf_layout(spec, deferred=False), layout.part, layout.channels]
     return on_each_device(one, spec, takes, layout.block)(weight, leaf, host, steps)

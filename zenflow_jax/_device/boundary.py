@@ -24,8 +24,8 @@ from zenflow_jax._device.channels import (
 from zenflow_jax._device.samples import differ, sample_row, split_samples, strays
 from zenflow_jax._device.shards import (
     REPLICATED,
-    Here,
     Layout,
+    Shard,
     abstract_rows,
     each_leaf,
     join,
@@ -99,11 +99,11 @@ def _merge(
     """
 
     def one(
-        here: Here, weight: Array, upload: Array, since: SinceMerge
+        shard: Shard, weight: Array, upload: Array, since: SinceMerge
     ) -> tuple[Array, Array, Array]:
-        selected = _selected(here, since)
-        new = jnp.where(selected, weight, here.gather(upload))
-        return new, sample_row(new), _changed(here, weight, selected, since, window)
+        selected = _selected(shard, since)
+        new = jnp.where(selected, weight, shard.gather(upload))
+        return new, sample_row(new), _changed(shard, weight, selected, since, window)
 
     two = {True: iter(used_up), False: iter(others)}
     made = each_leaf(
@@ -130,7 +130,7 @@ merge_and_keep = jax.jit(_merge, static_argnames=_STATIC)
 def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
     """The numbers on each device of the selected channels of leaves, or of ranges of leaves."""
     rows = each_leaf(
-        lambda here, x: row(here.to_local(x)),
+        lambda shard, x: row(shard.to_local(x)),
         specs,
         lambda lay: [lay.channels],
         lambda lay: lay.each_device,
@@ -148,20 +148,20 @@ def abstract_channel_rows(
 
 def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:
     """How many numbers `channel_rows` has of each leaf."""
-    blocks = [Here(spec).block for spec in specs]
+    blocks = [Shard(spec).block for spec in specs]
     return [math.prod(block.stack) * block.k for block in blocks]
 
 
-def _selected(here: Here, since: SinceMerge) -> Array:
+def _selected(shard: Shard, since: SinceMerge) -> Array:
     """Bool, broadcast against a block: where a channel was selected during the window or after."""
-    block = here.block
+    block = shard.block
     during, after = (
         contains(x.reshape(*block.stack, block.k), block.n) for x in (since.during, since.after)
     )
     return broadcast_channels(during | after, block)
 
 
-def _changed(here: Here, weight: Array, selected: Array, since: SinceMerge, window: int) -> Array:
+def _changed(shard: Shard, weight: Array, selected: Array, since: SinceMerge, window: int) -> Array:
     """How many samples of deferred channels are not where a step may have left them.
 
     Without provisional steps they are as they were last merged.
@@ -171,7 +171,7 @@ def _changed(here: Here, weight: Array, selected: Array, since: SinceMerge, wind
     changed = differ(new, since.samples, weight.dtype) & ~moved
     if since.reach is not None:
         changed &= strays(new, since.samples, since.reach, weight.dtype, window)
-    return here.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
+    return shard.sum_everywhere(jnp.sum(changed, dtype=jnp.int32))
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -180,8 +180,8 @@ def compare(
 ) -> tuple[Array, Array]:
     """What `merge` says of samples, where a window has made no update: new ones, and changes."""
 
-    def one(here: Here, weight: Array, since: SinceMerge) -> tuple[Array, Array]:
-        return sample_row(weight), _changed(here, weight, _selected(here, since), since, window)
+    def one(shard: Shard, weight: Array, since: SinceMerge) -> tuple[Array, Array]:
+        return sample_row(weight), _changed(shard, weight, _selected(shard, since), since, window)
 
     made = each_leaf(
         one,
@@ -210,11 +210,11 @@ def choose(
     """
 
     def one(
-        here: Here, weight: Array, scores: Array, channels: Array, master: Array | None
+        shard: Shard, weight: Array, scores: Array, channels: Array, master: Array | None
     ) -> tuple[Array, Array, Array]:
-        chosen = here.to_global(top_channels(scores, here.part.k))
+        chosen = shard.to_global(top_channels(scores, shard.part.k))
         if master is None:
-            master = here.own(take(weight, here.to_local(channels), here.block))
+            master = shard.own(take(weight, shard.to_local(channels), shard.block))
         return chosen, master, jnp.zeros_like(scores)
 
     made = each_leaf(
@@ -238,10 +238,10 @@ def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -
     If `specs` are those of ranges, all but the parameters is of ranges.
     """
 
-    def one(here: Here, weight: Array, master: Array, channels: Array) -> Array:
-        place = positions(here.to_local(channels), here.block.n)
-        new = gather_to_channels(here.gather(master.astype(here.block.dtype)), place, here.block)
-        return jnp.where(broadcast_channels(place >= 0, here.block), new, weight)
+    def one(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
+        place = positions(shard.to_local(channels), shard.block.n)
+        new = gather_to_channels(shard.gather(master.astype(shard.block.dtype)), place, shard.block)
+        return jnp.where(broadcast_channels(place >= 0, shard.block), new, weight)
 
     new = each_leaf(
         one,

@@ -18,7 +18,7 @@ from zenflow_jax._device.channels import first_channels, take
 from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, Static, ZenFlowState, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients
@@ -124,8 +124,8 @@ def _in_full(x: jax.Array, specs: tuple[LeafSpec, ...], like: Any) -> jax.Array:
     return jax.device_put(x, NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * x.ndim)))
 
 
-def _first_leaf(here: Here, p: jax.Array, *, spec: LeafSpec, static: Static) -> LeafState:
-    part, own = here.part, here.own(p)
+def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec, static: Static) -> LeafState:
+    part, own = shard.part, shard.own(p)
     if part.resident:
         return LeafState(
             channels=None,
@@ -139,7 +139,7 @@ def _first_leaf(here: Here, p: jax.Array, *, spec: LeafSpec, static: Static) -> 
         )
     first = first_channels(part)
     return LeafState(
-        channels=here.to_global(first),
+        channels=shard.to_global(first),
         steps=jnp.zeros((*part.stack, part.k), jnp.int32),
         master=take(own, first, part).astype(jnp.float32) if part.keeps_master else None,
         mu=jnp.zeros(part.selected_shape, jnp.float32),
@@ -156,12 +156,12 @@ def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int)
     if sending.in_step and spec.placement is None:
         return host_zeros(spec.shape, dtype, rank, p)
 
-    def zeros(here: Here, _: jax.Array) -> jax.Array:
+    def zeros(shard: Shard, _: jax.Array) -> jax.Array:
         # Where the step leaves gradients on the device, this is one element per device: it has the
         # sharding of what the step returns in its place, and is not empty, which some savers
         # refuse.
         whole = sending.in_step or sending.sums_on_device
-        mail = jnp.zeros(here.part.shape if whole else (1,) * len(spec.shape), dtype)
+        mail = jnp.zeros(shard.part.shape if whole else (1,) * len(spec.shape), dtype)
         return with_rank(mail, rank) if sending.in_step else mail
 
     if not sending.in_step:

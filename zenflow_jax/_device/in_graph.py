@@ -23,7 +23,7 @@ from zenflow_jax._device.channels import (
     top_channels,
 )
 from zenflow_jax._device.leaves import match_leaves
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import (
     DeferredState,
     LeafState,
@@ -116,8 +116,8 @@ def _follow(state: ZenFlowState, weights: list[jax.Array]) -> list[LeafState]:
     """
     pairs = [(p, x) for p, x in zip(weights, state.leaves, strict=True) if x.deferred is not None]
 
-    def own(here: Here, p: jax.Array) -> jax.Array:
-        return here.own(p).astype(jnp.float32)
+    def own(shard: Shard, p: jax.Array) -> jax.Array:
+        return shard.own(p).astype(jnp.float32)
 
     def follow(masters: list[jax.Array]) -> list[jax.Array]:
         return [
@@ -140,9 +140,9 @@ def _collect(
 ) -> list[LeafState]:
     """The leaves' states, with the step's gradients in the sums of their windows."""
 
-    def add(here: Here, total: jax.Array, g: jax.Array, verdict: Verdict) -> jax.Array:
+    def add(shard: Shard, total: jax.Array, g: jax.Array, verdict: Verdict) -> jax.Array:
         # Rounded to the mail's dtype; the sum of "per_window" has that dtype, too.
-        return add_gradient(total, g.astype(here.part.mail_dtype), *verdict)
+        return add_gradient(total, g.astype(shard.part.mail_dtype), *verdict)
 
     summed = []
     for leaf, g in zip(leaves, gradients, strict=True):
@@ -221,19 +221,19 @@ def _next_schedule_state(
     return new._replace(kept_share=jnp.stack(shares))
 
 
-def _arrive(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> _Piece:
+def _arrive(shard: Shard, leaf: LeafState, p: jax.Array, change: jax.Array) -> _Piece:
     """Has the pending update of one leaf arrive."""
     half = leaf.deferred
     assert half is not None
-    target = here.gather(half.master.astype(here.part.dtype)).astype(jnp.float32)
-    arrives = broadcast_channels(half.pending, here.block)
+    target = shard.gather(half.master.astype(shard.part.dtype)).astype(jnp.float32)
+    arrives = broadcast_channels(half.pending, shard.block)
     half = half._replace(pending=jnp.zeros_like(half.pending))
     change = jnp.where(arrives, target - p.astype(jnp.float32), change)
     return leaf._replace(deferred=half), change
 
 
 def _close(
-    here: Here,
+    shard: Shard,
     leaf: LeafState,
     p: jax.Array,
     change: jax.Array,
@@ -244,16 +244,16 @@ def _close(
     scaling: float | None,
 ) -> _Piece:
     """Closes the window of one leaf: the pending update arrives, the next one is made."""
-    spec, before = here.part, leaf.deferred
+    spec, before = shard.part, leaf.deferred
     assert before is not None
-    active = ~contains(here.to_local(leaf.channels), spec.n) & (open_steps > 0)
+    active = ~contains(shard.to_local(leaf.channels), spec.n) & (open_steps > 0)
     half = _update(before, active, scalars, open_steps, scaling, spec)
     waits = active & ~jnp.asarray(boundary.synchronous)
     leaf = leaf._replace(deferred=half._replace(pending=waits))
     if boundary.selects is not False:  # as `flush` says it, which so has no branch to compile
         leaf = jax.lax.cond(
             boundary.selects,
-            partial(_reselect, here),
+            partial(_reselect, shard),
             lambda leaf, p, change: leaf,
             leaf,
             p,
@@ -264,8 +264,8 @@ def _close(
     # Pending channels arrive with their old master, those that do not wait with the new one.
     at_once = active & ~half.pending
     arriving = jnp.where(broadcast_channels(at_once, spec), half.master, before.master)
-    target = here.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
-    arrives = broadcast_channels(before.pending | at_once, here.block)
+    target = shard.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
+    arrives = broadcast_channels(before.pending | at_once, shard.block)
     return leaf, jnp.where(arrives, target - p.astype(jnp.float32), change)
 
 
@@ -298,21 +298,21 @@ def _update(
     )
 
 
-def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> LeafState:
+def _reselect(shard: Shard, leaf: LeafState, p: jax.Array, change: jax.Array) -> LeafState:
     """Hands every selected channel over, selects anew, and takes the new ones.
 
     Where the leaf keeps no masters, `p + change` are those of the selected channels.
     """
-    spec, half = here.part, leaf.deferred
+    spec, half = shard.part, leaf.deferred
     assert half is not None
-    place = positions(here.to_local(leaf.channels), spec.n)
+    place = positions(shard.to_local(leaf.channels), spec.n)
     selected = broadcast_channels(place >= 0, spec)
 
     def hand_over(device: jax.Array, host: jax.Array) -> jax.Array:
         return jnp.where(selected, gather_to_channels(device, place, spec), host)
 
     if leaf.master is None:
-        master = jnp.where(selected, here.own(p + change), half.master)
+        master = jnp.where(selected, shard.own(p + change), half.master)
     else:
         master = hand_over(leaf.master, half.master)
     mu, nu = hand_over(leaf.mu, half.mu), hand_over(leaf.nu, half.nu)
@@ -326,7 +326,7 @@ def _reselect(here: Here, leaf: LeafState, p: jax.Array, change: jax.Array) -> L
     # Entering channels do not wait for the next boundary.
     half = half._replace(pending=half.pending & ~contains(index, spec.n))
     return leaf._replace(
-        channels=here.to_global(index),
+        channels=shard.to_global(index),
         steps=jnp.take_along_axis(steps, index, axis=-1),
         master=None if leaf.master is None else take(master, index, spec),
         mu=take(mu, index, spec),

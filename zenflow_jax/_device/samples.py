@@ -20,8 +20,8 @@ from jaxtyping import Array
 from zenflow_jax._device.channels import broadcast_channels, contains
 from zenflow_jax._device.shards import (
     REPLICATED,
-    Here,
     Layout,
+    Shard,
     abstract_rows,
     each_leaf,
     join,
@@ -111,7 +111,7 @@ def _places(shape: Sequence[int]) -> tuple[slice, ...]:
 
 def _widths(specs: Sequence[LeafSpec]) -> list[int]:
     """How many values `sample_of` takes of each leaf's block."""
-    shapes = [Here(spec).block.shape for spec in specs]
+    shapes = [Shard(spec).block.shape for spec in specs]
     return [
         math.prod(len(range(n)[s]) for n, s in zip(shape, _places(shape), strict=True))
         for shape in shapes
@@ -153,7 +153,7 @@ def _checksum(weight: Array, channels: Array | None, *, spec: LeafSpec) -> Array
 
 
 def _sum_bits(
-    here: Here, weight: Array, channels: Array | None, *, shape: tuple[int, ...]
+    shard: Shard, weight: Array, channels: Array | None, *, shape: tuple[int, ...]
 ) -> Array:
     small = jnp.abs(weight) < jnp.finfo(weight.dtype).tiny
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
@@ -164,12 +164,12 @@ def _sum_bits(
     factor, stride = jnp.ones((), jnp.uint32), 2
     for axis in reversed(range(weight.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
-        index += jnp.asarray(here.first(axis), jnp.uint32)
+        index += jnp.asarray(shard.first(axis), jnp.uint32)
         factor = factor + index * np.uint32(stride % 2**32)
         stride *= shape[axis]
     bits *= factor
     if channels is None:
-        return here.sum_blocks(jnp.sum(bits))
-    deferred = broadcast_channels(~contains(here.to_local(channels), here.block.n), here.block)
+        return shard.sum_blocks(jnp.sum(bits))
+    deferred = broadcast_channels(~contains(shard.to_local(channels), shard.block.n), shard.block)
     total = jnp.sum(jnp.where(deferred, bits, jnp.uint32(0)))
-    return here.sum_everywhere(total * (2 * here.number_of_device() + 1))
+    return shard.sum_everywhere(total * (2 * shard.number_of_device() + 1))

@@ -2,8 +2,8 @@
 
 `on_each_device` is a `shard_map` that knows leaves. The function that it runs sees the shapes of
 one device, selects among the channels of one device, and names the places where devices talk:
-`Here.sum`, `Here.gather`. Nothing else moves between devices. A leaf on one device goes through the
-same code, without a `shard_map`.
+`Shard.sum`, `Shard.gather`. Nothing else moves between devices. A leaf on one device goes through
+the same code, without a `shard_map`.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class Layout:
         return REPLICATED if place is None else partition_spec(place.part, lead)
 
 
-class Here:
+class Shard:
     """A leaf as one device sees it, inside `on_each_device`.
 
     Attributes:
@@ -151,7 +151,7 @@ def _psum(x: jax.Array, names: Sequence[str]) -> jax.Array:
 def on_each_device(
     f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: Any
 ) -> Callable[..., Any]:
-    """`f(here, *args)` on every device of the leaf's mesh.
+    """`f(shard, *args)` on every device of the leaf's mesh.
 
     Args:
         f: Pure. Sees one device's pieces of its arguments.
@@ -161,16 +161,16 @@ def on_each_device(
         gives: The same for the result. Where it says that devices hold the same, `f` must give the
             same.
     """
-    here = Here(spec)
+    shard = Shard(spec)
     place = spec.placement
     if place is None:
-        return lambda *args: f(here, *args)
+        return lambda *args: f(shard, *args)
     mapped = jax.shard_map(
-        lambda *args: f(here, *args),
+        lambda *args: f(shard, *args),
         mesh=place.mesh,
         in_specs=tuple(takes),
         out_specs=gives,
-        # `Here.gather` gives the same on all devices, which its type does not say.
+        # `Shard.gather` gives the same on all devices, which its type does not say.
         check_vma=False,
     )
     explicit = place.explicit

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zenflow_jax._device.channels import contains
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, each_leaf, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, each_leaf, on_each_device
 from zenflow_jax._device.state import LeafState
 from zenflow_jax._device.step import Verdict
 from zenflow_jax._plan.leaf import LeafSpec
@@ -48,11 +48,11 @@ def _root_mean_squares(
     return jnp.sqrt(sums(squares, channels) * jnp.square(factor) / counts)
 
 
-def _sums(here: Here, squares: jax.Array, channels: jax.Array) -> jax.Array:
-    selected = contains(here.to_local(channels), here.part.n)
+def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:
+    selected = contains(shard.to_local(channels), shard.part.n)
     zeros = jnp.zeros_like(squares)
     both = [jnp.where(selected, zeros, squares), jnp.where(selected, squares, zeros)]
-    return here.sum_channels(jnp.stack([jnp.sum(x) for x in both]))
+    return shard.sum_channels(jnp.stack([jnp.sum(x) for x in both]))
 
 
 def kept_share(
@@ -78,10 +78,10 @@ def kept_share(
 
 
 def _held_and_best(
-    here: Here, scores: jax.Array, channels: jax.Array
+    shard: Shard, scores: jax.Array, channels: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    k = here.part.k
-    held = jnp.take_along_axis(scores, here.to_local(channels), axis=-1)
+    k = shard.part.k
+    held = jnp.take_along_axis(scores, shard.to_local(channels), axis=-1)
     # Both in descending order, so that equal scores have equal sums.
     held, best = (jax.lax.top_k(x, k)[0] for x in (held, scores))
-    return here.sum_channels(jnp.sum(held)), here.sum_channels(jnp.sum(best))
+    return shard.sum_channels(jnp.sum(held)), shard.sum_channels(jnp.sum(best))

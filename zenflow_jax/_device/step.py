@@ -19,7 +19,7 @@ from zenflow_jax._device.channels import (
     take,
 )
 from zenflow_jax._device.memory import to_host, with_rank
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, Reach, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients
@@ -69,7 +69,7 @@ def split_gradient(
 
 
 def _split(
-    here: Here,
+    shard: Shard,
     g: jax.Array,
     channels: jax.Array | None,
     *,
@@ -77,15 +77,15 @@ def _split(
     signs: bool,
     packs: bool,
 ) -> GradientParts:
-    spec = here.part
+    spec = shard.part
     squares = sum_squares(g, spec)
     if channels is None:
-        return GradientParts(here.sum(squares), g.astype(jnp.float32), None, None)
-    selected = take(g, here.to_local(channels), spec).astype(jnp.float32)
+        return GradientParts(shard.sum(squares), g.astype(jnp.float32), None, None)
+    selected = take(g, shard.to_local(channels), spec).astype(jnp.float32)
     if rank is None:
-        return GradientParts(here.sum(squares), selected, g if signs else None, None)
+        return GradientParts(shard.sum(squares), selected, g if signs else None, None)
     # All that stays of the gradient until it is known whether the step counts.
-    sign = _pack_signs(g, _packed_axis(here)) if signs and packs else None
+    sign = _pack_signs(g, _packed_axis(shard)) if signs and packs else None
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
     # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
     # XLA:GPU leaves some models' copies, and all their gradients, for after the last matmul
@@ -94,12 +94,12 @@ def _split(
     g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
     mail = with_rank(g.astype(spec.mail_dtype), rank)
     sign = g if signs and not packs else sign
-    return GradientParts(here.sum(squares), selected, sign, mail)
+    return GradientParts(shard.sum(squares), selected, sign, mail)
 
 
-def _packed_axis(here: Here) -> int:
+def _packed_axis(shard: Shard) -> int:
     """The axis along which signs are packed: the longest of those that devices do not share."""
-    shape, shares = here.part.shape, here.shares
+    shape, shares = shard.part.shape, shard.shares
     return max(range(len(shape)), key=lambda axis: (not shares[axis], shape[axis]))
 
 
@@ -119,15 +119,15 @@ def _unpack_signs(packed: jax.Array, axis: int, size: int) -> jax.Array:
     return (codes & 1).astype(jnp.int8) - (codes >> 1).astype(jnp.int8)
 
 
-def _signs_of_block(here: Here, signs: jax.Array) -> jax.Array:
+def _signs_of_block(shard: Shard, signs: jax.Array) -> jax.Array:
     """The signs of a block's gradient, int8, from what `_split` kept of the part's."""
     if signs.dtype != jnp.uint8:
-        return here.gather(jnp.sign(signs).astype(jnp.int8))
-    axis = _packed_axis(here)
-    size = here.part.shape[axis]
-    if here.shares[axis]:
-        return here.gather(_unpack_signs(signs, axis, size))
-    return _unpack_signs(here.gather(signs), axis, size)
+        return shard.gather(jnp.sign(signs).astype(jnp.int8))
+    axis = _packed_axis(shard)
+    size = shard.part.shape[axis]
+    if shard.shares[axis]:
+        return shard.gather(_unpack_signs(signs, axis, size))
+    return _unpack_signs(shard.gather(signs), axis, size)
 
 
 def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) -> Verdict:
@@ -193,7 +193,7 @@ def add_mail(total: jax.Array, seen: GradientParts, spec: LeafSpec, verdict: Ver
 
 
 def _step(
-    here: Here,
+    shard: Shard,
     p: jax.Array,
     seen: GradientParts,
     leaf: LeafState,
@@ -201,10 +201,10 @@ def _step(
     verdict: Verdict,
     length: jax.Array | None,
 ) -> tuple[jax.Array, LeafState]:
-    spec = here.part
-    index = None if leaf.channels is None else here.to_local(leaf.channels)
-    old = p if index is None else take(p, index, here.block)
-    master = here.own(old)
+    spec = shard.part
+    index = None if leaf.channels is None else shard.to_local(leaf.channels)
+    old = p if index is None else take(p, index, shard.block)
+    master = shard.own(old)
     if leaf.master is not None:
         # Before its first step a master follows its parameter, so weights may be loaded after
         # `init`, as with `optax.adamw`, which keeps no masters.
@@ -233,17 +233,17 @@ def _step(
         leaf = leaf._replace(master=if_counted(master + change, master))
         # The float32 difference of two low-precision numbers is exact unless they are a factor of
         # 2**16 apart, so adding it gives the cast of the master.
-        new = here.gather(leaf.master.astype(spec.dtype))
+        new = shard.gather(leaf.master.astype(spec.dtype))
         change = new.astype(jnp.float32) - old.astype(jnp.float32)
     else:
-        change = here.gather(jnp.where(verdict.finite, change, jnp.zeros_like(change)))
+        change = shard.gather(jnp.where(verdict.finite, change, jnp.zeros_like(change)))
     if index is None:
         return change, leaf
     others = None
     if length is not None:
-        sign = _signs_of_block(here, seen.signs).astype(jnp.float32)
+        sign = _signs_of_block(shard, seen.signs).astype(jnp.float32)
         others = provisional_change(p, length * sign)
-    change = _spread_out(here, change, index, others)
+    change = _spread_out(shard, change, index, others)
     scores = leaf.scores + seen.squares * jnp.square(verdict.factor)
     return change, leaf._replace(scores=if_counted(scores, leaf.scores))
 
@@ -263,10 +263,10 @@ def provisional_change(p: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def _spread_out(
-    here: Here, change: jax.Array, index: jax.Array, others: jax.Array | None
+    shard: Shard, change: jax.Array, index: jax.Array, others: jax.Array | None
 ) -> jax.Array:
     """The change of a block: of its selected channels `change`, of all others `others`, or none."""
-    place = positions(index, here.block.n)
-    change = gather_to_channels(change, place, here.block)
+    place = positions(index, shard.block.n)
+    change = gather_to_channels(change, place, shard.block)
     others = jnp.zeros_like(change) if others is None else others
-    return jnp.where(broadcast_channels(place >= 0, here.block), change, others)
+    return jnp.where(broadcast_channels(place >= 0, shard.block), change, others)

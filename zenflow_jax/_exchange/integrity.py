@@ -26,7 +26,7 @@ from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.samples import sample_of
-from zenflow_jax._device.shards import REPLICATED, Here, Layout, of_each_device, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, of_each_device, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._device.step import provisional_change
 from zenflow_jax._exchange.ahead import Ahead, abstract
@@ -168,15 +168,15 @@ class _Rows(NamedTuple):
 def _rows(weight: Array, leaf: LeafState, *, schedule: Schedule) -> _Rows:
     layout = Layout(leaf.spec)
     takes = [layout.block, None if leaf.channels is None else layout.channels]
-    see = partial(_rows_here, schedule=schedule)
+    see = partial(_rows_of, schedule=schedule)
     return on_each_device(see, leaf.spec, takes, layout.each_device)(weight, leaf.channels)
 
 
-def _rows_here(here: Here, weight: Array, channels: Array | None, *, schedule: Schedule) -> _Rows:
+def _rows_of(shard: Shard, weight: Array, channels: Array | None, *, schedule: Schedule) -> _Rows:
     selected: Array | None = weight
     if channels is not None:
-        index = here.to_local(channels)[..., :_CHANNELS]
-        selected = here.own(take(weight, index, here.block)) if here.part.k else None
+        index = shard.to_local(channels)[..., :_CHANNELS]
+        selected = shard.own(take(weight, index, shard.block)) if shard.part.k else None
     moves = channels is not None and schedule.provisional_share is not None
     return _Rows(
         None if selected is None else jnp.atleast_1d(sample_of(selected)),
@@ -203,7 +203,7 @@ def _compare(
 
 
 def _count(
-    here: Here,
+    shard: Shard,
     weight: Array,
     rows: _Rows,
     leaf: LeafState,
@@ -214,20 +214,20 @@ def _count(
     schedule: Schedule,
 ) -> Array:
     of_step = AdamScalars(*scalars)
-    after = _rows_here(here, weight, leaf.channels, schedule=schedule)
+    after = _rows_of(shard, weight, leaf.channels, schedule=schedule)
     wrong = jnp.zeros((), jnp.int32)
     if rows.selected is not None:
         assert after.selected is not None
-        wrong += _count_selected(here, rows.selected, after.selected, leaf, of_step)
+        wrong += _count_selected(shard, rows.selected, after.selected, leaf, of_step)
     if rows.others is not None:
         assert after.others is not None
         rate = of_step.learning_rate
         length = schedule.provisional_step(step, rate, jnp.ones((), bool), jnp)
-        deferred = ~contains(here.to_local(leaf.channels), here.block.n)
-        deferred = jnp.broadcast_to(broadcast_channels(deferred, here.block), weight.shape)
+        deferred = ~contains(shard.to_local(leaf.channels), shard.block.n)
+        deferred = jnp.broadcast_to(broadcast_channels(deferred, shard.block), weight.shape)
         stray = _strays(rows.others, after.others, length) & sample_of(deferred)
         wrong += jnp.sum(stray, dtype=jnp.int32)
-    return here.sum_everywhere(jnp.where(finite > 0, wrong, 0))
+    return shard.sum_everywhere(jnp.where(finite > 0, wrong, 0))
 
 
 def _strays(before: Array, after: Array, length: Array) -> Array:
@@ -240,13 +240,13 @@ def _strays(before: Array, after: Array, length: Array) -> Array:
 
 
 def _count_selected(
-    here: Here, before: Array, after: Array, leaf: LeafState, of_step: AdamScalars
+    shard: Shard, before: Array, after: Array, leaf: LeafState, of_step: AdamScalars
 ) -> Array:
     """How many values of selected channels, or of a resident leaf, are not what the step made."""
-    spec = here.part
+    spec = shard.part
 
     def sampled(x: Array) -> Array:
-        """The entries of `x`, one for each selected value, that `_rows_here` has, too."""
+        """The entries of `x`, one for each selected value, that `_rows_of` has, too."""
         if spec.axis is not None:
             x = jax.lax.slice_in_dim(x, 0, min(_CHANNELS, spec.k), axis=spec.axis)
         return jnp.atleast_1d(sample_of(x)).astype(jnp.float32)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.shards import Here, Layout
+from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
@@ -157,7 +157,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
                     Part(
                         leaf=number,
                         piece=piece,
-                        spec=Here(part).part,
+                        spec=Shard(part).part,
                         index=index,
                         first=key[axis][0],
                         positions=positions,

@@ -35,13 +35,13 @@ def in_groups(
     tried = []
     for largest in _LARGEST:
         cut = {i: _cut(spec, largest * mean, schedule.groups) for i, spec in offloaded.items()}
-        filled, found = _assign(cut, schedule.groups)
-        tried.append((max(filled), len(filled), found))
+        filled, assigned = _assign(cut, schedule.groups)
+        tried.append((max(filled), len(filled), assigned))
         if len(filled) == schedule.groups and max(filled) <= UNEVEN * min(filled):
             break
-    _, groups, found = min(tried, key=lambda one: one[0])
+    _, groups, assigned = min(tried, key=lambda one: one[0])
     grouped = (
-        dataclasses.replace(spec, groups=found[i]) if i in found else spec
+        dataclasses.replace(spec, groups=assigned[i]) if i in assigned else spec
         for i, spec in enumerate(specs)
     )
     return tuple(grouped), dataclasses.replace(schedule, groups=groups)
@@ -77,10 +77,10 @@ def _assign(
         (i, j): _nbytes(part) for i, spec in specs.items() for j, part in enumerate(spec.ranges)
     }
     filled = [0] * min(groups, len(sizes))
-    found = {i: [-1] * len(spec.groups) for i, spec in specs.items()}
+    assigned = {i: [-1] * len(spec.groups) for i, spec in specs.items()}
     for i, j in sorted(sizes, key=lambda one: (-sizes[one], one)):
-        free = [group for group in range(len(filled)) if group not in found[i]]
+        free = [group for group in range(len(filled)) if group not in assigned[i]]
         group = min(free, key=lambda group: filled[group])
         filled[group] += sizes[i, j]
-        found[i][j] = group
-    return filled, {i: tuple(of_leaf) for i, of_leaf in found.items()}
+        assigned[i][j] = group
+    return filled, {i: tuple(of_leaf) for i, of_leaf in assigned.items()}
