@@ -58,7 +58,24 @@ class Padded(Protocol):
     longest: int
 
 
-class Batches:
+class _Shuffled:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        seed: int,
+        mesh: Mesh | None = None,
+        buckets: int = 1,
+    ):
+        self._source = source
+        self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
+        self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
+        self._size = batch_size
+        self._place = _Place(batch_size, mesh)
+
+
+class Batches(_Shuffled):
     """Batches of a source for training: without end, every epoch in an order of its own.
 
     Those of a `Padded` source have as many positions as their longest example needs, rounded up to
@@ -77,23 +94,12 @@ class Batches:
         per_epoch: Batches until every example was in one; the last may begin the next epoch.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        batch_size: int,
-        seed: int,
-        mesh: Mesh | None = None,
-        buckets: int = 1,
-    ):
-        self._source = source
+    def __init__(self, source: Source, **options: Any):
+        super().__init__(source, **options)
         # To find the number of an example takes longer than to read it.
-        self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed).repeat()
+        self._order = self._order.repeat()
         self._last: tuple[int, list[int]] = (-1, [])
-        self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
-        self._size = batch_size
-        self._place = _Place(batch_size, mesh)
-        self.per_epoch = math.ceil(len(source) / batch_size)
+        self.per_epoch = math.ceil(len(source) / self._size)
 
     def __getitem__(self, i: int) -> Batch:
         rows = self._place.rows
@@ -122,7 +128,7 @@ class Batches:
         return int(self._order[i * self._size + row])
 
 
-class Sample:
+class Sample(_Shuffled):
     """The same batches in every iteration, each example once: for validation.
 
     The last batch is filled up with copies of the first example. In `ROWS` a batch has 1 for
@@ -130,24 +136,11 @@ class Sample:
     arguments are those of `Batches`.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        batch_size: int,
-        seed: int,
-        mesh: Mesh | None = None,
-        batches: int | None = None,
-        buckets: int = 1,
-    ):
-        self._source = source
-        self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
-        self._padding = _Padding(source, buckets) if isinstance(source, Padded) else None
-        self._size = batch_size
-        self._place = _Place(batch_size, mesh)
+    def __init__(self, source: Source, *, batches: int | None = None, **options: Any):
+        super().__init__(source, **options)
         self.examples = len(source)
         if batches is not None:
-            self.examples = min(self.examples, batches * batch_size)
+            self.examples = min(self.examples, batches * self._size)
         self._numbers = np.full(self.examples, -1)  # the first of the order, as far as known
 
     def __iter__(self) -> Iterator[Batch]:

@@ -241,10 +241,8 @@ class DecoderBlock(nnx.Module):
     def _mixed_in(self, x, mixed):
         """The stream after the block, from the output of attention `(b, t, heads, d)`."""
         x = x + self.attention_out(mixed.reshape(*x.shape[:2], -1))
-        return x + self._swiglu(self.ffn_norm(x))
-
-    def _swiglu(self, x):
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        y = self.ffn_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
 
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

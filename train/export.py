@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from train import models
-from train.hf_saving import save_folder
 from train.pretrained import read_folder
 from train.report import read_summary
 from train.run_description import description_of_model
@@ -62,15 +61,10 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     build = models.builder(settings, None, origin, labels=len(labels))
     _, shapes = jax.eval_shape(lambda: models.split(build()))
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
-    if origin is None:
-        target.mkdir(parents=True, exist_ok=True)
-        models.write_weights(target / models.WEIGHTS, weights)
-    else:
-        # The run's template, whatever the settings say now.
-        copy = folder / models.CHAT_TEMPLATE
-        template = str(copy) if copy.is_file() else settings.chat_template
-        options = {"labels": labels, "texts": models.texts_of(template)}
-        save_folder(target, origin, weights, dtype=models.dtype_of(origin), **options)
+    # The run's template, whatever the settings say now.
+    copy = folder / models.CHAT_TEMPLATE
+    texts = models.texts_of(str(copy) if copy.is_file() else settings.chat_template)
+    models.write(target, origin, weights, labels=labels, texts=texts)
     said = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":
         said += ", without the updates that were on their way"

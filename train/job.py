@@ -23,7 +23,7 @@ from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_d
 from train.pretrained import Pretrained, read_folder
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, committed, make_mesh
-from train.skipping import NotFiniteError, causes_of_infinity
+from train.skipping import causes_of_infinity, check_finite
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.chosen import make_task
@@ -148,10 +148,9 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     for name, value in figures.items():
         per = f" nats per {task.target}" if name.rpartition("/")[2] == "loss" else ""
         say(f"{name} {value:.4f}{per}")
-    for name, value in figures.items():
-        if not math.isfinite(value):
-            causes = causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
-            raise NotFiniteError(f"expected finite figures, got {name} {value}. {causes}")
+    check_finite(
+        figures, causes_of_infinity(settings.model, settings.dtype, settings.learning_rate)
+    )
     processes.leave()
 
 

@@ -136,25 +136,24 @@ def own_config(settings: Settings) -> DecoderConfig:
 
 def write(
     folder: Path,
-    model: Model,
+    origin: pretrained.Pretrained | None,
     params: Any,
-    values: Iterator[Any],
+    values: Iterator[Any] | None = None,
     *,
     labels: Sequence[str] = (),
     texts: Mapping[str, str] | None = None,
-) -> str:
-    """Writes the trained weights into the run's `folder`, and returns the name of file or folder.
+) -> None:
+    """Writes the trained weights into `folder`; of a model from a folder, such a folder again.
 
-    All processes must call it. `values` are the weights to write, in the order of the leaves of
-    `params`: each is asked for when it is written, so that the devices never have all of them.
-    `labels` and `texts` are as for `save_folder`.
+    All processes must call it. `values` are the weights in the order of the leaves of `params`:
+    each is asked for when it is written, so that the devices never have all of them. None for
+    those of `params`. `labels` and `texts` are as for `save_folder`.
     """
-    if model.origin is None:
+    if origin is None:
         write_weights(folder / WEIGHTS, params, values)
-        return WEIGHTS
-    options = {"labels": labels, "values": values, "texts": texts}
-    save_folder(folder / FOLDER, model.origin, params, dtype=dtype_of(model.origin), **options)
-    return FOLDER
+    else:
+        options = {"labels": labels, "values": values, "texts": texts}
+        save_folder(folder, origin, params, dtype=dtype_of(origin), **options)
 
 
 def texts_of(chat_template: str | None) -> dict[str, str]:

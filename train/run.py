@@ -266,7 +266,7 @@ class Run:
         return Ended(totals, best, written)
 
     def report(self, ended: Ended, begun_s: float) -> Summary:
-        """Writes and shows the summary, when all files are closed; `begun_s` is of `perf_counter`."""
+        """Writes and shows the summary of a run that began at `begun_s`; all files are closed."""
         summary = self._summary(ended, begun_s)
         if not processes.is_first():
             return summary
@@ -297,14 +297,10 @@ class Run:
         if self.engine and is_end:
             masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
             values = (x for _, x in masters)
-        return models.write(
-            self.folder,
-            self.job.model,
-            weights,
-            values,
-            labels=self.job.task.labels,
-            texts=self.job.texts,
-        )
+        origin, task = self.job.model.origin, self.job.task
+        target = self.folder if origin is None else self.folder / models.FOLDER
+        models.write(target, origin, weights, values, labels=task.labels, texts=self.job.texts)
+        return models.WEIGHTS if origin is None else models.FOLDER
 
     def _summary(self, ended: Ended, begun_s: float) -> Summary:
         job, settings = self.job, self.job.settings

@@ -97,4 +97,4 @@ def test_figures_that_are_not_finite_are_an_error(tmp_path, capsys):
     settings = {"task": "classification", "data": str(tmp_path / "a.csv")}
     config = write_config(tmp_path, model=str(given), sequence_length=8, steps=0, **settings)
     assert finetune.main([config]) == 2
-    assert "expected finite figures, got loss nan" in capsys.readouterr().err
+    assert "expected a finite validation loss, got nan" in capsys.readouterr().err

@@ -87,19 +87,11 @@ def make(
     seed: int,
     known: Sequence[str] = (),
 ) -> Task:
-    """The task of telling the classes of a file.
+    """The task of telling the classes of a file; further arguments are those of `task_of_answers`.
 
-    Args:
-        data: A file of the suffixes above, or a folder with such files.
-        tokenizer: Of the model.
-        columns: Where texts and labels are.
-        sequence_length: Tokens of an example, T.
-        validation_share: Of the examples, in (0, 1), where files have no names that tell.
-        seed: Fixes which examples validate.
-        known: The classes of the model's head; if all labels are of these, whatever their case,
-            these are the classes.
-
-    Raises `DataError`, which names file and line, for what cannot be understood.
+    `columns` say where texts and labels are. `known` are the classes of the model's head; if all
+    labels are of these, whatever their case, these are the classes. Raises `DataError`, which names
+    file and line, for what cannot be understood.
     """
     check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)

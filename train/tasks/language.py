@@ -50,18 +50,11 @@ def make(
     joined: bool = False,
     field: str = "text",
 ) -> Task:
-    """The task of predicting the next token.
+    """The task of predicting the next token; further arguments are those of `task_of_answers`.
 
-    Args:
-        data: A file `.txt` or `.jsonl` or a table, or a folder with such files.
-        tokenizer: Of the model; must have an end token.
-        sequence_length: Predicted tokens of an example, T.
-        validation_share: Of the tokens, in (0, 1), where files have no names that tell.
-        seed: Fixes which documents validate.
-        joined: Whether documents see those before them in their window.
-        field: That of records with the text.
-
-    Raises `DataError` if there is no text, or too little for a window on both sides.
+    `joined` says whether documents see those before them in their window, `field` is that of
+    records with the text. Raises `DataError` if there is no text, or too little for a window on
+    both sides.
     """
     end_token(tokenizer)
     files = find_files(data, SUFFIXES)
