@@ -50,6 +50,11 @@ class Mark(NamedTuple):
     time_s: float
     waited_s: float
 
+    def since(self, before: Mark) -> Totals:
+        seconds = self.time_s - before.time_s
+        tokens, waited = self.tokens_done - before.tokens_done, self.waited_s - before.waited_s
+        return Totals(seconds, tokens / seconds, waited / seconds)
+
 
 class Counts(NamedTuple):
     """The engine's counts at the end of an interval."""
@@ -144,19 +149,10 @@ class Meter:
         finally:
             self._paused_s += time.perf_counter() - begin
 
-    def catch_up(self) -> list[Row]:
-        """The rows of whole intervals that are left. Blocks until these are done."""
-        rows = []
-        while len(self._unread) >= self._to_next_row():
-            rows.append(self._next_row())
-        return rows
-
-    def drain(self) -> list[Row]:
-        """The rows of the steps that are left. Blocks until they are done."""
-        rows = []
-        while self._unread:
-            rows.append(self._next_row())
-        return rows
+    def drain(self, *, whole: bool = False) -> Iterator[Row]:
+        """The rows of the steps, or of `whole` intervals, that are left; waits for each of them."""
+        while len(self._unread) >= (self._to_next_row() if whole else 1):
+            yield self._next_row()
 
     def state(self) -> dict[str, Any]:
         """All that a run that goes on needs, for JSON. Blocks until all steps are done."""
@@ -170,7 +166,7 @@ class Meter:
 
     def since_start(self) -> Totals:
         """The rates from `start` until now."""
-        return self._totals(self._started, self._mark())
+        return self._mark().since(self._started)
 
     def _to_next_row(self) -> int:
         # Fewer than `log_every` where the last start had another one.
@@ -183,7 +179,7 @@ class Meter:
         self._steps_read += count
         self._tokens_read += sum(one.tokens for one in taken)
         mark = self._mark()
-        rates = self._totals(self._last_two[0], mark)
+        rates = mark.since(self._last_two[0])
         self._last_two.append(mark)
         totals = [self._skipped, *(int(skipped) for _, skipped in figures)]
         losses = [x for (x, after), b in zip(figures, totals, strict=False) if int(after) == b]
@@ -220,14 +216,6 @@ class Meter:
 
     def _now(self) -> float:
         return time.perf_counter() - self._paused_s
-
-    def _totals(self, before: Mark, after: Mark) -> Totals:
-        seconds = after.time_s - before.time_s
-        return Totals(
-            seconds=seconds,
-            tokens_per_s=(after.tokens_done - before.tokens_done) / seconds,
-            wait_share=(after.waited_s - before.waited_s) / seconds,
-        )
 
 
 def mean_window_length(stats: zenflow_jax.EngineStats) -> float:

@@ -50,12 +50,16 @@ def make_optimizer(
     `steps_per_epoch` is needed where zenflow selects channels once per epoch. Raises
     `SettingsError` if zenflow rejects its options.
     """
-    rate = learning_rate(settings.learning_rate, settings.learning_rate_warm_up, settings.steps)
     norm = settings.max_grad_norm
     if deepspeed is not None and deepspeed.scheduler is not None:
         rate = deepspeed.learning_rate
-    adam = {"b1": settings.b1, "b2": settings.b2, "eps": settings.eps}
-    arguments = adam | {"weight_decay": settings.weight_decay, "mask": decayed}
+    else:
+        warm_up = settings.learning_rate_warm_up
+        rate = learning_rate(settings.learning_rate, warm_up, settings.steps)
+    arguments: dict[str, Any] = {
+        name: getattr(settings, name) for name in ("b1", "b2", "eps", "weight_decay")
+    }
+    arguments["mask"] = decayed
     if settings.optimizer == "adamw":
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
@@ -147,17 +151,9 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpee
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script shows what is not translated
-            options = from_deepspeed(
-                settings.deepspeed,
-                devices=devices,
-                learning_rate=settings.learning_rate,
-                b1=settings.b1,
-                b2=settings.b2,
-                eps=settings.eps,
-                weight_decay=settings.weight_decay,
-                max_grad_norm=settings.max_grad_norm,
-                mask=decayed,
-            )
+            names = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
+            asked = {name: getattr(settings, name) for name in names}
+            options = from_deepspeed(settings.deepspeed, devices=devices, mask=decayed, **asked)
     except (ValueError, OSError) as error:
         raise SettingsError(f"`deepspeed`: {error}") from error
     return with_values_of(options, settings), options

@@ -349,7 +349,7 @@ class Run:
         return step < settings.steps and (is_saved or is_due(settings.evaluate_every, step))
 
     def _save(self, step: int) -> None:
-        for row in self.meter.catch_up():
+        for row in self.meter.drain(whole=True):
             self.log.add(row)
         progress = {"validations": self.validations, "meter": self.meter.state()}
         at, figures = self.validations[-1] if self.validations else (0, {})

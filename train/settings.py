@@ -210,9 +210,9 @@ class Settings:
     def __post_init__(self):
         # zenflow itself checks its arguments of the same names.
         for name in _ABOVE_ZERO + _AT_LEAST_ZERO:
-            value, least = getattr(self, name), 0 if name in _AT_LEAST_ZERO else math.ulp(0)
-            fits = value is None or least <= value < math.inf
-            self._check(name, fits, "a finite number " + ("above 0" if least else "of at least 0"))
+            value, above = getattr(self, name), name in _ABOVE_ZERO
+            fits = value is None or (math.isfinite(value) and (value > 0 if above else value >= 0))
+            self._check(name, fits, f"a finite number {'above' if above else 'of at least'} 0")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
         all_of_it = (self.validation_share, self.steps) == (1, 0)
         share = "a share between 0 and 1 (1 with --steps 0 alone)"
