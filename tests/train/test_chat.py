@@ -109,17 +109,7 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
     [
         ("marked", "several", ["The cat.", "On the mat.\n\nThe cat.", "The cat."]),
         ("alternating", "several", [" The cat. ", " On the mat.\n\nThe cat. ", " The cat. "]),
-        (
-            "thinking",
-            "several",
-            ["The cat.", "On the mat.\n\nThe cat.", "<think>\n\n</think>\n\nThe cat."],
-        ),
         ("thinking", "thoughts", ["The cat.", "<think>\nIt is.\n</think>\n\nSure."]),
-        (
-            "turns",
-            "tools",
-            ['\ncall {\n  "name": "größe",\n  "arguments": {\n    "of": "cat"\n  }\n}', "It is 9."],
-        ),
     ],
     ids=str,
 )
@@ -266,29 +256,6 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped
     assert 10 < len(cut) < 50
     with pytest.raises(DataError, match="in all of 3 examples it begins later. Use a longer"):
         make(path, tokenizer, of, length=5)
-
-
-def test_an_example_is_shown_with_all_its_answers_marked(tmp_path, tokenizer, template):
-    of = template("turns")
-    path = write(tmp_path / "a.jsonl", *[talk("a\n", "b", "c", "d" * 500)] * 2)
-    task = make(path, tokenizer, of, length=600)
-    long = f"{'d' * 120} ... {'d' * (120 - len(TURN_END))}{TURN_END}"
-    whole = of.conversation(talk("a\n", "⟦b", "c", f"⟦{'d' * 500}")).text
-    expected = whole.replace(f"⟦b{TURN_END}", f"⟦b{TURN_END}⟧")
-    expected = expected.replace(f"⟦{'d' * 500}{TURN_END}", f"⟦{long}⟧")
-    assert task.overview[1] == f"an example, what is learned in ⟦⟧: {expected!r}"
-
-
-def test_a_template_without_an_end_of_answers_is_noted(tmp_path, tokenizer, written):
-    of = written("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}")
-    # Fields that are null are none: a table has a column for each that any message has.
-    talks = [[m | {"tool_calls": None} for m in talk(*turns)] for turns in ("ab", "cd")]
-    data = write(tmp_path / "a.jsonl", *talks, tools=None)
-    task = make(data, tokenizer, of)
-    (answer,) = learned(tokenizer, task.train[0])
-    assert answer.endswith("\n\n")  # which may be what ends it
-    (note,) = task.notes
-    assert "puts no special token behind an answer" in note
 
 
 @pytest.mark.parametrize(

@@ -107,25 +107,6 @@ def test_pairs_have_two_columns_and_are_cut_where_they_are_longer(tmp_path, bert
     assert task.labels == ("no", "yes")
 
 
-def test_how_long_texts_were_is_known_when_they_are_cut(tmp_path, bert):
-    films = ((f"film {'so ' * i}", "kind" if i % 2 else "bad") for i in range(9))
-    rows = [("text", "label"), *films]
-    task = make(write(tmp_path / "a.csv", as_csv(rows)), bert, length=7)
-    # With [CLS] and [SEP] from 3 to 11 tokens.
-    assert task.overview[0] == (
-        "9 examples: median 7 tokens, 95th percentile 11, longest 11; 4 were cut to 7, 0 dropped"
-    )
-    assert max(task.train.lengths) == 7
-    ids, label = examples(task.train)[0]
-    text = bert.tokens.decode(ids, skip_special_tokens=False)
-    assert task.overview[1] == (
-        f"an example, what is learned in ⟦⟧: {f'{text} ⟦{task.labels[label]}⟧'!r}"
-    )
-    # What a run goes on from does not depend on what was cut.
-    write(tmp_path / "a.csv", as_csv([*rows[:-1], (rows[-1][0] + "and", rows[-1][1])]))
-    assert make(tmp_path / "a.csv", bert, length=7).checksum == task.checksum
-
-
 def test_numbers_are_classes_in_their_order_and_a_table_names_its_own(tmp_path, bert):
     rows = [("text", "label"), *((f"film {i}", str(i)) for i in (10, 9, -1, 2))]
     assert make(write(tmp_path / "a.csv", as_csv(rows)), bert).labels == ("-1", "2", "9", "10")

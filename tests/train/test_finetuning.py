@@ -221,18 +221,6 @@ def test_what_deepspeed_adapts_is_in_the_settings_in_force(tmp_path):
     assert settings.provisional_share == 0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("promotion_as_users_have_it")
-def test_the_schedule_is_the_settings_where_deepspeeds_config_has_none(tmp_path):
-    path = deepspeed_config(tmp_path, scheduler=None)
-    settings, _ = with_deepspeed(Settings(deepspeed=path, steps=20, warmup_share=0.5), devices=1)
-    tx = make_optimizer(settings)
-    params = {"scale": jax.numpy.ones(4)}  # resident, so updated at every step
-    updates, _ = tx.update(params, tx.init(params), params)
-    # Of the peak, which is the config's, the first of ten steps of warm-up and one more.
-    np.testing.assert_allclose(updates["scale"], -1e-3 / 11, rtol=1e-3)
-
-
 def test_what_settings_cannot_say_is_the_configs(tmp_path):
     zero = TUTORIAL["zero_optimization"]
     zenflow = zero["zenflow"] | {"select_strategy": "epoch", "select_interval": 2}

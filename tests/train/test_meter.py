@@ -62,23 +62,6 @@ def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
     np.testing.assert_equal([row.loss for row in rows], [1, 3, np.nan, 7])
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 5), (10, 3)])
-def test_a_run_goes_on_with_rows_of_other_intervals(before, after):
-    rows, meter, done = [], None, 0
-    for end, every in ((9, before), (20, after)):
-        meter = meter_of(every, EngineStats, steps_done=done, state=meter and meter.state())
-        meter.start()
-        rows += [metered(meter, step) for step in range(done + 1, end + 1)]
-        rows += meter.drain(whole=end < 20)
-        done = end
-    rows = [row for row in rows if row]
-    steps = list(range(before, 10, before))
-    steps += [n for n in range(max([0, *steps]) + 1, 21) if n % after == 0 or n == 20]
-    assert [(row.step, row.reselections) for row in rows] == [(step, 0) for step in steps]
-    means = [np.mean(range(a + 1, b + 1)) for a, b in zip([0, *steps], steps, strict=False)]
-    np.testing.assert_allclose([row.loss for row in rows], means)
-
-
 def test_the_schedule_of_a_row_is_of_its_interval_and_carries_a_length_on():
     now = EngineStats()
     meter = meter_of(2, stats=lambda: now)

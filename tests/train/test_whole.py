@@ -1,11 +1,8 @@
 """What is written beside its place, under a name of no user's, and what a kill leaves of it."""
 
-import subprocess
-import sys
-
 import pytest
 
-from train import whole
+from tests.train.scripts import start
 from train.whole import made_whole, remove_leftovers, replace_text
 
 
@@ -40,24 +37,22 @@ from train.whole import made_whole
 place = Path(sys.argv[1])
 with made_whole(place, folder=True) as part:
     (part / "half").write_text("x")
-    print(part.name, flush=True)
+    print("writing", flush=True)
     sys.stdin.read()
     os._exit(1)
 """
 
 
-def start(place):
+def start_writing(place):
     """A process that writes to a place until its input ends, which kills it; gives it."""
-    command = [sys.executable, "-c", KILLED, str(place)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, **pipes)
-    assert whole._NAME.fullmatch(process.stdout.readline().strip())
+    process = start("-c", KILLED, str(place))
+    assert process.stdout.readline() == "writing\n"
     return process
 
 
 def test_what_a_kill_has_left_is_removed_but_not_while_it_is_written(tmp_path):
     before = of_user(tmp_path)
-    process = start(tmp_path / "x")
+    process = start_writing(tmp_path / "x")
     (half,) = names(tmp_path) - before
     remove_leftovers(tmp_path / "x")
     replace_text(tmp_path / "x", "new")

@@ -1,0 +1,133 @@
+"""Folders with no model, with a damaged one, or with one that the scripts do not know."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.hf_models import LLAMA3, change_config, change_tensors, copied
+from train.pretrained import ModelError, read_folder
+
+
+def assert_refused(folder, *words):
+    with pytest.raises(ModelError) as caught:
+        read_folder(folder)
+    missing = [word for word in ("expected", *words) if str(word) not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+MIXED_LAYERS = {
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
+        ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
+        ("llama2", {"attention_bias": True}, "`attention_bias` True"),
+        ("llama2", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
+        ("llama2", {"hidden_size": None}, "`hidden_size` nothing"),
+        ("llama2", {"num_hidden_layers": 0}, "`num_hidden_layers` above 0"),
+        ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
+        ("llama2", {"head_dim": 3}, "`head_dim` even"),
+        ("llama2", {"rms_norm_eps": -1.0}, "`rms_norm_eps` -1.0"),
+        ("llama2", {"tie_word_embeddings": 1}, "`tie_word_embeddings` true or false"),
+        ("llama2", {"rope_parameters": [1]}, "`rope_parameters` object"),
+        (
+            "llama2",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "`rope_parameters.rope_type` 'yarn'",
+        ),
+        (
+            "llama2",
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+            "`rope_parameters.high_freq_factor` more than",
+        ),
+        ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
+        ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
+        ("bert", {"is_decoder": True}, "`is_decoder`"),
+        ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
+        ("llama2", {"num_hidden_layers": 3}, "got none layers.2. and 8 more"),
+        ("llama2", {"num_hidden_layers": 1}, "besides `model.layers.1. and 8 more"),
+        ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
+        ("qwen3", {"head_dim": None}, "self_attn.o_proj.weight (16, 512) (16, 24)"),
+    ],
+    ids=str,
+)
+def test_configs_that_fit_no_model_here_are_refused(tmp_path, name, changes, words):
+    folder = copied(name, tmp_path)
+    change_config(folder, **changes)
+    assert_refused(folder, folder, *words.split(" "))
+
+
+def without(name):
+    return lambda ts: {key: t for key, t in ts.items() if key != name}
+
+
+def with_tensor(name, shape, dtype=np.float32):
+    return lambda ts: ts | {name: np.ones(shape, dtype)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("llama2", without("model.norm.weight"), ["`norm.weight`", "got none"]),
+        ("bert", without("classifier.weight"), ["`classifier.bias`"]),
+        ("llama2", with_tensor("score.weight", (2,)), ["`score.weight`"]),
+        ("llama2", with_tensor("model.norm.weight", (16,), np.int8), ["F32, F16, BF16", "I8"]),
+        ("llama2", with_tensor("norm.weight", (16,)), ["one tensor", "`model.norm.weight`"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, name, change, words):
+    folder = copied(name, tmp_path)
+    change_tensors(folder, change)
+    assert_refused(folder, folder, *words)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    assert_refused(tmp_path / "nothing", tmp_path / "nothing", "hf download")
+    folder = copied("llama3", tmp_path)
+    assert_refused(folder / "config.json", folder, "is a file")
+    shard, index = folder / "model-00002-of-00002.safetensors", "model.safetensors.index.json"
+
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert_refused(folder, shard, f"{len(whole) - 1} bytes", "Copy the file again")
+    shard.unlink()
+    assert_refused(folder, shard, index, "got none")
+
+    shutil.copyfile(folder / "model-00001-of-00002.safetensors", shard)
+    assert_refused(folder, shard, index, "as model.safetensors.index.json says")
+    (folder / index).write_text('{"weight_map": {"a": 1}}')
+    assert_refused(folder, folder / index, "`weight_map`")
+    (folder / index).write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    assert_refused(folder, folder / index, "../x", "names of files in that folder")
+    (folder / index).write_text('{"weight_map": {"a": "b", "a": "c"}}')
+    assert_refused(folder, folder / index, "JSON", "the key 'a' is in one object twice")
+    (folder / index).unlink()
+    assert_refused(folder, folder, "model.safetensors", "model-00001-of-00002.safetensors")
+
+    config = folder / "config.json"
+    config.write_text("[]")
+    assert_refused(folder, config, "object", "list")
+    config.unlink()
+    assert_refused(folder, config, "No such file")
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [
+        ("llama2", "LlamaForCausalLM"),
+        ("bert", "BertForSequenceClassification"),
+    ],
+)
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path, name, auto):
+    folder = copied(name, tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert_refused(folder, "pytorch_model.bin", "pickle", "python -c", auto, folder)
