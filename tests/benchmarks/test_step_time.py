@@ -4,8 +4,6 @@ import dataclasses
 import json
 import re
 import sys
-import time
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -169,19 +167,6 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
-class FakeRunner:
-    """Writes down what is asked of it."""
-
-    calls: ClassVar = []
-    engine, parked_bytes = None, 0
-
-    def __init__(self, peer, *_):
-        self.peer = peer
-
-    def __getattr__(self, name):
-        return lambda *steps: self.calls.append((self.peer.name, name, *steps))
-
-
 def compare(model, names, **options):
     defaults = {"rounds": 1, "steps": 16, "stretches": 1, "resident": "one", "threads": None}
     defaults |= {"save": lambda c: None}
@@ -193,46 +178,6 @@ def compare(model, names, **options):
         vocabulary=VOCABULARY,
         **(defaults | options),
     )
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    monkeypatch.setattr(step_time, "Runner", FakeRunner)
-    monkeypatch.setattr(FakeRunner, "calls", [])
-    return FakeRunner.calls
-
-
-@pytest.mark.parametrize("resident", ["one", "all"])
-def test_peers_make_whole_windows_from_rest_to_rest(model, calls, resident):
-    compare(model, ["offload-x4", "zenflow-s2-r0.05"], stretches=2, resident=resident)
-    ours = [call for name, *call in calls if name == "offload-x4"]
-    stretch = [["advance", 16], ["wait"]]
-    rest, gone = [["settle"]], [["take_down"]]
-    compiles = [["set_up"], ["advance", 12], *rest, *gone]
-    warm = [["set_up"], ["advance", 4], *rest]
-    turn = [["advance", 4], ["wait"], *stretch, *stretch, *rest]
-    assert ours == compiles + warm + turn + (gone if resident == "one" else []) + gone
-    ups = [name for name, call, *_ in calls if call in ("set_up", "take_down")]
-    # With "one", nobody is set up before the one in front is taken down.
-    assert (ups[:-2:2] == ups[1:-2:2]) == (resident == "one")
-
-
-def test_a_peer_that_does_not_fit_is_left_out_of_the_rounds(model, monkeypatch):
-    def set_up(self):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-
-    monkeypatch.setattr(Runner, "set_up", set_up)
-    found = compare(model, ["adamw"])
-    assert "| adamw | does not fit |" in table(found)
-    assert figures(found) == {}
-
-
-def test_no_turn_is_begun_when_time_is_over_but_the_first_two_peers_have_theirs(model, calls):
-    names = ["adamw", "parked", "offload", "zenflow-s2-r0.05"]
-    found = compare(model, names, until=time.monotonic() - 1.0)
-    assert [name for name, call, *_ in calls if call == "set_up"] == names[:2]
-    assert [r.peer for r in found.results if r.left_out] == names[2:]
-    assert "| offload | left out, no time |" in table(found)
 
 
 def test_idle_is_the_share_that_adamw_does_not_need():

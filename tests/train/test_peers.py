@@ -1,5 +1,7 @@
 """When one of several processes is gone, the others say so and end; without jax's own service."""
 
+import re
+
 import pytest
 
 from tests.train.scripts import start
@@ -56,7 +58,7 @@ def peers(tmp_path):
 
 
 def ended(process):
-    process.wait(timeout=15)
+    process.wait(timeout=60)
     return process.returncode, process.stdout.read()
 
 
@@ -69,14 +71,12 @@ def test_when_one_is_killed_the_others_say_which_and_end(peers, victim):
 
 
 def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers):
-    tell(peers[1], "fail")
-    peers[1].wait(timeout=15)
-    # One that ends by itself is left alone.
-    tell(peers[2], "fail")
-    assert ended(peers[2])[0] == 2
+    for me in (1, 2):  # one that ends by itself is left alone
+        tell(peers[me], "fail")
+    assert [ended(peers[me])[0] for me in (1, 2)] == [2, 2]
     code, text = ended(peers[0])
     assert code == 1
-    assert text.startswith("error: process 1 has ended with an error, which it shows. This one")
+    assert re.match("error: process [12] has ended with an error, which it shows. This one", text)
 
 
 def test_one_that_is_done_ends_no_other(peers):
