@@ -36,7 +36,6 @@ MESHES = {
     "fsdp": {"fsdp": 8},
     "two": {"fsdp": 4, "tensor": 2},
     "three": {"data": 2, "fsdp": 2, "tensor": 2},
-    "flat": {"data": 2, "fsdp": 4, "tensor": 1},
     "one": {"data": 1},
 }
 

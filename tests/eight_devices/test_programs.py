@@ -27,12 +27,7 @@ def of_sgd_and_zenflow(sharding):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "channels over fsdp",
-        "the other axis over fsdp",
-        "channels over tensor, the other over fsdp",
-    ],
+    "name", ["channels over fsdp", "channels over tensor, the other over fsdp"]
 )
 def test_a_step_adds_the_scores_to_what_devices_exchange_and_nothing_else(name):
     sharding = placements(jax.devices())[name]

@@ -58,13 +58,10 @@ def test_ranges_on_a_mesh_equal_the_reference(placement, kind, more):
         assert places_of(training) == before
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"update_interval": AutoWindow(), "select_interval": AutoSelect()}],
-    ids=["fixed", "auto"],
-)
-def test_the_second_step_in_graph_on_explicit_axes_compiles_nothing(more):
-    settings = dataclasses.replace(STALE, **more)
+def test_the_second_step_in_graph_on_explicit_axes_compiles_nothing():
+    settings = dataclasses.replace(
+        STALE, update_interval=AutoWindow(), select_interval=AutoSelect()
+    )
     places = shardings("cut", AxisType.Explicit)
     with Training(LEAVES, settings, shardings=places, offload=False) as training:
         training.go(1)
