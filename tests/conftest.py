@@ -1,4 +1,4 @@
-"""Settings that every test runs under, and the rule for tests that need an accelerator.
+"""Settings that every test runs under.
 
 Nothing here chooses a platform. A test that needs another set-up starts a process of its own.
 
@@ -118,9 +118,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         jax.clear_caches()
     jaxtyping.config.update("jaxtyping_disable", slow)
     processes.optimized = item.path.stem in OPTIMIZED
-    # Asked only when a marked test is about to run: asking starts jax's backends.
-    if item.get_closest_marker("gpu") and all(d.platform == "cpu" for d in jax.devices()):
-        pytest.skip(f"needs an accelerator; jax.devices() has only {jax.devices()}")
 
 
 def pytest_collection_finish() -> None:

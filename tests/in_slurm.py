@@ -181,15 +181,3 @@ def test_a_job_that_fails_is_not_requeued(slurm, tmp_path):
     job = Job(slurm, tmp_path, "--time=10", steps=-1)
     wait_for(lambda: job.is_in("FAILED"), 60)
     assert job.output().count("`steps`: expected a finite number") == 2
-
-
-def test_usr1_saves_the_run_too_and_a_job_that_is_cancelled_is_not_requeued(slurm, tmp_path):
-    job = Job(slurm, tmp_path, "--time=10", steps=10**6)
-    job.says(r"step +10/")
-    told(slurm, "scancel", "--signal=USR1", job.id)
-    job.says("stopped by SIGTERM after step")
-    wait_for(lambda: job.is_in("RUNNING", restarts=1), 120)
-    job.says("going on from checkpoint")
-    told(slurm, "scancel", job.id)
-    wait_for(lambda: not told(slurm, "squeue", "-h", "-j", job.id), 60)
-    assert job.is_in("CANCELLED", restarts=1)

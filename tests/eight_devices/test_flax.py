@@ -2,7 +2,6 @@
 
 import jax
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 from tests import meshes, runs
@@ -56,26 +55,3 @@ def test_an_nnx_module_trains_as_the_functional_form_does():
             ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
             runs.assert_same_bits(ours, expected.params)
             assert where(nnx.state(model, nnx.Param)) == before
-
-
-def test_a_linen_train_state_trains_as_the_functional_form_does():
-    with started(AxisType.Auto) as expected, jax.set_mesh(expected.shardings["rows"].mesh):
-        ts = TrainState.create(apply_fn=None, params=copied(expected), tx=expected.tx)
-        before = where(ts.params)
-
-        @jax.jit
-        def train_step(ts, gradients):
-            with jax.numpy_dtype_promotion("standard"):
-                return ts.apply_gradients(grads=gradients)
-
-        with HostEngine(ts.params, ts, host_kernel="numpy") as engine:
-            for t in range(1, STEPS + 1):
-                expected.go(1)
-                ts = train_step(ts, gradients(expected, t))
-                params, opt_state = engine.exchange(ts.params, ts.opt_state)
-                ts = ts.replace(params=params, opt_state=opt_state)
-                runs.assert_same_bits(ts.params, expected.params)
-            expected.flush()
-            params, ts = engine.flush(ts.params, ts)
-            runs.assert_same_bits(params, expected.params)
-            assert where(params) == before

@@ -1,7 +1,5 @@
 """Stacks of layers that close their windows in ranges, on a mesh."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import zenflow_jax
 from tests import meshes, runs
 from tests.meshes import STALE
 from tests.runs import Leaf, Plan, Training
-from zenflow_jax import AutoSelect, AutoWindow
 
 LEAVES: runs.Leaves = (
     Leaf("layers", (6, 16, 8), -2, "bfloat16"),
@@ -56,18 +53,6 @@ def test_ranges_on_a_mesh_equal_the_reference(placement, kind, more):
         before = places_of(training)
         runs.assert_agree(training.history(PLAN), expected)
         assert places_of(training) == before
-
-
-def test_the_second_step_in_graph_on_explicit_axes_compiles_nothing():
-    settings = dataclasses.replace(
-        STALE, update_interval=AutoWindow(), select_interval=AutoSelect()
-    )
-    places = shardings("cut", AxisType.Explicit)
-    with Training(LEAVES, settings, shardings=places, offload=False) as training:
-        training.go(1)
-        compiled = training.program._cache_size()
-        training.go(1)
-        assert training.program._cache_size() == compiled
 
 
 def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layers():

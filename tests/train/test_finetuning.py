@@ -206,21 +206,6 @@ def test_the_optimizer_is_the_one_that_deepspeed_would_use(tmp_path, changed, ki
     assert settings.micro_batches == 2
 
 
-def test_what_deepspeed_adapts_is_in_the_settings_in_force(tmp_path):
-    zero = TUTORIAL["zero_optimization"]
-    adaptive = {"topk_ratio": 0.2, "update_interval": "auto", "auto_ratio": 0.5}
-    path = deepspeed_config(
-        tmp_path, scheduler=None, zero_optimization=zero | {"zenflow": adaptive}
-    )
-    asked = Settings(deepspeed=path, steps=9, full_warm_up_share=0.5)
-    settings, deepspeed = in_force(*with_deepspeed(asked, devices=1), steps_per_epoch=4)
-    assert (settings.update_interval, settings.auto_window_share) == ("auto", 0.5)
-    assert (settings.select_interval, settings.warm_up_rounds) == ("epoch", 0)
-    assert settings.learning_rate == DEEPSPEED["optimizer"]["params"]["lr"]
-    assert in_force(settings, deepspeed, steps_per_epoch=4)[0] == settings
-    assert settings.provisional_share == 0
-
-
 def test_what_settings_cannot_say_is_the_configs(tmp_path):
     zero = TUTORIAL["zero_optimization"]
     zenflow = zero["zenflow"] | {"select_strategy": "epoch", "select_interval": 2}

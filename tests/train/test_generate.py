@@ -39,23 +39,6 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence(name):
     assert extend._cache_size() == 2  # the prompt, and one token
 
 
-@pytest.mark.slow
-def test_the_most_likely_tokens_are_those_of_the_model_without_a_cache():
-    _, graphdef, params = load(FIXTURES / "qwen3", scan_layers=True)
-    model = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))
-    tokens_of_cache = list(continued(graphdef, params, [1, 2, 3], most=8))
-    tokens = np.zeros((1, 11), np.int32)  # what is behind a token does not change it
-    tokens[0, :3] = [1, 2, 3]
-    for i in range(3, 11):
-        tokens[0, i] = jnp.argmax(model(tokens)[0, i - 1])
-    assert tokens_of_cache == tokens[0, 3:].tolist()
-    # An end token comes, and nothing behind it.
-    end = tokens_of_cache[2]
-    cut = tokens_of_cache[: tokens_of_cache.index(end) + 1]
-    assert list(continued(graphdef, params, [1, 2, 3], most=8, ends={end})) == cut
-    assert list(continued(graphdef, params, [1, 2, 3], most=1)) == tokens_of_cache[:1]
-
-
 # --- sampling -------------------------------------------------------------------------------
 
 PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]

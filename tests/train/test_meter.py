@@ -33,20 +33,6 @@ def test_the_meter_reads_a_loss_only_when_it_is_an_interval_old():
     assert list(meter.drain()) == []
 
 
-def test_the_meter_counts_steps_that_are_done_since_the_start(monkeypatch):
-    seconds = iter([0, 1, 5, 6, 7])
-    monkeypatch.setattr("train.meter.time.perf_counter", lambda: next(seconds))
-    waited = iter([0.0, 0.25, 0.25, 0.25, 0.25])
-    meter = meter_of(2, stats=lambda: EngineStats(wait_s=next(waited)))
-    meter.start()  # at second 0
-    assert [metered(meter, i) for i in range(3)] == [None] * 3
-    with meter.paused():  # from second 1 to 5, which do not count
-        pass
-    # At second 6 the first four losses exist: four steps of ten tokens.
-    assert metered(meter, 3)[:5] == (2, 0.5, 20.0, 0.125, 0)
-    assert meter.since_start() == (3, 40 / 3, 0.25 / 3)
-
-
 def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
     figures = [(1, 0), (jnp.nan, 1), (3, 1), (jnp.inf, 2), (9, 3), (jnp.nan, 4), (7, 4)]
     meter = meter_of(2)

@@ -139,18 +139,6 @@ def test_what_is_no_table_is_refused(tmp_path, decoder, name):
         tables.class_names(path, "label")
 
 
-def test_a_column_that_holds_no_text_is_named_with_the_row(tmp_path, decoder):
-    path = tmp_path / "a.parquet"
-    for column, match in (
-        ({"text": ["a", None]}, r"row 2: expected a text in the field 'text', got null"),
-        ({"content": ["a"]}, r"row 1: expected a field 'text', found 'content'"),
-        ({"text": pyarrow.array([], pyarrow.string())}, "expected text, found an empty file"),
-    ):
-        pyarrow.parquet.write_table(pyarrow.table(column), path)
-        with pytest.raises(DataError, match=match):
-            language.make(path, decoder, sequence_length=9, validation_share=0.5, seed=0)
-
-
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"expected pyarrow, which reads a\.parquet.*extra `data`"):

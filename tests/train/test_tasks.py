@@ -89,12 +89,6 @@ def test_positions_begin_anew_with_each_document_whose_first_token_is_no_target(
     assert together.checksum != task.checksum
 
 
-def test_a_model_without_a_begin_token_gets_none(tmp_path, decoder):
-    path = write(tmp_path / "a.txt", "the cat is in the bin\n" * 5)
-    task = language_task(path, decoder._replace(begin=None))
-    assert joined(task.train)[0] == decoder.tokens.encode("the", add_special_tokens=False).ids[0]
-
-
 def test_a_single_document_validates_with_its_end(tmp_path, decoder):
     path = write(tmp_path / "a.txt", "abcdefghij" * 10)
     task = language_task(path, decoder, length=2, share=0.25)
@@ -124,15 +118,6 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     assert list(train) == sorted(train)
 
 
-def test_files_beside_train_files_are_left_out_and_named(tmp_path, decoder):
-    write(tmp_path / "train-00.txt", "the thing is in the bin " * 3)
-    write(tmp_path / "test.txt", "zzzzzzzzzzzz")
-    write(tmp_path / "notes.md", "no text of ours")
-    task = language_task(tmp_path, decoder)
-    assert task.notes == (f"{tmp_path}: left out test.txt, since there is train*",)
-    assert decoder.tokens.encode("z").ids[-1] not in joined(task.train)
-
-
 def test_blank_texts_of_jsonl_are_left_out_and_counted(tmp_path, decoder):
     text = "the thing is in the bin " * 3
     path = write(tmp_path / "a.jsonl", records({"text": " \n"}, {"text": text}) + "\n\n")
@@ -140,22 +125,6 @@ def test_blank_texts_of_jsonl_are_left_out_and_counted(tmp_path, decoder):
     assert task.notes == ("a.jsonl: blank texts left out: 1",)
     got = joined(task.train)
     assert got == enclosed(decoder, text)[: len(got)]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["the thing\nis on\n\nthe bin\n" * 9, "the thing is on " * 9, "thethingis" * 9],
-    ids=["lines", "one line", "one word"],
-)
-def test_a_long_document_in_pieces_is_the_same_text(tmp_path, decoder, monkeypatch, text):
-    monkeypatch.setattr(language, "PIECE_CHARACTERS", 12)
-    write(tmp_path / "train.txt", text)
-    write(tmp_path / "valid.jsonl", records({"text": text}))
-    task = language_task(tmp_path, decoder, length=1)
-    for source in (task.train, task.validation["validation"]):
-        tokens = joined(source)
-        assert (tokens[0], tokens[-1]) == (decoder.begin, decoder.end)
-        assert decoder.tokens.decode(tokens) == text
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,6 @@ def test_numbers_of_the_config_count_where_the_tokenizer_names_nothing(tmp_path)
     assert read_tokenizer(tmp_path, vocabulary=vocabulary)[1:4] == (4, 5, 7)
 
 
-def test_an_id_for_padding_that_only_the_model_has_is_counted(tmp_path):
-    vocabulary = write_byte_level(tmp_path)
-    edit(tmp_path / "config.json", pad_token_id=vocabulary + 4)
-    tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary + 5)
-    assert (tokenizer.pad, tokenizer.vocabulary) == (vocabulary + 4, vocabulary + 5)
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
