@@ -31,7 +31,7 @@ from train.hf_tensors import (
     transpose,
 )
 from train.pretrained import Pretrained
-from train.whole import made_whole
+from train.whole import made_whole, sync_all
 
 # Copied as they are: all that a tokenizer may consist of, and how text is generated.
 COPIED = (
@@ -158,6 +158,7 @@ def save_folder(
             for name, text in {CONFIG: config, **(texts or {})}.items():
                 (part / name).write_text(text, encoding="utf-8")
             if path.exists():
+                sync_all(part)  # if that fails, the old model stays
                 shutil.rmtree(path)
 
     write_by_first(path, write, tensors)

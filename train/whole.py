@@ -31,7 +31,7 @@ def made_whole(path: Path, *, folder: bool = False) -> Iterator[Path]:
     with _part_of(path, folder) as part:
         yield part
         if part.exists():
-            _sync_all(part)
+            sync_all(part)
             part.replace(path)
             _sync(path.parent)
 
@@ -92,7 +92,8 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _sync_all(path: Path) -> None:
+def sync_all(path: Path) -> None:
+    """Returns when a file, or a folder with all that is in it, is on the disk."""
     for written in [*path.rglob("*"), path]:
         _sync(written)
 
