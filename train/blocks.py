@@ -23,7 +23,9 @@ INIT_STD = 0.02  # `initializer_range` of nearly every model here
 def make_blocks(
     make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, scan_layers: bool, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """`layers` blocks of `make`, of the same weights as one block of stacks or as a list."""
+    """`layers` blocks made by `make`: one block whose leaves are stacks, or a list of equal
+    weights.
+    """
     keys = jax.random.split(rngs.params(), layers)
     if scan_layers:
         return nnx.vmap(lambda key: make(nnx.Rngs(key)))(keys)

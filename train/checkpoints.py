@@ -72,7 +72,9 @@ class Checkpoints(SavedCheckpoints):
             sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
-        """Renames the damaged checkpoints that `newest` has passed over, for a valid start."""
+        """Renames the damaged checkpoints that `newest` passed over, once a start is known as
+        valid.
+        """
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)
@@ -154,9 +156,7 @@ class Checkpoints(SavedCheckpoints):
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
-        """The step of the best checkpoint, or `or_step`, which needs none; without `keep_best`
-        that.
-        """
+        """The step of the best checkpoint, or `or_step` if that is better, or without `keep_best`."""
         if not self._keep_best:
             return or_step
         # Process 0 has also removed what was not to be kept.

@@ -157,6 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{stopped}\n")
         processes.leave()
         return 128 + stopped.signal_number
+    except KeyboardInterrupt:  # while nothing runs that could be saved
+        sys.stderr.write("stopped by SIGINT\n")
+        return 128 + signal.SIGINT
     except FAILURES as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:  # jax's errors are among these
@@ -179,11 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(command: Command, arguments: Sequence[str]) -> int:
     start = command.start
     if command.planning.plan:
-        try:
-            show_plan(command.settings, command.planning, arguments, Console())
-        except KeyboardInterrupt:
-            sys.stderr.write("stopped by SIGINT\n")
-            return 128 + signal.SIGINT
+        show_plan(command.settings, command.planning, arguments, Console())
         return 0
     processes.join(command.launch)
     console = Console(quiet=not processes.is_first())

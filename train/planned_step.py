@@ -83,7 +83,7 @@ def planned_step(
 
 
 def with_batch(planned: PlannedStep, batch_size: int) -> PlannedStep:
-    """The same step of a run without a mesh, for batches of another size; it takes no seconds."""
+    """The same step of a run without a mesh, for batches of another size."""
     sizes = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), planned.batch)
     return planned._replace(batch=sizes)
 

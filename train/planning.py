@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from train.command_line import Planning
 from train.memory import host_bytes
@@ -24,7 +24,7 @@ from train.optimizers import with_values_of
 from train.planned_step import PlannedStep, folder_of_config, planned_step, with_batch
 from train.pretrained import Pretrained
 from train.settings import Settings, SettingsError
-from train.sharding import batch_parts, mesh_axes
+from train.sharding import batch_parts, mesh_axes, mesh_over
 from train.tasks.chosen import check_length
 from zenflow_jax import find_state, planning
 from zenflow_jax.deepspeed import DeepSpeedOptions
@@ -40,7 +40,7 @@ WAYS = 3
 
 
 class Memory(NamedTuple):
-    """What a run takes, and whether it fits; without a compiler no gradients and activations."""
+    """The bytes that a run takes; without a compiler, gradients and activations are not in them."""
 
     device: float
     host: float
@@ -307,7 +307,4 @@ def mesh_of(text: str | None, device: str, *, described: bool) -> Mesh | None:
             f"`--plan`: expected {count} devices of the CPU to lay the model out on, for --mesh "
             f"{text}, got {len(devices)}. Set JAX_NUM_CPU_DEVICES={count} in the environment."
         )
-    auto = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices[:count]
-    )
+    return mesh_over(sizes, devices[:count])

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from train.meter import Row
 from train.whole import made_whole
@@ -64,12 +57,8 @@ class RunLog:
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         self._validation_file = _begin(folder / "validation.csv", lines)
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            *Progress.get_default_columns(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
             console=console,
             disable=self._as_lines,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,10 +76,15 @@ def make_mesh(text: str | None) -> Mesh | None:
     if product != len(devices):
         expected = f"sizes that multiply to the number of devices, here {all_devices}"
         raise _mesh_error(expected, f"{text}, which is {product}")
+    return mesh_over(axes)
+
+
+def mesh_over(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes of these sizes, over all devices or those."""
     # Auto: the compiler derives placements inside the step from those of its arguments. jax's
     # default is Explicit, where the model would have to name the placement of some results.
     auto = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
 
 
 def weight_shardings(mesh: Mesh, weights: Any) -> Any:

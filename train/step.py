@@ -50,7 +50,7 @@ def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
 
 
 def of_labels(model: nnx.Module, batch: Batch) -> PerExample:
-    """The loss of the label, of a classifier: `label` `(b,)`, and the others `(b, t)`."""
+    """The loss of the label, of a classifier. `label` is `(b,)`, all else in a batch `(b, t)`."""
     logits = model(batch["tokens"].astype(jnp.int32), batch["types"], batch["mask"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     predictions = jnp.argmax(logits, axis=-1).astype(jnp.int32)

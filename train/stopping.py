@@ -40,9 +40,7 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGUSR1 and SIGINT. Use with `with`, on the main thread; `say` is called on
-    another.
-    """
+    """Notes SIGTERM, SIGUSR1 and SIGINT, and says so. Use with `with`, on the main thread."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

@@ -95,7 +95,7 @@ def end_token(tokenizer: Tokenizer) -> int:
 
 
 def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids of all tokens that end what a model of the folder writes: of turns and of texts."""
+    """The ids of all tokens that end what a model of the folder writes, a turn or a text."""
     ends = {tokenizer.end} - {None}
     for name in _NUMBERED:
         if (folder / name).is_file():
