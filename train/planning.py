@@ -131,10 +131,7 @@ class _Planner:
         return extended(low, high, layers)
 
     def _compile(self, run: Settings, layers: int) -> int:
-        run, origin = with_layers(run, self.origin, layers)
-        planned = planned_step(run, origin, self.mesh, placed=True)
-        step: Any = planned.step
-        return planning.peak_bytes(step.lower(*planned[1:]).compile())
+        return compiled_peak(*with_layers(run, self.origin, layers), self.mesh)
 
     def _step(self, run: Settings) -> PlannedStep:
         if run.mesh is not None:  # which batches of another size divide otherwise
@@ -208,6 +205,13 @@ def with_layers(
     if origin is None:
         return dataclasses.replace(settings, layers=layers), None
     return settings, origin._replace(config=origin.config._replace(layers=layers))
+
+
+def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | None) -> int:
+    """Bytes of one device at the peak of a step, by the compiler."""
+    planned = planned_step(settings, origin, mesh, placed=True)
+    step: Any = planned.step
+    return planning.peak_bytes(step.lower(*planned[1:]).compile())
 
 
 def between(run: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
