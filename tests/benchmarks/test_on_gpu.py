@@ -4,8 +4,6 @@ is whole.
 
 import functools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -196,20 +194,3 @@ def test_a_report_goes_to_no_folder_with_other_files(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit):
         on_gpu.main()
     assert "expected --out with a new folder or one of a report" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_command_starts_no_jax_and_the_stages_need_nothing_that_a_rented_gpu_may_lack():
-    script = (
-        "import sys, importlib\n"
-        "from benchmarks import on_gpu\n"
-        "assert 'jax' not in sys.modules\n"
-        "for name in ('grain', 'tyro', 'beartype', 'safetensors',\n"
-        "             'tokenizers', 'pytest', 'hypothesis', 'torch', 'deepspeed'):\n"
-        "    sys.modules[name] = None\n"
-        "for stage in on_gpu.STAGES:\n"
-        "    importlib.import_module(stage.target.split(':')[0])\n"
-        "importlib.import_module('benchmarks.gpu_stages.checks')\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, check=True)

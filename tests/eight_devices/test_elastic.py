@@ -74,26 +74,6 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
             np.testing.assert_array_equal(cast, np.asarray(training.params[name]))
 
 
-def test_a_checkpoint_of_numpy_arrays_goes_on_on_other_devices_by_its_names():
-    with HERE(shardings=placed(("three", "others", EXPLICIT))) as training:
-        follow(training, SAVED_AT)
-        tree = (training.params, training.state, training.engine.state())
-        values, state, engine_state = jax.device_get(tree)
-    shardings = placed(("data", "replicated", AUTO))
-    with HERE(shardings=shardings) as training:
-        training.engine.close()
-        training.params = runs.place(values, shardings)
-        training.state = runs.put_by_name(state, training.state)
-        training.engine = zenflow_jax.HostEngine(
-            training.params, training.state, engine_state=engine_state, **ENGINE
-        )
-        training.t = SAVED_AT
-        follow(training, PLAN.steps)
-        expected, _ = runs.reference(LEAVES, STALE, PLAN)
-        runs.assert_close([training.values()], expected.params[-1:])
-        training.flush()
-
-
 def test_compact_moments_go_on_on_other_devices_rounded_once_more(tmp_path):
     before, after = ("three", "others", EXPLICIT), ("data", "replicated", AUTO)
     compact = functools.partial(HERE, host_state="compact")

@@ -183,85 +183,6 @@ def test_shardings_that_jit_is_told_are_kept():
         assert told._cache_size() == 1
 
 
-def states_of(placement, mesh="three", **options):
-    """The state of each leaf, and its mail."""
-    mesh = meshes.make_mesh(mesh)
-    shardings = meshes.shardings(mesh, placement, MORE_LEAVES)
-    params = runs.place(runs.initial_values(MORE_LEAVES), shardings)
-    state = runs.transformation(MORE_LEAVES, STALE, **options).init(params)
-    both = zip(state.leaves, state.mail, strict=True)
-    return {leaf.name: both for leaf, both in zip(MORE_LEAVES, both, strict=True)}
-
-
-def test_what_belongs_to_a_leaf_follows_its_parameter():
-    # (32, 8), channels over fsdp and data, the rest over tensor.
-    rows, mail = states_of("both")["rows"]
-    where = {name: getattr(rows, name).sharding for name in ("mu", "nu", "scores", "steps")}
-    wide = PartitionSpec(("fsdp", "data"), "tensor")
-    assert where["mu"].spec == where["nu"].spec == wide
-    assert where["scores"].spec == where["steps"].spec == PartitionSpec(("fsdp", "data"))
-    assert mail.sharding.spec == PartitionSpec(*[None] * (mail.ndim - 2), *wide)
-    assert mail.sharding.memory_kind == "pinned_host"
-
-
-def test_each_shard_selects_its_share_of_the_channels():
-    rows, _ = states_of("channels")["rows"]  # 32 channels, over two devices; 0.2 of 16 is 4
-    assert rows.spec.k == 8
-    np.testing.assert_array_equal(rows.channels, [0, 1, 2, 3, 16, 17, 18, 19])
-
-
-@pytest.mark.parametrize("placement", ["replicated", "both"])
-def test_leaves_take_turns_with_the_same_ones_on_a_mesh_as_on_one_device(placement):
-    # 1024 bytes, 512 and 512: each has a turn of its own, the first of two that are as large first.
-    alone = runs.transformation(MORE_LEAVES, STALE).init(runs.initial(MORE_LEAVES))
-    assert [leaf.spec.group for leaf in alone.leaves] == [0, 1, 0, 2]
-    states = states_of(placement)
-    assert {name: state.spec.group for name, (state, _) in states.items()} == {
-        leaf.name: state.spec.group for leaf, state in zip(MORE_LEAVES, alone.leaves, strict=True)
-    }
-
-
-@pytest.mark.parametrize("partition", [True, False, lambda path, _: "rows" in str(path)])
-def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partition):
-    states = states_of("replicated", partition_replicated=partition)
-    for name, (state, mail) in states.items():
-        asked = partition is True or (partition is not False and name == "rows")
-        if mail is None:
-            assert state.mu.sharding.shard_shape(state.mu.shape) == state.mu.shape
-            continue
-        share = 8 if asked else 1
-        assert mail.addressable_data(0).size * share == mail.size
-        assert state.mu.addressable_data(0).size * share == state.mu.size
-
-
-def test_parameters_on_other_devices_than_their_state_are_refused():
-    devices = jax.devices()
-    params = {"w": np.ones((8, 4), np.float32)}
-    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
-    state = tx.init(jax.device_put(params, devices[0]))
-    with pytest.raises(ValueError, match=r"\['w'\] on the devices of its state"):
-        zenflow_jax.HostEngine(jax.device_put(params, devices[1]), state)
-    forwards, backwards = (
-        NamedSharding(jax.make_mesh((4,), ("x",), devices=x), PartitionSpec("x"))
-        for x in (devices[:4], devices[3::-1])
-    )
-    state = tx.init(jax.device_put(params, forwards))
-    with pytest.raises(ValueError, match=r"\['w'\] on the devices of its state"):
-        zenflow_jax.HostEngine(jax.device_put(params, backwards), state)
-
-
-def test_parameters_that_are_not_where_their_state_takes_them_to_be_are_refused():
-    alone = runs.place(runs.initial_values(LEAVES), None)
-    spread = runs.place(
-        runs.initial_values(LEAVES), meshes.shardings(meshes.make_mesh("two"), "others")
-    )
-    tx = runs.transformation(LEAVES, STALE)
-    with pytest.raises(ValueError, match=r"\['bias'\] on one device.*outside of jit"):
-        zenflow_jax.HostEngine(spread, tx.init(alone))
-    with pytest.raises(ValueError, match=r"\['bias'\] divided by the mesh axes.*out_shardings"):
-        zenflow_jax.HostEngine(alone, tx.init(spread))
-
-
 def other_on_the_last_device(values, shardings):
     """The same parameters but for what the last device has: the others must hear of it."""
     changed, others = {}, runs.initial_values(LEAVES, 1)
@@ -313,56 +234,6 @@ def test_parameters_that_something_else_changes_are_refused(where, leaf):
             run.go(6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "again", "name"),
-    # The latter has as many numbers on each device as before, which are those of other channels.
-    [(AUTO, PartitionSpec(), "mail"), (EXPLICIT, PartitionSpec("fsdp"), "mu")],
-    ids=["replicated", "along another axis"],
-)
-def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, again, name):
-    mesh = meshes.make_mesh("fsdp", kind)
-    params = {"w": np.ones((16, 16), np.float32)}
-    params = runs.place(params, {"w": NamedSharding(mesh, PartitionSpec(None, "fsdp"))})
-    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.5, update_interval=1)
-    place = NamedSharding(mesh, again)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(params, state, params)
-        return runs.apply(params, updates), state
-
-    def placed_anew(state):
-        if name == "mail":
-            return jax.device_put(state, place)
-        (leaf,) = state.leaves
-        return state._replace(leaves=(leaf._replace(mu=jax.device_put(leaf.mu, place)),))
-
-    def run(at_first, after_a_step):
-        weights, state = params, tx.init(params)
-        old = [x.sharding for x in jax.tree.leaves(state)]
-        with zenflow_jax.HostEngine(weights, at_first(state), host_kernel="numpy") as engine:
-            for change in (after_a_step, lambda state: state):
-                weights, state = step(weights, state)
-                weights, state = engine.exchange(weights, change(state))
-                for x, sharding in zip(jax.tree.leaves(state), old, strict=True):
-                    assert x.sharding.is_equivalent_to(sharding, x.ndim)
-            weights, state = step(weights, state)
-            if after_a_step is placed_anew:
-                words = rf"`{name}` of \['w'\] in the state where `tx.init` put it.*does it again"
-                with pytest.raises(ValueError, match=words):
-                    engine.exchange(weights, placed_anew(state))
-            weights, state = engine.exchange(weights, state)  # as if nothing had happened
-            return engine.flush(weights, state), engine.stats.put_back
-
-    as_it_was, none = run(lambda state: state, lambda state: state)
-    assert none == 0
-    for both in ((placed_anew, lambda state: state), (placed_anew, placed_anew)):
-        put_back, moved = run(*both)
-        runs.assert_same_bits(put_back[0], as_it_was[0])
-        runs.assert_same_bits(put_back[1].leaves[0].mu, as_it_was[1].leaves[0].mu)
-        assert moved
-
-
 @pytest.mark.parametrize(("kind", "moved"), [(AUTO, "state"), (EXPLICIT, "parameters")], ids=str)
 def test_one_device_is_a_mesh_of_one(kind, moved):
     mesh = meshes.make_mesh("one", kind)
@@ -378,35 +249,3 @@ def test_one_device_is_a_mesh_of_one(kind, moved):
                 expected.go(1)
                 runs.assert_same_bits(params, expected.params)
             engine.flush(params, state)
-
-
-def test_an_axis_that_both_kinds_of_mesh_axes_divide_is_refused():
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(EXPLICIT, AUTO))
-    params = {
-        "w": jax.device_put(
-            np.ones((8, 4), np.float32), NamedSharding(mesh, PartitionSpec(("a", "b")))
-        )
-    }
-    with pytest.raises(ValueError, match=r"along axis 0 of \['w'\]"):
-        zenflow_jax.zenflow(1e-2).init(params)
-
-
-@pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
-def test_init_under_jit_places_its_state_as_init_outside_of_it(kind, told):
-    mesh = meshes.make_mesh("three", kind)
-    shardings = meshes.shardings(mesh, "both")
-    params = runs.place(runs.initial_values(LEAVES), shardings)
-    tx = runs.transformation(LEAVES, STALE, param_shardings=shardings if told else None)
-    outside, inside = tx.init(params), jax.jit(tx.init)(params)
-    assert jax.tree.structure(inside) == jax.tree.structure(outside)
-    for x, y in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):
-        assert x.sharding == y.sharding
-    zenflow_jax.HostEngine(params, inside, host_kernel="numpy").close()
-
-
-def test_a_state_made_under_jit_that_was_not_told_where_parameters_are_is_refused():
-    shardings = meshes.shardings(meshes.make_mesh("three"), "both")
-    params = runs.place(runs.initial_values(LEAVES), shardings)
-    state = jax.jit(runs.transformation(LEAVES, STALE).init)(params)
-    with pytest.raises(ValueError, match="param_shardings"):
-        zenflow_jax.HostEngine(params, state, host_kernel="numpy")
