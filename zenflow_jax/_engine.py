@@ -174,8 +174,8 @@ class HostEngine:
         self._ahead = Ahead()
         self._expected = Expected(state, weights, offloaded, moved)
         self._progress = Progress(schedule, len(offloaded.places))
-        self._mailbox = Mailbox(worker, state, number, self._ahead)
-        self._integrity = Integrity(specs, schedule, self._ahead, step)
+        self._mailbox = Mailbox(worker, state, number)
+        self._integrity = Integrity(specs, schedule, step)
         self._updates = Updates(worker, offloaded, self._ahead, self._integrity)
         taken_from = checksums(picked, offloaded.pick(state.leaves)) if resumed is None else None
         self._masters = HostMasters(worker, offloaded, taken_from)
@@ -192,7 +192,6 @@ class HostEngine:
         weakref.finalize(self, self._ahead.close)
         # From now on what boundaries need is compiled.
         prepare_boundaries(self._ahead, offloaded, picked, state)
-        self._integrity.prepare(weights, state.leaves, state.step_scalars)
         loops = partial(compile_loops, host_kernel, [part.spec for part in offloaded.parts])
         self._ahead.run(partial(loops, longest(schedule.window), compact=compact))
 
@@ -558,7 +557,7 @@ class HostEngine:
     def _between_steps(
         self, params: Any, opt_state: Any, name: str
     ) -> tuple[ZenFlowState, CallerTree]:
-        """Takes arguments that must be what the last `exchange` or `flush` returned."""
+        """Takes what the last `exchange` or `flush` must have returned."""
         self._check_open()
         state = self._expected.state(opt_state)
         copied = self._mailbox.check_between_steps(state, name)

@@ -246,19 +246,11 @@ def abstract_rows(
     weights: Sequence[Any], specs: Sequence[LeafSpec], widths: Sequence[int], dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the joined rows of parameters' leaves."""
-    beside = weights[0].sharding
-    row = jax.ShapeDtypeStruct((beside.num_devices, sum(widths)), dtype)
-    return of_each_device(row, beside, specs[0])
-
-
-def of_each_device(like: Any, beside: Any, spec: LeafSpec) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of `like`, placed as what differs on every device of a leaf's parameter.
-
-    `beside` is the parameter's sharding.
-    """
-    if isinstance(beside, NamedSharding):
-        beside = NamedSharding(beside.mesh, Layout(spec).each_device)
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=beside)
+    where = weights[0].sharding
+    shape = where.num_devices, sum(widths)
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, Layout(specs[0]).each_device)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
 def _cut(spec: LeafSpec, axes: MeshAxes) -> LeafSpec:

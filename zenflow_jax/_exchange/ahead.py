@@ -1,8 +1,9 @@
-"""Compiles the programs of a boundary while the first step compiles: no later step waits for them.
+"""Compiles merge, choose and enter of each group while the first step compiles.
 
-jax compiles a program where it is called first, and Numba a loop. Both would be in the middle of a
-run: where the first window closes, or where the warm-up ends. `ZENFLOW_JAX_COMPILE_AHEAD=0` in the
-environment leaves it at that, for programs that make many engines and few steps with each.
+jax compiles a program where it is called first, and Numba a loop: where the first window closes, or
+where the warm-up ends. These three take some seconds for each group of a model with a hundred
+leaves; all other programs are small. `ZENFLOW_JAX_COMPILE_AHEAD=0` in the environment switches this
+off, for programs that make many engines and few steps with each.
 """
 
 import os
@@ -18,11 +19,8 @@ from zenflow_jax._device.boundary import (
     SinceMerge,
     abstract_channel_rows,
     choose,
-    cut_states,
     enter,
-    measure,
     merge,
-    put_states,
     uploads_in_two,
 )
 from zenflow_jax._device.samples import abstract_samples
@@ -40,15 +38,15 @@ class Ahead:
         self._compiled: dict[Hashable, Future] = {}
 
     def run(self, task: Callable[[], None]) -> None:
-        """Runs something that makes other code ready; what it raises is raised by that code."""
+        """Runs a task on the thread, and drops what it raises."""
         if self._on:
             self._pool.submit(task)
 
     def prepare(self, key: Hashable, program: Any, *arrays: Any, **static: Any) -> None:
-        """Begins to compile a jitted program for trees of arrays like these, abstract ones too."""
+        """Begins to compile a jitted program for trees of abstract arrays."""
         if self._on:
-            alike = jax.tree.map(abstract, arrays)
-            self._compiled[key] = self._pool.submit(_compile, program, alike, static)
+            compiled = self._pool.submit(lambda: program.lower(*arrays, **static).compile())
+            self._compiled[key] = compiled
 
     def call(self, key: Hashable, program: Any, *arrays: Any, **static: Any) -> Any:
         """What the program returns; of a prepared one, without compiling anything."""
@@ -70,10 +68,6 @@ class Ahead:
 def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """An array's shape, dtype and sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _compile(program: Any, arrays: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    return program.lower(*arrays, **static).compile()
 
 
 def prepare_boundaries(
@@ -99,10 +93,6 @@ def prepare_boundaries(
         static = {"specs": group.specs, "window": state.schedule.longest_window}
         since = SinceMerge(rows, rows, seen, reach)
         ahead.prepare(key, merge, params, *two, since, **static)
-        if state.schedule.needs_kept_share:
-            scores, channels = [s.scores for s in states], [s.channels for s in states]
-            key = ("measure", number)
-            ahead.prepare(key, measure, scores, channels, specs=group.specs)
 
 
 def _prepare_selection(
@@ -118,12 +108,6 @@ def _prepare_selection(
         jax.tree.map(partial(_abstract_cut, spec=spec), x)
         for x, spec in zip(states, specs, strict=True)
     ]
-    if group.cut:
-        which = [specs[i] for i in group.cut]
-        whole, parts = ([x[i] for i in group.cut] for x in (states, ranges))
-        parts = [x._replace(spec=spec) for x, spec in zip(parts, which, strict=True)]
-        ahead.prepare(("cut", number), cut_states, whole, specs=tuple(which))
-        ahead.prepare(("put", number), put_states, whole, parts)
     masters = [
         jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
         for spec, s in zip(specs, states, strict=True)
@@ -135,8 +119,8 @@ def _prepare_selection(
     with_channels = [i for i, spec in enumerate(specs) if spec.k]
     if with_channels:
         columns = ([x[i] for i in with_channels] for x in (weights, masters, channels))
-        which = tuple(specs[i] for i in with_channels)
-        ahead.prepare(("enter", number), enter, *columns, specs=which)
+        entering = tuple(specs[i] for i in with_channels)
+        ahead.prepare(("enter", number), enter, *columns, specs=entering)
 
 
 def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:

@@ -26,10 +26,9 @@ from zenflow_jax._device.adamw import change_of
 from zenflow_jax._device.channels import broadcast_channels, contains, take
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.samples import sample_of
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, of_each_device, on_each_device
+from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, leaf_layout
 from zenflow_jax._device.step import provisional_change
-from zenflow_jax._exchange.ahead import Ahead, abstract
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, StepScalars
 from zenflow_jax._plan.schedule import Schedule
@@ -55,11 +54,11 @@ class Integrity:
         known: What is wrong, in words; empty until it is read.
     """
 
-    def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, ahead: Ahead, step: int):
+    def __init__(self, specs: Sequence[LeafSpec], schedule: Schedule, step: int):
         self.known = ""
         self._step = step
         self._unread: deque[tuple[int, Sequence[str], Array]] = deque()
-        self._specs, self._schedule, self._ahead = specs, schedule, ahead
+        self._specs, self._schedule = specs, schedule
         all_move = schedule.provisional_share is not None
         moving = [
             i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k or all_move)
@@ -72,27 +71,6 @@ class Integrity:
         self._turn = 0
         self._since = APART
         self._before: list[_Rows] | None = None
-
-    def prepare(
-        self, weights: Sequence[Array], leaves: Sequence[LeafState], step_scalars: StepScalars
-    ) -> None:
-        """Begins to compile what looks at these parameters and states, before the first step."""
-        sent = jax.tree.map(abstract, step_scalars._replace(statistics=None))
-        known = set()
-        for i in (i for look in self._looks for i in look):
-            leaf = jax.tree.map(abstract, _alone(leaves[i]))
-            if leaf.spec in known:
-                continue
-            known.add(leaf.spec)
-            weight = abstract(weights[i])
-            static = {"schedule": self._schedule}
-            rows = jax.tree.map(
-                partial(of_each_device, beside=weight.sharding, spec=leaf.spec),
-                jax.eval_shape(partial(_rows, **static), weight, leaf),
-            )
-            self._ahead.prepare(("rows", leaf.spec), _rows, weight, leaf, **static)
-            key = "compare", leaf.spec
-            self._ahead.prepare(key, _compare, weight, rows, leaf, sent, **static)
 
     def check(self, until: int) -> None:
         """Reads the counts of the steps up to `until`; waits for them.
@@ -125,12 +103,10 @@ class Integrity:
         look = self._looks[self._turn]
         self._turn = (self._turn + 1) % len(self._looks)
         sent = step_scalars._replace(statistics=None)
-        counts = []
-        for i, rows in zip(look, before, strict=True):
-            leaf = _alone(leaves[i])
-            key = ("compare", leaf.spec)
-            arrays = weights[i], rows, leaf, sent
-            counts.append(self._ahead.call(key, _compare, *arrays, schedule=self._schedule))
+        counts = [
+            _compare(weights[i], rows, _alone(leaves[i]), sent, schedule=self._schedule)
+            for i, rows in zip(look, before, strict=True)
+        ]
         self.add([self._specs[i].name for i in look], jnp.stack(counts))
 
     def forget(self) -> None:
@@ -141,13 +117,9 @@ class Integrity:
         """Before a step, now and then: notes the values of some leaves."""
         if self._looks and self._since >= APART:
             self._since = 0
-            look = self._looks[self._turn]
-            alone = [_alone(leaves[i]) for i in look]
             self._before = [
-                self._ahead.call(
-                    ("rows", leaf.spec), _rows, weights[i], leaf, schedule=self._schedule
-                )
-                for i, leaf in zip(look, alone, strict=True)
+                _rows(weights[i], _alone(leaves[i]), schedule=self._schedule)
+                for i in self._looks[self._turn]
             ]
 
 

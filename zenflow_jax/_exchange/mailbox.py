@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding
 
 from zenflow_jax._device.memory import in_host_memory, put_everywhere, read, zeros_like
 from zenflow_jax._device.state import LeafState, ZenFlowState, cut, put
-from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.messages import Mail, Sums
 from zenflow_jax._exchange.parts import as_before
 from zenflow_jax._exchange.pinned import IN_FLIGHT
@@ -56,9 +55,8 @@ class Mailbox:
     `number` is the run's: another one for each engine, the same in all processes.
     """
 
-    def __init__(self, worker: Worker, state: ZenFlowState, number: int, ahead: Ahead):
+    def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
-        self._ahead = ahead
         self._given = state.token
         self._token = int(read(state.token))
         # Later tokens keep nothing of the first step's, or of the checkpoint's: runs that start
@@ -72,14 +70,6 @@ class Mailbox:
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
             self._groups = [_InGroup.of(state, group) for group in range(state.schedule.groups)]
-            for number, group in reversed(list(enumerate(self._groups))):
-                whole, in_ranges = group.sums(state.mail)
-                if whole:
-                    self._ahead.prepare(("zeros", number), group.make_zeros, whole)
-                if in_ranges:
-                    self._ahead.prepare(
-                        ("take", number), _take_ranges, in_ranges, specs=group.ranges
-                    )
             self._blank.mail = ()  # the state alone holds sums, or they would not be freed
         # Whether each leaf still has a blank array of its own. A step that reads blank mail, as a
         # wrapper with a branch does, may donate each array once only; if the first step has donated
@@ -176,14 +166,12 @@ class Mailbox:
         if not self._sending.sums_on_device:
             return state
         leaves, mail = self._groups[group], list(state.mail)
-        whole, in_ranges = leaves.sums(mail)
+        whole = [mail[i] for i in leaves.whole]
         taken = dict(zip(leaves.whole, whole, strict=True))
-        zeros = self._ahead.call(("zeros", group), leaves.make_zeros, whole) if whole else ()
-        for i, x in zip(leaves.whole, zeros, strict=True):
+        for i, x in zip(leaves.whole, leaves.make_zeros(whole), strict=True):
             mail[i] = x
-        if in_ranges:
-            key = ("take", group)
-            parts, rests = self._ahead.call(key, _take_ranges, in_ranges, specs=leaves.ranges)
+        if leaves.cut:
+            parts, rests = _take_ranges([mail[i] for i in leaves.cut], specs=leaves.ranges)
             taken |= dict(zip(leaves.cut, parts, strict=True))
             for i, rest in zip(leaves.cut, rests, strict=True):
                 mail[i] = as_before(rest, mail[i])
@@ -272,10 +260,6 @@ class _InGroup:
         whole = tuple(i for i in specs if i not in ranges)
         zeros = _zeros_maker([state.mail[i] for i in whole])
         return cls(whole, tuple(ranges), tuple(ranges.values()), zeros)
-
-    def sums(self, mail: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The sums of `whole` and of `cut`."""
-        return [mail[i] for i in self.whole], [mail[i] for i in self.cut]
 
 
 @partial(jax.jit, static_argnames="specs", donate_argnames="sums")

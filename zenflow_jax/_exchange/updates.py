@@ -313,8 +313,7 @@ class Updates:
         if cut:
             specs = tuple(self._offloaded.groups[number].specs[i] for i in cut)
             whole = [states[i] for i in cut]
-            parts = self._ahead.call(("cut", number), cut_states, whole, specs=specs)
-            for i, part in zip(cut, parts, strict=True):
+            for i, part in zip(cut, cut_states(whole, specs=specs), strict=True):
                 ranges[i] = part
         return ranges
 
@@ -325,8 +324,7 @@ class Updates:
         cut, merged = self._offloaded.groups[number].cut, list(states)
         if cut:
             old, parts = [whole[i] for i in cut], [states[i] for i in cut]
-            new = self._ahead.call(("put", number), put_states, old, parts)
-            for i, before, after in zip(cut, old, new, strict=True):
+            for i, before, after in zip(cut, old, put_states(old, parts), strict=True):
                 merged[i] = jax.tree.map(as_before, after, before)
         return merged
 
@@ -335,7 +333,7 @@ class Updates:
         group = self._offloaded.groups[number]
         states = self._states(group, leaves)
         scores, channels = [s.scores for s in states], [s.channels for s in states]
-        return self._ahead.call(("measure", number), measure, scores, channels, specs=group.specs)
+        return measure(scores, channels, specs=group.specs)
 
     def resume(
         self, pending: Sequence[int], before: Sequence[np.ndarray], weights: Sequence[jax.Array]
