@@ -1,11 +1,11 @@
 """`HostEngine`: what the caller does between two steps.
 
-This file keeps the books on the caller's thread: which window is open, who has which buffers, when
-to wait. It dispatches all device programs, in the same order in every run. `_exchange/worker.py`
-does the host's work; `_exchange/updates.py` has what crosses where a window closes.
+It dispatches all device programs, in the same order in every run. `_exchange/worker.py` does the
+host's work; `_exchange/updates.py` has what crosses where a window closes.
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 import types
@@ -51,11 +51,6 @@ from zenflow_jax._plan.rules import longest
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model")
 
-_GO_ON = (
-    "Training goes on from the last checkpoint that has the engine's state: "
-    "`HostEngine(params, opt_state, engine_state=...)`."
-)
-
 
 def _recorded(kind: str) -> Callable[[_Method], _Method]:
     """Records the calls of a method of the engine in its timeline."""
@@ -82,14 +77,11 @@ class HostEngine:
     thread may call it.
 
     Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments; with
-    compact moments 6.1875); of a float16 leaf 2 more. A master of a bfloat16 leaf that lies exactly
-    halfway between two parameters may move by its last bit. Mail stays in pinned memory until its
+    compact moments 6.1875); of a float16 leaf 2 more. Mail stays in pinned memory until its
     window's update: at most about 3.5 mails with windows of four steps that leaves close in turn,
-    eight where all close at once, two where the device adds up. Where more would pile up, the
-    engine adds them up, into sums of 4 to 8 bytes per parameter. A hand-over takes 12 pinned bytes
+    eight where all close at once, two where the device adds up. A hand-over takes 12 pinned bytes
     for each selected parameter of a group. Device memory: an update that is ready waits there until
-    it is due, in the leaf's dtype. A run that needs more pinned memory than jax gives on a GPU (64
-    GiB) is refused by an error that says how to set `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+    it is due, in the leaf's dtype.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -117,8 +109,8 @@ class HostEngine:
     Raises:
         ValueError: If an argument is out of range; if the state is not one ZenFlowState with
             `offload=True`; if the state has taken steps and `engine_state` is not given; if
-            `engine_state` is another run's, or has other options; or if the parameters are not
-            those of the state, or lie elsewhere.
+            `engine_state` is another run's, or has other options; if the parameters are not those
+            of the state, or lie elsewhere; or if jax has too little pinned memory for the run.
         TypeError: If parameters or state are NumPy arrays, which lie on no device.
 
     Examples:
@@ -190,7 +182,6 @@ class HostEngine:
         # A forgotten engine's threads end by themselves.
         weakref.finalize(self, worker.ask_to_stop)
         weakref.finalize(self, self._ahead.close)
-        # From now on what boundaries need is compiled.
         prepare_boundaries(self._ahead, offloaded, picked, state)
         loops = partial(compile_loops, host_kernel, [part.spec for part in offloaded.parts])
         self._ahead.run(partial(loops, longest(schedule.window), compact=compact))
@@ -198,29 +189,21 @@ class HostEngine:
     @property
     def stats(self) -> EngineStats:
         """What was done so far: counts, seconds and bytes."""
-        worker, progress = self._worker, self._progress
-        counted = vars(worker.stats)
-        return EngineStats(
+        of_worker, progress = self._worker.stats, self._progress
+        return dataclasses.replace(
+            of_worker,
             steps=progress.step,
-            windows=progress.window_lengths.total(),
             window_lengths=dict(sorted(progress.window_lengths.items())),
             reselections=progress.reselections,
             kept_share=progress.kept_share,
             put_back=self._expected.put_back,
-            **worker.recorder.seconds(),
-            **{
-                **counted,
-                "bytes_to_device": counted["bytes_to_device"] + self._updates.late_bytes,
-            },
+            bytes_to_device=of_worker.bytes_to_device + self._updates.late_bytes,
+            **self._worker.recorder.seconds(),
         )
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of this process's last few hundred steps.
-
-        The engine always records it, so you can look at a stall that has already happened, with
-        `plot_timeline` or `save_trace`.
-        """
+        """The timeline of this process's last few hundred steps, always recorded."""
         return self._worker.recorder.timeline()
 
     @_recorded("exchange")
@@ -406,16 +389,13 @@ class HostEngine:
             self._masters.follow(taken.offloaded, state.leaves)
         self._settle()
 
-        def moment() -> tuple[int, int, int]:
-            return self._progress.step, self._mailbox.token, self._masters.loads
-
-        begin = moment()
+        step, token, loads = self._progress.step, self._mailbox.token, self._masters.loads
 
         def masters(number: int) -> jax.Array:
             self._check_open()
-            if begin != moment():
+            if (token, loads) != (self._mailbox.token, self._masters.loads):
                 raise RuntimeError(
-                    f"expected the masters of step {begin[0]}, got to step {self._progress.step} "
+                    f"expected the masters of step {step}, got to step {self._progress.step} "
                     "or to other parameters before all of them were asked for. Make no step, call "
                     "no `flush`, and go through those of one tree of parameters at a time."
                 )
@@ -474,17 +454,30 @@ class HostEngine:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        # After a failure, or a `close` of the user's, `flush` would be no remedy.
-        worker = self._worker
-        failed = worker.closed or self._interrupted or worker.reason or self._integrity.known
-        dropped = not failed and self._behind
-        lost = None if error is None or worker.closed else self._what_is_lost(error)
+        closed, reason = self._worker.closed, self._worker.reason or self._integrity.known
+        step, lost = self._progress.step, ""
+        if reason:
+            # Most often it is what is raised here.
+            lost = "" if reason in str(error) else f"the engine has failed as well: {reason}."
+        elif self._interrupted:
+            lost = (
+                f"the engine was interrupted in a call after step {step}, so that parameters, "
+                "state and host no longer belong together."
+            )
+        elif self._behind:
+            lost = (
+                f"the engine was closed after step {step} with updates that never reached the "
+                "parameters; they are dropped. The parameters are whole, but lack them."
+            )
         self.close()
-        if error is not None:
-            # Theirs goes on as it is; this is shown below it.
-            if lost is not None:
-                error.add_note(f"zenflow_jax: {lost} {_GO_ON}")
-        elif dropped:
+        if not lost or closed:
+            return
+        if error is not None:  # it goes on as it is, with this below it
+            error.add_note(
+                f"zenflow_jax: {lost} Training goes on from the last checkpoint that has the "
+                "engine's state: `HostEngine(params, opt_state, engine_state=...)`."
+            )
+        elif not (reason or self._interrupted):  # after those `flush` would be no remedy
             raise RuntimeError(
                 "the engine was left with updates that never reached the parameters. Call `params, "
                 "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
@@ -494,25 +487,6 @@ class HostEngine:
     def _behind(self) -> bool:
         """Whether there are gradients or updates that have not reached the parameters."""
         return any(self._progress.open_steps) or self._updates.some_pending
-
-    def _what_is_lost(self, error: BaseException) -> str | None:
-        """Says what is lost when an exception leaves the `with` block; None if nothing is."""
-        step = self._progress.step
-        reason = self._worker.reason or self._integrity.known
-        if reason:
-            # Most often it is what is raised here.
-            return None if reason in str(error) else f"the engine has failed as well: {reason}."
-        if self._interrupted:
-            return (
-                f"the engine was interrupted in a call after step {step}, so that parameters, "
-                "state and host no longer belong together."
-            )
-        if not self._behind:
-            return None
-        return (
-            f"the engine was closed after step {step} with updates that never reached the "
-            "parameters; they are dropped. The parameters are whole, but lack them."
-        )
 
     def _check_open(self) -> None:
         if self._worker.closed:
@@ -527,13 +501,12 @@ class HostEngine:
                 "half-way: parameters, state and host no longer belong together. Go on from the "
                 "last checkpoint."
             )
-        # Not those of the step that the device may be at: who reads them waits for it.
+        # The device may still be at the last step, and reading that step's counts would wait.
         self._integrity.check(self._progress.step - 1)
 
     def _settle(self) -> None:
-        """Waits until the worker has nothing to do, and the run is known to be right so far."""
+        """Waits until the worker has nothing to do and all samples have been compared."""
         self._check_open()
-        # A checkpoint of parameters that something else has changed would be of no run.
         self._integrity.check(self._progress.step)
         self._mailbox.drain()
         self._updates.wait()
@@ -572,10 +545,9 @@ class HostEngine:
 
 
 def _checked(params: Any, opt_state: Any, engine_state: Any) -> tuple[ZenFlowState, list[Any], int]:
-    """The state, and the parameter of each of its leaves, if an engine can be made for them.
+    """The state, the parameter of each of its leaves, and how many arrays had to be put back.
 
-    Something may have placed the state anew since `init`, as trainers do before they compile. It is
-    put back; the number is that of the arrays that were elsewhere.
+    Trainers place a state anew before they compile.
     """
     params, opt_state = as_pure(params), as_pure(opt_state)
     state = find_state(opt_state)

@@ -114,7 +114,7 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
             waits.set()  # for a step without an update
             writer.join()
             assert_saved(folder, expected)
-        assert training.engine.stats.save_wait_s > 0
+        assert training.engine.stats.seconds["wait for save"] > 0
 
 
 def test_what_is_written_first_is_saved_first():

@@ -1,18 +1,6 @@
-"""What an engine and its worker have done, as records that never change."""
+"""What an engine has done, as a record that never changes."""
 
 import dataclasses
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerStats:
-    """The part of `EngineStats` that the worker counts."""
-
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    bytes_to_host: int = 0
-    bytes_to_device: int = 0
-    host_bytes: int = 0
-    pinned_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +9,8 @@ class EngineStats:
 
     Attributes:
         steps: Exchanges.
-        windows: Windows closed, by `flush` too; of each group of leaves, where they take turns.
-        window_lengths: Number of windows of each length in steps, skipped ones included.
+        window_lengths: Number of windows of each length in steps, skipped ones included. `flush`
+            closes windows, too; where leaves take turns, each group has windows of its own.
         reselections: Selections of channels, the first ones included; of each group's.
         kept_share: The selected channels' share of the best k channels' score, at the last boundary
             but one of each group; their mean. None before the first one is read, and unless
@@ -34,17 +22,9 @@ class EngineStats:
         skipped_in_a_row: Steps skipped since the last one that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
         wait_s: Seconds that the caller waited for the host after the device was done.
-        work_s: Seconds that the worker worked: the next three, and its waits for uploads.
-        sum_s: Seconds that the worker took in mail, and added it up where there was too much to
-            keep.
-        hand_over_s: Seconds that it worked on hand-overs.
-        update_s: Seconds that it made updates and began their uploads.
-        save_wait_s: Seconds that it waited for a checkpoint to have arrays that it was to write, or
-            copied them for it. They are no part of `work_s`.
-        upload_s: Seconds from each update's first upload until all of it was on the devices; most
-            of them overlap `update_s`.
-        mail_s: Seconds from the end of each step until all of its mail arrived. Where the device
-            adds up, also from the end of each window's last step until its sums arrived.
+        work_s: Seconds that the worker worked, or waited for uploads.
+        seconds: Seconds of mail, of uploads and of each kind of the worker's work: the sums of the
+            spans in the rows "mail", "upload" and "host" of the timeline, by their kind.
         bytes_to_host: Bytes of mail read, and of channels handed over.
         bytes_to_device: Bytes of updates, and of channels handed over, counted for each device that
             gets them.
@@ -65,7 +45,6 @@ class EngineStats:
     """
 
     steps: int = 0
-    windows: int = 0
     window_lengths: dict[int, int] = dataclasses.field(default_factory=dict)
     reselections: int = 0
     kept_share: float | None = None
@@ -75,13 +54,13 @@ class EngineStats:
     exchange_s: float = 0.0
     wait_s: float = 0.0
     work_s: float = 0.0
-    sum_s: float = 0.0
-    hand_over_s: float = 0.0
-    update_s: float = 0.0
-    save_wait_s: float = 0.0
-    upload_s: float = 0.0
-    mail_s: float = 0.0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     host_bytes: int = 0
     pinned_bytes: int = 0
+
+    @property
+    def windows(self) -> int:
+        """Windows closed."""
+        return sum(self.window_lengths.values())

@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Row = Literal["device", "mail", "host", "upload", "caller"]
 #: The rows, in the order in which they are shown.
@@ -222,19 +222,15 @@ class Recorder:
             spans.append(Span("host", host.kind, host.start, end, host.number))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)))
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[str, Any]:
         """The fields of `EngineStats` that the recorder knows."""
         kind, _, start, spent = self._host
         if kind is not None:
             spent = spent | {kind: spent.get(kind, 0.0) + time.perf_counter() - start}
+        others = {"copy": self._mail_s + self._sums_s, "upload": self._upload_s}
         return {
             "exchange_s": self._exchange_s,
             "wait_s": self._wait_s,
             "work_s": sum(spent.values(), 0.0) - spent.get("wait for save", 0.0),
-            "sum_s": spent.get("take in", 0.0) + spent.get("take in sums", 0.0),
-            "hand_over_s": spent.get("hand over", 0.0),
-            "update_s": spent.get("update", 0.0),
-            "save_wait_s": spent.get("wait for save", 0.0),
-            "upload_s": self._upload_s,
-            "mail_s": self._mail_s + self._sums_s,
+            "seconds": {**spent, **{kind: s for kind, s in others.items() if s}},
         }

@@ -13,15 +13,12 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
-from zenflow_jax._device.leaves import Places, check_leaves
+from zenflow_jax._device.leaves import Places, check_leaves, first_names
 from zenflow_jax._device.placing import check_placement, put_back
-from zenflow_jax._device.shards import Layout
-from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, leaf_layout
+from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
 from zenflow_jax._exchange.checks import check_not_numpy
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._plan.leaf import LeafSpec
 
 
 class Expected:
@@ -45,8 +42,7 @@ class Expected:
         self._specs = [leaf.spec for leaf in state.leaves]
         self._places = Places(self._specs)
         self._groups = range(state.schedule.groups)
-        self._beside = [weight.sharding for weight in weights]
-        self._on_mesh = any(len(sharding.device_set) > 1 for sharding in self._beside)
+        self._on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
         # The leaves of each choice of groups, and what was right last time.
         self._known: dict[tuple[int, ...], _Choice] = {}
 
@@ -84,50 +80,43 @@ class Expected:
     ) -> ZenFlowState:
         """A step's state with all arrays where they belong; they are put back once in a run.
 
+        On a mesh a misplaced array has other pieces on each device, which would be read as other
+        channels. All mail is looked at, as each step's is read.
+
         Raises:
             ValueError: If they were put back before.
         """
-        reason = self._misplaced(state, groups)
-        if reason is None:
-            return state
-        if self._has_put_back:
-            raise ValueError(reason)
-        self._has_put_back = True
-        state, moved = put_back(state, weights)
-        self.put_back += moved
-        return state
-
-    def _misplaced(self, state: ZenFlowState, groups: Iterable[int]) -> str | None:
-        """Names an array of a state that is not where the step keeps it, beside its parameter.
-
-        On a mesh a misplaced array has other pieces on each device; they would be read as other
-        channels. There it looks at all mail, as each step's is read.
-        """
+        if not self._on_mesh:
+            return state  # programs refuse what is on another device
         choice = self._choice(groups)
         leaves = [state.leaves[i] for i in choice.leaves]
-        if self._on_mesh:
-            shardings = [x.sharding for x in jax.tree.leaves((state.mail, leaves))]
-        else:
-            # Programs refuse what is on another device; this says so before anything is done.
-            mail = (state.mail[i] for i in choice.leaves)
-            shardings = [x.sharding for x in mail if x is not None]
-            shardings += [leaf.mu.sharding for leaf in leaves]
+        shardings = [x.sharding for x in jax.tree.leaves((state.mail, leaves))]
         if _same(shardings, choice.state):
-            return None
-        for i, (beside, leaf, sent) in enumerate(
-            zip(self._beside, state.leaves, state.mail, strict=True)
-        ):
-            if not leaf.offloaded:
-                continue  # nobody here reads it
-            arrays = [("mail", sent, Layout(leaf.spec).mail(sent.ndim))]
-            if i in choice.leaves:
-                arrays += _arrays(leaf)
-            for name, x, partition in arrays:
-                where = _elsewhere(x, partition, beside)
-                if where is not None:
-                    return _in_words(name, leaf.spec, where, x.sharding)
-        choice.state = shardings
-        return None
+            return state
+        placed, moved = put_back(state, weights)
+        concerned = set(choice.leaves)
+        misplaced = [
+            leaf.spec.name
+            for i, leaf in enumerate(state.leaves)
+            if leaf.offloaded  # nobody here reads the others
+            and (
+                state.mail[i] is not placed.mail[i]
+                or (i in concerned and _has_moved(leaf, placed.leaves[i]))
+            )
+        ]
+        if not misplaced:
+            choice.state = shardings
+            return state
+        if self._has_put_back:
+            raise ValueError(
+                f"expected the state of {first_names(misplaced)} where `tx.init` put it, got it "
+                "elsewhere. Something places the state anew, again after it was put back: "
+                "leave it where it is, or place it by the shardings that it has after "
+                "`tx.init(params)`, `jax.tree.map(lambda x: x.sharding, opt_state)`."
+            )
+        self._has_put_back = True
+        self.put_back += moved
+        return placed
 
     def check_params(self, weights: Sequence[Any], groups: Iterable[int]) -> None:
         """Refuses parameters of some groups that have other shapes or dtypes, or are elsewhere."""
@@ -162,33 +151,9 @@ def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:
     return len(current) == len(last) and all(map(operator.is_, current, last))
 
 
-def _arrays(leaf: LeafState) -> list[tuple[str, jax.Array, PartitionSpec]]:
-    """The arrays of a leaf that are read between steps, with their names and layouts."""
-    layout = leaf_layout(leaf.spec, deferred=False)
-    names = ("channels", "steps", "master", "mu", "nu", "scores")
-    arrays = [(name, getattr(leaf, name), getattr(layout, name)) for name in names]
-    return [(name, x, lay) for name, x, lay in arrays if x is not None and x.size]
-
-
-def _elsewhere(
-    x: jax.Array, partition: PartitionSpec, beside: jax.sharding.Sharding
-) -> jax.sharding.Sharding | None:
-    """Where an array belongs; None if it is there."""
-    if len(beside.device_set) == 1:
-        return None if x.sharding.device_set == beside.device_set else beside
-    assert isinstance(beside, NamedSharding)  # `check_placement` guarantees it
-    # Either memory is right: a checkpoint may have been read into the other one.
-    where = NamedSharding(beside.mesh, partition, memory_kind=x.sharding.memory_kind)
-    return None if x.sharding.is_equivalent_to(where, x.ndim) else where
-
-
-def _in_words(name: str, spec: LeafSpec, where: Any, sharding: Any) -> str:
-    return (
-        f"expected `{name}` of {spec.name} in the state where `tx.init` put it, {where}, got it at "
-        f"{sharding}. Something has placed the state anew, and does it again after it was put "
-        "back: leave it where it is, or place it by the shardings that it has after "
-        "`tx.init(params)`, `jax.tree.map(lambda x: x.sharding, opt_state)`."
-    )
+def _has_moved(old: LeafState, new: LeafState) -> bool:
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    return any(x is not y and x.size for x, y in pairs)
 
 
 def _check_arrays(state: ZenFlowState) -> None:

@@ -15,20 +15,14 @@ from zenflow_jax._exchange.worker import Worker
 class HostMasters:
     """The masters of deferred channels. The worker must have nothing to do at each call.
 
-    Args:
-        worker: Has them.
-        offloaded: The leaves that have deferred channels.
-        taken_from: Checksums of the deferred channels that the masters were taken from. None if a
-            checkpoint has them: it may be older than the parameters beside it.
-
-    Attributes:
-        loads: How often the masters have followed parameters.
+    `taken_from` are checksums of the deferred channels that the masters were taken from; None if
+    they are a checkpoint's, which may be older than the parameters beside it.
     """
 
     def __init__(
         self, worker: Worker, offloaded: OffloadedLeaves, taken_from: list[jax.Array] | None
     ):
-        self.loads = 0
+        self.loads = 0  # how often the masters have followed parameters
         self._worker, self._offloaded, self._taken_from = worker, offloaded, taken_from
 
     def follow(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:

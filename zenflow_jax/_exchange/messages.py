@@ -13,8 +13,8 @@ from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._plan.scalars import USED, StepScalars
 
-# What there is of a group's update that has not reached the parameters: none; one; an empty one,
-# because no step of its window counted.
+# A group has no update that has not reached the parameters; one; or one that is empty, because no
+# step of its window counted.
 NONE, PENDING, EMPTY = 0, 1, 2
 
 
@@ -142,7 +142,7 @@ class Receiver:
     def _receive_mail(
         self, item: Mail, times: tuple[float, float]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Waits for each piece's gradient on its first device, and for the step scalars."""
+        """Each piece's gradient on its first device, and the step scalars, in host memory."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
         pieces = []
         if item.gradients:
@@ -158,7 +158,7 @@ class Receiver:
         return pieces, step_scalars
 
     def _receive_sums(self, item: Sums) -> list[jax.Array]:
-        """Waits for each part's sum on its first device, in host memory."""
+        """Each part's sum on its first device, in host memory."""
         parts = self._offloaded.groups[item.group].parts
         pieces = copy_to_host([part.of(item.gradients[part.leaf]) for part in parts])
         if item.last is not None:

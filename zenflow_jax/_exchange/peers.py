@@ -4,10 +4,6 @@ JAX notices a process that is dead, 100 s after its last heartbeat. It does not 
 that ends with an error: that process waits at exit for the others, these wait for it in a
 collective, and after 300 s JAX aborts them all. A program that catches the error holds up the
 others for ever.
-
-So the engine of a run on several processes has a `PeerMonitor`. It spreads a worker's failure, so
-that the other processes raise it too. It ends processes that are stuck and so cannot raise it,
-unless it was told not to.
 """
 
 import atexit
@@ -25,11 +21,8 @@ from typing import Any, NoReturn
 
 import jax
 
-# How soon the others hear of a failure. A look costs the service half a millisecond, so that it has
-# time for a thousand processes.
+# A look costs the service half a millisecond, so that it has time for a thousand processes.
 POLL_S = 1.0
-# How long a process has to raise it. A slower one is lost, whatever it does: a step waits for the
-# others, and so does a checkpoint.
 GRACE_S = 30.0
 # This process has the service. The moment that it ends, JAX aborts the others, with messages that
 # hide the reason. So it ends last, by `LAST_BY` polls.
@@ -37,7 +30,7 @@ SERVICE = 0
 LAST_BY = 3
 # The point of a process that left by closing its engine; others left where they raised a failure.
 CLOSED = "close"
-# A message longer than this is cut.
+# Characters of a message that are sent.
 LONGEST = 4000
 
 
@@ -46,14 +39,13 @@ class PeerMonitor:
 
     A process *leaves* the engine when it raises a failure to its caller, or closes. Processes that
     have all left at the same point have dispatched the same programs, and none waits for another:
-    the monitor then ends without a word, whatever they do next. If that has not come about
-    `grace_s` after a failure is known, each process ends itself with code 1, its message and its
-    threads' stacks on stderr: some are stuck already, and the others would be in their next
-    collective. Each announces this on stderr beforehand. The interpreter's exit has no longer than
-    that either. With the defaults, all of it takes 35 s.
+    the monitor then ends without a word. If that has not come about `grace_s` after a failure is
+    known, each process ends itself with code 1, its message and its threads' stacks on stderr: some
+    are stuck already, and the others would be in their next collective. Each announces this on
+    stderr beforehand. The interpreter's exit has no longer than that either.
+
     Call `start` first, then the others, from any thread and any number of times. They neither wait
-    nor raise, and the first point at which a process left is the one that counts. Where one process
-    has all the devices, no call does anything.
+    nor raise. Where one process has all the devices, no call does anything.
 
     Args:
         name: Equal on all processes for the same engine, and different for any other engine.
@@ -76,8 +68,8 @@ class PeerMonitor:
         exit_if_stuck: bool = True,
     ):
         self._processes = frozenset(processes)
-        # Points of the program that the caller's thread has passed: every process makes the same
-        # calls in the same order, so two that raise after as many have dispatched the same.
+        # Every process makes the same calls in the same order, so two that raise after as many have
+        # dispatched the same programs.
         self._passed = 0
         if self._idle:
             return
@@ -92,8 +84,9 @@ class PeerMonitor:
         # collector may call `close` on a thread that is inside of `put` or `get`.
         self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._at_rest = threading.Event()  # the thread makes no more requests
-        # For the thread alone: what it knows of each process, and what it has told the others.
-        self._texts: dict[str, dict[int, str]] = {"failed": {}, "left": {}}  # messages, points
+        # The rest is the thread's.
+        self._failed: dict[int, str] = {}  # the message of each process that has failed
+        self._left: dict[int, str] = {}  # the point at which each process has left
         self._told: set[str] = set()
         self._exits = False
         self._thread = threading.Thread(target=self._run, name="zenflow-peers", daemon=True)
@@ -102,9 +95,8 @@ class PeerMonitor:
         """Starts the thread.
 
         Args:
-            on_failure: A bound method that does not raise. The thread calls it with a message when
-                another process has failed: once, unless this one failed or left before. The monitor
-                holds its object weakly, so that an engine can be forgotten.
+            on_failure: A bound method that does not raise, held weakly. The thread calls it with a
+                message when another process has failed: once, unless this one failed or left.
         """
         if self._idle:
             return
@@ -206,14 +198,14 @@ class PeerMonitor:
                 if kind == "exit":
                     self._exits = True
                 else:
-                    self._texts[kind].setdefault(self._me, text)
+                    self._known(kind).setdefault(self._me, text)
                 kind, text = self._news.get_nowait()
         except queue.Empty:
             pass
 
     def _tell(self) -> None:
         for kind in ("failed", "left"):
-            text = self._texts[kind].get(self._me)
+            text = self._known(kind).get(self._me)
             if text is not None and kind not in self._told:
                 # Overwrites, because a request that failed may have arrived.
                 self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
@@ -222,20 +214,15 @@ class PeerMonitor:
     def _look(self) -> None:
         for key, text in self._client.key_value_dir_get(self._directory):
             process, kind = key.removeprefix(self._directory).split("/")
-            self._texts[kind].setdefault(int(process), text)
+            self._known(kind).setdefault(int(process), text)
+
+    def _known(self, kind: str) -> dict[int, str]:
+        return self._failed if kind == "failed" else self._left
 
     @property
     def _idle(self) -> bool:
         """Whether one process has all the devices, and there is nothing to watch."""
         return len(self._processes) < 2
-
-    @property
-    def _failed(self) -> dict[int, str]:
-        return self._texts["failed"]
-
-    @property
-    def _left(self) -> dict[int, str]:
-        return self._texts["left"]
 
     def _pass_on(self) -> None:
         on_failure = self._on_failure()
@@ -263,16 +250,12 @@ class PeerMonitor:
         os._exit(1)
 
     def _say_how_it_ends(self, how: str) -> None:
-        states = ", ".join(
-            f"process {i} left it at {self._left[i]}" if i in self._left else f"process {i} did not"
-            for i in sorted(self._processes)
-        )
         _say(
             f"{self._what()}\n"
             f"Process {self._me} {how}: {self._grace_s:g} s later the processes have not all left "
-            f"the engine at the same point ({states}), and whoever goes on waits in a collective "
-            "that others never join. End what is left of them and start them all again, from the "
-            "last checkpoint. The threads of this one now:\n"
+            f"the engine at the same point (these have left: {self._left}), and whoever goes on "
+            "waits in a collective that others never join. End what is left of them and start them "
+            "all again, from the last checkpoint. The threads of this one now:\n"
         )
         faulthandler.dump_traceback(2)
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, Part
+from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients, longest
@@ -77,45 +77,24 @@ def _waiting(schedule: Schedule, of_groups: Sequence[float]) -> float:
     return sum(sorted(of_groups)[::-1][: max(staleness - 1, 0)], 0.0)
 
 
-def mail_bytes(parts: Sequence[Part], *, every_device: bool) -> int:
-    """Bytes of one step's mail, if all devices that hold a part send it, or the first alone."""
-    return sum(
-        math.prod(part.spec.shape)
-        * part.spec.mail_dtype.itemsize
-        * (len(part.devices) if every_device else 1)
-        for part in parts
-    )
-
-
-def selected_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of the device's state of all selected channels: float32 master and moments."""
-    return sum(3 * 4 * math.prod(part.spec.selected_shape) for part in parts)
-
-
 def check_pinned_memory(state: ZenFlowState, offloaded: OffloadedLeaves) -> None:
     """Refuses a run that needs more pinned memory than jax gives."""
-    parts = offloaded.parts
-    check_pinned(
-        mail_bytes(parts, every_device=state.send_gradients.in_step),
-        buffers(state),
-        selected_bytes(parts),
-        next((device.platform for part in parts for device in part.devices), "cpu"),
-        os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
-    )
+    parts, in_step = offloaded.parts, state.send_gradients.in_step
+    mail = selected = 0
+    for part in parts:
+        # In the step all devices that hold a part send it, afterwards the first alone.
+        senders = len(part.devices) if in_step else 1
+        mail += senders * math.prod(part.spec.shape) * part.spec.mail_dtype.itemsize
+        selected += 3 * 4 * math.prod(part.spec.selected_shape)  # float32 master and moments
+    platform = next((device.platform for part in parts for device in part.devices), "cpu")
+    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    check_pinned(mail, buffers(state), selected, platform, limit)
 
 
 def check_pinned(
     mail_bytes: int, mails: float, selected_bytes: int, platform: str, limit_gib: str | None
 ) -> None:
-    """Raises before training if a run needs more pinned memory than jax gives, and says how much.
-
-    Args:
-        mail_bytes: Bytes of one step's mail.
-        mails: How many mails exist at most.
-        selected_bytes: Bytes that a hand-over takes from the device.
-        platform: Of the device; only GPUs have the limit.
-        limit_gib: The environment's `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, if it is set.
-    """
+    """Refuses `mails` and a hand-over of the selected channels that exceed a GPU's limit."""
     if platform not in ("gpu", "cuda", "rocm"):
         return
     try:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
-from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
 
 
@@ -15,8 +14,7 @@ class Progress:
     """The schedule's side of an engine. For one calling thread.
 
     A decision about a step needs only numbers of earlier steps, so reading them waits for no step
-    that was only just dispatched. They are sums over all processes, so every process has the same
-    ones.
+    that was only just dispatched. They are sums over all processes.
 
     Attributes:
         step: Steps that have passed.
@@ -55,20 +53,8 @@ class Progress:
         ]
 
     def next_to_close(self) -> list[int]:
-        """The groups in the order in which their windows close, as far as is known."""
-        ahead = range(1, longest(self._schedule.window) + 1)
-
-        def steps_left(group: int) -> int:
-            return next(
-                (
-                    k
-                    for k in ahead
-                    if self._schedule.boundary(self.step + k, self._state, group).closes
-                ),
-                len(ahead),
-            )
-
-        return sorted(range(self._schedule.groups), key=steps_left)
+        """The groups, those first whose windows have been open for longest."""
+        return sorted(range(self._schedule.groups), key=lambda group: -self.open_steps[group])
 
     def step_made(self) -> None:
         """Counts a step into the open windows."""
@@ -85,12 +71,9 @@ class Progress:
         statistics: jax.Array | None,
         measured: dict[int, jax.Array],
     ) -> None:
-        """Moves on by one step.
+        """Moves on by one step, after which `boundaries` happened to the groups.
 
-        Args:
-            boundaries: What happened to each group after it.
-            statistics: What the step sends for the `ScheduleState`; None if nothing.
-            measured: The kept share of groups whose window closed without a selection.
+        `measured` has the kept share of groups whose window closed without a selection.
         """
         self.step += 1
         closes = np.array([boundary.closes for boundary in boundaries])

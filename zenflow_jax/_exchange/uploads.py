@@ -83,11 +83,7 @@ def update(
 ) -> Generator[str, None, list[list[Any]]]:
     """Makes a window's update, a bounded piece at a time, and uploads what is prefetched.
 
-    Yields:
-        Where it is, before each piece, as `HostState.update` does.
-
-    Returns:
-        What `Close.done` gives.
+    Yields where it is, before each piece. Returns what `Close.done` gives.
     """
     uploads: list[list[Any]] = []
     ready = Uploads(offloaded.groups[group].parts, uploads)

@@ -26,7 +26,7 @@ import numpy as np
 
 from zenflow_jax._device.memory import view
 from zenflow_jax._diagnostics.skipped import tell_of_skipped
-from zenflow_jax._diagnostics.stats import WorkerStats
+from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
 from zenflow_jax._exchange.parts import OffloadedLeaves
@@ -64,8 +64,8 @@ class Worker:
         max_skipped: int | None = None,
     ):
         self._host = make_host(self._before_write)
-        # Replaced as a whole, so that anybody can read it at any time.
-        self.stats = WorkerStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self._host.nbytes)
+        # The worker's part of them. Replaced as a whole, so that anybody can read it at any time.
+        self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self._host.nbytes)
         self.recorder = Recorder()
         self._max_skipped = max_skipped
         self._offloaded = offloaded
