@@ -147,8 +147,8 @@ class HostEngine:
         engine_state: Any = None,
         exit_if_stuck: bool = True,
     ):
-        checks.check_budget(prefetch_bytes)
-        checks.check_max_skipped(max_skipped)
+        checks.check_whole("prefetch_bytes", prefetch_bytes, 0)
+        checks.check_whole("max_skipped", max_skipped, 1)
         compact = checks.check_host_state(host_state)
         state, weights, moved = _checked(params, opt_state, engine_state)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
@@ -333,10 +333,7 @@ class HostEngine:
             once more the memory of the parameters on the device, and outlive a step that donates.
 
         Raises:
-            RuntimeError: If the engine is closed or has failed, a step was made that was not
-                exchanged, or a former call was interrupted.
-            ValueError: If the state or the parameters have other leaves than at construction.
-            TypeError: If they are no jax arrays.
+            RuntimeError, ValueError, TypeError: As `flush`.
         """
         state, taken = self._between_steps(params, opt_state, "peek")
         weights = taken.offloaded
@@ -373,8 +370,7 @@ class HostEngine:
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
         """Takes the state as `state` does, to be written while the run goes on; for `EngineSave`.
 
-        The run waits for whoever has it: it must be written or closed. `copy_bytes` and errors as
-        for `EngineSave` and `state`.
+        It must be written or closed, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
         """
         self._settle()
         return self._saver.stream(copy_bytes)
@@ -404,26 +400,17 @@ class HostEngine:
         return masters
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
-        """`exchange` for flax nnx: updates `model` and `optimizer` in place.
-
-        Args:
-            model: The module that `optimizer` trains.
-            optimizer: An `nnx.Optimizer` whose `tx` contains `zenflow`.
-
-        Raises:
-            RuntimeError, ValueError, TypeError: As `exchange`.
-        """
+        """`exchange` for flax nnx: updates `model` and its `nnx.Optimizer` in place."""
         self._of_nnx(self.exchange, model, optimizer)
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
-        """`flush` for flax nnx: updates `model` and `optimizer` in place. Errors as `flush`."""
+        """`flush` for flax nnx: updates `model` and its `nnx.Optimizer` in place."""
         self._of_nnx(self.flush, model, optimizer)
 
     def peek_nnx(self, model: _Model, optimizer: Any) -> _Model:
         """`peek` for flax nnx: another model, with the parameters as they are best known now.
 
         What is not trained (batch statistics, counts, keys) is as in `model`, and copied as well.
-        `model`, `optimizer` and errors are those of `exchange_nnx`.
         """
         return nnx_pair().copy_with(model, optimizer, self.peek)
 
@@ -486,7 +473,7 @@ class HostEngine:
     @property
     def _behind(self) -> bool:
         """Whether there are gradients or updates that have not reached the parameters."""
-        return any(self._progress.open_steps) or self._updates.some_pending
+        return any(self._progress.open_steps) or bool(self._updates.pending)
 
     def _check_open(self) -> None:
         if self._worker.closed:

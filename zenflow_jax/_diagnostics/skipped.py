@@ -1,7 +1,7 @@
 """Warnings and errors about steps that are skipped one after the other.
 
-One skipped step is everyday life. But if a weight is NaN, or every batch has one, no step counts
-any more: without a word such a run would go on to its end and leave the model as it was.
+If a weight is NaN, or every batch has one, no step counts any more: without a word such a run would
+go on to its end and leave the model as it was.
 """
 
 import logging
@@ -16,25 +16,17 @@ _WHAT_TO_DO = (
 
 
 def tell_of_skipped(in_a_row: int, step: int, limit: int | None) -> None:
-    """Warns of many skipped steps in a row, again at ten times as many, and refuses too many.
-
-    Args:
-        in_a_row: Steps skipped since the last one that counted.
-        step: The last of them.
-        limit: How many are too many; None for any number.
+    """Warns of many skipped steps in a row, up to `step`, and again at ten times as many.
 
     Raises:
-        FloatingPointError: If that many were skipped.
+        FloatingPointError: If `limit` of them were skipped.
     """
     if limit is not None and in_a_row >= limit:
         raise FloatingPointError(
             f"expected a step with a finite gradient, got {in_a_row} in a row without "
             f"(`max_skipped` is {limit}), the last of them step {step}. {_WHAT_TO_DO}"
         )
-    worth_a_word = _MANY
-    while worth_a_word < in_a_row:
-        worth_a_word *= 10
-    if in_a_row == worth_a_word:
+    if in_a_row in (_MANY * 10**power for power in range(9)):
         warn_of_skipped(in_a_row, step)
 
 

@@ -9,7 +9,6 @@ off, for programs that make many engines and few steps with each.
 import os
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,8 +23,8 @@ from zenflow_jax._device.boundary import (
     uploads_in_two,
 )
 from zenflow_jax._device.samples import abstract_samples
-from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.parts import Group, OffloadedLeaves, part_sharding
+from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._exchange.parts import OffloadedLeaves, part_sharding
 from zenflow_jax._plan.leaf import LeafSpec
 
 
@@ -74,57 +73,41 @@ def prepare_boundaries(
     ahead: Ahead, offloaded: OffloadedLeaves, weights: Sequence[jax.Array], state: ZenFlowState
 ) -> None:
     """Begins to compile what the run's boundaries need, in the order in which they come."""
+    reach = jax.tree.map(abstract, state.reach)
     # The last group's first window is the shortest.
     for number, group in reversed(list(enumerate(offloaded.groups))):
         if not group.leaves:
             continue
+        specs = group.specs
         params = [abstract(x) for x in group.pick(weights)]
-        states = [jax.tree.map(abstract, x) for x in group.pick(offloaded.pick(state.leaves))]
-        _prepare_selection(ahead, number, group, params, states)
-        rows = abstract_channel_rows(params, group.specs)
+        states = group.pick(offloaded.pick(state.leaves))
+        channels, scores = (
+            [_abstract_cut(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+            for arrays in ([s.channels for s in states], [s.scores for s in states])
+        )
+        masters = [
+            jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
+            for spec, s in zip(specs, states, strict=True)
+        ]
+        kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
+        ahead.prepare(("choose", number), choose, params, scores, channels, kept, specs=specs)
+        entering = [i for i, spec in enumerate(specs) if spec.k]
+        if entering:
+            arrays = ([x[i] for i in entering] for x in (params, masters, channels))
+            of_entering = tuple(specs[i] for i in entering)
+            ahead.prepare(("enter", number), enter, *arrays, specs=of_entering)
         uploads = [
             jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
-            for x, spec in zip(params, group.specs, strict=True)
+            for x, spec in zip(params, specs, strict=True)
         ]
-        two = uploads_in_two(uploads, group.specs)
-        seen = abstract_samples(params, group.specs)
-        key = ("merge", number)
-        reach = jax.tree.map(abstract, state.reach)
-        static = {"specs": group.specs, "window": state.schedule.longest_window}
-        since = SinceMerge(rows, rows, seen, reach)
-        ahead.prepare(key, merge, params, *two, since, **static)
+        rows = abstract_channel_rows(params, specs)
+        since = SinceMerge(rows, rows, abstract_samples(params, specs), reach)
+        static = {"specs": specs, "window": state.schedule.longest_window}
+        arrays = (params, *uploads_in_two(uploads, specs), since)
+        ahead.prepare(("merge", number), merge, *arrays, **static)
 
 
-def _prepare_selection(
-    ahead: Ahead,
-    number: int,
-    group: Group,
-    weights: Sequence[Any],
-    states: Sequence[LeafState],
-) -> None:
-    """The part of `prepare_boundaries` for one group's selections; arrays are abstract."""
-    specs = group.specs
-    ranges = [
-        jax.tree.map(partial(_abstract_cut, spec=spec), x)
-        for x, spec in zip(states, specs, strict=True)
-    ]
-    masters = [
-        jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
-        for spec, s in zip(specs, states, strict=True)
-    ]
-    kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
-    scores, channels = [s.scores for s in ranges], [s.channels for s in ranges]
-    key = ("choose", number)
-    ahead.prepare(key, choose, weights, scores, channels, kept, specs=specs)
-    with_channels = [i for i, spec in enumerate(specs) if spec.k]
-    if with_channels:
-        columns = ([x[i] for i in with_channels] for x in (weights, masters, channels))
-        entering = tuple(specs[i] for i in with_channels)
-        ahead.prepare(("enter", number), enter, *columns, specs=entering)
-
-
-def _abstract_cut(x: jax.ShapeDtypeStruct, spec: LeafSpec) -> jax.ShapeDtypeStruct:
-    """What `cut` gives of an array like this."""
-    if spec.start is None:
-        return x
-    return jax.ShapeDtypeStruct((spec.shape[0], *x.shape[1:]), x.dtype, sharding=x.sharding)
+def _abstract_cut(x: jax.Array, spec: LeafSpec) -> jax.ShapeDtypeStruct:
+    """What `cut` gives of an array."""
+    shape = x.shape if spec.start is None else (spec.shape[0], *x.shape[1:])
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)

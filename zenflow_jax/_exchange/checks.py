@@ -18,12 +18,11 @@ from zenflow_jax._plan.rules import SendGradients
 HOST_STATES = ("float32", "compact")
 
 
-def check_budget(prefetch_bytes: Any) -> None:
-    whole = isinstance(prefetch_bytes, Integral) and not isinstance(prefetch_bytes, bool)
-    if prefetch_bytes is not None and (not whole or prefetch_bytes < 0):
-        raise ValueError(
-            f"`prefetch_bytes` must be a whole number from 0 or None, got {prefetch_bytes!r}."
-        )
+def check_whole(name: str, number: Any, least: int) -> None:
+    """Refuses what is neither None nor a whole number from `least` on."""
+    whole = isinstance(number, Integral) and not isinstance(number, bool)
+    if number is not None and (not whole or number < least):
+        raise ValueError(f"`{name}` must be a whole number from {least} or None, got {number!r}.")
 
 
 def check_host_state(host_state: Any) -> bool:
@@ -33,14 +32,6 @@ def check_host_state(host_state: Any) -> bool:
             f"`host_state` must be one of {', '.join(map(repr, HOST_STATES))}, got {host_state!r}."
         )
     return host_state == HOST_STATES[1]
-
-
-def check_max_skipped(max_skipped: Any) -> None:
-    whole = isinstance(max_skipped, Integral) and not isinstance(max_skipped, bool)
-    if max_skipped is not None and (not whole or max_skipped < 1):
-        raise ValueError(
-            f"`max_skipped` must be a whole number from 1 or None, got {max_skipped!r}."
-        )
 
 
 def check_not_flattened(params: Any, state: ZenFlowState) -> None:
@@ -120,16 +111,12 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
 
 def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     """Refuses wrappers around the state whose branches jax could not trace."""
-    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
-    around = [
-        type(x).__name__.removesuffix("State")
-        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
-        if isinstance(x, kinds)
-    ]
+    around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
     if around and state.send_gradients == SendGradients.AFTER_STEP:
+        wrapper = type(around[0]).__name__.removesuffix("State")
         raise ValueError(
             "expected no `optax` wrapper that withholds updates with send_gradients="
-            f'"after_step", got {around[0]}: what a step returns has another shape there than what '
+            f'"after_step", got {wrapper}: what a step returns has another shape there than what '
             "it gets, and both ways of a branch must return the same. Sum micro-batches inside the "
             "step (steps that are not finite are skipped anyway), or leave `send_gradients` out."
         )
@@ -138,14 +125,13 @@ def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
 def accumulations(opt_state: Any) -> list[optax.MultiStepsState]:
     """The states of `optax.MultiSteps` around zenflow's, the outermost first."""
     states, rest = [], opt_state
-    while inner := [x for x in _multi_steps(rest) if has_state(x)]:
+    while inner := [x for x in _states(rest, (optax.MultiStepsState,)) if has_state(x)]:
         states.append(inner[0])
         rest = inner[0].inner_opt_state
     return states
 
 
-def _multi_steps(tree: Any) -> list[optax.MultiStepsState]:
-    def wraps(x: Any) -> bool:
-        return isinstance(x, optax.MultiStepsState)
-
-    return [x for x in jax.tree.leaves(tree, is_leaf=wraps) if wraps(x)]
+def _states(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """The outermost optimizer states of these kinds."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in nodes if isinstance(x, kinds)]

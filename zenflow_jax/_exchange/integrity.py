@@ -4,11 +4,10 @@ Programs on the device compare them with what they must be and count what differ
 deferred channels with those of the last merge (`_device/samples.py`), and this file, now and then,
 what a step emitted with what reached the parameters. The counts are read late, so as not to wait.
 
-A transformation behind `zenflow` in a chain acts on selected channels, and on provisional steps,
-which the next update of a deferred channel undoes. The state says what a step made of selected
-channels: a low-precision leaf has a master, and a float32 leaf has moments from which its change
-follows. A deferred weight has moved by a provisional step, up or down, or has stayed. Now and then
-some numbers of some leaves are compared, other leaves each time.
+A transformation behind `zenflow` in a chain acts on selected channels and on provisional steps. The
+state says what a step made of selected channels: a low-precision leaf has a master, and a float32
+leaf has moments from which its change follows. A deferred weight has moved by a provisional step,
+up or down, or has stayed. Other leaves are compared each time.
 """
 
 import dataclasses
@@ -33,9 +32,9 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, StepScalars
 from zenflow_jax._plan.schedule import Schedule
 
-#: Leaves that are compared together, and the least steps from one comparison to the next. Each leaf
-#: costs the dispatch of two small programs. A prime, so that looks fall on all steps of a window.
+#: Leaves that are compared together. Each costs the dispatch of two small programs.
 LEAVES_PER_LOOK = 8
+#: The least steps from one comparison to the next; a prime, to fall on all steps of a window.
 APART = 7
 #: Channels that are compared in each stack entry.
 _CHANNELS = 4
@@ -65,8 +64,7 @@ class Integrity:
         ]
         gap = -(-len(moving) // LEAVES_PER_LOOK)
         looks = [moving[start::gap] for start in range(gap)]
-        #: Of each look some leaves from all over the tree, always as many: what they have is
-        #: stacked, and another number would be another program.
+        # Each has leaves from all over the tree, and always as many: their counts are stacked.
         self._looks = [(look + moving)[: len(looks[0])] for look in looks]
         self._turn = 0
         self._since = APART
@@ -124,7 +122,7 @@ class Integrity:
 
 
 def _alone(leaf: LeafState) -> LeafState:
-    """The leaf without what distinguishes it from leaves that are alike."""
+    """The leaf without what distinguishes it from like ones, which share its programs."""
     spec = dataclasses.replace(leaf.spec, name="", transfer_dtype=None, groups=(0,))
     return leaf._replace(deferred=None, scores=None, spec=spec)
 

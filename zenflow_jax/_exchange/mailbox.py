@@ -10,10 +10,8 @@ With "after_step" a blank buffer is one element per device. With "per_window" it
 sums of the next window.
 """
 
-import dataclasses
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +22,6 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.memory import in_host_memory, put_everywhere, read, zeros_like
 from zenflow_jax._device.state import LeafState, ZenFlowState, cut, put
 from zenflow_jax._exchange.messages import Mail, Sums
-from zenflow_jax._exchange.parts import as_before
 from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._plan.groups import of_group
@@ -38,15 +35,6 @@ AHEAD = 2
 #: Tokens that are made together.
 TOKENS = 32
 _POSITIVE = 0x7FFFFFFF
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class _Buffers:
-    """The buffers of one step."""
-
-    mail: tuple[jax.Array | None, ...]
-    step_scalars: StepScalars
 
 
 class Mailbox:
@@ -64,13 +52,15 @@ class Mailbox:
         self._number = number
         self._tokens: deque[tuple[int, jax.Array]] = deque()  # of the next steps
         self._sending = state.send_gradients
-        self._blank = _Buffers(state.mail, state.step_scalars)
+        self._blank = state.mail, state.step_scalars
         if self._sending.in_step:
             # A state from a checkpoint may have them on the device.
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
-            self._groups = [_InGroup.of(state, group) for group in range(state.schedule.groups)]
-            self._blank.mail = ()  # the state alone holds sums, or they would not be freed
+            specs = [leaf.spec for leaf in state.leaves]
+            self._groups = [of_group(specs, group) for group in range(state.schedule.groups)]
+            self._take_sums = [_sums_taker(state.mail, group) for group in self._groups]
+            self._blank = (), state.step_scalars  # the state alone holds sums, which are freed
         # Whether each leaf still has a blank array of its own. A step that reads blank mail, as a
         # wrapper with a branch does, may donate each array once only; if the first step has donated
         # none, leaves that are alike share one.
@@ -156,7 +146,7 @@ class Mailbox:
             if len(self._running) > AHEAD:
                 jax.block_until_ready(self._running.popleft())
         else:
-            gradients = _gradients(state)
+            gradients = [x for x in state.mail if x is not None]
         on_device = not self._sending.in_step
         self._last = Mail(step, token, gradients, state.step_scalars, on_device)
         self._post(self._last)
@@ -166,16 +156,10 @@ class Mailbox:
         if not self._sending.sums_on_device:
             return state
         leaves, mail = self._groups[group], list(state.mail)
-        whole = [mail[i] for i in leaves.whole]
-        taken = dict(zip(leaves.whole, whole, strict=True))
-        for i, x in zip(leaves.whole, leaves.make_zeros(whole), strict=True):
-            mail[i] = x
-        if leaves.cut:
-            parts, rests = _take_ranges([mail[i] for i in leaves.cut], specs=leaves.ranges)
-            taken |= dict(zip(leaves.cut, parts, strict=True))
-            for i, rest in zip(leaves.cut, rests, strict=True):
-                mail[i] = as_before(rest, mail[i])
-        self._post(Sums(group, [taken[i] for i in sorted(taken)], self._last))
+        sums, rests = self._take_sums[group]([mail[i] for i in leaves])
+        for i, rest in zip(leaves, rests, strict=True):
+            mail[i] = rest
+        self._post(Sums(group, sums, self._last))
         return state._replace(mail=tuple(mail))
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
@@ -197,12 +181,11 @@ class Mailbox:
         elif self._unshared:
             self._blank = _alike_once(self._blank)
         self._unshared = False
-        mail = state.mail if self._sending.sums_on_device else self._blank.mail
+        mail, step_scalars = self._blank
+        if self._sending.sums_on_device:
+            mail = state.mail
         return state._replace(
-            leaves=tuple(leaves),
-            mail=mail,
-            token=self._given,
-            step_scalars=self._blank.step_scalars,
+            leaves=tuple(leaves), mail=mail, token=self._given, step_scalars=step_scalars
         )
 
     def drain(self) -> None:
@@ -215,7 +198,7 @@ class Mailbox:
         self._unread.clear()
         self._running.clear()
         self._tokens.clear()
-        self._blank = _Buffers((), StepScalars(None, None))
+        self._blank = (), StepScalars(None, None)
 
     def _make_tokens(self, number: int, count: int, like: jax.Array) -> None:
         """The next states' tokens, made from consecutive numbers and placed as `like` is."""
@@ -238,50 +221,27 @@ class Mailbox:
         self._unread.popleft()
 
 
-def _alike_once(blank: _Buffers) -> _Buffers:
+def _alike_once(blank: Any) -> Any:
     """The buffers with one array for all that are alike: a model has many leaves of few shapes."""
     shared: dict[Any, jax.Array] = {}
     return jax.tree.map(lambda x: shared.setdefault((x.shape, x.dtype, x.sharding), x), blank)
 
 
-@dataclasses.dataclass(frozen=True)
-class _InGroup:
-    """The leaves of a group with "per_window", by their numbers among all leaves of the state."""
+def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
+    """A program that returns a group's sums, and the leaves' arrays with zeros in their places.
 
-    whole: tuple[int, ...]
-    cut: tuple[int, ...]  # of which the group has a range
-    ranges: tuple[LeafSpec, ...]  # these ranges
-    make_zeros: Any  # gives zeros in place of the sums of the first ones
-
-    @classmethod
-    def of(cls, state: ZenFlowState, group: int) -> "_InGroup":
-        specs = of_group([leaf.spec for leaf in state.leaves], group)
-        ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
-        whole = tuple(i for i in specs if i not in ranges)
-        zeros = _zeros_maker([state.mail[i] for i in whole])
-        return cls(whole, tuple(ranges), tuple(ranges.values()), zeros)
-
-
-@partial(jax.jit, static_argnames="specs", donate_argnames="sums")
-def _take_ranges(
-    sums: Sequence[jax.Array], *, specs: Sequence[LeafSpec]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The sums of ranges of some leaves, and those of the leaves with zeros in their places."""
-    parts = [cut(x, spec) for x, spec in zip(sums, specs, strict=True)]
-    rests = [
-        put(x, jnp.zeros_like(part), spec) for x, part, spec in zip(sums, parts, specs, strict=True)
-    ]
-    return parts, rests
-
-
-def _gradients(state: ZenFlowState) -> list[jax.Array]:
-    """The mail of each offloaded leaf."""
-    return [x for x in state.mail if x is not None]
-
-
-def _zeros_maker(sums: Sequence[jax.Array]) -> Any:
-    """A program that returns zeros of the shapes and placements of `sums`."""
+    `specs` are the group's leaves, or ranges of leaves, by their numbers among all of the state.
+    """
     # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one
     # device they are committed if the program's argument is.
-    placed = [x.sharding if isinstance(x.sharding, NamedSharding) else None for x in sums]
-    return jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=placed, keep_unused=True)
+    shardings = [mail[i].sharding for i in specs]
+    placed = [x if isinstance(x, NamedSharding) else None for x in shardings]
+
+    def take(sums: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        pairs = list(zip(sums, specs.values(), strict=True))
+        parts = [cut(x, spec) for x, spec in pairs]
+        zeros = map(jnp.zeros_like, parts)
+        return parts, [put(x, zero, spec) for (x, spec), zero in zip(pairs, zeros, strict=True)]
+
+    # A whole leaf's sum is returned in its own memory.
+    return jax.jit(take, out_shardings=(placed, placed), donate_argnums=0)

@@ -102,7 +102,6 @@ class Group:
 
     leaves: tuple[int, ...]
     specs: tuple[LeafSpec, ...]  # of the leaves, or of their ranges
-    cut: tuple[int, ...]  # which of these are of ranges
     part_numbers: tuple[int, ...]
     parts: tuple[Part, ...]  # these parts, as if the group's leaves were all that there are
 
@@ -110,6 +109,11 @@ class Group:
     def on_one_device(self) -> bool:
         """Whether all there is of its leaves is on one device, the run's only one."""
         return all(spec.placement is None for spec in self.specs)
+
+    @functools.cached_property
+    def in_ranges(self) -> bool:
+        """Whether it has a range of a leaf."""
+        return any(spec.start is not None for spec in self.specs)
 
     @classmethod
     def of(cls, group: int, specs: Sequence[LeafSpec], parts: Sequence[Part]) -> "Group":
@@ -119,7 +123,6 @@ class Group:
         return cls(
             leaves=tuple(of_leaves),
             specs=tuple(of_leaves.values()),
-            cut=tuple(i for i, spec in enumerate(of_leaves.values()) if spec.start is not None),
             part_numbers=numbers,
             parts=tuple(dataclasses.replace(parts[i], leaf=order[parts[i].leaf]) for i in numbers),
         )

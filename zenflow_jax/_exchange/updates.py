@@ -53,9 +53,7 @@ class _Pending:
     """A group's update that has not reached the parameters."""
 
     made: Future  # as `Close.done`
-    # The channels that were selected while its window was open, as `channel_rows`; None if they
-    # still are.
-    before: jax.Array | None = None
+    before: jax.Array | None = None  # channels selected in its window, if others are selected now
 
 
 class Updates:
@@ -75,19 +73,13 @@ class Updates:
         self._specs = offloaded.specs
         #: Bytes of updates that were not prefetched.
         self.late_bytes = 0
-        #: Of each group, samples of the parameters at their last merge, and the selected channels.
+        #: Of each group: samples of the parameters at their last merge, and the selected channels.
         self._samples: list[jax.Array | None] = [None] * len(offloaded.groups)
         self._rows: list[jax.Array | None] = [None] * len(offloaded.groups)
-        #: Uploads that were donated. The worker frees the arrays, which takes the caller half as
-        #: long as the merge.
+        #: Donated uploads. The worker frees these: it takes half as long as dispatching a merge.
         self._used_up: list[Any] = []
-        #: Updates on their way, by group, in the order in which their windows closed.
-        self._pending: dict[int, _Pending] = {}
-
-    @property
-    def some_pending(self) -> bool:
-        """Whether any update has not reached the parameters."""
-        return bool(self._pending)
+        #: Updates that have not reached the parameters, by group, as their windows closed.
+        self.pending: dict[int, _Pending] = {}
 
     @property
     def before(self) -> list[np.ndarray | None]:
@@ -96,7 +88,7 @@ class Updates:
         Int32 `(entries, k)`, counted from the part's first one.
         """
         channels: list[np.ndarray | None] = [None] * len(self._parts)
-        for number, pending in self._pending.items():
+        for number, pending in self.pending.items():
             if pending.before is not None:
                 group = self._offloaded.groups[number]
                 ends = np.cumsum(channel_widths(group.specs))[:-1]
@@ -108,21 +100,21 @@ class Updates:
 
     def forget(self) -> None:
         """Drops what is pending."""
-        self._pending.clear()
+        self.pending.clear()
         self._used_up.clear()
 
     def close_window(self, group: int, hand_over: HandOver | None = None) -> None:
         """Starts the update of a group's window, which ends here."""
-        assert group not in self._pending, "a window closed before the last update was collected"
+        assert group not in self.pending, "a window closed before the last update was collected"
         close = Close(group, hand_over, self._used_up)
         self._used_up = []
-        self._pending[group] = _Pending(close.done)
+        self.pending[group] = _Pending(close.done)
         self._worker.post(close)
 
     def wait(self) -> list[int]:
         """Waits for pending updates; NONE, PENDING or EMPTY says what there is of each group's."""
         kinds = [NONE] * len(self._offloaded.groups)
-        for group, pending in self._pending.items():
+        for group, pending in self.pending.items():
             kinds[group] = PENDING if self._worker.wait(pending.made, None) else EMPTY
         return kinds
 
@@ -135,10 +127,10 @@ class Updates:
         """
         weights = list(weights)
         for number in groups:
-            if number not in self._pending:
+            if number not in self.pending:
                 continue
-            uploads = self._worker.wait(self._pending[number].made, state.step)
-            before = self._pending.pop(number).before
+            uploads = self._worker.wait(self.pending[number].made, state.step)
+            before = self.pending.pop(number).before
             group = self._offloaded.groups[number]
             if not group.leaves:
                 continue
@@ -151,7 +143,7 @@ class Updates:
             else:
                 uploads = self._fetch_rest(group, uploads, state.step)
                 new, seen, changed = self._merge(number, weights, uploads, before, state)
-                if group.on_one_device and not group.cut:
+                if group.on_one_device and not group.in_ranges:
                     self._used_up.append(uploads)
                 for i, weight in zip(group.leaves, new, strict=True):
                     weights[i] = weight
@@ -164,7 +156,7 @@ class Updates:
         for number, group in enumerate(self._offloaded.groups):
             if group.leaves:
                 self._samples[number] = samples(group.pick(weights), specs=group.specs)
-                states = self._ranges(number, self._states(group, leaves))
+                states = self._ranges(number, group.pick(self._offloaded.pick(leaves)))
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
 
@@ -175,7 +167,7 @@ class Updates:
         """
         weights = list(weights)
         for number, group in enumerate(self._offloaded.groups):
-            pending = self._pending.get(number)
+            pending = self.pending.get(number)
             uploads = [] if pending is None else self._worker.wait(pending.made, state.step)
             if not uploads and state.reach is not None:
                 uploads = [[] for _ in group.parts]  # none has been prefetched
@@ -187,10 +179,6 @@ class Updates:
             for i, weight in zip(group.leaves, merged.weights, strict=True):
                 weights[i] = weight
         return weights
-
-    def _states(self, group: Group, leaves: Sequence[LeafState]) -> list[LeafState]:
-        """The states of a group's leaves, whole, from those of all leaves."""
-        return group.pick(self._offloaded.pick(leaves))
 
     def _since(self, number: int, before: jax.Array | None, state: ZenFlowState) -> SinceMerge:
         """What a group's parameters are compared by; `before` as of its pending update."""
@@ -258,7 +246,7 @@ class Updates:
     ) -> tuple[list[jax.Array], list[LeafState]]:
         """Closes a group's window and hands channels over; entering ones are up to date at once.
 
-        Waits for the step: `after` are arrays of it.
+        Waits for the step, of which `after` are arrays.
         """
         group = self._offloaded.groups[number]
         if not group.leaves:
@@ -285,7 +273,7 @@ class Updates:
             chosen,
         )
         self.close_window(number, hand_over)
-        self._pending[number].before, self._rows[number] = self._rows[number], rows
+        self.pending[number].before, self._rows[number] = self._rows[number], rows
         entered = by_leaf(group.parts, self._worker.wait(hand_over.done, after))
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
@@ -303,35 +291,22 @@ class Updates:
             for j, weight in zip(entering, merged, strict=True):
                 i = group.leaves[j]
                 weights[i] = as_before(weight, weights[i])
-        for i, new in zip(places, self._put_back(number, whole, states), strict=True):
+        if group.in_ranges:
+            states = put_states(whole, states)
+            states = [jax.tree.map(as_before, *pair) for pair in zip(states, whole, strict=True)]
+        for i, new in zip(places, states, strict=True):
             leaves[i] = new
         return weights, leaves
 
     def _ranges(self, number: int, states: Sequence[LeafState]) -> list[LeafState]:
         """The states of a group's leaves, or of their ranges."""
-        cut, ranges = self._offloaded.groups[number].cut, list(states)
-        if cut:
-            specs = tuple(self._offloaded.groups[number].specs[i] for i in cut)
-            whole = [states[i] for i in cut]
-            for i, part in zip(cut, cut_states(whole, specs=specs), strict=True):
-                ranges[i] = part
-        return ranges
-
-    def _put_back(
-        self, number: int, whole: Sequence[LeafState], states: Sequence[LeafState]
-    ) -> list[LeafState]:
-        """The states of a group's leaves, with new ones of their ranges."""
-        cut, merged = self._offloaded.groups[number].cut, list(states)
-        if cut:
-            old, parts = [whole[i] for i in cut], [states[i] for i in cut]
-            for i, before, after in zip(cut, old, put_states(old, parts), strict=True):
-                merged[i] = jax.tree.map(as_before, after, before)
-        return merged
+        group = self._offloaded.groups[number]
+        return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 
     def measure(self, number: int, leaves: Sequence[LeafState]) -> jax.Array:
         """Starts to compute the selected channels' share of the best score, of a group."""
         group = self._offloaded.groups[number]
-        states = self._states(group, leaves)
+        states = group.pick(self._offloaded.pick(leaves))
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=group.specs)
 
@@ -371,4 +346,4 @@ class Updates:
                 for *of_device, device in zip(*rows, devices, strict=True)
             ]
             like = abstract_channel_rows(group.pick(weights), group.specs)
-            self._pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
+            self.pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
