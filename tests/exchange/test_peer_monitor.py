@@ -113,17 +113,6 @@ def fail_while_the_other_is_in_a_collective(me: int, port: int, failing: int) ->
     raise RuntimeError("as the engine would")
 
 
-def fail_after_the_other_closed(me: int, port: int, failing: int) -> None:
-    engine = join_engine(me, port)
-    if me != failing:
-        engine.watch.close()
-        collective()
-        raise AssertionError("nobody else was there")
-    wait_until(lambda: has_left(engine, 1 - me))
-    engine.fails()
-    threading.Event().wait()  # the program caught it and does something else
-
-
 def fail_while_the_other_waits_for_its_engine(me: int, port: int, failing: int) -> None:
     engine = join_engine(me, port, NEVER_S)
     atexit.register(lambda: sys.stdout.write("goes through its exit\n"))
@@ -135,18 +124,6 @@ def fail_while_the_other_waits_for_its_engine(me: int, port: int, failing: int) 
             raise
     engine.fails()
     raise RuntimeError("as the engine would")
-
-
-def raise_at_different_points_and_go_on(me: int, port: int, failing: int) -> None:
-    engine = join_engine(me, port)
-    if me == failing:
-        engine.watch.report("the moments ran away")
-    else:
-        with contextlib.suppress(RuntimeError):
-            engine.future.result()
-    engine.raised(me)
-    engine.watch.close()
-    threading.Event().wait()
 
 
 def go_on(me: int, port: int) -> None:
@@ -233,16 +210,9 @@ def assert_end(processes: list[subprocess.Popen], code: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        "fail_while_the_other_is_in_a_collective",
-        "fail_after_the_other_closed",
-        "raise_at_different_points_and_go_on",
-    ],
-)
-def test_a_failure_ends_all_processes_that_cannot_raise_it_together(case):
+def test_a_failure_ends_all_processes_that_cannot_raise_it_together():
     # Process 0 has JAX's service, without which the other is aborted, with another exit code.
+    case = "fail_while_the_other_is_in_a_collective"
     with both(case, 0) as first, both(case, 1) as second:
         for failing, processes in enumerate((first, second)):
             outputs = assert_end(processes, code=1)
@@ -347,9 +317,18 @@ def test_a_watch_ends_with_the_service_once_its_engine_is_closed(store):
     wait_until(lambda: not watches())
 
 
-def test_a_process_that_is_stuck_is_left_waiting_where_its_engine_says_so(store, capfd):
+@pytest.mark.parametrize(
+    ("left", "other"),
+    [(False, None), (True, None), (True, "point 6"), (True, CLOSED)],
+    ids=["none has left", "the other one is stuck", "at another point", "the other one had closed"],
+)
+def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left, other):
     engine = Engine("engine", SOON_S, exit_if_stuck=False)
+    if other is not None:
+        store.entries[f"{engine.watch._directory}1/left"] = other
     engine.watch.report("the moments ran away")
+    if left:
+        engine.raised(7)
     wait_until(lambda: not watches())
     said = capfd.readouterr().err
     first, last = said.split("zenflow_jax: ")[1:]

@@ -47,12 +47,7 @@ class Expected:
         self._known: dict[tuple[int, ...], _Choice] = {}
 
     def state(self, opt_state: Any, groups: Sequence[int] = ()) -> ZenFlowState:
-        """The state in `opt_state`; of its leaves, those of `groups` are looked at, or all.
-
-        Raises:
-            ValueError: If it is another run's.
-            TypeError: If it is not of jax arrays.
-        """
+        """The state in `opt_state`; of its leaves, those of `groups` are looked at, or all."""
         state = find_state(opt_state)
         leaves = self._choice(groups or self._groups).leaves
         if (
@@ -68,11 +63,7 @@ class Expected:
         return state
 
     def take(self, params: Any) -> "CallerTree":
-        """Takes a tree of parameters apart; does not look at its leaves.
-
-        Raises:
-            ValueError: If it lacks a leaf of the state.
-        """
+        """Takes a tree of parameters apart; does not look at its leaves."""
         return CallerTree(*self._places(params), self._offloaded)
 
     def in_place(

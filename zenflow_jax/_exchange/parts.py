@@ -95,12 +95,9 @@ class OffloadedLeaves:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The leaves that close their windows together, or that have a range which does.
+    """The leaves, or ranges of leaves, that close their windows together."""
 
-    By their numbers among the offloaded ones.
-    """
-
-    leaves: tuple[int, ...]
+    leaves: tuple[int, ...]  # numbers among the offloaded ones
     specs: tuple[LeafSpec, ...]  # of the leaves, or of their ranges
     part_numbers: tuple[int, ...]
     parts: tuple[Part, ...]  # these parts, as if the group's leaves were all that there are
@@ -172,10 +169,9 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
 
 
 def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
-    """For each part, whether its leaf, or range, is among those whose uploads fit into `budget`.
+    """For each part, whether its leaf, or range, is among the first that fit into `budget`.
 
-    It is of bytes on each device. Leaves are taken in their order; all of them if it is None. The
-    result is the same in every process.
+    It is of bytes on each device; None for all. The result is the same in every process.
     """
     used, fits = 0, {}
     keys = [(part.leaf, part.spec.start) for part in parts]
@@ -205,10 +201,7 @@ def host_part(weight: jax.Array, part: Part) -> np.ndarray:
 
 
 def piece_of(x: jax.Array, index: tuple[slice, ...]) -> np.ndarray | None:
-    """An array's values at `index`, if one of this process's shards has them all; else None.
-
-    They are in host memory: a view if the shard is there, else a copy.
-    """
+    """An array's values at `index`, in host memory, if one of this process's shards has them."""
     for shard in x.addressable_shards:
         ends = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape, strict=True)]
         pairs = list(zip(index, ends, strict=True))

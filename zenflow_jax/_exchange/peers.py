@@ -52,7 +52,7 @@ class PeerMonitor:
         processes: The indices of the processes that take part.
         poll_s: Seconds between two looks at the others.
         grace_s: Seconds from a failure to the end of a process that is stuck.
-        exit_if_stuck: False leaves it waiting, and says so on stderr in the same way.
+        exit_if_stuck: False leaves it waiting, and says so.
 
     Raises:
         RuntimeError: If several processes take part, and `jax.distributed` is not initialized.

@@ -1,8 +1,8 @@
 """The host's leaves as of one moment, for a saver that reads them while the run goes on.
 
-Nothing is copied beforehand. The saver takes leaves in the order in which updates will write them.
-Where somebody is about to write one that is not saved yet, it is copied, if there is room for
-copies; else who would write waits for the saver, which takes that leaf next.
+Nothing is copied beforehand. Where somebody is about to write a leaf that is not saved yet, it is
+copied, if there is room for copies; else who would write waits for the saver, which takes that leaf
+next.
 """
 
 import contextlib

@@ -3,10 +3,7 @@
 `post` queues work in order. A host update is cut into pieces and runs whenever nothing else can:
 between two pieces the thread takes in mail of the next window, so that the caller never waits for
 an update that still has time. That order changes no result, because a window's gradients and the
-next one's are different arrays.
-
-The thread never runs a jitted computation or a collective. It reads arrays in host memory, does
-NumPy, and copies arrays to single devices.
+next one's are different arrays. The thread never runs a jitted computation or a collective.
 """
 
 import atexit
@@ -48,12 +45,8 @@ class Worker:
     any more: a running thread keeps all host arrays. Until then, and while the thread has nothing
     to do, the caller may use `resume`, `take_master`, `leaves` and `counts`.
 
-    Args:
-        make_host: Makes the arrays, which nobody else has. Its argument is called with the number
-            of a leaf before the leaf is written.
-        offloaded: The leaves whose arrays these are, and where their uploads go.
-        skipped_in_a_row: Steps skipped before, since the last one that counted.
-        max_skipped: This many skipped steps in a row end the thread; None for any number.
+    `make_host` makes the arrays, which nobody else has. Its argument is called with the number of a
+    leaf before the leaf is written.
     """
 
     def __init__(
@@ -85,7 +78,7 @@ class Worker:
         self._peers = peers
         self._thread.start()
         peers.start(self.fail)
-        # At interpreter exit the thread must end before the modules go that it works with.
+        # The thread must end before the modules that it works with.
         atexit.register(_stop_if_alive, weakref.ref(self))
 
     def resume(
@@ -97,7 +90,7 @@ class Worker:
         scalars: AdamScalars | None,
         skipped: int,
     ) -> None:
-        """Continues another run: as `HostState.resume`, and the steps that it skipped."""
+        """Continues another run, which has skipped some steps, as `HostState.resume` does."""
         self._host.resume(arrays, counted, closed=closed, scalars=scalars)
         self.stats = replace(self.stats, skipped_steps=skipped)
 
@@ -151,10 +144,8 @@ class Worker:
     def leaves(self) -> list[HostLeaf]:
         """The host's arrays of each part; for the caller, while the thread has nothing to do.
 
-        The list keeps the arrays alive, also if another process fails and ends the thread.
-
-        Raises:
-            RuntimeError: If the thread has ended already.
+        The list keeps the arrays alive, also if another process fails and ends the thread. Raises
+        what has ended the thread.
         """
         leaves = self._host.leaves
         if len(leaves) != len(self._offloaded.parts):
@@ -169,8 +160,7 @@ class Worker:
         """The result of `future`, on the caller's thread.
 
         Until `after` (arrays of the last step) is computed, the device has work. Only the rest
-        counts as waiting for the host. It does not wait for `after` itself: the caller can dispatch
-        the next step before the device has done this one.
+        counts as waiting for the host.
         """
         if not future.done():
             begin = time.perf_counter()
