@@ -1,10 +1,9 @@
 """The arithmetic of ZenFlow in plain NumPy: slow, obvious, one channel after the other.
 
-Nothing runs in the background here and nothing is fast. A channel is an object that carries
-everything known of it, so that "selected", "deferred" and "waiting" are words about one object and
-not about where an array lives. The tests hold the engine and the in-graph mode to this file, which
-is why it imports nothing of them but the names of options: a mistake shared by two of them would
-be seen by nobody.
+A channel is an object that carries everything known of it, so that "selected", "deferred" and
+"waiting" are words about one object and not about where an array lives. The tests hold the engine
+and the in-graph mode to this file, which is why it imports nothing of them but the names of
+options: a mistake shared by two of them would be seen by nobody.
 
 Letters: `t` the step, counted from 1; `g` a gradient; `n` channels in a stack entry, `k` of them
 selected; `*stack` the axes whose entries select separately.
@@ -96,8 +95,7 @@ class Reference:
         params: Leaves of any shape and of any real floating dtype. They are copied.
         learning_rate: A number, or a schedule that step `t` asks for `t - 1`, as optax does.
         settings: The options.
-        channel_axes: The channel axis of each leaf, counted from either end; None makes the leaf
-            resident.
+        channel_axes: The channel axis of each leaf; None makes the leaf resident.
         decay: Whether each leaf takes part in weight decay; None is all of them.
         shards: Into how many equal pieces each leaf's channel axis is cut, each of which selects
             on its own; None is one for every leaf.
@@ -165,14 +163,7 @@ class Reference:
         self._last_lr = np.float32(0)
 
     def step(self, gradients: Sequence[Any]) -> list[np.ndarray]:
-        """Take one training step and do what the exchange after it does.
-
-        Args:
-            gradients: One array for each leaf, of its shape and of any real floating dtype.
-
-        Returns:
-            The parameters that the next forward pass sees, copied, in their dtypes.
-        """
+        """The parameters after one training step and the exchange behind it, copied."""
         gradients = [np.asarray(g).astype(np.float32) for g in gradients]
         for leaf, g in zip(self._leaves, gradients, strict=True):
             assert g.shape == leaf.param.shape, (g.shape, leaf.param.shape)
@@ -204,14 +195,10 @@ class Reference:
         return self.params
 
     def flush(self) -> list[np.ndarray]:
-        """Bring everything that is on its way to the parameters.
+        """The parameters, copied, after all that is on its way to them; each is its master's cast.
 
         The open window is closed early, with the mean over the steps it has and the learning rate
-        of the last one. Nothing is re-selected and the schedule stays where it was: the next
-        window merely has fewer steps.
-
-        Returns:
-            The parameters, copied, in their dtypes. Each is the cast of its master.
+        of the last one. Nothing is selected and the schedule stays where it was.
         """
         for turn in range(self.turns):
             if self._open_steps[turn]:
@@ -236,15 +223,7 @@ class Reference:
         return [None if leaf.axis is None else _scores(leaf) for leaf in self._leaves]
 
     def moments(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Everything that AdamW keeps of leaf `i`, whichever side a channel lives on.
-
-        Args:
-            i: Position of the leaf.
-
-        Returns:
-            Master, first moment, second moment (float32) and number of AdamW steps (int32), each
-            of the leaf's shape.
-        """
+        """Master, moments (float32) and AdamW steps (int32) of leaf `i`, each of its shape."""
         leaf = self._leaves[i]
         master, mu, nu = (np.zeros(leaf.param.shape, np.float32) for _ in range(3))
         steps = np.zeros(leaf.param.shape, np.int32)
@@ -407,7 +386,8 @@ class Reference:
 
     def _keep_on_host(self, channel: _Channel) -> None:
         if self._compact:
-            channel.mu, channel.nu = compact(channel.mu, channel.nu)
+            channel.mu = compact_one(channel.mu, first=True)
+            channel.nu = compact_one(channel.nu, first=False)
 
     def _reselect(self, turn: int) -> None:
         for leaf, groups in self._in_turn(turn):
@@ -588,13 +568,8 @@ def _clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.flo
     return np.float32(1) if norm < limit else limit / norm
 
 
-def compact(mu: Any, nu: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A channel's moments after they were kept in 8 bits, with a scale for each 32 neighbours."""
-    return compact_one(mu, first=True), compact_one(nu, first=False)
-
-
 def compact_one(moment: Any, *, first: bool) -> np.ndarray:
-    """One of the two."""
+    """A channel's moment after it was kept in 8 bits, with a scale for each 32 neighbours."""
     round_block = _round_first if first else _round_second
     flat = np.array(moment, np.float32).reshape(-1)
     for i in range(0, flat.size, 32):

@@ -18,10 +18,10 @@ from zenflow_jax._engine import HostEngine
 def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:
     """The float32 masters of all parameters; low-precision parameters are their casts.
 
-    Use it to keep a trained model at full precision. It waits for an update that is under way and
-    includes it, although that has not reached `params` yet. It leaves out the gradients of an open
-    window. After `engine.flush` (or `zenflow_jax.flush`), result and parameters agree. Where the
-    devices have no room for all masters, take `iter_master_params`.
+    It waits for an update that is under way and includes it, although that has not reached `params`
+    yet. It leaves out the gradients of an open window. After `engine.flush` (or
+    `zenflow_jax.flush`), result and parameters agree. Where the devices have no room for all
+    masters, take `iter_master_params`.
 
     Args:
         params: The parameters that the last `exchange` or `flush` returned.
@@ -95,7 +95,7 @@ def iter_master_params(
         for place, leaf in zip(places, state.leaves, strict=True)
     }
 
-    def each() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
+    def pairs() -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
         for place, (path, weight) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
             if place not in leaf_at:
                 yield path, weight
@@ -109,7 +109,7 @@ def iter_master_params(
             bare = leaf._replace(deferred=None, spec=leaf.spec.anonymous)
             yield path, _master(weight, bare, host, steps)
 
-    return each()
+    return pairs()
 
 
 @jax.jit

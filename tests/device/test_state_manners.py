@@ -1,7 +1,5 @@
 """What users of optax do with any state they do with this one, and it is what they expect."""
 
-import copy
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,29 +15,6 @@ MODES = pytest.mark.parametrize("offload", [True, False], ids=["engine", "in_gra
 
 def first(offload: bool = True, **options) -> ZenFlowState:
     return zenflow(1e-2, topk_ratio=0.25, offload=offload, **options).init(runs.initial(runs.FEW))
-
-
-@MODES
-def test_a_state_is_a_named_tuple(offload):
-    state = first(offload)
-    step, skipped, *rest = state
-    assert step is state.step
-    assert skipped is state.skipped
-    assert rest[-1] is state.static
-    assert state[3] is state.leaves
-    leaf = state.leaves[1]
-    assert leaf._fields[3] == "mu"
-    assert leaf[3] is leaf.mu
-
-
-@MODES
-def test_a_state_from_jit_is_the_tuple_that_went_in(offload):
-    state = first(offload)
-    new = jax.jit(lambda x: jax.tree.map(jnp.copy, x))(state)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
-    assert [type(x) for x in new] == [type(x) for x in state]
-    assert new[0] is new.step
-    assert new.leaves[1][3] is new.leaves[1].mu
 
 
 @MODES
@@ -61,21 +36,6 @@ def test_a_learning_rate_that_is_injected_is_found_by_name():
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
         state = factory(learning_rate=3e-2).init({"w": jnp.ones((8, 4))})
     assert float(optax.tree.get(state, "learning_rate")) == np.float32(3e-2)
-
-
-@MODES
-def test_copies_of_a_state_are_states(offload):
-    state = first(offload)
-    for new in (copy.copy(state), copy.deepcopy(state), state._replace(step=state.step)):
-        assert type(new) is ZenFlowState
-        assert jax.tree.structure(new) == jax.tree.structure(state)
-        assert len(new.leaves[1]) == len(state.leaves[1])
-        assert new.schedule == state.schedule
-
-
-def test_what_a_state_lacks_is_told_by_name():
-    with pytest.raises(TypeError, match="missing .*'skipped'"):
-        ZenFlowState(1)
 
 
 def _donated(state):

@@ -91,30 +91,6 @@ def test_every_call_may_have_another_part_of_the_parameters(made_with, exchanged
     runs.assert_same_bits(of(FROZEN, actual), of(FROZEN, start()))
 
 
-@pytest.mark.parametrize("wrap", [optax.masked, None], ids=["masked", "partition"])
-def test_leaves_that_optax_hides_from_zenflow_may_be_there_or_not(wrap):
-    labels = {name: {"w": "train" if name in TRAINED else "freeze"} for name in ALL}
-    if wrap is None:
-        tx = optax.partition({"train": TX, "freeze": optax.set_to_zero()}, labels)
-    else:
-        tx = optax.masked(TX, jax.tree.map(lambda label: label == "train", labels))
-
-    @jax.jit
-    def step(params, state, t):
-        gradients = jax.tree.map(lambda p: jnp.sin(3 * p + t.astype(jnp.float32)), params)
-        gradients = gradients | jax.tree.map(jnp.zeros_like, of(FROZEN, gradients))
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    whole = start()
-    state = tx.init(whole)
-    with zenflow_jax.HostEngine(of(TRAINED, whole), state, host_kernel="numpy") as engine:
-        for t in range(STEPS):
-            whole, state = engine.exchange(*step(whole, state, jnp.int32(t)))
-        whole, state = engine.flush(whole, state)
-    runs.assert_same_bits(whole, expected())
-
-
 class Model(nnx.Module):
     """Statistics and random state lie between the parameters, and look like them."""
 
@@ -224,17 +200,6 @@ def test_leaves_of_one_path_are_told_apart_by_their_order_or_refused():
         params, state = engine.flush(params, state)
     assert (params[0] < 0.995).all()
     runs.assert_same_bits(params[1], made[1])
-
-
-@pytest.mark.parametrize("what", ["gradients", "params"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_an_update_with_leaves_of_other_paths_is_refused(what, offload):
-    tx = zenflow_jax.zenflow(1e-2, offload=offload)
-    mine, other = {"kernel": W, "scale": V}, {"alpha": W, "kernel": V}
-    state = tx.init(mine)
-    gradients, params = (other, mine) if what == "gradients" else (mine, other)
-    with pytest.raises(ValueError, match=rf"`{what}` must have \['kernel'\].*got \['alpha'\]"):
-        tx.update(gradients, state, params)
 
 
 def test_a_list_for_a_tuple_and_a_dict_in_another_order_are_the_same_leaves():

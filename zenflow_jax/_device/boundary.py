@@ -105,14 +105,14 @@ def _merge(
         new = jnp.where(selected, weight, shard.gather(upload))
         return new, sample_row(new), _changed(shard, weight, selected, since, window)
 
-    two = {True: iter(used_up), False: iter(others)}
+    uploads = {True: iter(used_up), False: iter(others)}
     made = each_leaf(
         one,
         specs,
         lambda lay: [lay.block, lay.part, SinceMerge.layout(lay)],
         lambda lay: (lay.block, lay.each_device, REPLICATED),
         map(cut, weights, specs),
-        (next(two[_becomes_weight(spec)]) for spec in specs),
+        (next(uploads[_becomes_weight(spec)]) for spec in specs),
         since.of_leaves(specs),
     )
     new, seen, changed = zip(*made, strict=True)

@@ -22,9 +22,8 @@ def mail_rank(specs: Sequence[LeafSpec]) -> int:
 
     If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
     dtype in the *other* memory, and the process aborts. Leading unit axes, up to a rank that no
-    leaf has, make such a pair impossible. One unit axis would not, beside a leaf `(1, *shape)`.
-    Users also donate arrays that are not known here (another optimizer's leaves, batches), so the
-    rank is one that those do not have either.
+    leaf has, make such a pair impossible. Users also donate arrays that are in no state (batches,
+    another optimizer's leaves), so the rank is one that those do not have either.
     """
     return max(8, *(1 + len(spec.shape) for spec in specs), 0)
 
@@ -113,20 +112,18 @@ def upload(tree: Any, device: Any) -> Any:
     return jax.device_put(tree, jax.sharding.SingleDeviceSharding(device))
 
 
-def zeros_like(x: jax.Array) -> jax.Array:
-    """Zeros placed as `x` is, in its memory; `x` may have been donated."""
-    return _zeros(x, x.sharding)
+def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+    """Zeros placed as `x` is, unless `sharding` says otherwise; `x` may have been donated."""
+    sharding = sharding or x.sharding
+    piece = np.zeros(sharding.shard_shape(x.shape), x.dtype)
+    return _put_everywhere([piece], x.shape, sharding)[0]
 
 
 def in_host_memory(blank: jax.Array) -> jax.Array:
     """`blank` if it is in host memory, else zeros like it there."""
-    sharding = blank.sharding
-    return blank if sharding.memory_kind == HOST else _zeros(blank, sharding.with_memory_kind(HOST))
-
-
-def _zeros(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    piece = np.zeros(sharding.shard_shape(x.shape), x.dtype)
-    return _put_everywhere([piece], x.shape, sharding)[0]
+    if blank.sharding.memory_kind == HOST:
+        return blank
+    return zeros_like(blank, blank.sharding.with_memory_kind(HOST))
 
 
 def put_everywhere(pieces: Sequence[np.ndarray | np.generic], like: jax.Array) -> list[jax.Array]:

@@ -88,7 +88,7 @@ def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:
 
 
 def _bare(spec: LeafSpec) -> LeafSpec:
-    """The spec without what the programs here do not ask for."""
+    """The spec without what programs of checksums do not ask for."""
     return dataclasses.replace(spec.anonymous, k=0, transfer_dtype=None)
 
 

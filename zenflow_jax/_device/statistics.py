@@ -27,12 +27,12 @@ def window_statistics(
     Zeros if the step is skipped. `squares` are each leaf's sums of squares of its channels,
     `(*stack, n)`, before clipping. Resident leaves do not count.
     """
-    both = [
+    per_leaf = [
         _root_mean_squares(s, leaf.channels, verdict.factor, leaf.spec)
         for s, leaf in zip(squares, leaves, strict=True)
         if not leaf.spec.resident
     ]
-    columns = jnp.stack(both, axis=1) if both else jnp.zeros((2, 0), jnp.float32)
+    columns = jnp.stack(per_leaf, axis=1) if per_leaf else jnp.zeros((2, 0), jnp.float32)
     row = jnp.concatenate([jnp.ones(1, jnp.float32), columns.ravel()])
     return jnp.where(verdict.finite, row, jnp.zeros_like(row))
 
@@ -51,8 +51,8 @@ def _root_mean_squares(
 def _sums(shard: Shard, squares: jax.Array, channels: jax.Array) -> jax.Array:
     selected = contains(shard.to_local(channels), shard.part.n)
     zeros = jnp.zeros_like(squares)
-    both = [jnp.where(selected, zeros, squares), jnp.where(selected, squares, zeros)]
-    return shard.sum_channels(jnp.stack([jnp.sum(x) for x in both]))
+    sides = [jnp.where(selected, zeros, squares), jnp.where(selected, squares, zeros)]
+    return shard.sum_channels(jnp.stack([jnp.sum(x) for x in sides]))
 
 
 def kept_share(
