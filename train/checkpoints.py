@@ -156,7 +156,7 @@ class Checkpoints(SavedCheckpoints):
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:
-        """The step of the best checkpoint, or `or_step` if that is better, or without `keep_best`."""
+        """The step of the best checkpoint; `or_step` if that is better, or without `keep_best`."""
         if not self._keep_best:
             return or_step
         # Process 0 has also removed what was not to be kept.

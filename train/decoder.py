@@ -196,7 +196,7 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, text: jax.Array | None
     ) -> jax.Array:
-        """Maps the stream `(b, t, width)`; a token sees only those with its own number in `text`."""
+        """Maps the stream `(b, t, width)`; a token sees only those with its number in `text`."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
         t, window = x.shape[1], self.config.window
         # Before and after the token itself, which the window counts and jax does not.

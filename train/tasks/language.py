@@ -96,7 +96,7 @@ class Documents(NamedTuple):
 
 
 class Windows:
-    """Windows of `length + 1` tokens that overlap by one; of a single document without positions."""
+    """Windows of `length + 1` tokens that overlap by one; of a single document, no positions."""
 
     def __init__(self, documents: Documents, length: int):
         self._tokens = documents.tokens
