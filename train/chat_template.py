@@ -118,8 +118,7 @@ class ChatTemplate:
             conversation = _unmarked(whole)
             if not conversation.answers:
                 raise ConversationError(
-                    "expected text between `{% generation %}` and `{% endgeneration %}`, got none "
-                    f"from the template in {self.where}"
+                    f"expected text in `{{% generation %}}` of {self.where}, got none"
                 )
             return conversation
         answers = [

@@ -50,8 +50,7 @@ class Launch:
             return
         if None in values.values():
             raise SettingsError(
-                f"expected {', '.join(f'--{name}' for name in values)} together or none of them, "
-                f"got {given} alone."
+                f"expected {', '.join(f'--{name}' for name in values)} together, got {given} alone."
             )
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
@@ -84,8 +83,7 @@ class Start:
     def __post_init__(self):
         if self.export is not None and self.export[0] != "best" and not self.export[0].isdecimal():
             raise SettingsError(
-                f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}. For "
-                "example: --export best DIR"
+                f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}."
             )
         _check_file("timeline", self.timeline, (*PICTURES, TRACE))
 
@@ -247,6 +245,5 @@ def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:
     path = Path(file)
     if path.suffix not in endings or not path.parent.is_dir() or path.is_dir():
         raise SettingsError(
-            f"`{flag_of(name)}`: expected a file that ends in {', '.join(endings)}, in a folder "
-            f"that exists, got {file}."
+            f"`{flag_of(name)}`: expected a file that ends in {', '.join(endings)}, got {file}."
         )

@@ -33,8 +33,7 @@ def check_batch(batch_size: int, examples: int) -> None:
     """Refuses a batch that is larger than the training data."""
     if batch_size > examples:
         raise SettingsError(
-            f"`batch_size`: expected at most {examples}, which is all the training data, got "
-            f"{batch_size}."
+            f"`batch_size`: expected at most {examples}, all the training data, got {batch_size}."
         )
 
 

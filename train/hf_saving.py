@@ -34,18 +34,10 @@ from train.pretrained import Pretrained
 from train.whole import made_whole, sync_all
 
 # Copied as they are: all that a tokenizer may consist of, and how text is generated.
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+COPIED = tuple(
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+    "added_tokens.json vocab.txt vocab.json merges.txt chat_template.jinja chat_template.json "
+    "generation_config.json".split()
 )
 
 # The classes of `transformers` that are the models here.

@@ -243,8 +243,7 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
     files = read_json(index).get("weight_map")
     if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
         raise ModelError(
-            f"`weight_map` in {index}: expected the name of a file for each tensor, got something "
-            "else."
+            f"`weight_map` in {index}: expected the name of a file for each tensor, got others."
         )
     tensors = []
     for file in sorted(set(files.values())):
@@ -260,8 +259,7 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
         lost = {name for name, its in files.items() if its == file} - {t.name for t in held}
         if lost:
             raise ModelError(
-                f"expected {first_of(lost)} in {folder / file}, as {index.name} says, got a file "
-                "without."
+                f"expected {first_of(lost)} in {folder / file}, as {index.name} says, got none."
             )
         tensors += [tensor for tensor in held if tensor.name in files]
     return tensors

@@ -186,8 +186,7 @@ def _check_tensors(pretrained: Pretrained) -> None:
     folder, tensors = pretrained.folder, pretrained.tensors
     if missing := expected.keys() - tensors.keys():
         raise ModelError(
-            f"expected {folder} to hold {first_of(missing)}, as the model of its config.json has, "
-            "got none."
+            f"expected {first_of(missing)} in {folder}, as the config.json says, got none."
         )
     if extra := tensors.keys() - expected.keys():
         raise ModelError(
@@ -202,8 +201,7 @@ def _check_shapes(pretrained: Pretrained, tensors: list[Tensor], shape: tuple[in
     for tensor in tensors:
         if tensor.shape != shape:
             raise ModelError(
-                f"the tensor `{tensor.name}` in {tensor.file}: expected the shape {shape}, got "
-                f"{tensor.shape}."
+                f"`{tensor.name}` in {tensor.file}: expected the shape {shape}, got {tensor.shape}."
             )
         if tensor.dtype not in DTYPES:
             raise ModelError(

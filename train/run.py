@@ -112,8 +112,7 @@ class Run:
         self._say(f"going on from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
-                f"`steps`: expected at least {done}, which the run in {self.folder} has done, got "
-                f"{steps}."
+                f"`steps`: expected at least {done}, which {self.folder} has done, got {steps}."
             )
         return None
 

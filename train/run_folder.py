@@ -56,13 +56,11 @@ def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool
     names.discard(LOCK)
     if not is_run and names & WRITTEN:
         raise SettingsError(
-            f"`run`: expected a new folder or one of a run, got {folder}, which is neither and has "
-            f"a {min(names & WRITTEN)}."
+            f"`run`: expected a new folder or a run's, got {folder} with a {min(names & WRITTEN)}."
         )
     if fresh and names:
         raise SettingsError(
-            f"`--fresh`: expected {folder} to be new or empty, got a folder with "
-            f"{', '.join(sorted(names)[:4])}."
+            f"`--fresh`: expected {folder} to be new or empty, got a folder with {min(names)}."
         )
     written = names & {models.WEIGHTS, models.FOLDER}
     if written and "checkpoints" not in names:

@@ -143,8 +143,7 @@ class SavedCheckpoints:
         if problem := processes.from_first(damage(folder) or ""):
             raise CheckpointError(
                 f"expected a whole checkpoint {step} in {self._folder}, got one that is damaged: "
-                f"{problem}. Take another one; at the end of a run --no-keep-best takes the "
-                "weights of the last step."
+                f"{problem}. Take another one, or at the end of a run --no-keep-best."
             )
         saved, others = split_arrays({"params": like, "opt_state": ()})
         run = self._read_run(step)

@@ -53,9 +53,8 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
     if last >= vocabulary:
         raise TokenizerError(
-            f"{folder / TOKENIZER}: expected ids below {vocabulary}, the model's `vocab_size` in "
-            f"config.json, but the last one is {last} ({tokens.id_to_token(last)!r}). Take the "
-            "tokenizer that the model came with."
+            f"{folder / TOKENIZER}: expected ids below {vocabulary}, the model's `vocab_size`, but "
+            f"the last one is {last}. Take the tokenizer that the model came with."
         )
     entries = {
         name: read_object(folder / name, TokenizerError)
@@ -159,8 +158,7 @@ def _named(key: str, token: Any, path: Path, tokens: tokenizers.Tokenizer) -> in
     number = tokens.token_to_id(token) if isinstance(token, str) else None
     if number is None:
         raise TokenizerError(
-            f"{path}: expected `{key}` to be one of the tokens of {TOKENIZER} beside it, got "
-            f"{token!r}."
+            f"{path}: expected `{key}` to be one of the tokens of {TOKENIZER}, got {token!r}."
         )
     return number
 

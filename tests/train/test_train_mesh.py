@@ -116,7 +116,7 @@ def test_the_batch_is_split_over_data_and_fsdp():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"processes": 2}, "together or none of them, got --processes alone"),
+        ({"processes": 2}, "together, got --processes alone"),
         ({"coordinator": "a:1", "process": 0}, "got --coordinator and --process alone"),
         ({"coordinator": "a", "processes": 2, "process": 0}, "expected HOST:PORT, got a"),
         ({"coordinator": "a:1", "processes": 2, "process": 2}, "from 0 to .*got 2 with .* 2"),

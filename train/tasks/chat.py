@@ -107,8 +107,7 @@ def _messages(where: str, record: dict[str, Any]) -> list[dict[str, Any]]:
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise DataError(
-            f'{where}: expected an object {{"role": ..., "content": ...}}, got '
-            f"{shorten(repr(message))}."
+            f'{where}: expected {{"role": ..., "content": ...}}, got {shorten(repr(message))}.'
         )
     # Tables have a column for each field that any message has.
     message = {name: value for name, value in message.items() if value is not None}

@@ -135,9 +135,8 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
     if len(classes) > max(MANY_CLASSES, len(labels) // 2):
         listed = ", ".join(shorten(repr(label)) for label in classes[:3])
         raise DataError(
-            f"{data}: expected labels of classes in column {column!r}, got {len(classes)} "
-            f"different ones in {len(labels)} rows: {listed}, ... Name the column of the labels "
-            "with --label-column."
+            f"{data}: expected classes in column {column!r}, got {len(classes)} different ones in "
+            f"{len(labels)} rows: {listed}, ... Name the column with --label-column."
         )
     return classes
 
@@ -178,8 +177,7 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
         if len(blank) * BLANK_SHARE > total:
             raise DataError(
                 f"{path}: expected texts in {' and '.join(map(repr, columns.texts))}, found "
-                f"{len(blank)} of {total} rows without: {listed}. Name the column of the texts "
-                "with --text-column."
+                f"{len(blank)} of {total} rows without: {listed}. Name it with --text-column."
             )
         if blank:
             notes.append(f"{path.name}: left out {len(blank)} rows without text: {listed}")

@@ -148,7 +148,7 @@ def check_room(tokenizer: Tokenizer, sequence_length: int, *, pair: bool) -> Non
     if sequence_length <= special:
         raise DataError(
             f"`sequence_length`: expected more than {special}, the special tokens of an example, "
-            f"got {sequence_length}. 64 is usual."
+            f"got {sequence_length}."
         )
 
 

@@ -57,10 +57,7 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     fitting = [path for path in listed if path.name.lower().endswith(suffixes)]
     if not fitting:
         names = ", ".join(path.name for path in listed[:12]) or "no files"
-        raise DataError(
-            f"`data`: expected files {kinds} in {data}, whose folders are not entered, found "
-            f"{names}."
-        )
+        raise DataError(f"`data`: expected files {kinds} in {data} itself, found {names}.")
     train, validation, notes = _sides(data, {path.name: [path] for path in fitting})
     if validation and not train:
         raise DataError(
@@ -103,7 +100,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             if "\0" in text:
                 raise DataError(
                     f"{path}, line {number}: expected UTF-8 text, got NUL at character "
-                    f"{text.index(chr(0)) + 1} of the line."
+                    f"{text.index(chr(0)) + 1}."
                 )
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 

@@ -203,8 +203,7 @@ def _read(path: Path, fmt: Format, broken: list[int] | None, labels: list[int]) 
             continue
         if not row:
             raise DataError(
-                f"{where}: expected {len(names)} columns separated by tabs ({', '.join(names)}), "
-                f"got {len(cells)}."
+                f"{where}: expected {len(names)} columns ({', '.join(names)}), got {len(cells)}."
             )
         if not all(texts):
             missing = fmt.sentences[texts.index("")]

@@ -65,9 +65,8 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
         return {"": _files_of(folder)}
     if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
         raise DataError(
-            f"expected a folder that `save_to_disk` of `datasets` has written, got {folder}, which "
-            f"has Arrow files and {INFO} but no {STATE}: a part of its cache. Save it to a folder "
-            "of its own: dataset.save_to_disk(DIR)."
+            f"expected a folder that `save_to_disk` of `datasets` has written, got {folder}, with "
+            f"no {STATE}: a part of its cache. Save it by itself: dataset.save_to_disk(DIR)."
         )
     return None
 
@@ -84,8 +83,7 @@ def _listed(path: Path, key: str) -> list[Any]:
     listed = read_object(path, DataError).get(key)
     if not isinstance(listed, list):
         raise DataError(
-            f"{path}: expected a list `{key}`, as `save_to_disk` of `datasets` writes it, got "
-            f"{listed!r}."
+            f"{path}: expected a list `{key}`, as `save_to_disk` writes it, got {listed!r}."
         )
     return listed
 
