@@ -26,6 +26,7 @@ SHORT = {
     "dtype": "float32",
     "topk_ratio": 0.25,
     "update_interval": 2,  # two groups of leaves, and as many programs of each kind
+    "length_buckets": 1,  # each is a program of its own
     "max_grad_norm": 1.0,
     "evaluate_every": 10,
     "save_every": 5,
@@ -52,7 +53,7 @@ def glue(folder: Path) -> dict:
     for name, times in (("train.tsv", EXAMPLES // 4), ("dev.tsv", 3)):
         (folder / name).write_text("sentence\tlabel\n" + "".join(rows * times), encoding="utf-8")
     settings = {"sequence_length": 12, "keep_best": True, "scan_layers": True}
-    return {"task": "sst2", "data": str(folder)} | settings
+    return {"task": "sst2", "data": str(folder), "length_buckets": 2} | settings
 
 
 def validations(run: Path) -> list[tuple[str, ...]]:
