@@ -51,15 +51,15 @@ def resume(training: Training, folder: Path, **engine: Any) -> Any:
         "engine": zenflow_jax.abstract_engine_state(training.state),
     }
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(folder, template)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(template), strict=True):
+        restored = checkpointer.restore(folder, template)
+    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
         if isinstance(y, jax.ShapeDtypeStruct):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
             assert x.sharding.memory_kind == y.sharding.memory_kind
     with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
         streamed = checkpointer.restore(_streamed(folder), args=zenflow_jax.EngineRestore())
-    assert_same_state(found["engine"], streamed)
-    training.params, training.state = found["params"], found["opt_state"]
+    assert_same_state(restored["engine"], streamed)
+    training.params, training.state = restored["params"], restored["opt_state"]
     training.engine = zenflow_jax.HostEngine(
         training.params, training.state, engine_state=streamed, **ENGINE, **engine
     )
@@ -72,15 +72,15 @@ def assert_same_state(placed: Any, streamed: Any) -> None:
     runs.assert_same_bits(
         (placed["counts"], placed["options"]), (streamed["counts"], streamed["options"])
     )
-    for mine, stored in zip(placed["leaves"], streamed["leaves"], strict=True):
-        assert mine.keys() == stored.keys()
-        for name in mine.keys() - {"total"}:  # of which a window without a step has none
-            for shard in mine[name].addressable_shards:
+    for shards, stored in zip(placed["leaves"], streamed["leaves"], strict=True):
+        assert shards.keys() == stored.keys()
+        for name in shards.keys() - {"total"}:  # of which a window without a step has none
+            for shard in shards[name].addressable_shards:
                 index = [
                     s.indices(n)[:2] for s, n in zip(shard.index, stored[name].shape, strict=True)
                 ]
-                there = stored[name][tuple(slice(*ends) for ends in index)]
-                np.testing.assert_array_equal(np.asarray(shard.data), there)
+                expected = stored[name][tuple(slice(*ends) for ends in index)]
+                np.testing.assert_array_equal(np.asarray(shard.data), expected)
 
 
 def _streamed(folder: Path) -> Path:

@@ -81,9 +81,9 @@ def wanted(name):
     return of["hidden"] * of["attention_mask"][..., None] if name == "bert_masked" else of["logits"]
 
 
-def assert_close(found, wanted, tolerance=TOLERANCE, floor=0.0):
+def assert_close(actual, wanted, tolerance=TOLERANCE, floor=0.0):
     atol = tolerance * max(np.abs(wanted).max(), floor)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=atol)
 
 
 def assert_same_bits(one, other):

@@ -159,7 +159,7 @@ def test_a_stage_that_goes_wrong_loses_only_itself_and_what_it_had_not_found(tmp
     ]
     outcomes = on_gpu.run(stages, tmp_path, seconds=100, rehearse=True, command="a test")
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    found = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["stages"]
+    saved = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["stages"]
     assert [o.ended.splitlines()[0] for o in outcomes] == [
         "failed: ValueError: expected luck, got none",
         "died of SIGABRT",
@@ -169,11 +169,11 @@ def test_a_stage_that_goes_wrong_loses_only_itself_and_what_it_had_not_found(tmp
         "done",
     ]
     assert [o.well for o in outcomes] == [False, False, False, False, True]
-    for stage, data in zip(stages[:3], found, strict=False):
+    for stage, data in zip(stages[:3], saved, strict=False):
         assert f"what {stage.name} found" in text
         assert data["found"] == stage.name
     # What a stage said last is in the report: of the one that aborted, where it was.
-    assert "failing_stages.py" in found[1]["last_lines"]
+    assert "failing_stages.py" in saved[1]["last_lines"]
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert [log.count(f"==== {stage.name}") for stage in stages] == [1] * 5
     assert (tmp_path / PICTURE).exists()

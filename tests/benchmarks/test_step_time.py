@@ -140,7 +140,7 @@ def test_synchronous_offload_is_adamw(model, tokens, limit):
 @pytest.mark.slow
 def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     saved = []
-    found = compare(
+    comparison = compare(
         model,
         ["zenflow-s4-r0.05", "parked"],
         rounds=2,
@@ -149,9 +149,9 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
         threads=1,
         save=lambda c: saved.append(to_json([c], {"rounds": 2})),
     )
-    assert [len(r.step_s) for r in found.results] == [4, 4]
-    assert [len(r.work_s) for r in found.results] == [2, 2]
-    ours, parked = figures(found).values()
+    assert [len(r.step_s) for r in comparison.results] == [4, 4]
+    assert [len(r.work_s) for r in comparison.results] == [2, 2]
+    ours, parked = figures(comparison).values()
     # 2 bytes of bf16 in each step, and once a window, and the step's scalars.
     n, offloaded, step_scalars = 32 * 16 * 2 + 16, 32 * 16 * 2, 4 * (8 + 3)
     assert ours["to_host"] == (2 * offloaded + step_scalars) / n
@@ -163,7 +163,7 @@ def test_a_comparison_measures_every_peer_in_every_round(model, tmp_path):
     assert parked["idle"] is None
     assert len(saved) == 3  # after the first turns, and after each round
     assert json.loads(json.dumps(saved[-1]))["comparisons"][0]["tokens"] == LENGTH
-    draw([found, dataclasses.replace(found, batch=2)], tmp_path / "plot.png")
+    draw([comparison, dataclasses.replace(comparison, batch=2)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
@@ -191,12 +191,12 @@ def test_idle_is_the_share_that_adamw_does_not_need():
             Result("offload", step_s=[0.8], device_peak_bytes=300, **once),
         ],
     )
-    found = figures(comparison)
-    assert found["offload"]["idle"] == pytest.approx(0.75)
-    assert found["offload"]["tokens_per_s"] == pytest.approx(25)
-    assert found["offload"]["device_peak"] == 3
-    assert found["adamw"]["step_ms"] == pytest.approx(200)
-    assert found["adamw"]["to_host"] == 0.5
+    measured = figures(comparison)
+    assert measured["offload"]["idle"] == pytest.approx(0.75)
+    assert measured["offload"]["tokens_per_s"] == pytest.approx(25)
+    assert measured["offload"]["device_peak"] == 3
+    assert measured["adamw"]["step_ms"] == pytest.approx(200)
+    assert measured["adamw"]["to_host"] == 0.5
     assert "| 75.0% |" in table(comparison)
 
 

@@ -85,8 +85,8 @@ def test_compact_moments_go_on_on_other_devices_rounded_once_more(tmp_path):
     with compact(shardings=placed(after)) as training:
         resume(training, tmp_path / "checkpoint", host_state="compact")
         again = training.engine.state()
-        for mine, theirs in zip(again["leaves"], saved, strict=True):
-            for name, x in mine.items():
+        for ours, theirs in zip(again["leaves"], saved, strict=True):
+            for name, x in ours.items():
                 # By half a code at most, of what is largest in a group.
                 atol = 0.01 * np.max(abs(theirs[name])) if name in ("mu", "nu") else 0
                 np.testing.assert_allclose(np.asarray(x), theirs[name], rtol=0, atol=atol)

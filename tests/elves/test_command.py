@@ -23,8 +23,8 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     rng = np.random.default_rng(0)
-    some = {"w": rng.normal(scale=0.02, size=(300, 400)), "b": rng.normal(scale=0.02, size=400)}
-    save_file({k: v.astype(np.float32) for k, v in some.items()}, folder / "model.safetensors")
+    tensors = {"w": rng.normal(scale=0.02, size=(300, 400)), "b": rng.normal(scale=0.02, size=400)}
+    save_file({k: v.astype(np.float32) for k, v in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     return folder
 
@@ -130,8 +130,8 @@ def test_mistakes_are_explained_and_change_nothing(model, capsys, monkeypatch, a
 
 def test_the_command_needs_no_jax():
     code = "import sys, train.compress; print('jax' in sys.modules, 'zenflow_jax' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "False False\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
 
 
 def test_what_a_bound_is_not_for_is_said(model, tmp_path, capsys):

@@ -93,15 +93,15 @@ def learned(tokenizer, example):
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, case):
-    given, of = EXPECTED[name][case], template(name)
-    conversation = of.conversation(given["messages"], given.get("tools"))
-    assert conversation.text == given["text"]
-    asked = of.render(given["messages"][:-1], ask=True, tools=given.get("tools"))
-    assert asked == given["asked"]
+    expected, of = EXPECTED[name][case], template(name)
+    conversation = of.conversation(expected["messages"], expected.get("tools"))
+    assert conversation.text == expected["text"]
+    asked = of.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
+    assert asked == expected["asked"]
     encoded = chat.encode(tokenizer, iter([conversation]))
-    assert encoded.tokens.tolist() == given["tokens"]
-    if given["answers"] is not None:
-        assert encoded.marks.tolist() == given["answers"]
+    assert encoded.tokens.tolist() == expected["tokens"]
+    if expected["answers"] is not None:
+        assert encoded.marks.tolist() == expected["answers"]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
 def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
     tmp_path, tokenizer, template, name, case, answers
 ):
-    given = EXPECTED[name][case]
+    expected = EXPECTED[name][case]
     path = tmp_path / "train.jsonl"
-    line = json.dumps({"messages": given["messages"], "tools": given.get("tools")})
+    line = json.dumps({"messages": expected["messages"], "tools": expected.get("tools")})
     path.write_text(line + "\n" + line)
     shutil.copyfile(path, tmp_path / "valid.jsonl")
     task = make(tmp_path, tokenizer, template(name), length=300)
@@ -126,9 +126,9 @@ def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
     example = task.train[1]
     assert learned(tokenizer, example) == [answer + end for answer in answers]
     assert (len(example["tokens"]), len(example["weights"])) == (301, 300)
-    assert task.train.lengths.tolist() == [len(given["tokens"]) - 1] * 2
-    assert example["tokens"][len(given["tokens"]) :].tolist() == [tokenizer.pad] * (
-        301 - len(given["tokens"])
+    assert task.train.lengths.tolist() == [len(expected["tokens"]) - 1] * 2
+    assert example["tokens"][len(expected["tokens"]) :].tolist() == [tokenizer.pad] * (
+        301 - len(expected["tokens"])
     )
     assert (task.kind, task.best, task.notes) == ("decoder", "loss", ())
 
@@ -324,9 +324,9 @@ def test_the_template_of_a_run_is_that_of_its_folder_or_the_one_that_is_named(of
 
 @pytest.mark.slow
 def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, tmp_path, capsys):
-    mine = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "mine.jinja")
+    template_file = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "mine.jinja")
     settings = of_chats | {
-        "chat_template": str(mine),
+        "chat_template": str(template_file),
         "steps": 2,
         "batch_size": 2,
         "length_buckets": 1,
@@ -341,8 +341,8 @@ def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, t
     shown = capsys.readouterr().out.partition("compiling")[0]
     assert "examples: median" in shown
     assert "[/b]" in shown
-    run, text, out = tmp_path / "runs" / "a", mine.read_text(), str(tmp_path / "out")
-    mine.unlink()
+    run, text, out = tmp_path / "runs" / "a", template_file.read_text(), str(tmp_path / "out")
+    template_file.unlink()
     assert (run / "model" / "chat_template.jinja").read_text() == text
     assert f'chat_template = "{run / "chat_template.jinja"}"' in (run / "settings.toml").read_text()
     capsys.readouterr()

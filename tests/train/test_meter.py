@@ -49,8 +49,8 @@ def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
 
 
 def test_the_schedule_of_a_row_is_of_its_interval_and_carries_a_length_on():
-    now = EngineStats()
-    meter = meter_of(2, stats=lambda: now)
+    stats = EngineStats()
+    meter = meter_of(2, stats=lambda: stats)
     meter.start()
     rows = []
     for step, lengths, more in (
@@ -59,7 +59,7 @@ def test_the_schedule_of_a_row_is_of_its_interval_and_carries_a_length_on():
         (6, {1: 1, 3: 1}, {"reselections": 1}),
         (8, {1: 1, 3: 2}, {"reselections": 2, "kept_share": 0.5}),
     ):
-        now = EngineStats(steps=step, window_lengths=lengths, **more)
+        stats = EngineStats(steps=step, window_lengths=lengths, **more)
         rows += [metered(meter, 1.0), metered(meter, 1.0)]
     rows = [row[5:] for row in [*rows, *meter.drain()] if row]
     assert rows == [

@@ -138,14 +138,14 @@ def test_targets_of_weight_zero_count_nothing():
     model = nnx.merge(graphdef, params)
     tokens = np.random.default_rng(0).integers(0, 256, (4, 9), dtype=np.uint8)
     weights = answers_of(tokens)
-    found = of_tokens(model, {"tokens": tokens, "weights": weights})
-    np.testing.assert_array_equal(found.targets, [0, 1, 2, 3])
-    assert found.losses[0] == 0
+    result = of_tokens(model, {"tokens": tokens, "weights": weights})
+    np.testing.assert_array_equal(result.targets, [0, 1, 2, 3])
+    assert result.losses[0] == 0
     changed = np.where(np.pad(weights, ((0, 0), (1, 0))) > 0, tokens, 0)
     # The first token is an input of the first target.
     changed[:, 0] = tokens[:, 0]
     again = of_tokens(model, {"tokens": changed, "weights": weights})
-    np.testing.assert_allclose(found.losses, again.losses, rtol=F32_RTOL)
+    np.testing.assert_allclose(result.losses, again.losses, rtol=F32_RTOL)
 
 
 def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
