@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from train.hf_tensors import leaf_name
-from train.pretrained import Pretrained, load_weights, make_model, read_folder
+from train.pretrained import load_weights, make_model, read_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DECODERS = ["llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3"]
@@ -37,16 +37,15 @@ def make(pretrained, *, labels=None, weight_dtype=jnp.float32, compute_dtype=Non
     """A model's definition, and the shapes of its weights."""
     options |= {"weight_dtype": weight_dtype, "compute_dtype": compute_dtype or weight_dtype}
     labels = labels or pretrained.labels or 2
-    return _traced(pretrained.architecture, pretrained.config, labels, tuple(options.items()))
+    return _traced(pretrained.config, labels, tuple(options.items()))
 
 
 @functools.cache
-def _traced(architecture, config, labels, options):
+def _traced(config, labels, options):
     """What neither the folder nor its weights decide, once for all tests that ask for it."""
-    of = Pretrained(Path(), architecture, config, {}, labels, {})
 
     def split():
-        model = make_model(of, labels=labels, rngs=nnx.Rngs(0), **dict(options))
+        model = make_model(config, labels=labels, rngs=nnx.Rngs(0), **dict(options))
         graphdef, params = nnx.split(model)
         return graphdef, nnx.as_pure(params)
 

@@ -194,11 +194,10 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
         # What overflows in float16 does not in these.
         dtype = "bfloat16" if models.dtype_of(origin) == jnp.bfloat16 else "float32"
     options = {"weight_dtype": np.dtype(dtype), "compute_dtype": np.dtype(dtype)}
+    options |= {"scan_layers": True, "labels": 0}
 
     def build():
-        return pretrained.make_model(
-            origin, labels=0, scan_layers=True, rngs=nnx.Rngs(0), **options
-        )
+        return pretrained.make_model(origin.config, rngs=nnx.Rngs(0), **options)
 
     graphdef, shapes = jax.eval_shape(lambda: models.split(build()))
     return graphdef, pretrained.load_weights(origin, shapes)

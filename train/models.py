@@ -108,7 +108,7 @@ def builder(
         rngs = nnx.Rngs(settings.seed)
         if origin is None:
             return Decoder(own_config(settings), rngs=rngs, **options)
-        return pretrained.make_model(origin, labels=labels, rngs=rngs, **options)
+        return pretrained.make_model(origin.config, labels=labels, rngs=rngs, **options)
 
     return build
 

@@ -96,14 +96,10 @@ def read_folder(folder: Path) -> Pretrained:
     return pretrained
 
 
-def make_model(pretrained: Pretrained, *, labels: int, **options: Any) -> Decoder | BertClassifier:
-    """The folder's model, with weights drawn at random; `labels` are of the head of an encoder."""
-    return _make(pretrained.config, labels, **options)
-
-
-def _make(
-    config: DecoderConfig | EncoderConfig, labels: int, **options: Any
+def make_model(
+    config: DecoderConfig | EncoderConfig, *, labels: int, **options: Any
 ) -> Decoder | BertClassifier:
+    """The model of a config, with weights drawn at random; an encoder's head has `labels`."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, **options)
     return BertClassifier(config, labels=labels, **options)
@@ -219,7 +215,7 @@ def _shapes(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
 
     def params():
         dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}
-        model = _make(config, labels, scan_layers=True, rngs=nnx.Rngs(0), **dtypes)
+        model = make_model(config, labels=labels, scan_layers=True, rngs=nnx.Rngs(0), **dtypes)
         return nnx.as_pure(nnx.split(model)[1])
 
     return jax.eval_shape(params)

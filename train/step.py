@@ -77,9 +77,8 @@ def make_train_step(
         graphdef: The model's definition.
         tx: As `make_optimizer` makes it.
         per_example: `of_tokens` or `of_labels`.
-        micro_batches: Parts of a batch that are computed one after the other. Their gradients,
-            each in the dtype of its parameter, are summed in float32, which takes 4 bytes a
-            parameter.
+        micro_batches: Parts of a batch that are computed one after the other. Their gradients
+            are summed in float32, which takes 4 bytes a parameter.
         placement: On a mesh, shardings of the parameters and of the optimizer's state, which
             the compiler would otherwise be free to change.
     """
