@@ -218,15 +218,18 @@ def _format_of(folder: Path) -> tuple[str, str]:
 
 def _check_folder(folder: Path) -> None:
     """Explains which folder is meant if this one is a run's own."""
-    if (folder / "config.json").exists() or not (folder / "settings.toml").exists():
+    if (folder / "config.json").exists():
         return
-    remedy = f"one that has not ended: write it with train.finetune --run {folder.name} --export"
     if (folder / models.FOLDER).exists():
-        remedy = f"whose model is in a folder below. Pass --model {folder / models.FOLDER}"
+        of_run = f"whose model is in a folder below. Pass --model {folder / models.FOLDER}"
     elif (folder / models.WEIGHTS).exists():
-        remedy = "of the task standard_library, whose model has neither that nor a tokenizer."
+        of_run = "of the task standard_library, whose model has neither that nor a tokenizer"
+    elif (folder / "settings.toml").exists():
+        of_run = f"without a model. Write one: train.finetune --run {folder.name} --export best DIR"
+    else:
+        return
     raise SettingsError(
-        f"`model`: expected a folder with a config.json, got {folder}, a run, {remedy}"
+        f"`model`: expected a folder with a config.json, got {folder}, a run {of_run}"
     )
 
 
