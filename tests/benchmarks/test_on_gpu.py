@@ -5,7 +5,6 @@ is whole.
 import functools
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,6 @@ from benchmarks.step_time_model import llama, make_model
 from benchmarks.step_time_peers import PEERS
 from tests.failing_stages import failing
 from zenflow_jax._exchange import pinned
-
-ROOT = Path(__file__).parents[2]
 
 
 # --- stages ---------------------------------------------------------------------------------
@@ -43,16 +40,16 @@ def rehearsal(tmp_path_factory):
     return folder, text
 
 
-def found_by(stage, folder):
+def figures_of(stage, folder):
     data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    (found,) = [found for found in data["stages"] if found["name"] == stage]
-    return found
+    (figures,) = [figures for figures in data["stages"] if figures["stage"] == stage]
+    return figures
 
 
 @pytest.mark.slow
 def test_the_stage_of_facts_measures_every_part_of_the_machine(rehearsal):
     folder, text = rehearsal
-    facts = found_by("facts", folder)
+    facts = figures_of("facts", folder)
     assert "| NumPy, pageable |" in text
     assert all(copy["together_s"] > 0 for copy in facts["beside"].values())
     assert facts["matmul_tflop_s"] > 0
@@ -62,13 +59,13 @@ def test_the_stage_of_facts_measures_every_part_of_the_machine(rehearsal):
 @pytest.mark.slow
 def test_the_stage_of_correctness_asks_everything_and_all_of_it_is_so(rehearsal):
     folder, _ = rehearsal
-    assert found_by("correct", folder)["rows"] == dict.fromkeys(checks.QUESTIONS, "pass")
+    assert figures_of("correct", folder)["rows"] == dict.fromkeys(checks.QUESTIONS, "pass")
 
 
 @pytest.mark.slow
 def test_the_stage_of_step_times_compares_every_part_and_compiles_all_of_it_ahead(rehearsal):
     folder, text = rehearsal
-    times = found_by("step_time", folder)
+    times = figures_of("step_time", folder)
     parts = sizes.step_time(Machine(0, 0), rehearse=True)
     assert set(times["parts"]) == {part.title for part in parts}
     for part in parts:
@@ -83,7 +80,7 @@ def test_the_stage_of_step_times_compares_every_part_and_compiles_all_of_it_ahea
 @pytest.mark.slow
 def test_the_stage_of_the_headline_trains_eight_steps_on_real_text(rehearsal):
     folder, text = rehearsal
-    headline = found_by("headline", folder)
+    headline = figures_of("headline", folder)
     assert len(headline["losses"]) == len(headline["step_s"]) == 8
     assert 0 < min(headline["losses"]) <= max(headline["losses"]) < 2 * np.log(256)
     assert headline["host_peak_bytes"] > 0
