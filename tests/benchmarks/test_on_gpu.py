@@ -20,7 +20,6 @@ from benchmarks.step_time_peers import PEERS
 from tests.failing_stages import failing
 from zenflow_jax._exchange import pinned
 
-
 # --- stages ---------------------------------------------------------------------------------
 
 
