@@ -346,18 +346,18 @@ class Reference:
                 for group in groups
                 for score in sorted((c.score for c in group), reverse=True)[: leaf.k]
             )
-            mine = leaf.param.size * len(groups) / len(leaf.groups)
-            total += mine * (held / best if best > 0 else 1.0)
-            size += mine
+            closing = leaf.param.size * len(groups) / len(leaf.groups)
+            total += closing * (held / best if best > 0 else 1.0)
+            size += closing
         return total / size if size else 1.0
 
     def _in_turn(self, turn: int) -> list[tuple[_Leaf, list[list[_Channel]]]]:
         """The leaves that close windows in this turn, with those of their groups that do."""
-        mine = [
+        pairs = [
             (leaf, [g for g, its in zip(leaf.groups, leaf.turns, strict=True) if its == turn])
             for leaf in self._leaves
         ]
-        return [(leaf, groups) for leaf, groups in mine if groups]
+        return [(leaf, groups) for leaf, groups in pairs if groups]
 
     def _close_window(self, turn: int, *, overlap: bool) -> None:
         # The update before this one first: after the next lines the masters are a window further.
@@ -499,8 +499,8 @@ def _weigh(leaf: _Leaf, g: np.ndarray) -> tuple[float, float]:
     """Root mean squares of the deferred and of the selected channels' gradient."""
     both = []
     for selected in (False, True):
-        mine = [g[c.where].ravel() for c in leaf.channels if c.selected == selected]
-        both.append(math.sqrt(np.mean(np.square(np.concatenate(mine)), dtype=np.float64)))
+        side = [g[c.where].ravel() for c in leaf.channels if c.selected == selected]
+        both.append(math.sqrt(np.mean(np.square(np.concatenate(side)), dtype=np.float64)))
     deferred, chosen = both
     return deferred, chosen
 

@@ -44,8 +44,8 @@ def test_every_public_name_has_an_example(name):
 
 def section(doc, title):
     """The names that a Google section of a docstring explains."""
-    found = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
-    return re.findall(r"^    (\w+):", found[1], re.MULTILINE) if found else []
+    match = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
+    return re.findall(r"^    (\w+):", match[1], re.MULTILINE) if match else []
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -144,9 +144,9 @@ def collect():
         ):
             # "test_method3 (opt_name='zenflow', ..., dtype='bfloat16')"
             described = case.id().split(f"{class_name}.", 1)[1]
-            found = [e for e in EXCEPTIONS if re.match(e[0], described)]
-            assert len(found) <= 1, described
-            yield f"{name}-{described.split()[0]}", case, found[0] if found else None
+            matching = [e for e in EXCEPTIONS if re.match(e[0], described)]
+            assert len(matching) <= 1, described
+            yield f"{name}-{described.split()[0]}", case, matching[0] if matching else None
 
 
 COLLECTED = list(collect())
@@ -201,5 +201,5 @@ def test_an_excepted_case_fails_for_the_listed_reason_only(case, words):
     ],
 )
 def test_the_batteries_are_not_empty(method, settings):
-    found = sum(id.rstrip("0123456789") == method and e is None for id, _, e in COLLECTED)
-    assert found >= settings
+    count = sum(id.rstrip("0123456789") == method and e is None for id, _, e in COLLECTED)
+    assert count >= settings

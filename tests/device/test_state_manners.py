@@ -24,8 +24,8 @@ def test_optax_finds_and_sets_by_name_what_is_in_a_chain(offload):
     assert optax.tree.get(state, "step") is state[1].step
     assert optax.tree.get(state, "ZenFlowState") is state[1]
     assert optax.tree.get(state, "no such name") is None
-    found = {id(x) for _, x in optax.tree.get_all_with_path(state, "mu")}
-    assert found >= {id(leaf.mu) for leaf in state[1].leaves}
+    reached = {id(x) for _, x in optax.tree.get_all_with_path(state, "mu")}
+    assert reached >= {id(leaf.mu) for leaf in state[1].leaves}
     new = optax.tree.set(state, skipped=jnp.int32(3))
     assert int(optax.tree.get(new, "skipped")) == 3
     assert jax.tree.structure(new) == jax.tree.structure(state)

@@ -116,17 +116,17 @@ def test_groups_close_their_windows_one_after_the_other(settings, expected):
     schedule = Schedule(*settings, None)
     for group, row in enumerate(expected):
         for kind in int, jnp.int32:
-            found, waits = "", False
+            letters, waits = "", False
             for t in range(1, len(row) + 1):
                 boundary = schedule.boundary(kind(t), None, group)
                 # It may say so where nothing waits yet.
                 arrives = waits and bool(boundary.arrives)
-                found += letter(boundary).replace(".", "a" if arrives else ".")
+                letters += letter(boundary).replace(".", "a" if arrives else ".")
                 waits = waits and not arrives
                 if boundary.closes:
                     assert not waits, "the next update would be made before this one arrives"
                     waits = not boundary.synchronous
-            assert found == row, group
+            assert letters == row, group
 
 
 @pytest.mark.parametrize(("settings", "known", "expected"), ADAPTIVE, ids=lambda x: str(x))
