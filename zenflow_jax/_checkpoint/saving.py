@@ -102,18 +102,24 @@ class Saver:
             fingerprints=fingerprints,
             **self._worker.counts(),
         )
-        leaves = self._worker.leaves()
+        leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:
             copy_bytes = sum(leaf.master.size for leaf in leaves)
+        places = {}
+        for i in parts:
+            part = self._offloaded.parts[i]
+            spec, names = self._offloaded.specs[part.leaf], list(arrays[part.leaf])
+            if "total" in names and not counts.counted[part.spec.group]:
+                names.remove("total")
+            places[i] = {name: place_of(name, part, spec) for name in names}
         return EngineStream(
             offloaded=self._offloaded,
-            arrays=arrays_of_leaves(self._abstract),
+            arrays=arrays,
             small=small_arrays(counts, self._abstract),
-            counted=counts.counted,
             # A live view of a device's array would block its donation.
             before=[None if x is None else np.array(x) for x in self._updates.before],
             adam=HostAdam(self._host_kernel, 1),
-            parts=parts,
+            places=places,
             snapshot=Snapshot({i: leaves[i] for i in parts}, copy_bytes),
             processes=sorted({device.process_index for device in self._devices}),
         )
@@ -127,22 +133,21 @@ class EngineStream:
         offloaded: The leaves whose arrays the host has.
         arrays: Shape, dtype and sharding of the arrays of each of them.
         small: Counts and options: a tree of small NumPy arrays, the same in all processes.
-        counted: Steps in the sum of each group's open window.
         before: For each part, its channels selected during the pending update's window, as
             `HostLeaf.channels`; None if they still are.
         adam: Adds up mail, on the thread that writes.
-        parts: The numbers of the parts that the snapshot has.
-        snapshot: The host's arrays.
+        places: For each part that is saved, where its arrays are in those of the leaf. A sum
+            without a step is left out.
+        snapshot: The host's arrays of these parts.
         processes: Those that the engine is in, ascending; each writes a file.
     """
 
     offloaded: OffloadedLeaves
     arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]
     small: Mapping[str, Any]
-    counted: Sequence[int]
     before: Sequence[np.ndarray | None]
     adam: HostAdam
-    parts: Sequence[int]
+    places: Mapping[int, Mapping[str, tuple[slice, ...]]]
     snapshot: Snapshot
     processes: Sequence[int]
 
@@ -171,28 +176,27 @@ class EngineStream:
     def _write(self, folder: Path) -> None:
         small = dict(_flat(self.small, ""))
         tensors = {name: (x.dtype, x.shape) for name, x in small.items()}
-        for i in self.parts:
-            for name, place in self._places(i).items():
-                shape = tuple(s.stop - s.start for s in place)
-                tensors[self._tensor(i, name)] = (self._array(i, name).dtype, shape)
+        for i, places in self.places.items():
+            for name, place in places.items():
+                tensors[self._tensor(i, name)] = (self._array(i, name).dtype, _size(place))
         shapes = [
             {name: (x.dtype.name, x.shape) for name, x in arrays.items()} for arrays in self.arrays
         ]
         # Others may be in jax's run, each with an engine and checkpoints of its own.
         number, count = self.processes.index(jax.process_index()), len(self.processes)
         metadata = {"format": FORMAT, "processes": str(count), "leaves": json.dumps(shapes)}
-        missing = len(self.parts)
+        missing = len(self.places)
         with new_file(folder / file_name(number, count), tensors, metadata) as write:
             for name, x in small.items():
                 write(name, np.ascontiguousarray(x))
             for i, leaf in self.snapshot.leaves():
-                for name in self._places(i):
+                for name in self.places[i]:
                     for begin, elements in self._blocks(i, leaf, name):
                         write(self._tensor(i, name), elements, begin)
                 missing -= 1
             if missing:
                 raise RuntimeError(
-                    f"expected to write {len(self.parts)} parts of an engine's state, got all but "
+                    f"expected to write {len(self.places)} parts of an engine's state, got all but "
                     f"{missing} when it was closed. Save again, and let orbax finish: "
                     "`wait_until_finished`."
                 )
@@ -201,22 +205,9 @@ class EngineStream:
         """The array of a leaf that part `i` has a piece of."""
         return self.arrays[self.offloaded.parts[i].leaf][name]
 
-    def _place(self, i: int, name: str) -> tuple[slice, ...]:
-        part = self.offloaded.parts[i]
-        return place_of(name, part, self.offloaded.specs[part.leaf])
-
-    def _places(self, i: int) -> dict[str, tuple[slice, ...]]:
-        """Where each array of part `i` is in that of its leaf; a sum without a step is left out."""
-        part = self.offloaded.parts[i]
-        return {
-            name: self._place(i, name)
-            for name in self.arrays[part.leaf]
-            if name != "total" or self.counted[part.spec.group]
-        }
-
     def _tensor(self, i: int, name: str) -> str:
         """The name in the file of an array of part `i`."""
-        start = ",".join(str(s.start) for s in self._place(i, name))
+        start = ",".join(str(s.start) for s in self.places[i][name])
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 
     def _blocks(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
@@ -262,12 +253,17 @@ class EngineStream:
 
     def _filled(self, i: int, leaf: HostLeaf, name: str) -> np.ndarray:
         """An array of part `i`, zero where nothing is saved."""
-        shape = [s.stop - s.start for s in self._place(i, name)]
-        array = blank(shape, self._array(i, name).dtype)
-        if name in self._places(i):
+        places = self.places[i]
+        place = places.get(name, places["master"])  # where the sum would be
+        array = blank(_size(place), self._array(i, name).dtype)
+        if name in places:
             for begin, elements in self._blocks(i, leaf, name):
                 array.reshape(-1)[begin : begin + elements.size] = elements.reshape(-1)
         return array
+
+
+def _size(place: Sequence[slice]) -> tuple[int, ...]:
+    return tuple(s.stop - s.start for s in place)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -199,8 +199,7 @@ def from_deepspeed(
     peak, adam = read_adam(root, learning_rate, adam)
     peak, scheduler = read_scheduler(root, peak, learning_rate)
     clip = root.number("gradient_clipping", max_grad_norm) or None
-    zero_section = root.section("zero_optimization")
-    zero = read_zero(zero_section)
+    zero = read_zero(root.section("zero_optimization"))
     arguments: dict[str, Any] = dict(adam)
     if mask is not None:
         arguments["mask"] = mask
@@ -230,7 +229,7 @@ def from_deepspeed(
         compute_dtype=compute_dtype,
         threads=zero.threads,
         not_translated=not_translated,
-        has_zero=len(zero_section) > 0,
+        has_zero=bool(root.get("zero_optimization")),
         scheduler=scheduler,
         selection=zero.selection,
         peak=peak,

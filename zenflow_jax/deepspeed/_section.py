@@ -26,9 +26,6 @@ class Section:
         self._unread = set(values)
         self._sections: dict[str, Section] = {}
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def name(self, key: str) -> str:
         return f"{self._path}.{key}" if self._path else key
 

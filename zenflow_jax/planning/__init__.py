@@ -6,8 +6,7 @@ not be there.
 """
 
 from zenflow_jax.planning._gpus import GPUS, Gpu, gpu_here, gpu_of_kind
-from zenflow_jax.planning._hiding import Hiding, hiding
-from zenflow_jax.planning._host_work import host_bandwidth
+from zenflow_jax.planning._host_work import Hiding, hiding, host_bandwidth
 from zenflow_jax.planning._plans import (
     EFFICIENCY,
     HOST_RESERVE,

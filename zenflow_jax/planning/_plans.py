@@ -12,8 +12,7 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax.planning._gpus import GPUS, Gpu
-from zenflow_jax.planning._hiding import BUSY, Hiding, hiding_of
-from zenflow_jax.planning._host_work import host_work
+from zenflow_jax.planning._host_work import BUSY, Hiding, hiding_of, host_work
 from zenflow_jax.planning._memory import device_memory, host_memory
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
