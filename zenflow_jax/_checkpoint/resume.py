@@ -134,11 +134,10 @@ def check_resumed(saved: Any, state: ZenFlowState) -> None:
         _check_layout(parts.get("layout"))
     expected = abstract_engine_state(state)
     # Options first: with other options the arrays differ, too.
-    if getattr(parts.get("options"), "keys", set)() == expected["options"].keys():
+    options = parts.get("options")
+    if isinstance(options, Mapping) and options.keys() == expected["options"].keys():
         specs = [leaf.spec for leaf in state.leaves]
-        old, new = (
-            _in_words(options, specs) for options in (parts["options"], expected["options"])
-        )
+        old, new = (_in_words(x, specs) for x in (options, expected["options"]))
         for what in new:
             if old.get(what) != new[what]:
                 raise ValueError(
@@ -204,5 +203,8 @@ def _in_words(options: Mapping[str, Any], specs: Sequence[LeafSpec]) -> dict[str
 
 
 def _number(number: float | int, rule: float = 0.0, share: float = 0.0) -> str:
-    text = "None" if number < 0 else f"{number:.7g}"
-    return text if rule == 0 else f"{text} (rule {rule:g}, share {share:.7g})"
+    def text(x: float | int) -> str:  # all of its digits, as float32
+        return np.format_float_positional(np.float32(x), trim="-")
+
+    words = "None" if number < 0 else text(number)
+    return words if rule == 0 else f"{words} (rule {rule:g}, share {text(share)})"
