@@ -26,6 +26,7 @@ PUBLIC = {name: getattr(zenflow_jax, name) for name in zenflow_jax.__all__}
 PUBLIC |= {"attach": attach.attach, "AttachedStep": attach.AttachedStep}
 CALLS = [name for name, x in PUBLIC.items() if inspect.isroutine(x)]
 CLASSES = [name for name, x in PUBLIC.items() if inspect.isclass(x)]
+MADE_BY_USERS = [name for name in CLASSES if name != "AttachedStep"]  # `attach` makes that one
 
 
 def test_the_public_names_are_few_and_what_dir_lists():
@@ -37,7 +38,7 @@ def test_the_public_names_are_few_and_what_dir_lists():
         _ = zenflow_jax.plan
 
 
-@pytest.mark.parametrize("name", [*CALLS, *(n for n in CLASSES if n != "AttachedStep")])
+@pytest.mark.parametrize("name", [*CALLS, *MADE_BY_USERS])
 def test_every_public_name_has_an_example(name):
     assert ">>> " in (inspect.getdoc(PUBLIC[name]) or "")
 
@@ -58,7 +59,7 @@ def test_every_public_function_explains_its_arguments_and_what_comes_back(name):
         assert re.search(r"^Returns:\n    \S", doc, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", MADE_BY_USERS)
 def test_every_public_class_explains_its_arguments_or_attributes(name):
     cls = PUBLIC[name]
     doc = inspect.getdoc(cls) or ""
