@@ -400,17 +400,17 @@ class HostEngine:
         return masters
 
     def exchange_nnx(self, model: Any, optimizer: Any) -> None:
-        """`exchange` for flax nnx: updates `model` and its `nnx.Optimizer` in place."""
+        """`exchange` for flax nnx: updates `model` and `optimizer`, its own, in place."""
         self._of_nnx(self.exchange, model, optimizer)
 
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
-        """`flush` for flax nnx: updates `model` and its `nnx.Optimizer` in place."""
+        """`flush` for flax nnx: updates `model` and `optimizer`, its own, in place."""
         self._of_nnx(self.flush, model, optimizer)
 
     def peek_nnx(self, model: _Model, optimizer: Any) -> _Model:
         """`peek` for flax nnx: another model, with the parameters as they are best known now.
 
-        What is not trained (batch statistics, counts, keys) is as in `model`, and copied as well.
+        What `optimizer` does not train (batch statistics, keys) is as in `model`, copied as well.
         """
         return nnx_pair().copy_with(model, optimizer, self.peek)
 
