@@ -119,6 +119,7 @@ def recorded(run: Path, shown: str) -> tuple[dict, list[tuple[str, ...]]]:
     metrics = rows(run / "metrics.csv")
     assert [int(row["step"]) for row in metrics] == [4, 8, 12, 13]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list(run.glob("events.out.tfevents.*"))
     figures = summary(run)
     assert figures["steps"] == TINY["steps"]
     assert figures["validation_after"]["loss"] < figures["validation_before"]["loss"]
