@@ -262,7 +262,7 @@ def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped
     ("line", "match"),
     [
         ({"messages": []}, r"line 2: expected a list of messages .* got \[\]"),
-        ({"messages": ["hi"]}, r"line 2, message 1: expected an object .* got 'hi'"),
+        ({"messages": ["hi"]}, r"line 2, message 1: expected \{.*\}, got 'hi'"),
         ({"messages": [{"role": "user"}]}, r"line 2, message 1: expected a field 'content'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},

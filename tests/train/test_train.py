@@ -264,7 +264,7 @@ def test_a_folder_with_files_that_are_no_runs_is_not_written_to(tmp_path, capsys
         folder.mkdir(parents=True)
         (folder / name).write_text("precious")
         assert finetune.main([*tiny_command(tmp_path), "--run", folder.name]) == 2
-        expected = f"`run`: expected a new folder or one of a run, got {folder}, .* a {name}"
+        expected = f"`run`: expected a new folder or a run's, got {folder} with a {name}"
         assert re.search(expected, capsys.readouterr().err)
         assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "precious")]
 

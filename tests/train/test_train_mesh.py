@@ -94,7 +94,7 @@ def test_a_size_that_does_not_divide_is_an_error_that_names_leaf_and_axis():
 @pytest.mark.parametrize(("name", "shape"), [("bias", (4,)), ("norm_scale", (4, 4))])
 def test_a_leaf_without_a_rule_that_fits_is_an_error(name, shape):
     leaf = {name.replace("_", "/"): jax.ShapeDtypeStruct(shape, np.float32)}
-    with pytest.raises(SettingsError, match=r"a rule .* for the leaf .*, got (none|\(None,\))"):
+    with pytest.raises(SettingsError, match=r"a rule in .* for `.*`.*, got (none|\(None,\))"):
         sharding.weight_shardings(abstract_mesh(fsdp=2), leaf)
 
 

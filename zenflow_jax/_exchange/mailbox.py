@@ -58,8 +58,10 @@ class Mailbox:
             self._blank = jax.tree.map(in_host_memory, self._blank)
         if self._sending.sums_on_device:
             specs = [leaf.spec for leaf in state.leaves]
-            self._groups = [of_group(specs, group) for group in range(state.schedule.groups)]
-            self._take_sums = [_sums_taker(state.mail, group) for group in self._groups]
+            self._take_sums = [
+                _sums_taker(state.mail, of_group(specs, group))
+                for group in range(state.schedule.groups)
+            ]
             self._blank = (), state.step_scalars  # the state alone holds sums, which are freed
         # Whether each leaf still has a blank array of its own. A step that reads blank mail, as a
         # wrapper with a branch does, may donate each array once only; if the first step has donated
@@ -155,12 +157,9 @@ class Mailbox:
         """Hands over a group's sums with "per_window"; the state with zeros in their place."""
         if not self._sending.sums_on_device:
             return state
-        leaves, mail = self._groups[group], list(state.mail)
-        sums, rests = self._take_sums[group]([mail[i] for i in leaves])
-        for i, rest in zip(leaves, rests, strict=True):
-            mail[i] = rest
+        sums, rests = self._take_sums[group](state.mail)
         self._post(Sums(group, sums, self._last))
-        return state._replace(mail=tuple(mail))
+        return state._replace(mail=tuple(rests.get(i, x) for i, x in enumerate(state.mail)))
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
         """The state with a new token, after a flush.
@@ -228,20 +227,31 @@ def _alike_once(blank: Any) -> Any:
 
 
 def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
-    """A program that returns a group's sums, and the leaves' arrays with zeros in their places.
+    """A function that takes a group's sums out of a state's mail.
 
+    It returns the sums, and the leaves' arrays with zeros in their places, by their numbers. Sums
+    of whole leaves are returned as they are: a state that was flushed is still to be refused by
+    name if it makes a step, and a donated array would end that step with an error of XLA's.
     `specs` are the group's leaves, or ranges of leaves, by their numbers among all of the state.
     """
+    ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
     # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one
     # device they are committed if the program's argument is.
-    shardings = [mail[i].sharding for i in specs]
-    placed = [x if isinstance(x, NamedSharding) else None for x in shardings]
+    shardings = {i: mail[i].sharding for i in specs}
+    placed = {i: x if isinstance(x, NamedSharding) else None for i, x in shardings.items()}
 
-    def take(sums: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        pairs = list(zip(sums, specs.values(), strict=True))
-        parts = [cut(x, spec) for x, spec in pairs]
-        zeros = map(jnp.zeros_like, parts)
-        return parts, [put(x, zero, spec) for (x, spec), zero in zip(pairs, zeros, strict=True)]
+    def split(of_ranges: dict[int, Any], whole: dict[int, Any]) -> tuple[dict, dict]:
+        parts = {i: cut(x, ranges[i]) for i, x in of_ranges.items()}
+        rests = {i: put(of_ranges[i], jnp.zeros_like(x), ranges[i]) for i, x in parts.items()}
+        return parts, rests | {i: jnp.zeros_like(x) for i, x in whole.items()}
 
-    # A whole leaf's sum is returned in its own memory.
-    return jax.jit(take, out_shardings=(placed, placed), donate_argnums=0)
+    out_shardings = ({i: placed[i] for i in ranges}, placed)
+    program = jax.jit(split, out_shardings=out_shardings, donate_argnums=0)
+
+    def take(mail: Sequence[Any]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+        whole = {i: mail[i] for i in specs if i not in ranges}
+        parts, rests = program({i: mail[i] for i in ranges}, whole)
+        sums = whole | parts
+        return [sums[i] for i in specs], rests
+
+    return take
