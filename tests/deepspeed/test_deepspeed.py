@@ -13,7 +13,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -47,38 +46,36 @@ TRAINING = {
     "gradient_clipping": 0.5,
     **TUTORIAL,
 }
+RULES = "zero_optimization.zenflow"
+OFFLOAD = "zero_optimization.offload_optimizer"
+ADAM = "optimizer.params"
 REMOVE = Ellipsis  # as it reads the same in every process of the tests
 
 # float32 against Python's floats, as a share of the highest rate; 1.9e-7 is the most that 545,000
 # values of DeepSpeed's own classes differed by.
 RATE_TOLERANCE = 1e-6
 
-
-@pytest.fixture(autouse=True)
-def _annotations_are_not_checked():
-    """As in a user's process; where they are, they get ahead of the library's own words."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
 
 
-def change(path, value, config=TRAINING):
-    """The config with another value at a path such as "optimizer.params.lr"."""
+def changed(values, config=TRAINING):
+    """The config with other values at paths such as "optimizer.params.lr"."""
     config = copy.deepcopy(config)
-    *sections, key = path.split(".")
-    section = config
-    for name in sections:
-        section = section.setdefault(name, {})
-    if value is REMOVE:
-        del section[key]
-    else:
-        section[key] = value
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        section = config
+        for name in sections:
+            section = section.setdefault(name, {})
+        if value is REMOVE:
+            del section[key]
+        else:
+            section[key] = value
     return config
 
 
 def zenflow_section(**keys):
     """A config whose `zenflow` section has these keys alone."""
-    return change("zero_optimization.zenflow", keys)
+    return changed({RULES: keys})
 
 
 def untranslated(config, **arguments):
@@ -137,21 +134,9 @@ def test_a_file_means_what_its_content_means_which_is_left_as_it_was(tmp_path):
         assert from_deepspeed(form, total_steps=10) == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_offloading_without_zenflow_is_its_synchronous_limit(device):
-    config = change("zero_optimization.zenflow", REMOVE)
-    config["zero_optimization"]["offload_optimizer"] = {"device": device}
-    options, names = untranslated(config)
-    assert options.kind == "offload"
-    expected = {"topk_ratio": 0, "update_interval": 1, "staleness": 0, "max_grad_norm": 0.5}
-    assert options.arguments.items() >= expected.items()
-    assert names == (["zero_optimization.offload_optimizer.device"] if device == "nvme" else [])
-    assert options.optimizer.init({"w": jnp.ones((4, 4))}).schedule.window == 1
-
-
 @pytest.mark.parametrize("clipping", [0.5, 0])
-def test_neither_is_adamw_on_the_device(clipping):
-    config = change("gradient_clipping", clipping, change("zero_optimization", REMOVE))
+def test_without_zero_it_is_adamw_on_the_device(clipping):
+    config = changed({"gradient_clipping": clipping, "zero_optimization": REMOVE})
     options = from_deepspeed(config, mask={"w": True})
     assert options.kind == "adamw"
     assert options.max_grad_norm == (clipping or None)
@@ -159,10 +144,79 @@ def test_neither_is_adamw_on_the_device(clipping):
     expected = optax.chain(optax.clip_by_global_norm(0.5), adamw) if clipping else adamw
     params, gradients = {"w": jnp.full((3, 2), 2.0)}, {"w": jnp.arange(6.0).reshape(3, 2)}
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
-        for tx in (options.optimizer, expected):
-            updates, _ = tx.update(gradients, tx.init(params), params)
-            changed = updates["w"] if tx is expected else (ours := updates["w"])
-    np.testing.assert_array_equal(ours, changed)
+        ours, theirs = (
+            tx.update(gradients, tx.init(params), params)[0]["w"]
+            for tx in (options.optimizer, expected)
+        )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+BF16, FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+OF_FP16 = {"enabled": True, "hysteresis": 2}
+OFFLOADED = {"kind": "offload", "topk_ratio": 0, "update_interval": 1, "staleness": 0}
+NVME = {RULES: REMOVE, f"{OFFLOAD}.device": "nvme"}
+NO_DECAY = {"optimizer.type": "Adam", f"{ADAM}.adam_w_mode": False, f"{ADAM}.weight_decay": 0}
+ACCUMULATED = {"train_batch_size": 32, "gradient_accumulation_steps": 4}
+NOT_FOLLOWED = {
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "flops_profiler": {"enabled": True},
+    "gradient_cliping": 1.0,
+    "zero_optimization.overlap_comm": True,
+    "zero_optimization.stage": 3,
+    "zero_optimization.offload_param": {"device": "cpu"},
+    f"{OFFLOAD}.pin_memory": False,
+    f"{OFFLOAD}.ratio": 0.5,
+    f"{RULES}.offload": True,
+    "bf16.check_grad_overflow": True,
+    "optimizer.params.torch_adam": True,
+    "optimizer.legacy_fusion": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "listed"),
+    [
+        ({"bf16": REMOVE}, {"compute_dtype": None}, []),
+        ({"bf16": REMOVE, "bfloat16.enabled": True}, {"compute_dtype": BF16}, []),
+        ({"bf16.enabled": "auto", "fp16": {"enabled": False}}, {"compute_dtype": None}, []),
+        ({"bf16.enabled": False}, {"compute_dtype": FLOAT32}, []),
+        ({"bf16": {}, "fp16": {"loss_scale": 0}}, {"compute_dtype": FLOAT32}, ["fp16.loss_scale"]),
+        ({"bfloat16": {}}, {"compute_dtype": BF16}, ["bfloat16"]),
+        (
+            {"bf16": REMOVE, "fp16": OF_FP16},
+            {"compute_dtype": BF16},
+            ["fp16.enabled", "fp16.hysteresis"],
+        ),
+        # Under ZenFlow every micro-batch is a step, as in DeepSpeed.
+        (ACCUMULATED, {"batch_size": 8, "micro_batches": 1}, ["gradient_accumulation_steps"]),
+        ({RULES: REMOVE}, {**OFFLOADED, "max_grad_norm": 0.5}, []),
+        (NVME, OFFLOADED, [f"{OFFLOAD}.device"]),
+        ({"zero_optimization": {"stage": 2}}, {"kind": "adamw"}, ["zero_optimization.stage"]),
+        ({"optimizer": {"type": "Adam"}}, {"learning_rate": 1e-3}, []),
+        ({f"{ADAM}.lr": REMOVE}, {"learning_rate": 1e-3}, []),
+        # Adam is AdamW unless it is told otherwise, and without weight decay even then.
+        ({"optimizer.type": "Adam"}, {"weight_decay": 0.01}, []),
+        (NO_DECAY, {"weight_decay": 0}, []),
+        ({"gradient_clipping": REMOVE}, {"max_grad_norm": 1.0}, []),
+        ({"gradient_clipping": 0.0}, {"max_grad_norm": None}, []),
+        ({"scheduler": {"params": {}}}, {"learning_rate": 2e-5}, ["scheduler.params"]),
+    ],
+    ids=str,
+)
+def test_keys_become_what_they_mean_or_are_listed(changes, expected, listed):
+    options, names = untranslated(changed(changes))
+    assert names == listed
+    of_all = vars(options) | options.arguments | {"learning_rate": options.learning_rate}
+    assert {name: of_all[name] for name in expected} == expected
+    assert options.max_grad_norm == of_all["max_grad_norm"]
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_FOLLOWED.items(), ids=str)
+def test_keys_that_are_not_followed_are_listed(path, value):
+    options, names = untranslated(changed({path: value}))
+    assert names == [path]
+    assert options.arguments == from_deepspeed(TRAINING).arguments
 
 
 @pytest.mark.parametrize(
@@ -213,6 +267,19 @@ def test_selection_is_by_strategy_and_interval(
     _ = options.optimizer.init({"w": jnp.ones((4, 4))})  # zenflow takes it
 
 
+@pytest.mark.parametrize("interval", [8, 10])
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_selections_are_at_deepspeeds_steps_or_at_the_end_of_their_window(interval, warm_up):
+    keys = {"update_interval": 4, "select_strategy": "step", "select_interval": interval}
+    options = from_deepspeed(zenflow_section(**keys, full_warm_up_rounds=warm_up))
+    schedule = options.optimizer.init({"w": jnp.ones((4, 4))}).schedule
+    first, *ours = [step for step in range(1, 64) if schedule.boundary(step, None).selects]
+    assert first == (warm_up or 4)
+    theirs = [step for step in range(warm_up + 1, 64) if step % interval == 0]
+    ends = [warm_up + 4 * math.ceil((step - warm_up) / 4) for step in theirs]
+    assert ours == [step for step in ends if step < 64]
+
+
 @pytest.mark.parametrize(
     ("share", "cores", "threads"),
     [(0.5, 8, 4), (0.3, 8, 5), (0.0, 8, 8), (1.0, 8, 8), (0.5, 1, 1), ("auto", 8, None)],
@@ -228,15 +295,12 @@ def autos(*keys):
 
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-LENGTHS = ("warmup_num_steps", "total_num_steps")
+RATES = autos("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 HUGGING_FACE = {
     **autos(*BATCH, "gradient_clipping"),
     "bf16": autos("enabled"),
     "optimizer": {"type": "AdamW", "params": autos("lr", "betas", "eps", "weight_decay")},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": autos("warmup_min_lr", "warmup_max_lr", *LENGTHS),
-    },
+    "scheduler": {"type": "WarmupDecayLR", "params": RATES},
     **TUTORIAL,
 }
 ARGUMENTS = {"b1": 0.8, "b2": 0.9, "eps": 1e-5, "weight_decay": 0.2, "max_grad_norm": 9.0}
@@ -262,23 +326,17 @@ def test_values_of_the_config_win_over_arguments():
         assert from_deepspeed(TRAINING, learning_rate=rate, **ARGUMENTS) == from_deepspeed(TRAINING)
 
 
-def test_absent_values_are_deepspeeds():
-    assert from_deepspeed(change("optimizer.params.lr", REMOVE)).learning_rate == 1e-3
-    assert from_deepspeed(change("optimizer", {"type": "Adam"})).learning_rate == 1e-3
-    for clipping, norm in ((REMOVE, 1.0), (0.0, None)):
-        options = from_deepspeed(change("gradient_clipping", clipping))
-        assert options.max_grad_norm == options.arguments["max_grad_norm"] == norm
-
-
 def test_a_schedule_of_ones_own_may_be_passed():
     schedule = optax.cosine_decay_schedule(1e-3, 10)
-    assert from_deepspeed(TUTORIAL, learning_rate=schedule).learning_rate is schedule
-    config = change("optimizer.params.lr", "auto")
-    assert from_deepspeed(config, learning_rate=schedule).learning_rate is schedule
-    one_cycle = change("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0}})
-    options, names = untranslated(one_cycle, learning_rate=schedule)
-    assert options.learning_rate is schedule
-    assert names == ["scheduler.type", "scheduler.params"]
+    one_cycle = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}}}
+    for config, listed in (
+        (TUTORIAL, []),
+        (changed({f"{ADAM}.lr": "auto"}), []),
+        (changed(one_cycle), ["scheduler.type", "scheduler.params"]),
+    ):
+        options, names = untranslated(config, learning_rate=schedule)
+        assert options.learning_rate is schedule
+        assert names == listed
 
 
 def deepspeed_rate(i, name, *, lowest, highest, first, last, warmup, shape, total):
@@ -312,7 +370,7 @@ STEPS = 120
 
 
 def scheduled(name, **params):
-    return change("scheduler", {"type": name, "params": params})
+    return {"scheduler": {"type": name, "params": params}}
 
 
 @pytest.mark.parametrize(("name", "params", "numbers"), SCHEDULES, ids=str)
@@ -322,7 +380,7 @@ def scheduled(name, **params):
 def test_schedules_have_deepspeeds_numbers(name, params, numbers, warmup, shape, total):
     params = params | {"warmup_num_steps": warmup, "warmup_type": shape}
     params |= {} if name == "WarmupLR" else {"total_num_steps": total}
-    schedule = from_deepspeed(scheduled(name, **params)).learning_rate
+    schedule = from_deepspeed(changed(scheduled(name, **params))).learning_rate
     ours = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(STEPS, dtype=np.int32)))
     numbers = DEFAULTS | numbers | {"warmup": warmup, "shape": shape, "total": total}
     theirs = [deepspeed_rate(count - 1, name, **numbers) for count in range(STEPS)]
@@ -333,13 +391,13 @@ def test_schedules_have_deepspeeds_numbers(name, params, numbers, warmup, shape,
 
 
 def test_a_schedule_left_to_itself_warms_up_for_1000_steps_by_the_logarithm():
-    rate = from_deepspeed(scheduled("WarmupLR")).learning_rate
+    rate = from_deepspeed(changed(scheduled("WarmupLR"))).learning_rate
     np.testing.assert_allclose(rate(501), 2e-5 * math.log(501) / math.log(1000), rtol=1e-6)
 
 
 def test_lengths_may_become_known_later():
     keys = {"update_interval": 4, "select_strategy": "epoch", "select_interval": 2}
-    config = change("zero_optimization.zenflow", keys, HUGGING_FACE)
+    config = changed({RULES: keys}, HUGGING_FACE)
     lengths = {"total_steps": 100, "warmup_steps": 10, "steps_per_epoch": 50}
     early = from_deepspeed(config, learning_rate=3e-4)
     assert early.fixed_arguments["update_interval"] == 4
@@ -353,6 +411,10 @@ def test_lengths_may_become_known_later():
             getattr(early, name)
     with pytest.raises(ValueError, match="total_steps="):
         _ = dataclasses.replace(early, warmup_steps=10).learning_rate
+
+
+def sized(*sizes):
+    return dict(zip(BATCH, sizes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -371,79 +433,11 @@ def test_lengths_may_become_known_later():
     ids=str,
 )
 def test_batches_are_deepspeeds(sizes, devices, expected):
-    config = change("zero_optimization", REMOVE, change("train_batch_size", REMOVE))
-    config |= {key: size for key, size in zip(BATCH, sizes, strict=True) if size is not None}
+    config = changed(sized(*sizes) | {"zero_optimization": REMOVE})
     options = from_deepspeed(config, devices=devices)
     assert (options.batch_size, options.micro_batches) == expected
 
 
-def test_under_zenflow_every_micro_batch_is_a_step_as_in_deepspeed():
-    config = TRAINING | {"train_batch_size": 32, "gradient_accumulation_steps": 4}
-    options, names = untranslated(config)
-    assert (options.batch_size, options.micro_batches) == (8, 1)
-    assert names == ["gradient_accumulation_steps"]
-
-
-ENABLED = ["fp16.enabled", "fp16.hysteresis"]
-
-
-@pytest.mark.parametrize(
-    ("sections", "dtype", "names"),
-    [
-        ({}, None, []),
-        ({"bf16": {"enabled": True}}, jnp.bfloat16, []),
-        ({"bfloat16": {"enabled": True}}, jnp.bfloat16, []),
-        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, None, []),
-        ({"bf16": {"enabled": False}}, jnp.float32, []),
-        ({"bf16": {}, "fp16": {"loss_scale": 0}}, jnp.float32, ["fp16.loss_scale"]),
-        ({"bf16": {"enabled": True}, "bfloat16": {}}, jnp.bfloat16, ["bfloat16"]),
-        ({"fp16": {"enabled": True, "hysteresis": 2}}, jnp.bfloat16, ENABLED),
-    ],
-    ids=str,
-)
-def test_precision_is_bfloat16_float32_or_open(sections, dtype, names):
-    config = change("bf16", REMOVE) | sections
-    options, found = untranslated(config)
-    assert options.compute_dtype == (None if dtype is None else np.dtype(dtype))
-    assert found == names
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("steps_per_print", 10),
-        ("wall_clock_breakdown", False),
-        ("flops_profiler", {"enabled": True}),
-        ("gradient_cliping", 1.0),
-        ("zero_optimization.overlap_comm", True),
-        ("zero_optimization.stage", 3),
-        ("zero_optimization.offload_param", {"device": "cpu"}),
-        ("zero_optimization.offload_optimizer.pin_memory", False),
-        ("zero_optimization.offload_optimizer.ratio", 0.5),
-        ("zero_optimization.zenflow.offload", True),
-        ("bf16.check_grad_overflow", True),
-        ("optimizer.params.torch_adam", True),
-        ("optimizer.legacy_fusion", True),
-        ("scheduler", {"params": {}}),
-    ],
-    ids=str,
-)
-def test_keys_that_are_not_followed_are_listed(path, value):
-    options, names = untranslated(change(path, value))
-    assert names == ["scheduler.params" if path == "scheduler" else path]
-    assert options.arguments == from_deepspeed(TRAINING).arguments
-
-
-def test_zero_without_offload_is_named():
-    config = change("zero_optimization", {"stage": 2})
-    options, names = untranslated(config)
-    assert options.kind == "adamw"
-    assert names == ["zero_optimization.stage"]
-
-
-RULES = "zero_optimization.zenflow"
-OFFLOAD = "zero_optimization.offload_optimizer"
-ADAM = "optimizer.params"
 WRONG = {
     RULES: [True],
     f"{RULES}.topk_ratio": [0, 1.0, "0.1", True],
@@ -490,51 +484,34 @@ WRONG = {
 )
 def test_a_key_whose_value_is_wrong_is_named(path, value):
     with pytest.raises(ValueError, match=rf"^`{re.escape(path)}\b"):
-        _ = from_deepspeed(change(path, value)).optimizer
+        _ = from_deepspeed(changed({path: value})).optimizer
+
+
+OF_SCHEDULE = scheduled("WarmupLR") | {f"{ADAM}.lr": "auto"}
+
+
+def selected(strategy, interval):
+    return {RULES: {"update_interval": 4, "select_strategy": strategy, "select_interval": interval}}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "interval", "steps_per_epoch", "words"),
+    ("changes", "arguments", "words"),
     [
-        ("step", 3, None, "update_interval=4 .* got 3"),
-        ("epoch", 1, 3, "update_interval=4 .* got 3"),
-        ("step", "auto", None, 'a whole number .* got "auto"'),
-        ("epoch", 1, None, "steps_per_epoch="),
+        (selected("step", 3), {}, "select_interval`.* update_interval=4 .* got 3"),
+        (selected("epoch", 1), {"steps_per_epoch": 3}, "select_.* update_interval=4 .* got 3"),
+        (selected("step", "auto"), {}, 'select_interval`.* a whole number .* got "auto"'),
+        (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
+        (NO_DECAY | {f"{ADAM}.weight_decay": 0.1}, {}, "adam_w_mode`: .* decoupled"),
+        (sized(32, 8, 3), {}, "`train_batch_size`: expected .*devices="),
+        (sized(32, 8, 4), {"devices": 2}, "`train_batch_size`: expected .*devices="),
+        (sized(30, 8, None), {}, "`train_batch_size`: expected .*devices="),
+        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "got a schedule"),
+        (scheduled("WarmupLR") | {"optimizer": REMOVE}, {}, "got none"),
     ],
 )
-def test_selections_that_deepspeed_refuses_are_refused(strategy, interval, steps_per_epoch, words):
-    keys = {"update_interval": 4, "select_strategy": strategy, "select_interval": interval}
-    with pytest.raises(ValueError, match=f"`{RULES}.select_.*{words}"):
-        _ = from_deepspeed(zenflow_section(**keys), steps_per_epoch=steps_per_epoch).arguments
-
-
-def test_weight_decay_added_to_the_gradient_is_refused():
-    config = change("optimizer.type", "Adam", change(f"{ADAM}.adam_w_mode", False))
-    with pytest.raises(ValueError, match="`optimizer.params.adam_w_mode`: .* decoupled"):
-        from_deepspeed(config)
-    # Adam without weight decay is AdamW, and Adam is AdamW unless it is told otherwise.
-    assert from_deepspeed(change(f"{ADAM}.weight_decay", 0, config)).arguments["weight_decay"] == 0
-    config = change("optimizer.type", "Adam")
-    assert from_deepspeed(config).arguments["weight_decay"] == 0.01
-
-
-@pytest.mark.parametrize(
-    ("sizes", "devices"), [((32, 8, 3), None), ((32, 8, 4), 2), ((30, 8, None), None)], ids=str
-)
-def test_batches_that_do_not_multiply_are_refused(sizes, devices):
-    config = TRAINING | {k: size for k, size in zip(BATCH, sizes, strict=True) if size is not None}
-    with pytest.raises(ValueError, match="`train_batch_size`: expected .*devices="):
-        from_deepspeed(config, devices=devices)
-
-
-def test_a_schedule_cannot_be_made_of_a_schedule_or_of_nothing():
-    config = scheduled("WarmupLR")
-    config = change("optimizer.params.lr", "auto", config)
-    with pytest.raises(ValueError, match="got a schedule"):
-        from_deepspeed(config, learning_rate=optax.constant_schedule(1.0))
-    config = change("optimizer", REMOVE, config)
-    with pytest.raises(ValueError, match="got none"):
-        from_deepspeed(config)
+def test_values_that_do_not_go_together_are_refused(changes, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        _ = from_deepspeed(changed(changes), **arguments).arguments
 
 
 @pytest.mark.parametrize(

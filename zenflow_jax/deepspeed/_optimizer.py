@@ -25,27 +25,16 @@ _SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 class Scheduler(NamedTuple):
-    """A schedule whose lengths may be known later than the config.
+    """A schedule whose lengths may be known later than the config."""
 
-    Attributes:
-        kind: One of `_SCHEDULES`.
-        warmup: The config's `warmup_num_steps`; None if it leaves that open.
-        warmup_default: Steps of warm-up if nobody names any; None if that is an error.
-        total: The config's `total_num_steps`, likewise.
-        shape: Of the warm-up, "log" or "linear".
-        highest: The rate at its end.
-        lowest: The rate at its begin; of "WarmupCosineLR" as a share of the highest.
-        last_share: Where "WarmupCosineLR" ends.
-    """
-
-    kind: str
-    warmup: int | None
-    warmup_default: int | None
-    total: int | None
-    shape: str
-    highest: float
-    lowest: float
-    last_share: float
+    kind: str  # one of `_SCHEDULES`
+    warmup: int | None  # the config's steps of warm-up; None if it leaves that open
+    warmup_default: int | None  # if nobody names any; None if that is an error
+    total: int | None  # the config's steps of the run; None if it leaves that open
+    shape: str  # of the warm-up: "log" or "linear"
+    highest: float  # the rate at its end
+    lowest: float  # at its begin; of "WarmupCosineLR" as a share of the highest
+    last_share: float  # where "WarmupCosineLR" ends
 
     def schedule(self, warmup_steps: int | None, total_steps: int | None) -> optax.Schedule:
         """The schedule, with the arguments where the config leaves a length open."""
@@ -118,12 +107,9 @@ def read_scheduler(
     rate: optax.ScalarOrSchedule | None,
     argument: optax.ScalarOrSchedule | None,
 ) -> tuple[optax.ScalarOrSchedule | None, Scheduler | None]:
-    """The learning rate, and the `scheduler` section on top of it if there is one.
+    """The optimizer's learning rate, and the `scheduler` section on top of it if there is one.
 
-    Args:
-        root: The whole config.
-        rate: The optimizer's rate.
-        argument: The caller's, which replaces a scheduler of another kind if it is a schedule.
+    The caller's `argument` replaces a scheduler of another kind if it is a schedule.
     """
     scheduler = root.section("scheduler")
     if callable(argument) and scheduler.get("type") not in (None, *_SCHEDULES):

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from zenflow_jax._plan.arguments import check_numbers
+from zenflow_jax._plan.rules import check_int
 from zenflow_jax._transform import zenflow
 from zenflow_jax.deepspeed._optimizer import Scheduler, read_adam, read_scheduler
 from zenflow_jax.deepspeed._section import Section, read_config
@@ -36,7 +37,8 @@ _REMOVED = (
 class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Made by `from_deepspeed`.
 
-    Numbers of steps may become known later: put them in with `dataclasses.replace`.
+    What the config leaves open is None. Numbers of steps may become known later: put them in with
+    `dataclasses.replace`.
 
     Attributes:
         kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which is
@@ -44,14 +46,14 @@ class DeepSpeedOptions:
         fixed_arguments: Those of `arguments` that do not depend on the length of an epoch.
         max_grad_norm: Gradients are clipped to this global norm; None for no clipping. It is also
             among the arguments of `zenflow`.
-        batch_size: Examples in one step on all devices together; None if the config leaves it open.
-        micro_batches: Into how many the batch is divided; likewise.
-        compute_dtype: What the model is to compute in; likewise.
-        threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`; None without it.
+        batch_size: Examples in one step on all devices together.
+        micro_batches: Into how many the batch is divided.
+        compute_dtype: What the model is to compute in.
+        threads: For `HostEngine(threads=...)`, from `pt_reserved_cores_perc`.
         not_translated: The names of the keys that are not read or not followed.
         has_zero: Whether the config has a `zero_optimization` section with any keys.
-        scheduler: The config's schedule; None if it has none.
-        selection: When `zenflow` selects channels; None of another kind.
+        scheduler: The config's schedule.
+        selection: When `zenflow` selects channels.
         peak: The learning rate without the scheduler.
         total_steps, steps_per_epoch, warmup_steps: As given to `from_deepspeed`.
     """
@@ -74,9 +76,7 @@ class DeepSpeedOptions:
 
     @property
     def learning_rate(self) -> optax.ScalarOrSchedule | None:
-        """A number, or a schedule of the step count (from 0).
-
-        None if neither the config nor the caller gave one.
+        """A number, or a schedule of the step count (from 0); None if nobody gave one.
 
         Raises:
             ValueError: If the schedule needs a number of steps that is not known.
@@ -95,8 +95,7 @@ class DeepSpeedOptions:
         """
         if self.selection is None:
             return self.fixed_arguments
-        rule = self.selection.rule(self.steps_per_epoch)
-        return self.fixed_arguments | {"select_interval": rule}
+        return self.fixed_arguments | {"select_interval": self.selection.rule(self.steps_per_epoch)}
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -142,8 +141,7 @@ def from_deepspeed(
     The config's own values win. The arguments fill in what it leaves "auto" or leaves out, as the
     Hugging Face Trainer's do. Where DeepSpeed and that Trainer have different defaults, "auto" is
     an error unless its argument is given. In the `zenflow` section "auto" is a rule of its own.
-
-    One warning lists all keys that are not followed; docs/deepspeed.md has those that are.
+    docs/deepspeed.md has the keys that are followed.
 
     Args:
         config: Path of a JSON file, or the result of `json.load` on one.
@@ -152,16 +150,11 @@ def from_deepspeed(
             if they are known and else `AutoSelect`.
         devices: DeepSpeed's world size. By default what the batch sizes in the config say, or 1.
         learning_rate: For `lr` and `warmup_max_lr`; a schedule where the config has none.
-        warmup_steps: For `warmup_num_steps`; at least 1 is used.
-        b1: With `b2`, for `betas`.
-        b2: With `b1`, for `betas`.
-        eps: For `eps`.
-        weight_decay: For `weight_decay`.
+        warmup_steps: For `warmup_num_steps`; at least 2 is used.
+        b1, b2: For `betas`.
+        eps, weight_decay: For the keys of these names.
         max_grad_norm: For `gradient_clipping`; None for no clipping.
         mask: What weight decay applies to, as in `zenflow` and `optax.adamw`.
-
-    Returns:
-        A `DeepSpeedOptions`.
 
     Raises:
         OSError: If the file cannot be read.
@@ -171,7 +164,7 @@ def from_deepspeed(
         TypeError: For arguments of a wrong type.
 
     Warns:
-        UserWarning: If there is something in `not_translated`.
+        UserWarning: Once, with all names in `not_translated`.
 
     Examples:
         >>> options = from_deepspeed({
@@ -192,7 +185,8 @@ def from_deepspeed(
     lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
     lengths |= {"warmup_steps": warmup_steps}
     for name, value in (lengths | {"devices": devices}).items():
-        _check_count(name, value, least=0 if name == "warmup_steps" else 1)
+        if value is not None:
+            check_int(name, value, 0 if name == "warmup_steps" else 1, "an int or None")
 
     root = read_config(config)
     adam = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
@@ -243,11 +237,11 @@ def _batch(root: Section, devices: int | None, zenflow: bool) -> tuple[int | Non
         root.integer(key, None, low=1)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", _ACCUMULATION)
     )
+    known = (micro or 1) * (parts or 1)
     if total and micro and parts and devices is None:
-        devices = max(1, total // (micro * parts))
-    divisor = (micro or 1) * (parts or 1) * (devices or 1)
-    whole = total == divisor if micro and parts else total is None or total % divisor == 0
-    if total and not whole:
+        devices = max(1, total // known)
+    known *= devices or 1
+    if total and (total % known or (micro and parts and total != known)):
         raise root.error(
             "train_batch_size",
             f"train_micro_batch_size_per_gpu ({micro or 'open'}) times {_ACCUMULATION} "
@@ -255,10 +249,9 @@ def _batch(root: Section, devices: int | None, zenflow: bool) -> tuple[int | Non
             "Leave one of the three out, or pass `from_deepspeed(config, devices=...)`.",
         )
     if total and micro and not parts:
-        parts = total // divisor
+        parts = total // known
     elif micro and not total:
-        parts = parts or 1
-        total = micro * parts * (devices or 1)
+        total, parts = known, parts or 1
     if zenflow and parts and parts > 1:
         # DeepSpeed puts `update_interval` in its place, so that every micro-batch is a step.
         root.not_followed(_ACCUMULATION)
@@ -281,12 +274,3 @@ def _precision(root: Section) -> np.dtype | None:
     if any(states.values()):
         return np.dtype(jnp.bfloat16)
     return np.dtype(np.float32) if states and None not in states.values() else None
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"`{name}` must be an int or None, got {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}.")

@@ -13,12 +13,8 @@ NO_AUTO = object()  # "auto" is a value like others
 class Section:
     """One JSON object of the config, with its place in it and the keys that were not read.
 
-    Its readers raise a ValueError that names the key of a value that does not fit.
-
-    Args:
-        values: The object.
-        path: Of the object, such as "zero_optimization.zenflow"; empty for the whole config.
-        source: The file, for messages; empty if there is none.
+    Its readers raise a ValueError that names the key of a value that does not fit. `path` is such
+    as "zero_optimization.zenflow", and empty for the whole config; `source` is the file, if any.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = "", source: str = ""):
@@ -54,6 +50,14 @@ class Section:
             if key in self._unread and key not in but:
                 raise self.error(key, "a key that DeepSpeed has")
 
+    def get(self, key: str) -> Any:
+        """The value as it is, still unread; None if the key is absent."""
+        return self._values.get(key)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.get(key) is not None
+
     def read(
         self,
         key: str,
@@ -78,19 +82,10 @@ class Section:
 
     def section(self, key: str) -> "Section":
         """The section at a key; an empty one if the key is absent or null."""
-        values = self.read(
-            key, None, "an object ({...})", lambda x: isinstance(x, Mapping), auto=NO_AUTO
-        )
+        is_object = "an object ({...})", lambda x: isinstance(x, Mapping)
+        values = self.read(key, None, *is_object, auto=NO_AUTO)
         self._sections[key] = Section(values or {}, self.name(key), self.source)
         return self._sections[key]
-
-    def get(self, key: str) -> Any:
-        """The value as it is, still unread; None if the key is absent."""
-        return self._values.get(key)
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
-        return self._values.get(key) is not None
 
     def number(
         self, key: str, default: Any, *, auto: Any = AS_ABSENT, high: float = math.inf
@@ -108,7 +103,6 @@ class Section:
         return int(value) if is_number(value) else value
 
     def flag(self, key: str, default: Any, *, auto: Any = AS_ABSENT) -> Any:
-        """A bool."""
         return self.read(key, default, "true or false", lambda x: isinstance(x, bool), auto=auto)
 
     def word(self, key: str, words: list[str], default: Any, **options: Any) -> Any:
@@ -124,13 +118,7 @@ def is_number(value: Any, low: float | int = -math.inf, high: float | int = math
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
-    """The whole config, given as the path of a JSON file or as its content.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not plain JSON, has a key twice, or is no object.
-        TypeError: If `config` is something else.
-    """
+    """The whole config, given as the path of a JSON file or as its content."""
     if isinstance(config, Mapping):
         return Section(config)
     if not isinstance(config, str | os.PathLike):

@@ -11,21 +11,13 @@ _NEVER = 2**31 - 1  # steps, the most that an int32 holds
 
 
 class Selection(NamedTuple):
-    """When channels are selected, which may be known only with the length of an epoch.
+    """When channels are selected, which may be known only with the length of an epoch."""
 
-    Attributes:
-        strategy: "step", "epoch", or "auto": once per epoch, `AutoSelect` if its length is unknown.
-        interval: Steps or epochs between two selections; 0 for one selection only.
-        window: The `update_interval`.
-        warm_up: The `full_warm_up_rounds`.
-        steps_per_epoch: The config's; None if it has none.
-    """
-
-    strategy: str
-    interval: int
+    strategy: str  # "step", "epoch", or "auto": by epochs, `AutoSelect` if they are unknown
+    interval: int  # steps or epochs between two selections; 0 for one selection only
     window: int | AutoWindow
     warm_up: int
-    steps_per_epoch: int | None
+    steps_per_epoch: int | None  # the config's
 
     def rule(self, steps_per_epoch: int | None) -> int | AutoSelect | EpochSelect:
         """`zenflow`'s `select_interval`; the argument goes before the config's own."""
@@ -34,28 +26,28 @@ class Selection(NamedTuple):
             return AutoSelect()
         if self.interval == 0:
             return EpochSelect(_NEVER)
-        if self.strategy != "step" and epoch is None:
+        if self.strategy == "step":
+            rule = EpochSelect(self.interval)
+        elif epoch is not None:
+            rule = EpochSelect(epoch, self.interval)
+        else:
             raise ValueError(
                 "`zero_optimization.zenflow.select_strategy`: expected the steps of an epoch for "
                 '"epoch", got none. Pass `from_deepspeed(config, steps_per_epoch=len(loader))`.'
             )
-        steps = self.interval if self.strategy == "step" else self.interval * (epoch or 1)
-        if not isinstance(self.window, AutoWindow) and steps < self.window:
+        window = 1 if isinstance(self.window, AutoWindow) else self.window
+        if rule.steps < window:
             raise ValueError(
                 "`zero_optimization.zenflow.select_interval`: expected at least "
-                f"update_interval={self.window} steps between two selections, got {steps}."
+                f"update_interval={window} steps between two selections, got {rule.steps}."
             )
-        if self.strategy != "step" and epoch is not None:
-            return EpochSelect(epoch, self.interval)
-        # DeepSpeed counts these steps from the first, as `EpochSelect` does; an int counts from the
+        # DeepSpeed counts its steps from the first, as `EpochSelect` does; an int counts from the
         # end of the warm-up, and whole windows only.
-        is_whole = isinstance(self.window, AutoWindow) or steps % self.window == 0
-        return steps if is_whole and not self.warm_up else EpochSelect(steps)
+        as_int = self.strategy == "step" and rule.steps % window == 0 and not self.warm_up
+        return rule.steps if as_int else rule
 
 
 class Zero(NamedTuple):
-    """The section's meaning."""
-
     kind: Literal["zenflow", "offload", "adamw"]
     arguments: dict[str, Any]  # of `zenflow`, but for `select_interval`
     selection: Selection | None = None
@@ -63,7 +55,6 @@ class Zero(NamedTuple):
 
 
 def read_zero(zero: Section) -> Zero:
-    """The `zero_optimization` section."""
     stage = zero.integer("stage", 0, high=3)
     has_rules = zero.has("zenflow")
     offloads = _offloads(zero)
@@ -82,7 +73,6 @@ def read_zero(zero: Section) -> Zero:
 
 
 def _offloads(zero: Section) -> bool:
-    """Whether the optimizer is offloaded."""
     old = zero.flag("cpu_offload", False)
     if not zero.has("offload_optimizer"):
         return old
@@ -105,13 +95,12 @@ def _rules(section: Section) -> Zero:
     warm_up = section.integer("full_warm_up_rounds", 0)
     window = section.integer("update_interval", "auto", low=1)
     share = section.number("auto_ratio", 0.99, high=1.0)
-    arguments = {"topk_ratio": ratio, "full_warm_up_rounds": warm_up}
-    if window == "auto" and share:
-        window = AutoWindow(share=share)
+    if window == "auto":
+        # Without a share no leaf need be ripe: windows close as early as adaptive ones can.
+        window = AutoWindow(share=share) if share else 2
+    arguments = {"topk_ratio": ratio, "full_warm_up_rounds": warm_up, "update_interval": window}
+    if isinstance(window, AutoWindow):
         arguments["window_scaling"] = None  # as DeepSpeed, and best for windows that adapt
-    elif window == "auto":
-        window = 2  # no leaf need be ripe: windows close as early as adaptive ones can
-    arguments["update_interval"] = window
     if not section.flag("overlap_step", False):
         arguments["staleness"] = 0
     strategy = section.word("select_strategy", ["auto", "step", "epoch"], "auto")
