@@ -194,8 +194,6 @@ class AttachedStep:
 
 
 class _Pair:
-    """Parameters first, the optimizer state second."""
-
     def carried(self, args: Sequence[Any]) -> Any:
         return tuple(args[:2])
 
@@ -213,8 +211,6 @@ class _Pair:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainState:
-    """One object with both, which a step returns alone or in a tuple."""
-
     fields: tuple[str, str]
 
     def carried(self, args: Sequence[Any]) -> Any:
@@ -266,8 +262,6 @@ class _TrainState:
 
 
 class _Nnx:
-    """A model and its optimizer of flax nnx, which a step updates in place."""
-
     def carried(self, args: Sequence[Any]) -> Any:
         return None
 

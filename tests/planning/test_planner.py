@@ -22,9 +22,8 @@ from train.planned_step import folder_of_config, planned_step, with_batch
 from train.pretrained import read_folder
 from train.report import hidden_share
 from zenflow_jax import planning as library
-from zenflow_jax._device.state import with_interval
 from zenflow_jax.planning import GPUS, HOST_RESERVE, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes
-from zenflow_jax.planning._host_work import host_work
+from zenflow_jax.planning._host_work import host_work, with_interval
 from zenflow_jax.planning._memory import device_memory, host_memory
 from zenflow_jax.planning._steps import products
 

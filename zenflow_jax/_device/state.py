@@ -16,7 +16,6 @@ from jaxtyping import Array
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import REPLICATED, Layout
-from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.schedule import Schedule
@@ -241,15 +240,6 @@ def find_state(opt_state: Any) -> ZenFlowState:
             f"{type(opt_state).__name__} (of an `nnx.Optimizer`, pass its `opt_state`)."
         )
     return states[0]
-
-
-def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
-    """The state, of arrays or shapes, of the same run with windows of so many steps."""
-    whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
-    specs, schedule = in_groups(whole, state.schedule.with_interval(interval))
-    leaves = tuple(leaf._replace(spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True))
-    static = dataclasses.replace(state.static, schedule=schedule)
-    return state._replace(leaves=leaves, static=static)
 
 
 @functools.cache

@@ -142,22 +142,6 @@ class Schedule:
         """Whether updates arrive where no window of their group closes."""
         return self.staleness not in (None, 0, self.window)
 
-    def with_interval(self, interval: int) -> "Schedule":
-        """The schedule of the same run with windows of so many steps, for estimates.
-
-        Select intervals are the default ones, and whether leaves take turns is told from the
-        groups.
-        """
-        in_turn, select = self.groups > 1 or self.window == 1, 16 * interval
-        groups, staleness = interval if in_turn else 1, self.staleness
-        if staleness is None or (staleness == self.window and not in_turn):
-            staleness = interval  # an update has the time until the next window ends
-        else:
-            staleness = min(staleness, interval)
-        return dataclasses.replace(
-            self, window=interval, select=select, groups=groups, staleness=staleness
-        )
-
     def boundary(self, step: Any, schedule_state: ScheduleState | None, group: int = 0) -> Boundary:
         """What happens to `group` after step `step` (a Python int or a traced int32).
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import LeafState, ZenFlowState, find_state, with_interval
+from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax._exchange.pinned import most_kept
@@ -23,30 +23,24 @@ from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import AdamScalars, window_step
-from zenflow_jax.planning._memory import bytes_of_master
+from zenflow_jax.planning._memory import FLOAT32, bytes_of_master, offloaded_ranges
 
 #: The windows that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
 #: What host work may take of the time that it has: a fifth is to spare.
 BUSY = 0.8
-_FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class HostWork:
-    """Bytes of host memory that an engine reads and writes, all of the run's devices together.
+    """Bytes of host memory that an engine reads and writes, all of the run's devices together."""
 
-    Attributes:
-        busiest: Of the largest group's update, and of the mail that comes in meanwhile.
-        steps: In how many steps that has to be done.
-        mean: In a step, on average.
-    """
-
-    busiest: float
-    steps: int
-    mean: float
+    busiest: float  # of the largest group's update, and of the mail that comes in meanwhile
+    steps: int  # in how many steps that has to be done
+    mean: float  # in a step, on average
 
 
 def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
@@ -58,17 +52,20 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
     schedule = state.schedule
     window = longest(schedule.window)
     on_device = state.send_gradients.sums_on_device
-    added_up = not on_device and most_kept(state) > MAILS_KEPT
+    sums = 0
+    if not on_device and most_kept(state) > MAILS_KEPT:
+        passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
+        # Written once, read and written again for each pass of gradients, and read by the update.
+        sums = 2 * FLOAT32 * passes
     groups = [0.0] * schedule.groups
     arriving = 0.0
-    for part in (part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges):
+    for part in offloaded_ranges(state):
         size = math.prod(part.shape)
         mail = size * part.mail_dtype.itemsize
-        sums = _of_sums(window) * size if added_up else 0.0
-        read = mail * (1 if on_device else window)
         moments = bytes_of_moments(part.view4(part.n), compact=compact)
         state_bytes = bytes_of_master(part.dtype) * size + moments
-        groups[part.group] += 2 * state_bytes + part.dtype.itemsize * size + read + sums
+        read = mail * (1 if on_device else window) + sums * size
+        groups[part.group] += 2 * state_bytes + part.dtype.itemsize * size + read
         arriving += mail / (window if on_device else 1)
     mean = float(sum(groups) / window + arriving)
     # An update that must arrive at once still has a step's time, in which the loop waits.
@@ -76,11 +73,27 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
     return HostWork(max(groups, default=0.0) + arriving * steps, steps, mean)
 
 
-def _of_sums(window: int) -> float:
-    """Bytes of float32 sums for each parameter of a window whose mails are too many to keep."""
-    times = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
-    # Written once, read and written again for each pass of gradients, and read by the update.
-    return float(_FLOAT32 * 2 * times)
+def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
+    """The state, of arrays or shapes, of the same run with windows of so many steps.
+
+    Select intervals are the default ones, and whether leaves take turns is told from the groups.
+    """
+    schedule = state.schedule
+    in_turn, staleness = schedule.groups > 1 or schedule.window == 1, schedule.staleness
+    if staleness is None or (staleness == schedule.window and not in_turn):
+        staleness = interval  # an update has the time until the next window ends
+    schedule = dataclasses.replace(
+        schedule,
+        window=interval,
+        select=16 * interval,
+        groups=interval if in_turn else 1,
+        staleness=min(staleness, interval),
+    )
+    whole = [dataclasses.replace(leaf.spec, groups=(0,)) for leaf in state.leaves]
+    specs, schedule = in_groups(whole, schedule)
+    leaves = tuple(leaf._replace(spec=spec) for leaf, spec in zip(state.leaves, specs, strict=True))
+    static = dataclasses.replace(state.static, schedule=schedule)
+    return state._replace(leaves=leaves, static=static)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +136,9 @@ class Hiding:
 
 
 def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, compact: bool) -> Hiding:
-    """How well the work of an engine with this state, of arrays or shapes, hides.
+    """How well this engine's work hides behind steps of `step_s` seconds.
 
-    Updates read and write `rate` bytes of host memory in a second, and a step of the device takes
-    `step_s` seconds.
+    Updates read and write `rate` bytes of host memory in a second.
     """
 
     def busy(of: ZenFlowState) -> float:
@@ -174,9 +186,7 @@ def hiding(
         steps * host_work(of, compact=compact).mean
         for of, steps in ((with_interval(state, 1), warm), (state, stats.steps - warm))
     )
-    rate = moved / max(stats.work_s, 1e-9)
-
-    return hiding_of(state, rate, step_s, compact=compact)
+    return hiding_of(state, moved / max(stats.work_s, 1e-9), step_s, compact=compact)
 
 
 def host_bandwidth(

@@ -1,6 +1,10 @@
-"""Estimates how much memory an engine may need of host and device."""
+"""Estimates how much memory an engine may need of host and device.
+
+A state may be one of shapes alone. On a mesh each process, and each device, has its share.
+"""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +15,14 @@ from zenflow_jax._exchange.pinned import buffers, most_kept
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import bytes_of_moments
 from zenflow_jax._host.state import MAILS_KEPT
+from zenflow_jax._plan.leaf import LeafSpec
 
-_FLOAT32 = 4
+FLOAT32 = 4
+
+
+def offloaded_ranges(state: ZenFlowState) -> Iterator[LeafSpec]:
+    """The ranges of all leaves whose gradients go to an engine; most leaves are one."""
+    return (part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges)
 
 
 class HostMemory(NamedTuple):
@@ -29,14 +39,11 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(state: ZenFlowState, *, host_state: str = "float32") -> HostMemory:
-    """What the engine of this state may need; the state may be one of shapes alone.
-
-    On a mesh each process has its devices' share.
-    """
+    """What the engine of this state may need."""
     compact = check_host_state(host_state)
     arrays = mails = parameters = 0
     of_groups = [0] * state.schedule.groups
-    for spec in (x for leaf in state.leaves if leaf.offloaded for x in leaf.spec.ranges):
+    for spec in offloaded_ranges(state):
         size, channels = math.prod(spec.shape), math.prod(spec.stack) * spec.n
         selected = math.prod(spec.stack) * spec.k
         parameters += size
@@ -44,13 +51,13 @@ def host_memory(state: ZenFlowState, *, host_state: str = "float32") -> HostMemo
         arrays += bytes_of_moments(spec.view4(spec.n), compact=compact)
         arrays += (channels + selected) * np.dtype(np.int32).itemsize
         mails += size * spec.mail_dtype.itemsize
-        of_groups[spec.group] += math.prod(spec.selected_shape) * 3 * _FLOAT32
+        of_groups[spec.group] += math.prod(spec.selected_shape) * 3 * FLOAT32
     on_device = state.send_gradients.sums_on_device
     # A leaf's open window may have one, and the window that is being updated another.
     added_up = not on_device and most_kept(state) > MAILS_KEPT
     return HostMemory(
         state=arrays,
-        sums=2 * _FLOAT32 * parameters if added_up else 0,
+        sums=2 * FLOAT32 * parameters if added_up else 0,
         mail=round(buffers(state) * mails),
         hand_over=max(of_groups),
         saving=parameters,
@@ -74,17 +81,13 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(state: ZenFlowState) -> DeviceMemory:
-    """What the engine of this state may have there; the state may be one of shapes alone.
-
-    On a mesh each device has its share.
-    """
+    """What the engine of this state may have there."""
     schedule = state.schedule
     updates, mails = [0] * schedule.groups, [0] * schedule.groups
-    for leaf in state.leaves:
-        for spec in leaf.spec.ranges if leaf.offloaded else ():
-            size = math.prod(spec.shape)
-            updates[spec.group] += size * spec.dtype.itemsize
-            mails[spec.group] += size * spec.mail_dtype.itemsize
+    for spec in offloaded_ranges(state):
+        size = math.prod(spec.shape)
+        updates[spec.group] += size * spec.dtype.itemsize
+        mails[spec.group] += size * spec.mail_dtype.itemsize
     # In turn, the updates of so many groups wait at once; together, one of all.
     waiting = min(schedule.staleness or 1, schedule.groups)
     neighbours = [*updates, *updates]

@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """At most, of all devices together."""
+        """What all devices together take of the host, at most."""
         return sum(self.host.values())
 
     @property
@@ -244,11 +244,9 @@ def _estimate(
         "weights": sum(map(_nbytes_here, weights)),
         "optimizer state": sum(map(_nbytes_here, state_arrays)),
     }
-    # Weights and state are read and written as well.
-    moved_bytes += 2 * sum(needs.values())
-    step_s = max(
-        1e-9, flops / (EFFICIENCY * gpu.flops), moved_bytes / (OF_BANDWIDTH * gpu.bandwidth)
-    )
+    moved_bytes += 2 * sum(needs.values())  # weights and state are read and written as well
+    products_s, memory_s = flops / gpu.flops, moved_bytes / gpu.bandwidth
+    step_s = max(1e-9, products_s / EFFICIENCY, memory_s / OF_BANDWIDTH)
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
     saved, of_host = [*weights, *state_arrays], {}
