@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state
 from zenflow_jax._engine import HostEngine, nnx_pair
 from zenflow_jax._exchange.checks import accumulations
+from zenflow_jax._plan.rules import check_int
 
 _FIELDS = ("params", "opt_state")
 
@@ -120,14 +120,14 @@ class AttachedStep:
         """
         carrier = self._start(args)
         out = self._step(*args, **more)
-        before = carrier.take(args, out)
-        if not self._made_update(before[1]):
+        params, opt_state = carrier.take(args, out)
+        if not self._made_update(opt_state):
             return out
-        after = self.engine.exchange(*before)
+        params, opt_state = self.engine.exchange(params, opt_state)
         # The engine's steps: it may have been saved, or in use, before this object was made.
         if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
-            after = self.engine.flush(*after)
-        return carrier.put(args, out, *after)
+            params, opt_state = self.engine.flush(params, opt_state)
+        return carrier.put(args, out, params, opt_state)
 
     def flush(self, *carried: Any) -> Any:
         """Brings every update into the parameters, as `HostEngine.flush`.
@@ -153,8 +153,6 @@ class AttachedStep:
         if self._engine is not None:
             self._engine.close()
 
-    __reduce_ex__ = HostEngine.__reduce_ex__
-
     def __enter__(self) -> "AttachedStep":
         return self
 
@@ -162,6 +160,8 @@ class AttachedStep:
         self._closed = True
         if self._engine is not None:
             self._engine.__exit__(*error)
+
+    __reduce_ex__ = HostEngine.__reduce_ex__
 
     def _start(self, args: tuple[Any, ...]) -> "_Carrier":
         """How parameters and state come; the first call makes the engine."""
@@ -334,8 +334,6 @@ def _check_outside_of_jit(opt_state: Any) -> None:
 def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) -> None:
     if isinstance(step, AttachedStep):
         raise TypeError("expected a train step, got one that is attached already. Use that one.")
-    is_whole = isinstance(flush_every, Integral) and not isinstance(flush_every, bool)
-    is_pair = isinstance(fields, tuple | list) and len(fields) == 2
     for name, value, fits, expected in (
         ("step", step, callable(step), "a function"),
         ("engine", engine, engine is None or isinstance(engine, HostEngine), "a HostEngine"),
@@ -343,10 +341,9 @@ def _check(step: Any, engine: Any, flush_every: Any, fields: Any, options: Any) 
     ):
         if not fits:
             raise TypeError(f"`{name}` must be {expected}, got {type(value).__name__}.")
-    if flush_every is not None and (not is_whole or flush_every < 1):
-        raise ValueError(
-            f"`flush_every` must be a whole number from 1 or None, got {flush_every!r}."
-        )
+    if flush_every is not None:
+        check_int("flush_every", flush_every, 1, "a whole number or None")
+    is_pair = isinstance(fields, tuple | list) and len(fields) == 2
     if fields is not None and not (is_pair and all(isinstance(name, str) for name in fields)):
         raise ValueError(
             f"`fields` must be two names, got {fields!r}. Pass those of the parameters and of the "

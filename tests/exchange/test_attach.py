@@ -292,7 +292,7 @@ def test_what_is_no_step_is_refused():
         (dict(step=print, engine=3), "`engine` must be a HostEngine, got int"),
         (dict(step=print, engine=engine, engine_options=KERNEL), "with an `engine`"),
         (dict(step=print, engine_options=[1]), "must be a dict, got list"),
-        (dict(step=print, flush_every=0), "whole number from 1 or None, got 0"),
+        (dict(step=print, flush_every=0), "`flush_every` must be at least 1, got 0"),
         (dict(step=print, flush_every=True), "got True"),
         (dict(step=print, fields="params"), "two names, got 'params'"),
         (dict(step=print, fields=("params",)), "two names"),
