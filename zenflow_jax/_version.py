@@ -22,9 +22,7 @@ def version_number() -> int:
     It is one, because a step on a mesh writes the sharding of a vector in another way than it came,
     and jit would compile that step twice.
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", __version__)
-    assert found is not None
-    major, minor, patch = map(int, found.groups())
+    major, minor, patch = map(int, re.findall(r"\d+", __version__)[:3])
     return (major * 1000 + minor) * 1000 + patch
 
 

@@ -55,13 +55,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     It adds itself to the trainer's hooks, and replaces the checkpoint manager with one that saves
     the engine's state as well. It exchanges every update and flushes the last one: after `train`,
-    the model has all updates. It serves `PeftTrainer` and the trainers that inherit its `train`.
-    Accumulate gradients by `gradient_accumulation_steps` or by an `optax.MultiSteps` of your own.
-    Where `train` is called repeatedly (`is_managed_externally`, as in Tunix's reinforcement
-    learning) nothing is flushed in between: call `flush` and `close` yourself.
-
-    Without these hooks, the loss of a trainer with `zenflow` is NaN from the third step on, because
-    nobody takes the gradients of deferred channels.
+    the model has all updates. Without it the loss is NaN from the third step on. It serves
+    `PeftTrainer` and the trainers that inherit its `train`. Accumulate gradients by
+    `gradient_accumulation_steps` or by an `optax.MultiSteps` of your own. Where `train` is called
+    repeatedly (`is_managed_externally`, as in Tunix's reinforcement learning) nothing is flushed in
+    between: call `flush` and `close` yourself.
 
     Args:
         trainer: Made with an optimizer that has `zenflow` in it. If it has restored a checkpoint,
@@ -168,7 +166,6 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._tell_others("on_train_step_start", train_ctx)
 
     def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
-        """Does nothing of its own: it comes for the step before."""
         self._tell_others("on_train_step_end", train_ctx, train_step, train_loss)
 
     def on_eval_step_start(self, train_ctx: Any) -> None:
@@ -299,9 +296,9 @@ def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
 
 
 def _say_where(variables: Any, state: Any) -> None:
-    """Writes how a mesh divides each variable into its metadata, as parameters have it.
+    """Writes how a mesh divides each variable into its metadata, by which Tunix places the state.
 
-    Tunix places the optimizer state by that. Without it each device would hold all of the mail.
+    Without it each device would hold all of the mail.
     """
     for variable, x in zip(
         jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),

@@ -1,7 +1,4 @@
-"""What the host has to do in a step, how long a machine takes for it, and how well that hides.
-
-The host's updates wait for its memory, so their work is counted in bytes.
-"""
+"""The host's work in bytes, as its updates wait for its memory; and how well that hides."""
 
 import contextlib
 import dataclasses
@@ -44,10 +41,10 @@ class HostWork:
 
 
 def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
-    """The work of an engine's host.
+    """The work of an engine's host; the state may be one of shapes.
 
     Of each parameter: mail is written by the device and read by the update; an update reads and
-    writes masters and moments, and what is uploaded is read again. The state may be one of shapes.
+    writes masters and moments, and what is uploaded is read again.
     """
     schedule = state.schedule
     window = longest(schedule.window)

@@ -70,10 +70,10 @@ def bytes_of_master(dtype: np.dtype) -> int:
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes on one device that an engine may have in use while a step runs, by what they are for.
+    """Bytes on one device that an engine may have in use while a step runs, besides the step's own.
 
-    The step's own program has its arguments, results and temporaries besides. A merge runs between
-    two steps, in the memory of its uploads, and of a leaf that is cut into ranges once more.
+    A merge runs between two steps, in the memory of its uploads, and of a leaf that is cut into
+    ranges once more.
     """
 
     uploads: int  # updates that wait to be merged; `prefetch_bytes` bounds them

@@ -1,7 +1,4 @@
-"""What a step takes of a device: its matrix products, by its trace; its memory, by XLA.
-
-XLA compiles for GPUs that need not be there.
-"""
+"""What a step takes of a device: its matrix products, by its trace; its memory, by XLA."""
 
 import functools
 import math
@@ -83,10 +80,9 @@ def peak_bytes(compiled: Any) -> int:
 
 
 def products(jaxpr: Jaxpr) -> tuple[float, float]:
-    """The operations, and the bytes moved, of all matrix products and convolutions of a step.
+    """The operations, and the bytes read and written, of a step's matrix products and convolutions.
 
-    Operands are read, and results written. Of a loop whose number of rounds is not known, one is
-    counted.
+    Of a loop whose number of rounds is not known, one is counted.
     """
     flops = moved = 0.0
     for equation in jaxpr.eqns:
