@@ -206,12 +206,14 @@ def test_leaves_that_took_turns_in_other_groups_are_refused_by_name():
             HostEngine(params, state, engine_state=engine_state)
 
 
-def test_an_engine_state_of_another_step_or_another_run_is_refused():
+def test_parameters_or_an_engine_state_of_another_step_or_run_are_refused():
     with Training(FIRST, SETTINGS, **KERNEL) as training:
         training.go(5)
-        _, _, earlier = saved(training)
+        old_params, _, earlier = saved(training)
         training.go(1)
         params, state, engine_state = saved(training)
+        with pytest.raises(ValueError, match="expected `params` to be those of the step at which"):
+            zenflow_jax.HostEngine(old_params, state, engine_state=engine_state)
         with pytest.raises(ValueError, match=r"after step 5, got one after step 6\. Save and"):
             zenflow_jax.HostEngine(params, state, engine_state=earlier)
         other = state._replace(token=state.token + 1)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 import zenflow_jax
 from tests import meshes, runs
-from tests.elastic import ENGINE, HERE, PLAN, SAVED_AT, follow, resume, save
+from tests.elastic import ENGINE, HERE, PLAN, SAVED_AT, assert_same_state, follow, resume, save
 from tests.meshes import LEAVES, MORE_LEAVES, STALE
 from tests.runs import Settings, Training
 from zenflow_jax._device.samples import fingerprints
@@ -52,9 +52,15 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
         follow(training, SAVED_AT)
         assert training.on_their_way
         save(training, tmp_path / "checkpoint")
+        *saved, in_numpy = jax.device_get((training.params, training.state, training.engine.state()))
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
     with HERE(shardings=placed(after)) as training:
+        by_name = runs.put_by_name(saved, [training.params, training.state])
+        engine = zenflow_jax.HostEngine(*by_name, engine_state=in_numpy, **ENGINE)
+        from_numpy = engine.state()
+        engine.close()
         engine_state = resume(training, tmp_path / "checkpoint")
+        assert_same_state(from_numpy, engine_state)
         assert engine_state["counts"]["fingerprints"].all()
         for name, x in training.params.items():
             place = tuple(n - 1 for n in x.shape)
