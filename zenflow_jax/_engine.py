@@ -19,33 +19,24 @@ import jax.numpy as jnp
 
 from zenflow_jax._checkpoint.resume import check_resumed, join_run
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
-from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.placing import check_placement, put_back
 from zenflow_jax._device.samples import checksums
-from zenflow_jax._device.state import ZenFlowState, find_state, replace_state
+from zenflow_jax._device.state import ZenFlowState, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
-from zenflow_jax._exchange import checks
+from zenflow_jax._exchange import checks, nnx_pair
 from zenflow_jax._exchange.ahead import Ahead, prepare_boundaries
 from zenflow_jax._exchange.expected import CallerTree, Expected
-from zenflow_jax._exchange.host_masters import HostMasters
+from zenflow_jax._exchange.host_half import HostMasters, make_host
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import (
-    OffloadedLeaves,
-    as_before,
-    devices_of,
-    host_channels,
-    host_part,
-)
+from zenflow_jax._exchange.parts import OffloadedLeaves, as_before, devices_of
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned_memory
 from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam, compile_loops
-from zenflow_jax._host.state import HostState
 from zenflow_jax._plan.rules import longest
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -76,12 +67,11 @@ class HostEngine:
     before you use the parameters for anything else. End it with `close`, or use `with`. Only one
     thread may call it.
 
-    Host memory: 12 bytes per deferred parameter in NumPy arrays (float32 master and moments; with
-    compact moments 6.1875); of a float16 leaf 2 more. Mail stays in pinned memory until its
-    window's update: at most about 3.5 mails with windows of four steps that leaves close in turn,
-    eight where all close at once, two where the device adds up. A hand-over takes 12 pinned bytes
-    for each selected parameter of a group. Device memory: an update that is ready waits there until
-    it is due, in the leaf's dtype.
+    Host memory: 12 bytes per deferred parameter in NumPy arrays (with compact moments 6.1875; of a
+    float16 leaf 2 more). Pinned memory: at most about 3.5 mails with windows of four steps that
+    leaves close in turn, eight where all close at once, two where the device adds up; and in a
+    hand-over 12 bytes for each selected parameter of a group. Device memory: an update that is
+    ready waits there until it is due, in the leaf's dtype.
 
     Args:
         params: The parameters that `opt_state` was made for: a tree of arrays, or an `nnx.State`.
@@ -150,32 +140,32 @@ class HostEngine:
         checks.check_whole("prefetch_bytes", prefetch_bytes, 0)
         checks.check_whole("max_skipped", max_skipped, 1)
         compact = checks.check_host_state(host_state)
-        state, weights, moved = _checked(params, opt_state, engine_state)
+        state, weights, moved = checks.checked(params, opt_state, engine_state is None)
+        if engine_state is not None:
+            check_resumed(engine_state, state)
         offloaded = OffloadedLeaves.of(state, prefetch_bytes)
         check_pinned_memory(state, offloaded)
         picked = offloaded.pick(weights)
         adam = HostAdam(host_kernel, threads)
-        make_host = partial(_host_state, picked, state, offloaded, adam, compact)
+        make = partial(make_host, picked, state, offloaded, adam, compact)
         in_a_row = int(read(state.skipped_in_a_row))
-        self._worker = worker = Worker(make_host, offloaded, in_a_row, max_skipped)
-        number, resumed = join_run(engine_state, worker, offloaded, state, weights)
-        processes = sorted({device.process_index for device in devices_of(weights)})
-        peers = PeerMonitor(f"run {number}", processes, exit_if_stuck=exit_if_stuck)
-        specs, schedule = [leaf.spec for leaf in state.leaves], state.schedule
-        step = 0 if resumed is None else resumed.counts.step
+        self._worker = worker = Worker(make, offloaded, in_a_row, max_skipped)
         self._ahead = Ahead()
         self._expected = Expected(state, weights, offloaded, moved)
-        self._progress = Progress(schedule, len(offloaded.places))
-        self._mailbox = Mailbox(worker, state, number)
-        self._integrity = Integrity(specs, schedule, step)
+        self._progress = Progress(state.schedule, len(offloaded.places))
+        specs = [leaf.spec for leaf in state.leaves]
+        self._integrity = Integrity(specs, state.schedule, int(read(state.step)))
         self._updates = Updates(worker, offloaded, self._ahead, self._integrity)
-        taken_from = checksums(picked, offloaded.pick(state.leaves)) if resumed is None else None
+        host_side = worker, self._progress, self._updates
+        number = join_run(engine_state, offloaded, state, weights, *host_side)
+        processes = sorted({device.process_index for device in devices_of(weights)})
+        peers = PeerMonitor(f"run {number}", processes, exit_if_stuck=exit_if_stuck)
+        self._mailbox = Mailbox(worker, state, number)
+        taken_from = None
+        if engine_state is None:
+            taken_from = checksums(picked, offloaded.pick(state.leaves))
         self._masters = HostMasters(worker, offloaded, taken_from)
-        parts = worker, self._mailbox, self._progress, self._updates
-        self._saver = Saver(state, weights, offloaded, host_kernel, *parts)
-        if resumed is not None:
-            self._updates.note_parameters(picked, state.leaves)
-            resumed.go_on(self._progress, self._updates, picked)
+        self._saver = Saver(state, weights, offloaded, host_kernel, self._mailbox, *host_side)
         self._interrupted = False
         # When nothing else can fail: who has no engine cannot end its thread.
         worker.start(peers)
@@ -184,7 +174,7 @@ class HostEngine:
         weakref.finalize(self, self._ahead.close)
         prepare_boundaries(self._ahead, offloaded, picked, state)
         loops = partial(compile_loops, host_kernel, [part.spec for part in offloaded.parts])
-        self._ahead.run(partial(loops, longest(schedule.window), compact=compact))
+        self._ahead.run(partial(loops, longest(state.schedule.window), compact=compact))
 
     @property
     def stats(self) -> EngineStats:
@@ -286,10 +276,8 @@ class HostEngine:
             Parameters and state, of the same structure, shapes and placement.
 
         Raises:
-            RuntimeError: If the engine is closed or has failed, a step was made that was not
-                exchanged, or a former call was interrupted.
-            ValueError: If the state or the parameters have other leaves than at construction.
-            TypeError: If they are no jax arrays.
+            RuntimeError: As `exchange`; or if a step was made that was not exchanged.
+            ValueError, TypeError: As `exchange`.
         """
         state, taken = self._between_steps(params, opt_state, "flush")
         if not self._behind:
@@ -339,12 +327,11 @@ class HostEngine:
         weights = taken.offloaded
         if self._progress.step:  # until then parameters may be loaded, and masters follow
             weights = self._updates.peek(weights, state)
-        caller_ids = {id(x) for x in taken.leaves}
-
-        def of_its_own(x: Any) -> Any:
-            return as_before(_copy(x), x) if id(x) in caller_ids and isinstance(x, jax.Array) else x
-
-        return jax.tree.map(of_its_own, taken.with_offloaded(weights).tree)
+        callers = {id(x) for x in taken.leaves if isinstance(x, jax.Array)}
+        return jax.tree.map(
+            lambda x: as_before(_copy(x), x) if id(x) in callers else x,
+            taken.with_offloaded(weights).tree,
+        )
 
     @_recorded("state")
     def state(self) -> dict[str, Any]:
@@ -370,21 +357,20 @@ class HostEngine:
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
         """Takes the state as `state` does, to be written while the run goes on; for `EngineSave`.
 
-        It must be written or closed, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
+        It must be written or closed, or the run waits for ever.
         """
         self._settle()
         return self._saver.stream(copy_bytes)
 
     @_recorded("state")
     def _host_masters(self, params: Any, opt_state: Any) -> Callable[[int], jax.Array]:
-        """Returns a function from an offloaded leaf's number to its masters on the host."""
+        """A function from an offloaded leaf's number to its masters on the host."""
         self._check_open()
         state = self._expected.state(opt_state)
         if self._progress.step == 0:
             taken = self._take(params, self._all_groups)
             self._masters.follow(taken.offloaded, state.leaves)
         self._settle()
-
         step, token, loads = self._progress.step, self._mailbox.token, self._masters.loads
 
         def masters(number: int) -> jax.Array:
@@ -412,7 +398,7 @@ class HostEngine:
 
         What `optimizer` does not train (batch statistics, keys) is as in `model`, copied as well.
         """
-        return nnx_pair().copy_with(model, optimizer, self.peek)
+        return nnx_pair.copy_with(model, optimizer, self.peek)
 
     def close(self) -> None:
         """Ends the thread and frees the host memory. Safe twice, and during work.
@@ -443,15 +429,14 @@ class HostEngine:
     ) -> None:
         closed, reason = self._worker.closed, self._worker.reason or self._integrity.known
         step, lost = self._progress.step, ""
-        if reason:
-            # Most often it is what is raised here.
-            lost = "" if reason in str(error) else f"the engine has failed as well: {reason}."
-        elif self._interrupted:
+        if reason and reason not in str(error):  # most often it is what is raised here
+            lost = f"the engine has failed as well: {reason}."
+        elif not reason and self._interrupted:
             lost = (
                 f"the engine was interrupted in a call after step {step}, so that parameters, "
                 "state and host no longer belong together."
             )
-        elif self._behind:
+        elif not reason and self._behind:
             lost = (
                 f"the engine was closed after step {step} with updates that never reached the "
                 "parameters; they are dropped. The parameters are whole, but lack them."
@@ -504,7 +489,7 @@ class HostEngine:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Marks a block after whose interruption the engine takes no more calls."""
+        """After an interruption of the block the engine takes no more calls."""
         self._interrupted = True
         yield
         self._interrupted = False
@@ -517,7 +502,7 @@ class HostEngine:
     def _between_steps(
         self, params: Any, opt_state: Any, name: str
     ) -> tuple[ZenFlowState, CallerTree]:
-        """Takes what the last `exchange` or `flush` must have returned."""
+        """What the last `exchange` or `flush` must have returned."""
         self._check_open()
         state = self._expected.state(opt_state)
         copied = self._mailbox.check_between_steps(state, name)
@@ -527,61 +512,8 @@ class HostEngine:
         return state, taken
 
     def _of_nnx(self, call: Any, model: Any, optimizer: Any) -> None:
-        pair = nnx_pair()
-        pair.update(model, optimizer, *call(*pair.arrays(model, optimizer)))
-
-
-def _checked(params: Any, opt_state: Any, engine_state: Any) -> tuple[ZenFlowState, list[Any], int]:
-    """The state, the parameter of each of its leaves, and how many arrays had to be put back.
-
-    Trainers place a state anew before they compile.
-    """
-    params, opt_state = as_pure(params), as_pure(opt_state)
-    state = find_state(opt_state)
-    checks.check_wrappers(opt_state, state)
-    checks.check_not_flattened(params, state)
-    checks.check_not_numpy(state)
-    checks.check_one_run(state)
-    if engine_state is None:
-        checks.check_fresh(state)
-    else:
-        check_resumed(engine_state, state)
-    leaves, _, places = match_leaves(params, state)
-    weights = [leaves[i] for i in places]
-    check_placement(weights, [leaf.spec for leaf in state.leaves])
-    checks.check_devices(weights, state)
-    state, moved = put_back(state, weights)
-    return state, weights, moved
-
-
-def _host_state(
-    weights: Sequence[jax.Array],
-    state: ZenFlowState,
-    offloaded: OffloadedLeaves,
-    adam: HostAdam,
-    compact: bool,
-    before_write: Callable[[int], None],
-) -> HostState:
-    """The host's arrays, for the worker."""
-    parts, states = offloaded.parts, offloaded.pick(state.leaves)
-    return HostState(
-        [part.spec for part in parts],
-        # One at a time: the host copy of one part is enough to have beside the masters.
-        (host_part(weights[part.leaf], part) for part in parts),
-        (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
-        adam,
-        state.schedule,
-        offloaded.pieces,
-        compact=compact,
-        before_write=before_write,
-    )
-
-
-def nnx_pair() -> Any:
-    """The module for pairs of flax nnx, imported on first use: flax is slow to import."""
-    from zenflow_jax._exchange import nnx_pair
-
-    return nnx_pair
+        after = call(*nnx_pair.arrays(model, optimizer))
+        nnx_pair.update(model, optimizer, *after)
 
 
 # Under jit an argument that comes back as it is would be the same array.

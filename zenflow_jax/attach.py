@@ -11,7 +11,8 @@ from jax.core import Tracer
 
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import find_state, has_state
-from zenflow_jax._engine import HostEngine, nnx_pair
+from zenflow_jax._engine import HostEngine
+from zenflow_jax._exchange import nnx_pair
 from zenflow_jax._exchange.checks import accumulations
 from zenflow_jax._plan.rules import check_int
 
@@ -266,10 +267,10 @@ class _Nnx:
         return None
 
     def take(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
-        return nnx_pair().arrays(args[0], args[1])
+        return nnx_pair.arrays(args[0], args[1])
 
     def put(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
-        nnx_pair().update(args[0], args[1], params, opt_state)
+        nnx_pair.update(args[0], args[1], params, opt_state)
         return out
 
 
@@ -278,7 +279,7 @@ _Carrier = _Pair | _TrainState | _Nnx
 
 def _carrier(args: tuple[Any, ...], fields: tuple[str, str] | None) -> _Carrier:
     # Who has a pair of nnx has imported flax.
-    if fields is None and "flax.nnx" in sys.modules and nnx_pair().is_pair(args):
+    if fields is None and "flax.nnx" in sys.modules and nnx_pair.is_pair(args):
         return _Nnx()
     if args and _has(args[0], fields or _FIELDS):
         return _TrainState(fields or _FIELDS)

@@ -27,8 +27,8 @@ from tests.resuming import (
     without_tokens,
 )
 from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Training
-from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine, _engine
-from zenflow_jax._exchange import updates
+from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine
+from zenflow_jax._exchange import host_half, updates
 from zenflow_jax._host import state as host_state
 
 COMPACT = KERNEL | {"host_state": "compact"}
@@ -333,7 +333,7 @@ def test_an_engine_that_cannot_be_made_leaves_neither_threads_nor_host_memory(mo
         go(training, PLAN, 11)
         checkpoint = saved(training)
         before = threading.active_count()
-        monkeypatch.setattr(_engine, "HostState", Remembered)
+        monkeypatch.setattr(host_half, "HostState", Remembered)
         monkeypatch.setattr(updates.Updates, "resume", explode)
         with pytest.raises(MemoryError, match="no room"):
             resumed(training, checkpoint)

@@ -52,7 +52,9 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
         follow(training, SAVED_AT)
         assert training.on_their_way
         save(training, tmp_path / "checkpoint")
-        *saved, in_numpy = jax.device_get((training.params, training.state, training.engine.state()))
+        *saved, in_numpy = jax.device_get(
+            (training.params, training.state, training.engine.state())
+        )
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
     with HERE(shardings=placed(after)) as training:
         by_name = runs.put_by_name(saved, [training.params, training.state])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zenflow_jax import _engine
+from zenflow_jax._exchange import host_half
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
 
@@ -31,6 +32,6 @@ def hooked(monkeypatch: Any) -> Hooks:
             hooks.update()
             yield from super().adamw(*args)
 
-    monkeypatch.setattr(_engine, "HostState", State)
+    monkeypatch.setattr(host_half, "HostState", State)
     monkeypatch.setattr(_engine, "HostAdam", Adam)
     return hooks

@@ -1,7 +1,6 @@
 """Puts an engine's saved state back into the host half, if it fits the run."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,14 +8,13 @@ import jax
 import numpy as np
 
 from zenflow_jax import _version
-from zenflow_jax._checkpoint.counts import Counts, counts_from_tree
 from zenflow_jax._checkpoint.same_run import agree, what_differs
-from zenflow_jax._checkpoint.tree import abstract_engine_state, place_of
+from zenflow_jax._checkpoint.tree import abstract_engine_state, counts_from_tree, place_of
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, devices_of, host_channels, piece_of
-from zenflow_jax._exchange.progress import Progress
+from zenflow_jax._exchange.progress import Counts, Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._plan.leaf import LeafSpec
@@ -37,34 +35,15 @@ def _piece(tree: Mapping[str, Any], name: str, part: Part, spec: LeafSpec) -> np
     return np.asarray(x)[index] if piece is None else piece
 
 
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """What an engine continues from, beside the arrays that its worker has."""
-
-    counts: Counts
-    before: list[np.ndarray]  # each part's channels selected in the pending update's window
-
-    def go_on(self, progress: Progress, updates: Updates, weights: Sequence[jax.Array]) -> None:
-        """Continues in these; `weights` are the parameters of the offloaded leaves."""
-        counts = self.counts
-        progress.resume(
-            step=counts.step,
-            reselections=counts.reselections,
-            schedule_state=counts.schedule_state,
-            shares=counts.shares,
-            open_steps=counts.open_steps,
-            window_lengths=counts.window_lengths,
-        )
-        updates.resume(counts.pending, self.before, weights)
-
-
 def join_run(
     engine_state: Any,
-    worker: Worker,
     offloaded: OffloadedLeaves,
     state: ZenFlowState,
     weights: Sequence[jax.Array],
-) -> tuple[int, Resumed | None]:
+    worker: Worker,
+    progress: Progress,
+    updates: Updates,
+) -> int:
     """Resumes a saved state, if there is one, and agrees with other processes on the run's number.
 
     Raises:
@@ -74,28 +53,30 @@ def join_run(
     step, token = int(read(state.step)), int(read(state.token))
     devices = devices_of(weights)
     if engine_state is None:
-        return agree(None, step, token, devices), None
+        return agree(None, step, token, devices)
     specs = [leaf.spec for leaf in state.leaves]
     sums = fingerprints(weights, specs)  # in all processes, whatever they have read
     try:
-        resumed = _resume(engine_state, worker, offloaded, state)
-        refusal = what_differs(resumed.counts, step, token, sums, specs)
+        counts = counts_from_tree(engine_state["counts"])
+        _check_selection(offloaded, state)
+        before = _resume_host(worker, counts, engine_state["leaves"], offloaded)
+        refusal = what_differs(counts, step, token, sums, specs)
     except (OSError, ValueError) as error:
         # The other processes may have read what this one cannot, and wait for it.
         with contextlib.suppress(ValueError):
             agree(str(error), step, token, devices)
         raise
-    return agree(refusal, step, token, devices), resumed
+    number = agree(refusal, step, token, devices)
+    progress.resume(counts)
+    updates.note_parameters(offloaded.pick(weights), state.leaves)
+    updates.resume(counts.pending, before, offloaded.pick(weights))
+    return number
 
 
-def _resume(
-    engine_state: Any, worker: Worker, offloaded: OffloadedLeaves, state: ZenFlowState
-) -> Resumed:
-    """Puts saved arrays into a new worker's, a part at a time."""
-    counts, leaves = counts_from_tree(engine_state["counts"]), engine_state["leaves"]
-    parts, specs = offloaded.parts, offloaded.specs
+def _check_selection(offloaded: OffloadedLeaves, state: ZenFlowState) -> None:
+    """Refuses channels that were selected where fewer devices divide their axis."""
     states = offloaded.pick(state.leaves)
-    for part in parts:
+    for part in offloaded.parts:
         channels = host_channels(part.of(states[part.leaf].channels), part)
         if channels.size and not 0 <= channels.min() <= channels.max() < part.spec.n:
             raise ValueError(
@@ -104,6 +85,16 @@ def _resume(
                 "no more devices divide its channel axis than in the saved run."
             )
 
+
+def _resume_host(
+    worker: Worker, counts: Counts, leaves: Sequence[Mapping[str, Any]], offloaded: OffloadedLeaves
+) -> list[np.ndarray]:
+    """Puts saved arrays into a new worker's, a part at a time.
+
+    Returns each part's channels that were selected in the pending update's window.
+    """
+    parts, specs = offloaded.parts, offloaded.specs
+
     def arrays(part: Part) -> dict[str, np.ndarray]:
         of_leaf = leaves[part.leaf]
         names = ["master", "mu", "nu", "steps"]
@@ -111,20 +102,13 @@ def _resume(
             names.append("total")
         return {name: _piece(of_leaf, name, part, specs[part.leaf]) for name in names}
 
-    before = [
+    worker.resume(map(arrays, parts), counts)
+    return [
         _piece(leaves[part.leaf], "before", part, specs[part.leaf])
         if part.spec.k
         else np.zeros((*part.spec.stack, 0), np.int32)
         for part in parts
     ]
-    worker.resume(
-        map(arrays, parts),
-        counts.counted,
-        closed=counts.windows,
-        scalars=counts.scalars,
-        skipped=counts.skipped,
-    )
-    return Resumed(counts, before)
 
 
 def check_resumed(saved: Any, state: ZenFlowState) -> None:

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zenflow_jax._checkpoint.counts import Counts
 from zenflow_jax._device.leaves import first_names
 from zenflow_jax._device.memory import read
 from zenflow_jax._device.samples import fingerprints
+from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._plan.leaf import LeafSpec
 
 

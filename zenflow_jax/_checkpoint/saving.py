@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._checkpoint.counts import Counts
 from zenflow_jax._checkpoint.same_run import fingerprints_alive
 from zenflow_jax._checkpoint.tensor_file import FORMAT, file_name, new_file
 from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays
@@ -24,7 +23,7 @@ from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
-from zenflow_jax._exchange.progress import Progress
+from zenflow_jax._exchange.progress import Counts, Progress
 from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
@@ -45,8 +44,8 @@ class Saver:
         weights: Sequence[jax.Array],
         offloaded: OffloadedLeaves,
         host_kernel: str,
-        worker: Worker,
         mailbox: Mailbox,
+        worker: Worker,
         progress: Progress,
         updates: Updates,
     ):

@@ -1,9 +1,7 @@
-"""An engine's state as a tree of arrays, for checkpoints.
+"""An engine's state as a tree of arrays, which any number of devices and processes can read.
 
 Large arrays are global and in host memory, placed like the parts of their leaf: a saver writes each
-part once, from a process that has it. Small values that are the same on every process are NumPy.
-Nothing in the tree depends on the number of devices or processes, so another number of them can
-read it.
+part once, from a process that has it. Small values, the same in every process, are NumPy.
 """
 
 import dataclasses
@@ -15,16 +13,19 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from zenflow_jax import _version
-from zenflow_jax._checkpoint.counts import Counts, counts_to_tree, first_counts
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
+from zenflow_jax._exchange.progress import NONE, Counts
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
+from zenflow_jax._plan.scalars import AdamScalars
+from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 
 #: Arrays of a leaf's shape.
 WIDE = ("master", "mu", "nu", "total")
+_NUMBERS = "step windows token skipped reselections open_steps counted pending".split()
 
 
 def options_of(state: ZenFlowState) -> dict[str, Any]:
@@ -90,23 +91,63 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
             "expected a state of `zenflow(..., offload=True)`, got one that has its deferred half "
             "in itself. Save that state alone: it is all there is."
         )
-    leaves = arrays_of_leaves(state)
-    counts = first_counts(state.schedule, len(state.leaves), len(leaves))
+    leaves, none = arrays_of_leaves(state), [0] * state.schedule.groups
+    counts = Counts(
+        schedule_state=first_schedule_state(state.schedule, len(leaves)),
+        open_steps=none,
+        counted=none,
+        pending=[NONE for _ in none],
+        shares=np.full(len(none), np.nan, np.float32),
+        fingerprints=np.zeros(len(state.leaves), np.uint32),
+    )
     return {"leaves": leaves, **_shown(small_arrays(counts, state))}
 
 
 def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
     """The small arrays of the tree, equal in every process; `state` may be of any step."""
     return {
-        "counts": counts_to_tree(counts, state.schedule),
+        "counts": _counts_to_tree(counts, state.schedule),
         "options": options_of(state),
         # As in the optimizer state, so that savers that compare names show both versions.
         "layout": {_version.LAYOUT_NAME: np.array(_version.version_number(), np.int32)},
     }
 
 
+def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
+    lengths = np.zeros(longest(schedule.window) + 1, np.int32)
+    for length, count in counts.window_lengths.items():
+        lengths[length] = count
+    return {
+        **{name: np.array(getattr(counts, name), np.int32) for name in _NUMBERS},
+        "window_lengths": lengths,
+        "scalars": np.array(counts.scalars or [0.0] * len(AdamScalars._fields), np.float32),
+        "shares": np.array(counts.shares, np.float32),
+        "fingerprints": counts.fingerprints,
+        "schedule_state": {
+            name: np.array(x, np.int32 if name in ("length", "windows") else np.float32)
+            for name, x in counts.schedule_state._asdict().items()
+            if np.size(x)  # orbax writes no empty arrays
+        },
+    }
+
+
+def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
+    """The counts in a saved tree of small arrays."""
+    schedule_state = {name: np.zeros(0, np.float32) for name in ScheduleState._fields}
+    schedule_state |= {name: np.asarray(x)[()] for name, x in tree["schedule_state"].items()}
+    lengths = enumerate(np.asarray(tree["window_lengths"]).tolist())
+    return Counts(
+        **{name: np.asarray(tree[name]).tolist() for name in _NUMBERS},
+        window_lengths={i: n for i, n in lengths if n},
+        scalars=AdamScalars(*np.asarray(tree["scalars"]).tolist()),
+        shares=np.asarray(tree["shares"]),
+        fingerprints=np.asarray(tree["fingerprints"]),
+        schedule_state=ScheduleState(**schedule_state),
+    )
+
+
 def _shown(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Wraps the arrays for orbax, in their order, as errors name the first difference."""
+    """Wraps the arrays for orbax."""
     return {
         name: _shown(x) if isinstance(x, Mapping) else x.view(_Shown) for name, x in tree.items()
     }
@@ -115,9 +156,8 @@ def _shown(tree: Mapping[str, Any]) -> dict[str, Any]:
 class _Shown(np.ndarray):
     """An array of a template that is compared with anything.
 
-    Where a checkpoint has other arrays than its template, orbax shows both, and asks first whether
-    what it shows is None: by `==`, to which NumPy gives an answer for each element, and orbax ends
-    with an error about that (0.12.8).
+    Where a checkpoint differs from its template, orbax asks of each array whether it is None, by
+    `==`, to which NumPy answers for each element; so its error would be about that (0.12.8).
     """
 
     def __eq__(self, other: Any) -> Any:
@@ -136,14 +176,12 @@ def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct
 def _arrays_of(spec: LeafSpec, mail: Any, sums_on_device: bool) -> dict[str, Any]:
     """Those of a leaf that lies as its mail does; an abstract leaf may not say where it is."""
     sharding = mail.sharding
+    wide = each = None
     if isinstance(sharding, NamedSharding):
         layout, mesh = Layout(spec), sharding.mesh
-        wide, each = (
-            NamedSharding(mesh, x, memory_kind=HOST) for x in (layout.part, layout.channels)
-        )
-    elif sharding is None:
-        wide = each = None
-    else:
+        wide = NamedSharding(mesh, layout.part, memory_kind=HOST)
+        each = NamedSharding(mesh, layout.channels, memory_kind=HOST)
+    elif sharding is not None:
         (device,) = sharding.device_set
         wide = each = SingleDeviceSharding(device, memory_kind=HOST)
 

@@ -10,8 +10,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.state import ZenFlowState, has_state
+from zenflow_jax._device.placing import check_placement, put_back
+from zenflow_jax._device.state import ZenFlowState, find_state, has_state
 from zenflow_jax._plan.rules import SendGradients
 
 #: How the host keeps moments.
@@ -34,7 +36,29 @@ def check_host_state(host_state: Any) -> bool:
     return host_state == HOST_STATES[1]
 
 
-def check_not_flattened(params: Any, state: ZenFlowState) -> None:
+def checked(params: Any, opt_state: Any, fresh: bool) -> tuple[ZenFlowState, list[Any], int]:
+    """The state, the parameter of each of its leaves, and how many arrays had to be put back.
+
+    Trainers place a state anew before they compile. `fresh` says that it must be `tx.init`'s.
+    """
+    params, opt_state = as_pure(params), as_pure(opt_state)
+    state = find_state(opt_state)
+    _check_wrappers(opt_state, state)
+    _check_not_flattened(params, state)
+    check_not_numpy(state)
+    _check_one_run(state)
+    _check_offload(state)
+    if fresh:
+        _check_fresh(state)
+    leaves, _, places = match_leaves(params, state)
+    weights = [leaves[i] for i in places]
+    check_placement(weights, [leaf.spec for leaf in state.leaves])
+    _check_devices(weights, state)
+    state, moved = put_back(state, weights)
+    return state, weights, moved
+
+
+def _check_not_flattened(params: Any, state: ZenFlowState) -> None:
     """Refuses the state of a single vector that joins all parameters."""
     leaves, specs = jax.tree.leaves(params), [leaf.spec for leaf in state.leaves]
     if len(specs) != 1 or len(specs[0].shape) != 1:
@@ -57,7 +81,7 @@ def check_not_numpy(tree: Any) -> None:
         )
 
 
-def check_one_run(state: ZenFlowState) -> None:
+def _check_one_run(state: ZenFlowState) -> None:
     """Refuses what `jax.vmap(tx.init)` makes: scalars with axes."""
     shape = np.shape(state.step)
     if shape:
@@ -68,12 +92,15 @@ def check_one_run(state: ZenFlowState) -> None:
         )
 
 
-def check_fresh(state: ZenFlowState) -> None:
+def _check_offload(state: ZenFlowState) -> None:
     if not state.offload:
         raise ValueError(
             "expected a state of `zenflow(..., offload=True)`, got one that keeps its deferred "
             "half on the device. It needs no engine."
         )
+
+
+def _check_fresh(state: ZenFlowState) -> None:
     arrays = [x for x in jax.tree.leaves(state) if not isinstance(x, jax.Array)]
     if arrays or isinstance(state.step, Tracer):
         raise ValueError(
@@ -90,7 +117,7 @@ def check_fresh(state: ZenFlowState) -> None:
         )
 
 
-def check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
+def _check_devices(weights: Sequence[jax.Array], state: ZenFlowState) -> None:
     """Refuses parameters on other devices than their state, or on the same in another order."""
     for weight, leaf in zip(weights, state.leaves, strict=True):
         of_weight, of_state = _devices(weight.sharding), _devices(leaf.mu.sharding)
@@ -109,7 +136,7 @@ def _devices(sharding: jax.sharding.Sharding) -> list[Any]:
     return sorted(sharding.device_set, key=lambda device: device.id)
 
 
-def check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
+def _check_wrappers(opt_state: Any, state: ZenFlowState) -> None:
     """Refuses wrappers around the state whose branches jax could not trace."""
     around = _states(opt_state, (optax.MultiStepsState, optax.ApplyIfFiniteState))
     if around and state.send_gradients == SendGradients.AFTER_STEP:

@@ -13,10 +13,6 @@ from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._plan.scalars import USED, StepScalars
 
-# A group has no update that has not reached the parameters; one; or one that is empty, because no
-# step of its window counted.
-NONE, PENDING, EMPTY = 0, 1, 2
-
 
 @dataclass(eq=False, kw_only=True)
 class _Message:

@@ -1,6 +1,6 @@
 """Converts a flax nnx model and its optimizer to trees of arrays, and back.
 
-Imported on first use: flax takes as long to import as all of this library.
+flax is imported on first use: it takes as long to import as all of this library.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,24 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 
 def is_pair(values: Sequence[Any]) -> bool:
     """Whether a model and an optimizer come first."""
-    return (
-        len(values) >= 2
-        and isinstance(values[0], nnx.Module)
-        and isinstance(values[1], nnx.Optimizer)
-    )
+    from flax import nnx
+
+    kinds = nnx.Module, nnx.Optimizer
+    return len(values) >= 2 and all(map(isinstance, values, kinds))
 
 
 def arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Parameters and optimizer state.
+    """Parameters and optimizer state; refuses what is no such pair."""
+    from flax import nnx
 
-    Raises:
-        TypeError: If it is no such pair.
-    """
     for name, x, kind in (("model", model, nnx.Module), ("optimizer", optimizer, nnx.Optimizer)):
         if not isinstance(x, kind):
             raise TypeError(
@@ -37,17 +33,18 @@ def arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
     return params, nnx.as_pure(optimizer.opt_state)
 
 
-def update(model: nnx.Module, optimizer: nnx.Optimizer, params: Any, opt_state: Any) -> None:
+def update(model: Any, optimizer: Any, params: Any, opt_state: Any) -> None:
     """Puts both into the pair."""
+    from flax import nnx
+
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
 
-def copy_with(model: Any, optimizer: nnx.Optimizer, find: Callable[[Any, Any], Any]) -> Any:
-    """A model like `model` with the parameters that `find(params, opt_state)` gives.
+def copy_with(model: Any, optimizer: Any, find: Callable[[Any, Any], Any]) -> Any:
+    """A model with the parameters that `find(params, opt_state)` gives, and copies of the rest."""
+    from flax import nnx
 
-    Neither changes the other: what is not trained is copied.
-    """
     new = find(*arrays(model, optimizer))
     graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
     # New variables of the same arrays: `merge` would give the copy those of the model.

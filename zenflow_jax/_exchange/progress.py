@@ -1,5 +1,6 @@
 """Where an engine's run is in its schedule, and the numbers that decide what comes next."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +8,31 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
+from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Boundary, Schedule, ScheduleState, first_schedule_state
+
+# A group has no update that has not reached the parameters; one; or one that is empty, because no
+# step of its window counted.
+NONE, PENDING, EMPTY = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What an engine counts, for a checkpoint; the same in every process. A list is of groups."""
+
+    schedule_state: ScheduleState
+    open_steps: Sequence[int]  # of the open window, skipped ones included
+    counted: Sequence[int]  # the steps among them that are in the sums
+    pending: Sequence[int]  # NONE, PENDING or EMPTY
+    shares: np.ndarray  # float32: `Progress.shares`
+    fingerprints: np.ndarray  # uint32, of all leaves: `fingerprints_alive`; 0 before the first step
+    step: int = 0
+    windows: int = 0  # closed so far
+    token: int = 0  # the next step's
+    skipped: int = 0
+    reselections: int = 0
+    window_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    scalars: AdamScalars | None = None  # of the last step; None before the first
 
 
 class Progress:
@@ -32,8 +57,7 @@ class Progress:
         self.reselections = 0
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
-        self._first = first_schedule_state(schedule, leaves)
-        self._state = self._first
+        self._first = self._state = first_schedule_state(schedule, leaves)
         # Not read yet: of the last step, if its window is open; and of the last boundaries.
         self._statistics: jax.Array | None = None
         self._measured: dict[int, jax.Array] = {}
@@ -44,11 +68,25 @@ class Progress:
         known = self.shares[~np.isnan(self.shares)]
         return float(known.mean()) if known.size else None
 
+    @property
+    def schedule_state(self) -> ScheduleState:
+        """What is known before the next step."""
+        if self._statistics is not None:
+            self._state = self._state.add(view(self._statistics).ravel())
+            self._statistics = None
+        if self._measured:
+            kept_share = self._state.kept_share.copy()
+            for group, share in self._measured.items():
+                self.shares[group] = kept_share[group] = float(view(share))
+            self._state = self._state._replace(kept_share=kept_share)
+            self._measured = {}
+        return self._state
+
     def boundaries(self) -> list[Boundary]:
         """Says what happens to each group after the next step."""
-        self._read()
+        state = self.schedule_state
         return [
-            Boundary(*map(bool, self._schedule.boundary(self.step + 1, self._state, group)))
+            Boundary(*map(bool, self._schedule.boundary(self.step + 1, state, group)))
             for group in range(self._schedule.groups)
         ]
 
@@ -86,35 +124,9 @@ class Progress:
         self._statistics, self._measured = None, measured
         self.reselections += int(selects.sum())
 
-    @property
-    def schedule_state(self) -> ScheduleState:
-        """What is known before the next step."""
-        self._read()
-        return self._state
-
-    def resume(
-        self,
-        *,
-        step: int,
-        reselections: int,
-        schedule_state: ScheduleState,
-        shares: np.ndarray,
-        open_steps: Sequence[int],
-        window_lengths: Mapping[int, int],
-    ) -> None:
+    def resume(self, counts: Counts) -> None:
         """Continues where another run was."""
-        self.step, self.reselections, self.shares = step, reselections, np.array(shares)
-        self.open_steps, self.window_lengths = list(open_steps), Counter(window_lengths)
-        self._state = schedule_state
-
-    def _read(self) -> None:
-        if self._statistics is not None:
-            row = view(self._statistics).ravel()
-            self._state = self._state.add(row)
-            self._statistics = None
-        if self._measured:
-            state = self._state.kept_share.copy()
-            for group, share in self._measured.items():
-                self.shares[group] = state[group] = float(view(share))
-            self._state = self._state._replace(kept_share=state)
-            self._measured = {}
+        self.step, self.reselections = counts.step, counts.reselections
+        self.open_steps, self.shares = list(counts.open_steps), np.array(counts.shares)
+        self.window_lengths = Counter(counts.window_lengths)
+        self._state = counts.schedule_state

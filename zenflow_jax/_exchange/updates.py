@@ -35,7 +35,7 @@ from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.integrity import Integrity
-from zenflow_jax._exchange.messages import EMPTY, NONE, PENDING, Close, HandOver
+from zenflow_jax._exchange.messages import Close, HandOver
 from zenflow_jax._exchange.parts import (
     Group,
     OffloadedLeaves,
@@ -45,6 +45,7 @@ from zenflow_jax._exchange.parts import (
     part_sharding,
     select_anew,
 )
+from zenflow_jax._exchange.progress import EMPTY, NONE, PENDING
 from zenflow_jax._exchange.worker import Worker
 
 

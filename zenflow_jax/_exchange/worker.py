@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._exchange.peers import PeerMonitor
+from zenflow_jax._exchange.progress import Counts
 from zenflow_jax._exchange.snapshot import Snapshot
 from zenflow_jax._exchange.uploads import hand_over, nbytes, update
 from zenflow_jax._host.leaf import HostLeaf
@@ -81,18 +82,10 @@ class Worker:
         # The thread must end before the modules that it works with.
         atexit.register(_stop_if_alive, weakref.ref(self))
 
-    def resume(
-        self,
-        arrays: Iterable[Mapping[str, np.ndarray]],
-        counted: Sequence[int],
-        *,
-        closed: int,
-        scalars: AdamScalars | None,
-        skipped: int,
-    ) -> None:
-        """Continues another run, which has skipped some steps, as `HostState.resume` does."""
-        self._host.resume(arrays, counted, closed=closed, scalars=scalars)
-        self.stats = replace(self.stats, skipped_steps=skipped)
+    def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
+        """Continues another run, as `HostState.resume` does."""
+        self._host.resume(arrays, counts.counted, closed=counts.windows, scalars=counts.scalars)
+        self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
     def take_master(self, i: int, weight: np.ndarray) -> None:
         """Sets the masters of part `i` to these parameters."""

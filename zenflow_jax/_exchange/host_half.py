@@ -1,15 +1,47 @@
-"""The host's masters on the caller's side: they follow loaded parameters, and are shown."""
+"""The host's arrays of a run: made from the parameters, and read as masters."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from zenflow_jax._device.memory import upload
 from zenflow_jax._device.samples import checksums, differing
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, by_leaf, host_part, joined
+from zenflow_jax._exchange.parts import (
+    OffloadedLeaves,
+    assemble,
+    by_leaf,
+    host_channels,
+    host_part,
+    joined,
+)
 from zenflow_jax._exchange.worker import Worker
+from zenflow_jax._host.adam import HostAdam
+from zenflow_jax._host.state import HostState
+
+
+def make_host(
+    weights: Sequence[jax.Array],
+    state: ZenFlowState,
+    offloaded: OffloadedLeaves,
+    adam: HostAdam,
+    compact: bool,
+    before_write: Callable[[int], None],
+) -> HostState:
+    """The host's arrays of all parts, for the worker."""
+    parts, states = offloaded.parts, offloaded.pick(state.leaves)
+    return HostState(
+        [part.spec for part in parts],
+        # One at a time: the host copy of one part is enough to have beside the masters.
+        (host_part(weights[part.leaf], part) for part in parts),
+        (host_channels(part.of(states[part.leaf].channels), part) for part in parts),
+        adam,
+        state.schedule,
+        offloaded.pieces,
+        compact=compact,
+        before_write=before_write,
+    )
 
 
 class HostMasters:
@@ -41,22 +73,17 @@ class HostMasters:
         self.loads += bool(loaded)
 
     def of_leaf(self, number: int, state: ZenFlowState) -> jax.Array:
-        """The host's masters of an offloaded leaf, on the devices, in parts.
-
-        The rows of selected channels are not current.
-        """
-        leaves = self._worker.leaves()
-        parts, pieces = [], []
+        """An offloaded leaf's masters on the devices, in parts; not those of selected channels."""
+        leaves, parts = self._worker.leaves(), self._offloaded.parts
+        firsts, pieces = [], []
         for numbers in self._offloaded.pieces_of(number):
-            part = self._offloaded.parts[numbers[0]]
-            masters = (leaves[j].master.as_float32() for j in numbers)
-            shapes = (self._offloaded.parts[j].spec.shape for j in numbers)
-            master = joined([x.reshape(s) for x, s in zip(masters, shapes, strict=True)])
-            parts.append(dataclasses.replace(part, leaf=0))
-            pieces.append([upload(master, device) for device in part.devices])
+            first = dataclasses.replace(parts[numbers[0]], leaf=0)
+            masters = [leaves[j].master.as_float32().reshape(parts[j].spec.shape) for j in numbers]
+            master = joined(masters)
+            firsts.append(first)
+            pieces.append([upload(master, device) for device in first.devices])
         # The uploads may read live masters, which the next update writes.
         jax.block_until_ready(pieces)
         like = state.leaves[self._offloaded.places[number]].mu
-        return assemble(
-            by_leaf(parts, pieces)[0], self._offloaded.specs[number].shape, like.sharding
-        )
+        shape = self._offloaded.specs[number].shape
+        return assemble(by_leaf(firsts, pieces)[0], shape, like.sharding)
