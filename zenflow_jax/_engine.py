@@ -8,9 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import time
-import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from zenflow_jax._device.state import ZenFlowState, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange import checks, nnx_pair
-from zenflow_jax._exchange.ahead import Ahead, prepare_boundaries
+from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.expected import CallerTree, Expected
 from zenflow_jax._exchange.host_half import HostMasters, make_host
 from zenflow_jax._exchange.integrity import Integrity
@@ -36,8 +35,7 @@ from zenflow_jax._exchange.pinned import check_pinned_memory
 from zenflow_jax._exchange.progress import Progress
 from zenflow_jax._exchange.updates import Updates
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host.adam import HostAdam, compile_loops
-from zenflow_jax._plan.rules import longest
+from zenflow_jax._host.adam import HostAdam
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Model = TypeVar("_Model")
@@ -63,9 +61,9 @@ def _recorded(kind: str) -> Callable[[_Method], _Method]:
 class HostEngine:
     """Updates the deferred channels on the host, beside the device.
 
-    Make one for each run, before its first step. Call `exchange` after every step, and `flush`
-    before you use the parameters for anything else. End it with `close`, or use `with`. Only one
-    thread may call it.
+    Make one for each run, before its first step. Call `exchange` after every step, `flush` before
+    you use the parameters for anything else, and `close` at the end, or use `with`. Only one thread
+    may call it.
 
     Host memory: 12 bytes per deferred parameter in NumPy arrays (with compact moments 6.1875; of a
     float16 leaf 2 more). Pinned memory: at most about 3.5 mails with windows of four steps that
@@ -81,8 +79,7 @@ class HostEngine:
         host_kernel: "numba", or the portable "numpy".
         host_state: How the host keeps both moments of deferred channels. "float32": 8 bytes per
             parameter. "compact": 2.1875, in 8 bits; each host update then rounds moments, most of
-            them by less than 1 per cent, and takes more time where cores wait little for memory.
-            A run may go on with the other, too.
+            them by less than 1 per cent. A run may go on with the other, too.
         threads: Cores that host updates use. By default all but one, which the caller keeps.
         prefetch_bytes: Bytes on each device that a ready update may take before its boundary. None:
             the whole update. The engine uploads the rest at the boundary, when the step's own
@@ -92,9 +89,8 @@ class HostEngine:
         engine_state: What `EngineRestore` or `state()` gave, saved together with `params` and
             `opt_state`. The engine copies it, and goes on from there with the same bits.
         exit_if_stuck: When one of several processes fails, the others raise that at their next
-            call. One that waits in a collective, which the failed one never joins, makes no next
-            call. So the engine ends it 30 s after the failure, by `os._exit(1)`, with the reason on
-            stderr. False leaves it waiting: for a program that has more to do than this run.
+            call. One that waits for it in a collective makes no next call: the engine ends it 30 s
+            after the failure, by `os._exit(1)`, with the reason on stderr. False leaves it waiting.
 
     Raises:
         ValueError: If an argument is out of range; if the state is not one ZenFlowState with
@@ -166,15 +162,14 @@ class HostEngine:
             taken_from = checksums(picked, offloaded.pick(state.leaves))
         self._masters = HostMasters(worker, offloaded, taken_from)
         self._saver = Saver(state, weights, offloaded, host_kernel, self._mailbox, *host_side)
+        self._all_groups = list(range(state.schedule.groups))
         self._interrupted = False
         # When nothing else can fail: who has no engine cannot end its thread.
         worker.start(peers)
         # A forgotten engine's threads end by themselves.
         weakref.finalize(self, worker.ask_to_stop)
         weakref.finalize(self, self._ahead.close)
-        prepare_boundaries(self._ahead, offloaded, picked, state)
-        loops = partial(compile_loops, host_kernel, [part.spec for part in offloaded.parts])
-        self._ahead.run(partial(loops, longest(state.schedule.window), compact=compact))
+        self._ahead.prepare_run(offloaded, picked, state, host_kernel, compact=compact)
 
     @property
     def stats(self) -> EngineStats:
@@ -226,7 +221,7 @@ class HostEngine:
         state = self._expected.state(opt_state, concerned)
         self._mailbox.check_new_step(state)
         # Refuses what does not fit before anything is done.
-        taken = self._take(params, concerned)
+        taken = self._expected.take(params, concerned)
         state = self._expected.in_place(state, taken.weights, concerned)
         if first:
             self._masters.follow(taken.offloaded, state.leaves)
@@ -263,9 +258,9 @@ class HostEngine:
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Brings every deferred update into the parameters, closing an open window early.
 
-        Call it after the last exchange, or where you want a window to end early. Training may go on
-        only from what it returns. The schedule does not move: the next window has fewer steps. To
-        look at the parameters and train on as if nothing had happened, use `peek`.
+        Call it after the last exchange, or where a window shall end early; go on only from what it
+        returns. The schedule does not move: the next window has fewer steps. To look at the
+        parameters and train on as if nothing had happened, use `peek`.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -305,12 +300,10 @@ class HostEngine:
     def peek(self, params: Any, opt_state: Any) -> Any:
         """The parameters as they are best known now, for an evaluation in mid-run.
 
-        They have the updates of all windows that have closed, also the one that is under way:
-        `peek` waits for it. Deferred channels lack the gradients of the open window. The result is
-        the cast of what `master_params` returns.
-
-        Go on training from `params` and `opt_state`, to the same bits as without this call. In a
-        run of several processes all must call it.
+        They have the updates of all windows that have closed, for which it waits; deferred channels
+        lack the gradients of the open window. The result is the cast of what `master_params`
+        returns. Go on training from `params` and `opt_state`, to the same bits as without this
+        call. In a run of several processes all must call it.
 
         Args:
             params: The parameters that the last `exchange` or `flush` returned.
@@ -339,8 +332,8 @@ class HostEngine:
 
         With orbax, `EngineSave` saves the same without a copy. Save it together with the parameters
         and the optimizer state that `exchange` returned, and pass it to a new engine as
-        `engine_state`. The call waits for the host work that is under way. In a run of several
-        processes all must call it.
+        `engine_state`. It waits for the host's work. In a run of several processes all must call
+        it.
 
         Returns:
             A tree of dicts, lists and arrays. The large arrays lie in host memory (on a GPU
@@ -368,7 +361,7 @@ class HostEngine:
         self._check_open()
         state = self._expected.state(opt_state)
         if self._progress.step == 0:
-            taken = self._take(params, self._all_groups)
+            taken = self._expected.take(params, self._all_groups)
             self._masters.follow(taken.offloaded, state.leaves)
         self._settle()
         step, token, loads = self._progress.step, self._mailbox.token, self._masters.loads
@@ -421,12 +414,7 @@ class HostEngine:
     def __enter__(self) -> "HostEngine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         closed, reason = self._worker.closed, self._worker.reason or self._integrity.known
         step, lost = self._progress.step, ""
         if reason and reason not in str(error):  # most often it is what is raised here
@@ -483,21 +471,12 @@ class HostEngine:
         self._mailbox.drain()
         self._updates.wait()
 
-    @property
-    def _all_groups(self) -> list[int]:
-        return list(range(len(self._progress.open_steps)))
-
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """After an interruption of the block the engine takes no more calls."""
         self._interrupted = True
         yield
         self._interrupted = False
-
-    def _take(self, params: Any, groups: Sequence[int]) -> CallerTree:
-        taken = self._expected.take(params)
-        self._expected.check_params(taken.weights, groups)
-        return taken
 
     def _between_steps(
         self, params: Any, opt_state: Any, name: str
@@ -506,7 +485,7 @@ class HostEngine:
         self._check_open()
         state = self._expected.state(opt_state)
         copied = self._mailbox.check_between_steps(state, name)
-        taken = self._take(params, self._all_groups)
+        taken = self._expected.take(params, self._all_groups)
         if copied:
             state = self._expected.in_place(state, taken.weights, self._all_groups)
         return state, taken

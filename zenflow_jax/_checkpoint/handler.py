@@ -49,9 +49,8 @@ class EngineCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise
 
         def close_after() -> None:
-            # If the folder cannot be made, orbax gives up waiting for it, and never begins to
-            # write. It keeps all that it was given until the next save, and tells the user when
-            # that comes. The run, which waits for the stream, would not come so far (orbax 0.12.8).
+            # If the folder cannot be made, orbax never begins to write, and says so at the next
+            # save. The run, which waits for the stream, would not come so far (orbax 0.12.8).
             with contextlib.suppress(Exception):  # orbax raises it
                 written.result()
             stream.close()
@@ -79,12 +78,11 @@ class EngineSave(ocp.args.CheckpointArgs):
     """Saves the state of a `HostEngine` without a copy of it, for `orbax.checkpoint`.
 
     It saves what `engine.state()` gives, as of the last `exchange`; save parameters and optimizer
-    state with it. `save` returns when the host work that is under way is done. Then training may go
-    on, while orbax writes. Where an update is about to write arrays that are not saved yet, the
-    worker copies them, if `copy_bytes` has room, and else waits until they are: what is needed
-    first is written first. So a save holds training up for about as long as the disk takes beyond a
-    window's steps. A checkpoint has about 16 bytes for each offloaded parameter. In a run of
-    several processes all must save, into one folder of a file system that they share.
+    state with it. Once `save` has returned training may go on, while orbax writes. Where an update
+    is about to write arrays that are not saved yet, the worker copies them, if `copy_bytes` has
+    room, and else waits until they are: so a save holds training up for about as long as the disk
+    takes beyond a window's steps. A checkpoint has about 16 bytes for each offloaded parameter. In
+    a run of several processes all must save, into one folder of a file system that they share.
 
     Attributes:
         engine: The engine.

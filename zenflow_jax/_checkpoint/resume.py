@@ -44,12 +44,7 @@ def join_run(
     progress: Progress,
     updates: Updates,
 ) -> int:
-    """Resumes a saved state, if there is one, and agrees with other processes on the run's number.
-
-    Raises:
-        ValueError: If this process or another one cannot go on from what it has read.
-        OSError: If the files of `engine_state` cannot be read.
-    """
+    """Resumes a saved state, if there is one; agrees with other processes on the run's number."""
     step, token = int(read(state.step)), int(read(state.token))
     devices = devices_of(weights)
     if engine_state is None:

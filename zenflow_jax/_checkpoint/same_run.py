@@ -1,9 +1,8 @@
 """Checks that resumed parameters, optimizer state and engine state are all of one run.
 
-Each engine draws a number, the same in every process of the run. From it come the tokens that the
-engine gives to the optimizer state, and the one in its own state. Where step and token are equal,
-both states are of the same engine and the same moment. The number is in no arithmetic. Parameters
-cannot carry it, so the engine's state has a checksum of each, its fingerprint.
+Each engine draws a number, the same in every process of the run. From it come the tokens in the
+optimizer's and in the engine's state: where step and token are equal, both are of one moment.
+Parameters cannot carry it, so the engine's state has a checksum of each, its fingerprint.
 """
 
 import secrets
@@ -25,10 +24,7 @@ from zenflow_jax._plan.leaf import LeafSpec
 def fingerprints_alive(
     weights: Sequence[weakref.ref[jax.Array]], specs: Sequence[LeafSpec], devices: Collection[Any]
 ) -> np.ndarray:
-    """The fingerprints of all leaves' parameters, uint32; 0 for a parameter that is no more.
-
-    With several processes all must call this: it waits for the others.
-    """
+    """Fingerprints of all leaves' parameters, uint32; 0 for one that is no more in a process."""
     arrays = [of_leaf() for of_leaf in weights]
     alive = [x is not None and not x.is_deleted() for x in arrays]
     if len({device.process_index for device in devices}) > 1:
@@ -50,12 +46,8 @@ def what_differs(
 ) -> str | None:
     """Says why state or parameters are not those of a saved engine; None if they are.
 
-    Args:
-        counts: Those of the engine. A fingerprint of 0 in it is compared with nothing.
-        step: That of the optimizer's state.
-        token: Likewise.
-        sums: The fingerprints of the parameters of all leaves.
-        specs: Of all leaves.
+    `step` and `token` are those of the optimizer's state, `sums` the parameters' fingerprints. A
+    fingerprint of 0 in `counts` is compared with nothing.
     """
     same = (counts.fingerprints == 0) | (counts.fingerprints == _as_saved(sums))
     others = [spec.name for spec, equal in zip(specs, same, strict=True) if not equal]
@@ -79,15 +71,10 @@ def what_differs(
 
 
 def agree(refusal: str | None, step: int, token: int, devices: Collection[Any]) -> int:
-    """Draws the run's number, and returns the same one in every process with these devices.
+    """Draws the run's number, at random, and returns the same one in every process.
 
-    It is random, and so another one for each engine that is ever made. With several processes all
-    must call this: it waits for the others. `refusal` is why this one cannot go on with what it has
-    read.
-
-    Raises:
-        ValueError: If this process or another one refuses, or if the processes have states of
-            different moments.
+    It waits for the others, and raises if one of them has a `refusal` of what it has read, or a
+    state of another moment.
     """
     own = [secrets.randbits(31), int(refusal is not None), step, token]
     several = len({device.process_index for device in devices}) > 1

@@ -1,8 +1,7 @@
 """Takes an engine's state as of one moment, for a tree in memory or for files.
 
-Files are written from the host's own memory, while the run goes on. Each process writes one. It has
-the parts of leaves that are this process's to save, each under its place in the leaf, so that other
-numbers of processes and devices can read them (`stored.py`).
+Each process writes one file, from the host's own memory while the run goes on. It has the parts of
+leaves that are this process's to save, each under its place in the leaf (`stored.py` reads them).
 """
 
 import json
@@ -21,6 +20,7 @@ from zenflow_jax._checkpoint.tensor_file import FORMAT, file_name, new_file
 from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._exchange.ahead import abstract
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
 from zenflow_jax._exchange.progress import Counts, Progress
@@ -51,7 +51,7 @@ class Saver:
     ):
         self._devices = devices_of(weights)
         self.note(weights)
-        self._abstract = jax.tree.map(_shape, state)
+        self._abstract = jax.tree.map(abstract, state)
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._mailbox = worker, mailbox
         self._progress, self._updates = progress, updates
@@ -69,13 +69,7 @@ class Saver:
             stream.close()
 
     def stream(self, copy_bytes: int | None) -> "EngineStream":
-        """Takes the state without a copy, to be written while the run goes on.
-
-        The run waits for whoever has it: it must be written or closed.
-
-        Args:
-            copy_bytes: Memory for copies; None for a byte for each parameter.
-        """
+        """Takes the state without a copy, to be written while the run goes on."""
         order, parts = self._progress.next_to_close(), self._offloaded.parts
         saved = [i for i, part in enumerate(parts) if part.saved]
         saved.sort(key=lambda i: order.index(parts[i].spec.group))
@@ -126,29 +120,17 @@ class Saver:
 
 @dataclass(frozen=True, eq=False)
 class EngineStream:
-    """An engine's state as of one moment, to be taken or written once, by any thread.
-
-    Attributes:
-        offloaded: The leaves whose arrays the host has.
-        arrays: Shape, dtype and sharding of the arrays of each of them.
-        small: Counts and options: a tree of small NumPy arrays, the same in all processes.
-        before: For each part, its channels selected during the pending update's window, as
-            `HostLeaf.channels`; None if they still are.
-        adam: Adds up mail, on the thread that writes.
-        places: For each part that is saved, where its arrays are in those of the leaf. A sum
-            without a step is left out.
-        snapshot: The host's arrays of these parts.
-        processes: Those that the engine is in, ascending; each writes a file.
-    """
+    """An engine's state as of one moment, to be taken or written once, by any thread."""
 
     offloaded: OffloadedLeaves
-    arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]
-    small: Mapping[str, Any]
-    before: Sequence[np.ndarray | None]
-    adam: HostAdam
+    arrays: Sequence[Mapping[str, jax.ShapeDtypeStruct]]  # of each offloaded leaf
+    small: Mapping[str, Any]  # counts and options, the same in all processes
+    before: Sequence[np.ndarray | None]  # for each part, as `Updates.before`
+    adam: HostAdam  # adds up mail, on the thread that writes
+    # For each part that is saved, where its arrays are in the leaf's; without sums of no step.
     places: Mapping[int, Mapping[str, tuple[slice, ...]]]
-    snapshot: Snapshot
-    processes: Sequence[int]
+    snapshot: Snapshot  # the host's arrays of these parts
+    processes: Sequence[int]  # ascending; each writes a file
 
     def close(self) -> None:
         """Lets the run write where it likes; what is not saved then never will be. Safe twice."""
@@ -210,10 +192,7 @@ class EngineStream:
         return f"leaves/{self.offloaded.parts[i].leaf}/{name}@{start}"
 
     def _blocks(self, i: int, leaf: HostLeaf, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """The elements of an array of part `i` in pieces, each with the number of its first one.
-
-        A piece is valid until the next one.
-        """
+        """The elements of an array of part `i` in pieces, each with the number of its first one."""
         if name == "steps":
             yield 0, leaf.steps
         elif name == "before":
@@ -229,7 +208,7 @@ class EngineStream:
                     yield begin, getattr(leaf, name).range(begin, end)
 
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
-        """Elements of the sum of the leaf's open window, with the bits of any other way to add."""
+        """Elements of the sum of the leaf's open window, to the same bits as any way to add."""
         total = np.empty(end - begin, np.float32)
         if leaf.total is not None:
             np.copyto(total, leaf.total.reshape(-1)[begin:end])
@@ -271,7 +250,3 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarra
             yield from _flat(x, f"{prefix}{name}/")
         else:
             yield prefix + name, x
-
-
-def _shape(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

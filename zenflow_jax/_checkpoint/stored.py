@@ -54,14 +54,7 @@ class StoredArray:
 
 
 def read_engine_state(folder: Path) -> dict[str, Any]:
-    """A saved engine's state, for `HostEngine(engine_state=...)`; large arrays are `StoredArray`s.
-
-    The files must stay until that engine has been made.
-
-    Raises:
-        FileNotFoundError: If there is no file, or those of some processes are missing.
-        ValueError: If a file is not whole, or none of an engine's state.
-    """
+    """A saved state for `HostEngine(engine_state=...)`, whose large arrays are `StoredArray`s."""
     paths = sorted(folder.glob(file_name("*", "*")))
     headers = [read_header(path) for path in paths]
     _check_files(folder, paths, int(headers[0][0]["processes"]) if headers else 1)

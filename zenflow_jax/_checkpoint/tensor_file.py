@@ -1,8 +1,6 @@
-"""Files of named arrays that are written in pieces, in any order, and read in pieces.
+"""Files in the format of safetensors that are written in pieces, in any order, and read in pieces.
 
-The format is that of safetensors: eight bytes with the length of a header, the header in JSON, and
-all arrays one behind the other. Its own library writes whole arrays from memory, which is what a
-checkpoint of an engine has no room for.
+Its own library writes whole arrays from memory, for which a checkpoint of an engine has no room.
 """
 
 import contextlib
@@ -31,19 +29,11 @@ _LONGEST = 2**30
 def new_file(
     path: Path, arrays: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str]
 ) -> Iterator[Callable[..., None]]:
-    """Makes a file, which is on the disk when the block has ended without an error.
+    """Makes a new file, which is on the disk when the block has ended without an error.
 
-    Until then it has no header, so that nobody can read what was cut short: pieces come in any
-    order, and the last one may be there before the first.
-
-    Args:
-        path: Where; there must be no such file.
-        arrays: Dtype and shape of each array, by name.
-        metadata: Text, by name.
-
-    Yields:
-        `write(name, elements, begin=0)`: writes consecutive elements of an array, from number
-        `begin` on; C-contiguous.
+    Until then it has no header, so that nobody can read what was cut short. `arrays` has dtype and
+    shape of each. Gives `write(name, elements, begin=0)`, for C-contiguous consecutive elements of
+    an array, from number `begin` on.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = {}, 0
@@ -89,12 +79,7 @@ class Tensor:
     shape: tuple[int, ...]
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Reads some of it into `out`, of the same shape.
-
-        Raises:
-            FileNotFoundError: If the file is gone.
-            ValueError: If it is another one by now.
-        """
+        """Reads some of it into `out`; refuses a file that is gone or another one by now."""
         state = "none"
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             if _stamp(file.fileno()) == self.stamp:
@@ -115,11 +100,7 @@ def _stamp(file: int) -> tuple[int, int]:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata of a file, and its arrays by name.
-
-    Raises:
-        ValueError: If it is no such file, or not all of it is there.
-    """
+    """The metadata of a file, and its arrays by name; refuses one that is not whole."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

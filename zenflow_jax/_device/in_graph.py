@@ -38,7 +38,7 @@ from zenflow_jax._device.state import (
 )
 from zenflow_jax._device.statistics import kept_share
 from zenflow_jax._device.step import Verdict
-from zenflow_jax._diagnostics.skipped import warn_of_skipped
+from zenflow_jax._diagnostics.stats import warn_of_skipped
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients

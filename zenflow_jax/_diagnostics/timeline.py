@@ -50,9 +50,7 @@ class Span(NamedTuple):
 class Timeline:
     """The last spans of a run, as `HostEngine.timeline` gives them.
 
-    docs/timeline.md says what each row and kind of span means. A waiting thread notes the ends, up
-    to some 0.1 ms late. If a copy of mail takes longer than a step, steps seem to end when the copy
-    before theirs does.
+    docs/timeline.md says what each row and kind of span means, and how exact they are.
 
     Attributes:
         spans: All spans, by their start.
@@ -75,8 +73,7 @@ class Timeline:
     def during(self, steps: range) -> "Timeline":
         """The spans that overlap the time of those steps, uncut.
 
-        That time ends where the next step begins. Without a next step, it ends where nothing goes
-        on for a tenth of it, so that it leaves out a flush long after the last step.
+        It ends where the next step begins, or after the last one where nothing goes on for long.
         """
         start, end = self.bounds(steps)
         return Timeline(tuple(s for s in self.spans if s.end >= start and s.start <= end))
@@ -116,14 +113,11 @@ class _HostTime(NamedTuple):
 
 
 class Recorder:
-    """Records spans, about a microsecond each; keeps the last ones.
+    """Records spans, about a microsecond each; keeps the last `capacity`.
 
     Each method but the two readers belongs to one thread, so that nothing needs a lock: `append`
     and `copy` of a deque are single C calls, and everything else is replaced as a whole. Any thread
     may call `timeline` and `seconds`, and so may a signal handler.
-
-    Args:
-        capacity: Spans that are kept.
     """
 
     def __init__(self, capacity: int = _CAPACITY):
@@ -152,11 +146,7 @@ class Recorder:
         self._wait_s += end - device_done
 
     def given(self) -> tuple[float, float]:
-        """The caller's: the engine gets a step. Returns, for `step_ended`, two times.
-
-        The first is the return of the call before, which gave the step its state: the step cannot
-        have been dispatched earlier. The second is now.
-        """
+        """The caller's: the engine gets a step, which was dispatched between the two times."""
         return self._returned, time.perf_counter()
 
     def step_ended(self, step: int, given: tuple[float, float]) -> None:

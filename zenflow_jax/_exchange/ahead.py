@@ -1,13 +1,13 @@
-"""Compiles merge, choose and enter of each group while the first step compiles.
+"""Compiles the large programs of boundaries while the first step compiles.
 
 jax compiles a program where it is called first, and Numba a loop: where the first window closes, or
-where the warm-up ends. These three take some seconds for each group of a model with a hundred
-leaves; all other programs are small. `ZENFLOW_JAX_COMPILE_AHEAD=0` in the environment switches this
-off, for programs that make many engines and few steps with each.
+where the warm-up ends. Merge, choose and enter take some seconds for each group of a model with a
+hundred leaves; all other programs are small. `ZENFLOW_JAX_COMPILE_AHEAD=0` in the environment
+switches this off, for programs that make many engines and few steps with each.
 """
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,8 +24,10 @@ from zenflow_jax._device.boundary import (
 )
 from zenflow_jax._device.samples import abstract_samples
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.parts import OffloadedLeaves, part_sharding
+from zenflow_jax._exchange.parts import Group, OffloadedLeaves, part_sharding
+from zenflow_jax._host.adam import compile_loops
 from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import longest
 
 
 class Ahead:
@@ -36,16 +38,61 @@ class Ahead:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zenflow-compile")
         self._compiled: dict[Hashable, Future] = {}
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Runs a task on the thread, and drops what it raises."""
-        if self._on:
-            self._pool.submit(task)
+    def prepare_run(
+        self,
+        offloaded: OffloadedLeaves,
+        weights: Sequence[jax.Array],
+        state: ZenFlowState,
+        host_kernel: str,
+        *,
+        compact: bool,
+    ) -> None:
+        """Begins to compile what a run's boundaries need, in the order in which they come."""
+        if not self._on:
+            return
+        # The last group's first window is the shortest.
+        for number, group in reversed(list(enumerate(offloaded.groups))):
+            if group.leaves:
+                self._prepare_group(number, group, offloaded.pick(state.leaves), weights, state)
+        specs, window = [part.spec for part in offloaded.parts], longest(state.schedule.window)
+        self._pool.submit(compile_loops, host_kernel, specs, window, compact=compact)
+
+    def _prepare_group(
+        self,
+        number: int,
+        group: Group,
+        leaves: Sequence[Any],
+        weights: Sequence[jax.Array],
+        state: ZenFlowState,
+    ) -> None:
+        specs, states = group.specs, group.pick(leaves)
+        params = [abstract(x) for x in group.pick(weights)]
+        channels = [_abstract_cut(s.channels, x) for s, x in zip(states, specs, strict=True)]
+        scores = [_abstract_cut(s.scores, x) for s, x in zip(states, specs, strict=True)]
+        masters = [
+            jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
+            for spec, s in zip(specs, states, strict=True)
+        ]
+        kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
+        self.prepare(("choose", number), choose, params, scores, channels, kept, specs=specs)
+        entering = [i for i, spec in enumerate(specs) if spec.k]
+        if entering:
+            arrays = ([x[i] for i in entering] for x in (params, masters, channels))
+            of_entering = tuple(specs[i] for i in entering)
+            self.prepare(("enter", number), enter, *arrays, specs=of_entering)
+        uploads = [
+            jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
+            for x, spec in zip(params, specs, strict=True)
+        ]
+        rows, reach = abstract_channel_rows(params, specs), jax.tree.map(abstract, state.reach)
+        since = SinceMerge(rows, rows, abstract_samples(params, specs), reach)
+        static = {"specs": specs, "window": state.schedule.longest_window}
+        arrays = (params, *uploads_in_two(uploads, specs), since)
+        self.prepare(("merge", number), merge, *arrays, **static)
 
     def prepare(self, key: Hashable, program: Any, *arrays: Any, **static: Any) -> None:
         """Begins to compile a jitted program for trees of abstract arrays."""
-        if self._on:
-            compiled = self._pool.submit(lambda: program.lower(*arrays, **static).compile())
-            self._compiled[key] = compiled
+        self._compiled[key] = self._pool.submit(lambda: program.lower(*arrays, **static).compile())
 
     def call(self, key: Hashable, program: Any, *arrays: Any, **static: Any) -> Any:
         """What the program returns; of a prepared one, without compiling anything."""
@@ -67,44 +114,6 @@ class Ahead:
 def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """An array's shape, dtype and sharding."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def prepare_boundaries(
-    ahead: Ahead, offloaded: OffloadedLeaves, weights: Sequence[jax.Array], state: ZenFlowState
-) -> None:
-    """Begins to compile what the run's boundaries need, in the order in which they come."""
-    reach = jax.tree.map(abstract, state.reach)
-    # The last group's first window is the shortest.
-    for number, group in reversed(list(enumerate(offloaded.groups))):
-        if not group.leaves:
-            continue
-        specs = group.specs
-        params = [abstract(x) for x in group.pick(weights)]
-        states = group.pick(offloaded.pick(state.leaves))
-        channels, scores = (
-            [_abstract_cut(x, spec) for x, spec in zip(arrays, specs, strict=True)]
-            for arrays in ([s.channels for s in states], [s.scores for s in states])
-        )
-        masters = [
-            jax.ShapeDtypeStruct(spec.selected_shape, np.float32, sharding=s.mu.sharding)
-            for spec, s in zip(specs, states, strict=True)
-        ]
-        kept = [None if s.master is None else m for s, m in zip(states, masters, strict=True)]
-        ahead.prepare(("choose", number), choose, params, scores, channels, kept, specs=specs)
-        entering = [i for i, spec in enumerate(specs) if spec.k]
-        if entering:
-            arrays = ([x[i] for i in entering] for x in (params, masters, channels))
-            of_entering = tuple(specs[i] for i in entering)
-            ahead.prepare(("enter", number), enter, *arrays, specs=of_entering)
-        uploads = [
-            jax.ShapeDtypeStruct(spec.shape, x.dtype, sharding=part_sharding(x, spec))
-            for x, spec in zip(params, specs, strict=True)
-        ]
-        rows = abstract_channel_rows(params, specs)
-        since = SinceMerge(rows, rows, abstract_samples(params, specs), reach)
-        static = {"specs": specs, "window": state.schedule.longest_window}
-        arrays = (params, *uploads_in_two(uploads, specs), since)
-        ahead.prepare(("merge", number), merge, *arrays, **static)
 
 
 def _abstract_cut(x: jax.Array, spec: LeafSpec) -> jax.ShapeDtypeStruct:

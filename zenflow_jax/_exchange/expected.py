@@ -1,8 +1,8 @@
 """Checks a caller's parameters and state in every call, at next to no cost.
 
-A model has hundreds of leaves, and a look at each of their arrays takes longer than all else that a
-call does. So it looks at the leaves whose numbers are read now, and compares their shardings with
-those that were right last time: a compiled step gives the same objects every time.
+A look at each of hundreds of leaves takes longer than all else that a call does. So it looks at the
+leaves whose numbers are read now, and compares their shardings with those that were right last
+time: a compiled step gives the same objects every time.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Expected:
         state: ZenFlowState,
         weights: Sequence[jax.Array],
         offloaded: OffloadedLeaves,
-        moved: int = 0,
+        moved: int,
     ):
         self.put_back = moved
         self._has_put_back = False
@@ -62,10 +62,6 @@ class Expected:
         _check_arrays(state)
         return state
 
-    def take(self, params: Any) -> "CallerTree":
-        """Takes a tree of parameters apart; does not look at its leaves."""
-        return CallerTree(*self._places(params), self._offloaded)
-
     def in_place(
         self, state: ZenFlowState, weights: Sequence[jax.Array], groups: Sequence[int]
     ) -> ZenFlowState:
@@ -73,9 +69,6 @@ class Expected:
 
         On a mesh a misplaced array has other pieces on each device, which would be read as other
         channels. All mail is looked at, as each step's is read.
-
-        Raises:
-            ValueError: If they were put back before.
         """
         if not self._on_mesh:
             return state  # programs refuse what is on another device
@@ -109,16 +102,17 @@ class Expected:
         self.put_back += moved
         return placed
 
-    def check_params(self, weights: Sequence[Any], groups: Iterable[int]) -> None:
-        """Refuses parameters of some groups that have other shapes or dtypes, or are elsewhere."""
-        choice = self._choice(groups)
-        params = [weights[i] for i in choice.leaves]
+    def take(self, params: Any, groups: Iterable[int]) -> "CallerTree":
+        """Takes parameters apart; refuses other shapes, dtypes or places in some groups."""
+        taken, choice = CallerTree(*self._places(params), self._offloaded), self._choice(groups)
+        weights = [taken.weights[i] for i in choice.leaves]
         specs = [self._specs[i] for i in choice.leaves]
-        check_leaves(params, specs)
-        shardings = [getattr(weight, "sharding", None) for weight in params]
+        check_leaves(weights, specs)
+        shardings = [getattr(weight, "sharding", None) for weight in weights]
         if not _same(shardings, choice.params):
-            check_placement(params, specs)
+            check_placement(weights, specs)
             choice.params = shardings
+        return taken
 
     def _choice(self, groups: Iterable[int]) -> "_Choice":
         key = tuple(groups)
@@ -161,7 +155,7 @@ def _check_arrays(state: ZenFlowState) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CallerTree:
-    """What a caller has passed as `params`. It may have leaves that the state does not know."""
+    """What a caller has passed as `params`, with leaves that the state may not know."""
 
     leaves: Sequence[Any]
     treedef: Any

@@ -1,13 +1,12 @@
 """Notices when something other than zenflow changes the parameters.
 
-Programs on the device compare them with what they must be and count what differs: each merge its
-deferred channels with those of the last merge (`_device/samples.py`), and this file, now and then,
-what a step emitted with what reached the parameters. The counts are read late, so as not to wait.
+Programs on the device count what differs from what it must be: each merge compares its deferred
+channels with those of the last merge (`_device/samples.py`), and this file, now and then, what a
+step emitted with what reached the parameters. The counts are read late, so as not to wait.
 
-A transformation behind `zenflow` in a chain acts on selected channels and on provisional steps. The
-state says what a step made of selected channels: a low-precision leaf has a master, and a float32
-leaf has moments from which its change follows. A deferred weight has moved by a provisional step,
-up or down, or has stayed. Other leaves are compared each time.
+The state says what a step made of selected channels: a low-precision leaf has a master, a float32
+leaf moments from which its change follows. A deferred weight has moved by a provisional step, up or
+down, or has stayed. Other leaves are compared each time.
 """
 
 import dataclasses
@@ -32,11 +31,11 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.scalars import AdamScalars, StepScalars
 from zenflow_jax._plan.schedule import Schedule
 
-#: Leaves that are compared together. Each costs the dispatch of two small programs.
-LEAVES_PER_LOOK = 8
-#: The least steps from one comparison to the next; a prime, to fall on all steps of a window.
-APART = 7
-#: Channels that are compared in each stack entry.
+# Leaves that are compared together. Each costs the dispatch of two small programs.
+_LEAVES_PER_LOOK = 8
+# The least steps from one comparison to the next; a prime, to fall on all steps of a window.
+_APART = 7
+# Channels that are compared in each stack entry.
 _CHANNELS = 4
 #: How far two programs may differ, relatively: in a step, whose `1 - b**n` may be off by a few
 #: units in the last place of the power (with b2 = 0.99999 a hundredth), and in a float32 parameter.
@@ -62,20 +61,16 @@ class Integrity:
         moving = [
             i for i, s in enumerate(specs) if 0 not in s.shape and (s.resident or s.k or all_move)
         ]
-        gap = -(-len(moving) // LEAVES_PER_LOOK)
+        gap = -(-len(moving) // _LEAVES_PER_LOOK)
         looks = [moving[start::gap] for start in range(gap)]
         # Each has leaves from all over the tree, and always as many: their counts are stacked.
         self._looks = [(look + moving)[: len(looks[0])] for look in looks]
         self._turn = 0
-        self._since = APART
+        self._since = _APART
         self._before: list[_Rows] | None = None
 
     def check(self, until: int) -> None:
-        """Reads the counts of the steps up to `until`; waits for them.
-
-        Raises:
-            RuntimeError: If any of them, or of those read before, is not zero.
-        """
+        """Waits for the counts of the steps up to `until`; raises if one was ever not zero."""
         while not self.known and self._unread and self._unread[0][0] <= until:
             step, names, counts = self._unread.popleft()
             values = np.asarray(counts)  # every device has them all
@@ -113,7 +108,7 @@ class Integrity:
 
     def note_parameters(self, weights: Sequence[Array], leaves: Sequence[LeafState]) -> None:
         """Before a step, now and then: notes the values of some leaves."""
-        if self._looks and self._since >= APART:
+        if self._looks and self._since >= _APART:
             self._since = 0
             self._before = [
                 _rows(weights[i], _alone(leaves[i]), schedule=self._schedule)

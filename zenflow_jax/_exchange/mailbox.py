@@ -1,13 +1,9 @@
 """The buffers for mail, and the step tokens that prove that no mail was lost.
 
 A step finds blank buffers for its mail in the state, and returns its mail in others, or in the same
-ones if it was told to keep and donate them. `send` takes the mail out and gives it to the worker;
-`refill` puts blank buffers in. As a rule those are the same every time: no step reads them, jit
-drops arguments that are not read, and an unused buffer can be given again. The worker frees mail
-once it has used it: freeing an array takes 30 us, which the caller has not.
-
-With "after_step" a blank buffer is one element per device. With "per_window" it is zeros for the
-sums of the next window.
+ones if it was told to keep and donate them. `send` gives the mail to the worker, which frees it;
+`refill` puts blank buffers in: as a rule the same every time, as no step reads them. With
+"after_step" a blank buffer is one element per device, with "per_window" zeros for the next sums.
 """
 
 from collections import deque
@@ -29,11 +25,11 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import USED, StepScalars
 
-#: With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
-#: Python at most so many steps ahead.
-AHEAD = 2
-#: Tokens that are made together.
-TOKENS = 32
+# With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
+# Python at most so many steps ahead.
+_AHEAD = 2
+# Tokens that are made together.
+_TOKENS = 32
 _POSITIVE = 0x7FFFFFFF
 
 
@@ -47,8 +43,7 @@ class Mailbox:
         self._worker = worker
         self._given = state.token
         self._token = int(read(state.token))
-        # Later tokens keep nothing of the first step's, or of the checkpoint's: runs that start
-        # from the same weights, or go on from the same checkpoint, have different ones.
+        # Later tokens come from this: runs that go on from one checkpoint have different ones.
         self._number = number
         self._tokens: deque[tuple[int, jax.Array]] = deque()  # of the next steps
         self._sending = state.send_gradients
@@ -63,12 +58,11 @@ class Mailbox:
                 for group in range(state.schedule.groups)
             ]
             self._blank = (), state.step_scalars  # the state alone holds sums, which are freed
-        # Whether each leaf still has a blank array of its own. A step that reads blank mail, as a
-        # wrapper with a branch does, may donate each array once only; if the first step has donated
-        # none, leaves that are alike share one.
+        # Whether each leaf has a blank array of its own still. A step with a branch reads blank
+        # mail, and may donate each array once only; if the first donates none, like leaves share.
         self._unshared = self._sending.in_step
-        # Mail that has not been waited for here. The worker knows which is done, but at moments
-        # that differ between processes, and all must wait at the same points (`Worker.check`).
+        # Not waited for yet. Which is done differs between processes, and all must wait at the
+        # same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
         # With "per_window", two windows' step scalars and two sums.
         self._most = IN_FLIGHT.get(state.send_gradients, 2 * longest(state.schedule.window) + 2)
@@ -94,8 +88,7 @@ class Mailbox:
     def check_between_steps(self, state: ZenFlowState, name: str) -> bool:
         """Refuses another state than the last one given; True if it is a copy of that.
 
-        A step without an update makes a copy, as between two micro-batches of `optax.MultiSteps`;
-        an update uses the token up. Waits for a copy.
+        A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
         """
         self._check_flushed(state)
         if state.token is self._given:
@@ -111,10 +104,7 @@ class Mailbox:
         raise RuntimeError(f"expected the state that the last `exchange` returned, got {got}")
 
     def _check_flushed(self, state: ZenFlowState) -> None:
-        """Refuses the state that the last flush was called with, or a step made from it.
-
-        Or a copy of it. Waits for the step, if there is one and if a flush came before it.
-        """
+        """Refuses the state that the last flush was called with, a copy, or a step made from it."""
         if self._replaced is None or state.token is self._given:
             return
         replaced, token = self._replaced
@@ -136,16 +126,15 @@ class Mailbox:
         while len(self._unread) >= self._most:
             self._take_back()
         token = self._token
-        # Before the mail is given away: this call lets go of Python's lock, and the caller would
-        # get it back only when the worker's threads have looked at every leaf.
-        if not self._tokens:
-            # A call for each would take a tenth of `exchange`.
-            self._make_tokens(self._number + step, TOKENS, state.token)
+        # Before the mail is given away: this lets go of Python's lock, and the caller would get it
+        # back only when the worker's threads have looked at every leaf.
+        if not self._tokens:  # a call for each would take a tenth of `exchange`
+            self._make_tokens(self._number + step, _TOKENS, state.token)
         self._take_token(self._number + step)
         if self._sending.sums_on_device:
             gradients = []
             self._running.append(state.step_scalars)
-            if len(self._running) > AHEAD:
+            if len(self._running) > _AHEAD:
                 jax.block_until_ready(self._running.popleft())
         else:
             gradients = [x for x in state.mail if x is not None]
@@ -162,11 +151,7 @@ class Mailbox:
         return state._replace(mail=tuple(rests.get(i, x) for i, x in enumerate(state.mail)))
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
-        """The state with a new token, after a flush.
-
-        A run that goes on from the old state and its parameters has neither the updates that the
-        flush brought nor the gradients that it used up.
-        """
+        """The state with a new token, after a flush: nobody can go on from the old one."""
         self._replaced = (self._given, self._token)
         number = self._token + 500_009
         self._make_tokens(number, 1, state.token)
@@ -229,10 +214,9 @@ def _alike_once(blank: Any) -> Any:
 def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
     """A function that takes a group's sums out of a state's mail.
 
-    It returns the sums, and the leaves' arrays with zeros in their places, by their numbers. Sums
-    of whole leaves are returned as they are: a state that was flushed is still to be refused by
-    name if it makes a step, and a donated array would end that step with an error of XLA's.
-    `specs` are the group's leaves, or ranges of leaves, by their numbers among all of the state.
+    It returns the sums, and the leaves' arrays with zeros in their places, by number; `specs` are
+    by number, too. Sums of whole leaves are not donated: a state that was flushed is to be refused
+    by name if it makes a step, and a donated array would end that step with an error of XLA's.
     """
     ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
     # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one

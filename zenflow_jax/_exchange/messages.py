@@ -20,10 +20,6 @@ class _Message:
     begun: bool = False  # the worker has taken it up
     arrived: Future | None = None  # gives its arrays in host memory; None if it has none
 
-    @property
-    def is_here(self) -> bool:
-        return self.arrived is None or self.arrived.done()
-
     def arrays(self) -> Any:
         """Its arrays in host memory, once they are there."""
         assert self.arrived is not None, "it has none"
@@ -119,11 +115,7 @@ class Receiver:
         self._sums = ThreadPoolExecutor(1, thread_name_prefix="zenflow-sums")
 
     def receive(self, item: Mail | Sums, arrived: Callable[[], None]) -> None:
-        """Begins to wait for a message's arrays, and calls `arrived` when they are there.
-
-        Raises:
-            RuntimeError: If this is closed.
-        """
+        """Begins to wait for a message's arrays, and calls `arrived` when they are there."""
         if isinstance(item, Mail):
             item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.given())
         else:
@@ -135,9 +127,7 @@ class Receiver:
         self._mail.shutdown(wait=False)
         self._sums.shutdown(wait=False)
 
-    def _receive_mail(
-        self, item: Mail, times: tuple[float, float]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _receive_mail(self, item: Mail, times: tuple[float, float]) -> tuple[list, list]:
         """Each piece's gradient on its first device, and the step scalars, in host memory."""
         step_scalars = [x.addressable_data(0) for x in jax.tree.leaves(item.step_scalars)]
         pieces = []

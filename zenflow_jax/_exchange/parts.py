@@ -38,7 +38,7 @@ class Part:
     saved: bool  # whether it is this process that saves it, of all that have it
 
     def of(self, x: jax.Array) -> jax.Array:
-        """The piece of its first device, of an array that lies as the leaf does."""
+        """Its first device's piece of an array that lies as the leaf does."""
         return x.addressable_data(self.positions[0])
 
     def cut(self, piece: np.ndarray) -> np.ndarray:
@@ -169,10 +169,7 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
 
 
 def within(parts: Sequence[Part], budget: int | None) -> list[bool]:
-    """For each part, whether its leaf, or range, is among the first that fit into `budget`.
-
-    It is of bytes on each device; None for all. The result is the same in every process.
-    """
+    """For each part, whether its range is among the first that fit into `budget` bytes."""
     used, fits = 0, {}
     keys = [(part.leaf, part.spec.start) for part in parts]
     for key, part in zip(keys, parts, strict=True):
@@ -235,7 +232,7 @@ def assemble(
 
 
 def as_before(new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` with its sharding written as that of `old`, which is the same one.
+    """`new` with its sharding written as that of `old`.
 
     To jit `P("data")` and `P("data", None)` are two things, and it compiles a step for each.
     """

@@ -1,9 +1,8 @@
 """Spreads one process's failure to the others, which may be waiting for it in a collective.
 
-JAX notices a process that is dead, 100 s after its last heartbeat. It does not notice a program
-that ends with an error: that process waits at exit for the others, these wait for it in a
-collective, and after 300 s JAX aborts them all. A program that catches the error holds up the
-others for ever.
+JAX notices a process that is dead, 100 s after its last heartbeat, but not a program that ends with
+an error: that process waits at exit for the others, these wait for it in a collective, and after
+300 s JAX aborts them all. A program that catches the error holds up the others for ever.
 """
 
 import atexit
@@ -45,17 +44,8 @@ class PeerMonitor:
     stderr beforehand. The interpreter's exit has no longer than that either.
 
     Call `start` first, then the others, from any thread and any number of times. They neither wait
-    nor raise. Where one process has all the devices, no call does anything.
-
-    Args:
-        name: Equal on all processes for the same engine, and different for any other engine.
-        processes: The indices of the processes that take part.
-        poll_s: Seconds between two looks at the others.
-        grace_s: Seconds from a failure to the end of a process that is stuck.
-        exit_if_stuck: False leaves it waiting, and says so.
-
-    Raises:
-        RuntimeError: If several processes take part, and `jax.distributed` is not initialized.
+    nor raise. `name` is another one for each engine, and equal in all `processes`. Where one
+    process has all the devices, no call does anything.
     """
 
     def __init__(
@@ -92,12 +82,7 @@ class PeerMonitor:
         self._thread = threading.Thread(target=self._run, name="zenflow-peers", daemon=True)
 
     def start(self, on_failure: Callable[[str], None]) -> None:
-        """Starts the thread.
-
-        Args:
-            on_failure: A bound method that does not raise, held weakly. The thread calls it with a
-                message when another process has failed: once, unless this one failed or left.
-        """
+        """Starts the thread; it calls a bound method, held weakly, when another process fails."""
         if self._idle:
             return
         self._on_failure = weakref.WeakMethod(on_failure)

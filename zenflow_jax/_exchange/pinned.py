@@ -11,9 +11,8 @@ from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients, longest
 from zenflow_jax._plan.schedule import Schedule
 
-#: The most mails that may be unread, which lets Python run ahead of the device. With "after_step"
-#: each unread one takes device memory. With "per_window" a step's scalars may be behind the sums of
-#: a window, and `Mailbox.send` has another limit.
+#: The most mails that may be unread, which lets Python run ahead of the device. With "per_window"
+#: `Mailbox.send` has another limit.
 IN_FLIGHT = {SendGradients.DURING_STEP: 2, SendGradients.AFTER_STEP: 1}
 
 

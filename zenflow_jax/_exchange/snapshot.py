@@ -1,8 +1,7 @@
 """The host's leaves as of one moment, for a saver that reads them while the run goes on.
 
-Nothing is copied beforehand. Where somebody is about to write a leaf that is not saved yet, it is
-copied, if there is room for copies; else who would write waits for the saver, which takes that leaf
-next.
+Where somebody is about to write a leaf that is not saved yet, it is copied, if there is room for
+copies; else who would write waits for the saver, which takes that leaf next.
 """
 
 import contextlib
@@ -18,14 +17,16 @@ from zenflow_jax._host.leaf import HostLeaf
 _LOOK_S = 0.1
 # After so long in one wait the run says what it waits for: else it looks dead.
 _LATE_S = 60.0
+_LATE = (
+    "the run has waited %.0f s for a checkpoint to have written leaf %s. It goes on when that is "
+    "done or has failed. If the disk is slow, give `EngineSave(engine, copy_bytes=...)` more "
+    "memory; if it is stuck, see to it."
+)
 _logger = logging.getLogger("zenflow_jax")
 
 
 class Snapshot:
-    """Leaves as they are now. One thread saves them while another one writes to their memory.
-
-    They come in the order in which they will be written. Copies may take `copy_bytes`.
-    """
+    """Leaves as they are now, in the order in which they will be written."""
 
     def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
         self._condition = threading.Condition()
@@ -59,7 +60,7 @@ class Snapshot:
                     return False
                 if time.monotonic() >= late:
                     late = math.inf
-                    self._say_late(i)
+                    _logger.warning(_LATE, _LATE_S, self._names[i])
                 self._condition.wait(_LOOK_S)
             self._wanted = None
             return True
@@ -90,15 +91,6 @@ class Snapshot:
             self._unsaved.clear()
             self._in_use = None
             self._condition.notify_all()
-
-    def _say_late(self, i: int) -> None:
-        _logger.warning(
-            "the run has waited %.0f s for a checkpoint to have written leaf %s. It goes on when "
-            "that is done or has failed. If the disk is slow, give `EngineSave(engine, "
-            "copy_bytes=...)` more memory; if it is stuck, see to it.",
-            _LATE_S,
-            self._names[i],
-        )
 
     def _reads(self, i: int) -> bool:
         """Whether the saver reads memory of leaf `i`, or will."""

@@ -1,7 +1,6 @@
-"""The caller's side of a boundary: the pending update, the merge, and hand-overs.
+"""The caller's side of a boundary: pending updates, merges, and hand-overs.
 
-It moves data between parameters, the device's state and the host half where a window closes. Every
-process dispatches everything here in the same order.
+Every process dispatches everything here in the same order.
 """
 
 import dataclasses
@@ -84,10 +83,7 @@ class Updates:
 
     @property
     def before(self) -> list[np.ndarray | None]:
-        """For each part, its channels in the pending update's window; None: as now.
-
-        Int32 `(entries, k)`, counted from the part's first one.
-        """
+        """For each part, its channels in the pending window, `(entries, k)`; None: as now."""
         channels: list[np.ndarray | None] = [None] * len(self._parts)
         for number, pending in self.pending.items():
             if pending.before is not None:
@@ -122,10 +118,7 @@ class Updates:
     def collect(
         self, weights: Sequence[jax.Array], groups: Sequence[int], state: ZenFlowState
     ) -> list[jax.Array]:
-        """The parameters with the pending updates of some groups, if there are any.
-
-        Uploads take memory that is free only when the last step, which made `state`, is done.
-        """
+        """The parameters with the pending updates of some groups, if there are any."""
         weights = list(weights)
         for number in groups:
             if number not in self.pending:
@@ -218,25 +211,28 @@ class Updates:
         placed = (as_before(x, weight) for x, weight in zip(merged.weights, params, strict=True))
         return merged._replace(weights=list(placed))
 
-    def _fetch_rest(self, group: Group, uploads: list[Any], after: Any) -> list[Any]:
+    def _fetch_rest(self, group: Group, uploads: Sequence[Any], after: Any) -> Sequence[Any]:
         """An update with its parts that were not prefetched; waits until those are there."""
         late = [i for i, pieces in enumerate(uploads) if not pieces]
         if not late:
             return uploads
         begin = time.perf_counter()
-        # They take memory that the step used.
+        # They take memory that the step used, which made `after`.
         jax.block_until_ready(after)
         start = time.perf_counter()
-        leaves = self._worker.leaves()
         uploads = list(uploads)
         for i in late:
-            array = leaves[group.part_numbers[i]].to_upload
-            uploads[i] = [upload(array, device) for device in group.parts[i].devices]
+            uploads[i] = self._upload(group.part_numbers[i])
         # The next update writes to the arrays that they come from.
         jax.block_until_ready(uploads)
         self._worker.recorder.waited(begin, start, time.perf_counter())
         self.late_bytes += sum(x.nbytes for i in late for x in uploads[i])
         return uploads
+
+    def _upload(self, i: int) -> list[jax.Array]:
+        """Begins to upload part `i`'s update to each of its devices."""
+        array = self._worker.leaves()[i].to_upload
+        return [upload(array, device) for device in self._parts[i].devices]
 
     def reselect(
         self,
@@ -249,11 +245,10 @@ class Updates:
 
         Waits for the step, of which `after` are arrays.
         """
-        group = self._offloaded.groups[number]
+        group, weights, leaves = self._offloaded.groups[number], list(weights), list(leaves)
         if not group.leaves:
             self.close_window(number)
-            return list(weights), list(leaves)
-        weights, leaves = list(weights), list(leaves)
+            return weights, leaves
         places = group.pick(self._offloaded.places)
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
@@ -316,19 +311,16 @@ class Updates:
     ) -> None:
         """Restores another run's pending updates, from masters that are resumed already.
 
-        `pending` is what `wait` returned there, `before` the channels of each part, counted in its
-        leaf, that were selected while the window was open.
+        `pending` is what `wait` returned there, `before` each part's channels then, counted in its
+        leaf.
         """
-        host = self._worker.leaves()
         for number, (group, kind) in enumerate(zip(self._offloaded.groups, pending, strict=True)):
             if kind == NONE:
                 continue
-            uploads = []
+            uploads: list[list[jax.Array]] = []
             if kind == PENDING:
-                for i, part in zip(group.part_numbers, group.parts, strict=True):
-                    array = host[i].to_upload
-                    devices = part.devices if self._offloaded.prefetched[i] else ()
-                    uploads.append([upload(array, device) for device in devices])
+                early = self._offloaded.prefetched
+                uploads = [self._upload(i) if early[i] else [] for i in group.part_numbers]
                 # The next update writes to the arrays that they come from.
                 jax.block_until_ready(uploads)
             made: Future = Future()

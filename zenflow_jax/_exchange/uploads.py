@@ -20,10 +20,7 @@ _BYTES_PER_UPLOAD = 8 * 2**20
 
 
 class Uploads:
-    """Uploads arrays of some parts to each of their devices.
-
-    Small ones cross together: a call costs as much as some megabytes.
-    """
+    """Uploads arrays of parts to their devices; small ones together, as a call costs megabytes."""
 
     def __init__(self, parts: Sequence[Part], arrived: list[list[Any]]):
         self._parts = parts
@@ -32,7 +29,7 @@ class Uploads:
         self._size = 0
 
     def add(self, i: int, arrays: Any) -> None:
-        """Uploads a tree of NumPy arrays of part `i`, now or together with some that follow."""
+        """Uploads a tree of NumPy arrays of part `i`, now or together with what follows."""
         self._ready[i] = arrays
         self._size += nbytes(arrays)
         if self._size > _BYTES_PER_UPLOAD:
@@ -81,9 +78,9 @@ def update(
     window: ClosedWindow,
     recorder: Recorder,
 ) -> Generator[str, None, list[list[Any]]]:
-    """Makes a window's update, a bounded piece at a time, and uploads what is prefetched.
+    """Makes a window's update, and uploads what is prefetched; returns what `Close.done` gives.
 
-    Yields where it is, before each piece. Returns what `Close.done` gives.
+    Yields where it is, before each bounded piece.
     """
     uploads: list[list[Any]] = []
     ready = Uploads(offloaded.groups[group].parts, uploads)

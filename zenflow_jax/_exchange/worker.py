@@ -1,9 +1,8 @@
 """The worker thread: takes in mail, makes host updates, hands channels over.
 
-`post` queues work in order. A host update is cut into pieces and runs whenever nothing else can:
-between two pieces the thread takes in mail of the next window, so that the caller never waits for
-an update that still has time. That order changes no result, because a window's gradients and the
-next one's are different arrays. The thread never runs a jitted computation or a collective.
+`post` queues work in order. An update is cut into pieces and runs whenever nothing else can, so
+that mail of the next window is taken in meanwhile. That changes no result, because a window's
+gradients and the next one's are different arrays. The thread runs no jitted program or collective.
 """
 
 import atexit
@@ -22,8 +21,7 @@ import jax
 import numpy as np
 
 from zenflow_jax._device.memory import view
-from zenflow_jax._diagnostics.skipped import tell_of_skipped
-from zenflow_jax._diagnostics.stats import EngineStats
+from zenflow_jax._diagnostics.stats import EngineStats, tell_of_skipped
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.messages import Close, Mail, Receiver, Sums
 from zenflow_jax._exchange.parts import OffloadedLeaves
@@ -42,12 +40,10 @@ _LOOK_S = 1e-3
 class Worker:
     """Owns the thread and the host's arrays. `check` and every open `done` carry failures.
 
-    Call `start` before waiting for anything, but only when nothing that its owner needs can fail
-    any more: a running thread keeps all host arrays. Until then, and while the thread has nothing
-    to do, the caller may use `resume`, `take_master`, `leaves` and `counts`.
-
-    `make_host` makes the arrays, which nobody else has. Its argument is called with the number of a
-    leaf before the leaf is written.
+    Call `start` when nothing that its owner needs can fail any more: a running thread keeps all
+    host arrays. Until then, and while the thread has nothing to do, the caller may use `resume`,
+    `take_master`, `leaves` and `counts`. `make_host` makes the arrays, which nobody else has; it
+    gets what must be called with a leaf's number before the leaf is written.
     """
 
     def __init__(
@@ -135,25 +131,20 @@ class Worker:
         ) from error
 
     def leaves(self) -> list[HostLeaf]:
-        """The host's arrays of each part; for the caller, while the thread has nothing to do.
-
-        The list keeps the arrays alive, also if another process fails and ends the thread. Raises
-        what has ended the thread.
-        """
+        """The host's arrays of each part, which live as long as this list does."""
         leaves = self._host.leaves
         if len(leaves) != len(self._offloaded.parts):
             self.check()
         return leaves
 
     def hold(self, snapshot: Snapshot) -> None:
-        """Writes no leaf of a snapshot from now on that is not saved or copied; as `leaves`."""
+        """Writes no leaf of a snapshot from now on that is not saved or copied."""
         self._snapshots = [*(x for x in self._snapshots if not x.done), snapshot]
 
     def wait(self, future: Future, after: Any) -> Any:
         """The result of `future`, on the caller's thread.
 
-        Until `after` (arrays of the last step) is computed, the device has work. Only the rest
-        counts as waiting for the host.
+        Waiting counts as for the host only once `after`, the last step's arrays, are computed.
         """
         if not future.done():
             begin = time.perf_counter()
@@ -170,7 +161,7 @@ class Worker:
         return future.result()
 
     def fail(self, message: str) -> None:
-        """Ends the thread with another process's failure; called by the monitor's thread."""
+        """Ends the thread with another process's failure."""
         self._end(_Stop(message))
 
     def ask_to_stop(self) -> None:
@@ -228,7 +219,7 @@ class Worker:
             raise _Stop(self._stop.other)  # another one, as a traceback keeps arrays
 
     def _turn(self) -> None:
-        """Does one thing."""
+        """Does one thing: takes in a message, or goes on with an update."""
         with self._condition:
             while not (self._stop or self._next() or self._updates):
                 self.recorder.works_at(None)
@@ -259,7 +250,8 @@ class Worker:
     def _next(self) -> Mail | Sums | Close | None:
         """The next message, if its arrays have arrived."""
         first = next((message for message in self._messages if not message.begun), None)
-        return first if first is not None and first.is_here else None
+        waits = first is None or (first.arrived is not None and not first.arrived.done())
+        return None if waits else first
 
     def _finish(self, message: Mail | Sums | Close, result: Any) -> None:
         message.done.set_result(result)
@@ -281,10 +273,8 @@ class Worker:
         self._host.note(scalars)
         read = nbytes((gradients, step_scalars))
         if sent.finite and gradients:
-            pieces = [view(g) for g in gradients]
-            self._host.add(
-                [part.of_mail(pieces[part.piece]) for part in self._offloaded.parts], factor
-            )
+            pieces, parts = [view(g) for g in gradients], self._offloaded.parts
+            self._host.add([part.of_mail(pieces[part.piece]) for part in parts], factor)
         elif sent.finite:
             self._host.count()
         gradients.clear()
@@ -353,10 +343,8 @@ class Worker:
     def _count(self, **more: int) -> None:
         """Adds to the stats, and measures the memory."""
         counts = {name: getattr(self.stats, name) + x for name, x in more.items()}
-        host = self._host
-        self.stats = replace(
-            self.stats, **counts, host_bytes=host.nbytes, pinned_bytes=host.pinned_bytes
-        )
+        memory = {"host_bytes": self._host.nbytes, "pinned_bytes": self._host.pinned_bytes}
+        self.stats = replace(self.stats, **counts, **memory)
 
 
 class _Stop(Exception):
