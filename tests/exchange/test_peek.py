@@ -11,9 +11,8 @@ from flax import nnx
 
 import zenflow_jax
 from tests import processes, runs
-from tests.exchange.test_ahead import compilations
 from tests.resuming import PLAN, SETTINGS, end, fail_elsewhere, resumed, saved
-from tests.runs import FIRST, KERNEL, ONE, SECOND, Training
+from tests.runs import FIRST, KERNEL, SECOND, Training
 
 
 def peek(training):
@@ -76,8 +75,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_shows_what_the_saved_one_did(prefe
             runs.assert_same_bits(jax.tree.map(np.asarray, peek(again)), expected)
 
 
-@pytest.mark.parametrize("sending", ["during_step", "per_window"])
-@pytest.mark.parametrize("steps", [6, 8], ids=["in an open window", "where one has closed"])
+@pytest.mark.parametrize(
+    ("sending", "steps"), [("during_step", 6), ("per_window", 8)], ids=["open", "just closed"]
+)
 def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(sending, steps):
     settings = dataclasses.replace(SETTINGS, send_gradients=sending)
     with Training(FIRST, settings) as training, Training(FIRST, settings) as expected:
@@ -104,13 +104,6 @@ def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(sending, st
         runs.assert_same_bits(training.values(), expected.values())
 
 
-def test_a_flush_that_has_nothing_to_bring_replaces_nothing():
-    with Training(FIRST, SETTINGS) as training:
-        training.go(2)  # of the warm-up, which is synchronous
-        before = training.params, training.state
-        assert all(x is y for x, y in zip(training.engine.flush(*before), before, strict=True))
-
-
 def test_calls_between_steps_want_what_the_last_exchange_returned():
     with Training(FIRST, SETTINGS) as training:
         training.go(2)
@@ -126,16 +119,6 @@ def test_calls_between_steps_want_what_the_last_exchange_returned():
             peek(training)
         training.exchange()
         peek(training)
-
-
-def test_in_graph_flushes_outside_of_jit_compile_once():
-    with Training(ONE, SETTINGS, offload=False) as training, compilations() as names:
-        training.go(2)
-        zenflow_jax.flush(training.params, training.state)
-        names.clear()
-        training.go(1)
-        zenflow_jax.flush(training.params, training.state)
-        assert names == []
 
 
 class Model(nnx.Module):

@@ -69,20 +69,6 @@ def train(me: int, count: int, *names: str) -> None:
             runs.assert_close(ours, expected.params)
 
 
-def rounded(me: int, count: int) -> None:
-    """With moments in 8 bits, of channels that nothing divides."""
-    shardings = on_all({"fsdp": jax.device_count()}, "channels")
-    shards = meshes.pieces(LEAVES, shardings)
-    with Training(LEAVES, STALE, shardings=shardings, host_state="compact") as training:
-        *_, (_, ours) = training.follow(PLAN)
-    apart = []
-    for host_state in ("compact", "float32"):
-        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards, host_state=host_state)
-        pairs = [(x, expected.params[-1][name]) for name, x in ours.items()]
-        apart.append(np.mean(np.concatenate([(abs(x - y) > runs.ATOL).ravel() for x, y in pairs])))
-    assert apart[0] <= runs.ANOTHER_CODE < apart[1], apart
-
-
 def every(me: int, count: int) -> None:
     """Windows of one step, held to `optax.adamw`."""
     shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
@@ -249,10 +235,9 @@ def test_several_processes_equal_the_reference(together, count, devices, names):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
-    ["every", "rounded", "share", "adapt"],
+    ["every", "share", "adapt"],
     ids=[
         "equal optax.adamw",
-        "have the compact moments of the reference",
         "do their part of the work each",
         "close the same windows however slow one is",
     ],

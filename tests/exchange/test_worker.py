@@ -120,21 +120,10 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(hooks, monk
         runs.assert_same_bits(training.moments(), expected.moments)
 
 
-@pytest.mark.parametrize(
-    ("options", "unhindered", "hindered"),
-    [
-        # The eighth step closes a window, whose update arrives after the twelfth.
-        (dict(rolling=False), 7, 4),
-        # One leaf's window closes with the seventh, another's with the eighth; the first update
-        # arrives after the tenth.
-        (dict(staleness=3), 6, 3),
-    ],
-    ids=["together", "in turn"],
-)
-def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(
-    monkeypatch, options, unhindered, hindered
-):
-    settings = dataclasses.replace(CALM, send_gradients="per_window", **options)
+def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(monkeypatch):
+    # One leaf's window closes with the seventh step, another's with the eighth; the first update
+    # arrives after the tenth.
+    settings = dataclasses.replace(CALM, send_gradients="per_window", staleness=3)
     expected, copied = undisturbed(settings), threading.Event()
 
     def copy_to_host(pieces):
@@ -145,10 +134,10 @@ def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(
     monkeypatch.setattr(messages, "copy_to_host", copy_to_host)
     with Training(FEW, settings) as training:
         copied.set()
-        training.go(unhindered)
+        training.go(6)
         training.settle()
         copied.clear()
-        training.go(hindered)
+        training.go(3)
         assert training.on_their_way
         assert not any(update.done() for update in training.on_their_way)
         copied.set()
@@ -196,34 +185,6 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
     kinds = [kind for i, kind in enumerate(gate.log) if gate.log[i - 1 : i] != [kind]]
     assert kinds[:4] == ["mail", "piece", "mail", "piece"]
     assert gate.log.count("mail") == 5
-
-
-def test_an_exchange_waits_for_no_update_but_the_one_that_is_due(gate, monkeypatch):
-    settings = dataclasses.replace(CALM, staleness=2)
-    expected, waited_for = undisturbed(settings), []
-
-    def note(worker, future, after, wait=Worker.wait):
-        if not future.done():
-            waited_for.append(future)
-            gate.open()
-        return wait(worker, future, after)
-
-    with Training(FEW, settings) as training:
-        training.go(6)
-        training.settle()
-        gate.shut()
-        gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
-        monkeypatch.setattr(Worker, "wait", note)
-        training.go(1)  # closes another group's
-        assert waited_for == []
-        runs.assert_same_bits(training.values(), expected[7])
-        update, later = training.on_their_way
-        training.go(1)
-        assert waited_for == [update]
-        assert training.on_their_way == [later]
-        runs.assert_same_bits(training.values(), expected[8])
-        training.go(3)
-        runs.assert_same_bits(training.values(), expected[11])
 
 
 @pytest.mark.parametrize(
