@@ -1,19 +1,14 @@
-"""What becomes of the other processes when one fails: real processes, real collectives.
+"""What a process of several does when it or another one fails, closes, or ends.
 
-The functions without `test_` run in the processes. `me` is the index of one, `failing` that of the
-process which fails. They wait for conditions; how long a test may take is up to `assert_ends`.
+`test_several_processes.py` has a failure of a real engine.
 """
 
-import atexit
-import contextlib
 import gc
-import re
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -92,34 +87,6 @@ def has_left(engine: Engine, process: int) -> bool:
     return any(key.endswith(f"/{process}/left") for key, _ in entries)
 
 
-def join_engine(me: int, port: int, grace_s: float = SOON_S) -> Engine:
-    join(me, port)
-    assert collective() == 2
-    return Engine("engine", grace_s)
-
-
-def fail_while_the_other_is_in_a_collective(me: int, port: int, failing: int) -> None:
-    engine = join_engine(me, port)
-    if me != failing:
-        collective()
-        raise AssertionError("nobody else was there")
-    engine.fails()
-    raise RuntimeError("as the engine would")
-
-
-def fail_while_the_other_waits_for_its_engine(me: int, port: int, failing: int) -> None:
-    engine = join_engine(me, port, NEVER_S)
-    atexit.register(lambda: sys.stdout.write("goes through its exit\n"))
-    if me != failing:
-        try:
-            engine.future.result()
-        except RuntimeError:
-            engine.raised(2)
-            raise
-    engine.fails()
-    raise RuntimeError("as the engine would")
-
-
 def go_on(me: int, port: int) -> None:
     """All that must not end a process, one after the other."""
     join(me, port)
@@ -177,65 +144,19 @@ def go_on(me: int, port: int) -> None:
     sys.stdout.write("the last line\n")
 
 
-@contextlib.contextmanager
-def both(function: str, *args: Any) -> Iterator[list[subprocess.Popen]]:
-    """Processes 0 and 1 in that function."""
+@pytest.mark.slow
+def test_a_program_goes_on_where_no_process_waits_for_another():
     with reserved_port() as port:
-        processes = [
-            start_process("exchange.test_peer_monitor", function, me, port, *args, devices=1)
-            for me in (0, 1)
-        ]
+        module = "exchange.test_peer_monitor"
+        processes = [start_process(module, "go_on", me, port, devices=1) for me in (0, 1)]
         try:
-            yield processes
+            for process in processes:
+                output = assert_ends(process, 0, TIMEOUT_S)
+                assert output.endswith("the last line\n"), output  # nothing of ours or JAX's
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-
-
-def assert_end(processes: list[subprocess.Popen], code: int) -> list[str]:
-    """All end by themselves, with that exit code; what they wrote."""
-    return [assert_ends(process, code, TIMEOUT_S) for process in processes]
-
-
-@pytest.mark.slow
-def test_a_failure_ends_all_processes_that_cannot_raise_it_together():
-    # Process 0 has JAX's service, without which the other is aborted, with another exit code.
-    case = "fail_while_the_other_is_in_a_collective"
-    with both(case, 0) as first, both(case, 1) as second:
-        for failing, processes in enumerate((first, second)):
-            outputs = assert_end(processes, code=1)
-            for output in outputs:
-                assert f"process {failing} failed: the moments ran away" in output
-            # Gloo may wake the other one when the first goes; what else is used for it does not.
-            ended = [text for text in outputs if re.search("Process . ends itself", text)]
-            assert ended
-            for output in ended:
-                assert "most recent call first" in output
-                # It was said before it was done.
-                assert re.search("(?s)will be ended with code 1.*ends itself", output)
-
-
-@pytest.mark.slow
-def test_a_failure_is_raised_by_a_process_that_waits_for_its_engine():
-    case = "fail_while_the_other_waits_for_its_engine"
-    with both(case, 0) as first, both(case, 1) as second:
-        for failing, processes in enumerate((first, second)):
-            outputs = assert_end(processes, code=1)
-            waited = f"RuntimeError: process {failing} failed: the moments ran away"
-            assert waited in outputs[1 - failing]
-            assert "RuntimeError: as the engine would" in outputs[failing]
-            for output in outputs:
-                # By itself, although the two raised at different points.
-                assert "goes through its exit" in output
-                assert "ends itself" not in output
-
-
-@pytest.mark.slow
-def test_a_program_goes_on_where_no_process_waits_for_another():
-    with both("go_on") as processes:
-        for output in assert_end(processes, code=0):
-            assert output.endswith("the last line\n"), output  # nothing of ours or JAX's follows
 
 
 def test_one_process_has_no_thread_and_needs_no_service():
@@ -276,6 +197,19 @@ def store(monkeypatch):
     store = Store()
     monkeypatch.setattr(peers, "_connect", lambda: store)
     return store
+
+
+def test_the_failure_of_another_process_reaches_the_engine_and_is_announced(store, capfd):
+    engine = Engine("engine", NEVER_S)
+    store.entries[f"{engine.watch._directory}1/failed"] = "the moments ran away"
+    with pytest.raises(RuntimeError, match=r"^process 1 failed: the moments ran away"):
+        engine.future.result(TIMEOUT_S)
+    said = []
+    wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
+    assert "Process 0 will be ended with code 1, by `os._exit`" in "".join(said)
+    engine.watch.close()
+    store.entries[f"{engine.watch._directory}1/left"] = CLOSED
+    wait_until(lambda: not watches())
 
 
 def test_a_watch_survives_a_service_that_is_away_for_a_while(store):

@@ -185,8 +185,8 @@ def plus(params: dict[str, jax.Array], number: int) -> dict[str, jax.Array]:
     }
 
 
-def fail(me: int, count: int) -> None:
-    """The worker of the last one fails, the others wait for it."""
+def fail(me: int, count: int, failing: int) -> None:
+    """The worker of one fails, the others wait for it."""
     _engine.PeerMonitor = functools.partial(_engine.PeerMonitor, poll_s=0.2, grace_s=2.0)
 
     def explode():
@@ -194,7 +194,7 @@ def fail(me: int, count: int) -> None:
 
     shardings = on_all({"data": jax.device_count()}, "replicated")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if me == count - 1:
+        if me == failing:
             hooked(monkeypatch).mail = explode
         with elastic.HERE(shardings=shardings) as training:
             training.go(1000)
@@ -262,7 +262,8 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path)
 
 # The last of its kind: it ends the processes.
 @pytest.mark.slow
-def test_a_worker_that_fails_ends_all_processes_with_its_message(together):
-    for code, output in together("fail", 2, 2):
+@pytest.mark.parametrize("failing", [1, 0])  # 0 has JAX's service
+def test_a_worker_that_fails_ends_all_processes_with_its_message(together, failing):
+    for code, output in together("fail", 2, 2, failing):
         assert code not in (0, None)
         assert "the memory is gone" in output, output[-5000:]
