@@ -78,15 +78,11 @@ class Expected:
         if _same(shardings, choice.state):
             return state
         placed, moved = put_back(state, weights)
-        concerned = set(choice.leaves)
+        pairs = zip(state.leaves, placed.leaves, state.mail, placed.mail, strict=True)
         misplaced = [
             leaf.spec.name
-            for i, leaf in enumerate(state.leaves)
-            if leaf.offloaded  # nobody here reads the others
-            and (
-                state.mail[i] is not placed.mail[i]
-                or (i in concerned and _has_moved(leaf, placed.leaves[i]))
-            )
+            for leaf, new, mail, new_mail in pairs
+            if leaf.offloaded and (mail is not new_mail or _has_moved(leaf, new))
         ]
         if not misplaced:
             choice.state = shardings

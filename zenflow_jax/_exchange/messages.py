@@ -76,33 +76,24 @@ class Sums(_Message):
 
 
 @dataclass(eq=False)
-class HandOver:
-    """Channels change hands where a window closes, before its update begins.
-
-    The worker owns the device arrays until `done`. That gives the arrays of the newly selected
-    channels, for each part of the group and each of its devices: (master, mu, nu, steps), None for
-    a leaf without any.
-    """
-
-    leaving: Sequence[tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None]
-    chosen: Sequence[jax.Array]
-    done: Future = field(default_factory=Future)
-
-
-@dataclass(eq=False)
 class Close(_Message):
     """A group's open window closes. `done` gives its update, for each part and each of its devices.
 
     A part that is not prefetched has none. If no step of the window counted, the list is empty.
+    Channels may change hands before the update begins: the worker owns the arrays until `entered`
+    gives those of the newly selected channels, for each part and each of its devices: (master, mu,
+    nu, steps), None for a leaf without any.
     """
 
     group: int
-    hand_over: HandOver | None = None
-    used_up: list[Any] = field(default_factory=list)  # uploads that are merged, to be freed
+    used_up: list[Any]  # uploads that are merged, to be freed
+    leaving: Sequence[tuple[jax.Array, ...] | None] = ()  # of each leaf, as in `entered`
+    chosen: Sequence[jax.Array] = ()  # the channels that are selected now
+    entered: Future = field(default_factory=Future)
 
     @property
     def promises(self) -> list[Future]:
-        return [self.done] if self.hand_over is None else [self.done, self.hand_over.done]
+        return [self.done, self.entered]
 
 
 class Receiver:

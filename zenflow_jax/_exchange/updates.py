@@ -34,7 +34,7 @@ from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.integrity import Integrity
-from zenflow_jax._exchange.messages import Close, HandOver
+from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
     Group,
     OffloadedLeaves,
@@ -100,13 +100,14 @@ class Updates:
         self.pending.clear()
         self._used_up.clear()
 
-    def close_window(self, group: int, hand_over: HandOver | None = None) -> None:
-        """Starts the update of a group's window, which ends here."""
+    def close_window(self, group: int, **hand_over: Any) -> Close:
+        """Starts the update of a group's window, which ends here, with fields of `Close`."""
         assert group not in self.pending, "a window closed before the last update was collected"
-        close = Close(group, hand_over, self._used_up)
+        close = Close(group, self._used_up, **hand_over)
         self._used_up = []
         self.pending[group] = _Pending(close.done)
         self._worker.post(close)
+        return close
 
     def wait(self) -> list[int]:
         """Waits for pending updates; NONE, PENDING or EMPTY says what there is of each group's."""
@@ -261,16 +262,13 @@ class Updates:
             [s.master for s in states],
             specs=group.specs,
         )
-        hand_over = HandOver(
-            [
-                (master, s.mu, s.nu, s.steps) if s.spec.k else None
-                for s, master in zip(states, current, strict=True)
-            ],
-            chosen,
-        )
-        self.close_window(number, hand_over)
+        leaving = [
+            (master, s.mu, s.nu, s.steps) if s.spec.k else None
+            for s, master in zip(states, current, strict=True)
+        ]
+        close = self.close_window(number, leaving=leaving, chosen=chosen)
         self.pending[number].before, self._rows[number] = self._rows[number], rows
-        entered = by_leaf(group.parts, self._worker.wait(hand_over.done, after))
+        entered = by_leaf(group.parts, self._worker.wait(close.entered, after))
         masters: list[jax.Array | None] = [None] * len(states)
         for j, s in enumerate(states):
             states[j], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])

@@ -9,7 +9,7 @@ import numpy as np
 
 from zenflow_jax._device.memory import copy_to_host, upload, view
 from zenflow_jax._diagnostics.timeline import Recorder
-from zenflow_jax._exchange.messages import HandOver
+from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import OffloadedLeaves, Part, host_channels
 from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
@@ -46,14 +46,14 @@ class Uploads:
 
 
 def hand_over(
-    host: HostState, parts: Sequence[Part], item: HandOver, window: ClosedWindow
+    host: HostState, parts: Sequence[Part], close: Close, window: ClosedWindow
 ) -> tuple[list[Any], int]:
-    """Hands channels over; returns what `HandOver.done` gives, and how many bytes were read."""
+    """Hands channels over; returns what `Close.entered` gives, and how many bytes were read."""
     # Nothing of a leaf without selected channels: GPUs have no empty arrays in host memory.
     leaving = [
-        [] if old is None else [part.of(x) for x in (item.chosen[part.leaf], *old)]
+        [] if old is None else [part.of(x) for x in (close.chosen[part.leaf], *old)]
         for part in parts
-        for old in [item.leaving[part.leaf]]
+        for old in [close.leaving[part.leaf]]
     ]
     in_host_memory = copy_to_host(leaving)
     entering: list[list[Any]] = [[None] * len(part.devices) for part in parts]

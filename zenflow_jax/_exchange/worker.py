@@ -298,17 +298,17 @@ class Worker:
 
     def _begin(self, close: Close) -> None:
         close.used_up.clear()
-        self.recorder.works_at("hand over" if close.hand_over else "update", self._window)
+        self.recorder.works_at("hand over" if close.chosen else "update", self._window)
         window = self._host.close_window(close.group)
-        if close.hand_over is not None:
+        if close.chosen:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
                 parts = self._offloaded.groups[close.group].parts
-                entering, read = hand_over(self._host, parts, close.hand_over, window)
+                entering, read = hand_over(self._host, parts, close, window)
             self._count(bytes_to_host=read, bytes_to_device=nbytes(entering))
-            close.hand_over.done.set_result(entering)
+            close.entered.set_result(entering)
             # The caller has the hand-over now; the old arrays must not outlive it.
-            close.hand_over = None
+            close.leaving = close.chosen = ()
         pieces, where = self._make_update(close, window), f"the update of window {window.number}"
         self._updates.append(_Update(window.number, pieces, where))
 
