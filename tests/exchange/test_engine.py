@@ -148,11 +148,14 @@ def compiled():
     return events
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("donate", "sending"),
+    [(False, "during_step"), (True, "during_step"), (True, "per_window")],
+)
 def test_every_array_keeps_shape_dtype_memory_and_sharding_and_nothing_compiles_twice(
-    donate, compiled
+    donate, sending, compiled
 ):
-    settings = dataclasses.replace(BUSY, max_grad_norm=20.0)
+    settings = dataclasses.replace(BUSY, max_grad_norm=20.0, send_gradients=sending)
     with Training(FEW, settings, donate=donate) as training:
         expected = describe((training.params, training.state))
         for t in range(1, 13):

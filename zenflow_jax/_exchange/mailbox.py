@@ -220,7 +220,7 @@ def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
     """
     ranges = {i: spec for i, spec in specs.items() if spec.start is not None}
     # On a mesh the compiler would place zeros wherever it likes, as they depend on nothing. On one
-    # device they are committed if the program's argument is.
+    # device they are committed if the program's argument is, which zeros do not read.
     shardings = {i: mail[i].sharding for i in specs}
     placed = {i: x if isinstance(x, NamedSharding) else None for i, x in shardings.items()}
 
