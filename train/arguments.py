@@ -48,8 +48,7 @@ def read_arguments(
 ) -> Any:
     """Reads the arguments `argv`, or those of the process, into an object of the dataclass `kind`.
 
-    `default` has the defaults, if they are not those of `kind`. After a mistake, which is said on
-    stderr, it exits with code 2, and with 0 after `--help`.
+    After a mistake, which is said on stderr, it exits with code 2, and with 0 after `--help`.
     """
     options = {} if default is None else {"default": default}
     printed = io.StringIO()

@@ -6,10 +6,9 @@
     checkpoints/300/checksums.json   size and CRC-32 of every file of these
     checkpoints/damaged-400   a checkpoint that was found damaged, and is not read again
 
-The step is the position in the data (`data.py`). A checkpoint is written under another name,
-checksums last, and renamed when it is whole. orbax notices files that are missing or cut off, but
-decodes most flipped bits without complaint. So the checksums are compared before anything is
-restored (`saved_checkpoints.py`). Nothing is ever unpickled.
+The step is the position in the data (`data.py`). A checkpoint is renamed when it is whole. orbax
+decodes most flipped bits without complaint, so checksums are compared before anything is restored
+(`saved_checkpoints.py`). Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from train.saved_checkpoints import (
 class Checkpoints(SavedCheckpoints):
     """The checkpoints of the run that writes them. Use with `with`.
 
-    `keep` is how many of the newest are kept, `keep_best` whether the one with the best figure of
-    the validation is kept as well; the rest is as for `SavedCheckpoints`.
+    `keep` of the newest are kept; with `keep_best` that with the best figure of a validation too.
     """
 
     _otherwise = (
@@ -72,9 +70,7 @@ class Checkpoints(SavedCheckpoints):
             sys.unraisablehook = self._unraisable
 
     def set_aside(self) -> None:
-        """Renames the damaged checkpoints that `newest` passed over, once a start is known as
-        valid.
-        """
+        """Renames the damaged checkpoints that `newest` passed over."""
         if processes.is_first():
             for step in self._damaged:
                 old = self._folder / str(step)
@@ -101,11 +97,8 @@ class Checkpoints(SavedCheckpoints):
         Waits for the save before, and until the device has done `step`; the writer then has its own
         copies. On a CPU it reads the arrays themselves, which the runtime does not donate meanwhile
         (checked on jax 0.10.2 and 0.11.2 with orbax 0.12.8). A failure is said and not raised: the
-        next save tries again.
-
-        `params` and `opt_state` are as the last `exchange`, or without an engine the step, returned
-        them; the engine waits where it would change what is not saved yet. `progress` is anything
-        that JSON can hold, `figure` that of a validation, which decides what is best.
+        next save tries again. `progress` is for JSON; `figure`, of a validation, decides what is
+        best.
         """
         if figure is not None:
             self.rate(step, figure)
@@ -232,11 +225,7 @@ class Checkpoints(SavedCheckpoints):
 
 @dataclasses.dataclass
 class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
-    """Decides which checkpoints are kept.
-
-    orbax's `BestN` knows a figure only if it was known when the checkpoint was saved, and keeps all
-    that have none.
-    """
+    """Decides which checkpoints are kept; orbax's `BestN` keeps all without a figure."""
 
     newest: int
     best: Callable[[Iterable[int]], int | None] | None
@@ -252,8 +241,7 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
 def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
     """For `sys.unraisablehook`: passes over what orbax leaves behind after a failed write.
 
-    The other writes of that save are still under way in tensorstore. Each wakes an event loop that
-    orbax has closed, of which Python would show a traceback (orbax 0.12.8).
+    Other writes of that save each wake an event loop that orbax has closed (orbax 0.12.8).
     """
     error = unraisable.exc_value
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):

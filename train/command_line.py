@@ -33,8 +33,7 @@ PICTURES, TRACE = (".png", ".svg", ".pdf"), ".json"
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Which process of a run this is: all three; or none for a run of one process, and under
-    SLURM."""
+    """Which process of a run this is: all three, or none where it is alone or under SLURM."""
 
     coordinator: str | None = None
     """HOST:PORT at which process 0 will listen and the others reach it; the same for all."""
@@ -134,8 +133,7 @@ class Command:
 def load_settings(path: str | Path) -> Settings:
     """Reads a TOML file whose keys are fields of `Settings`; the others keep their defaults.
 
-    Raises `SettingsError` if the file is missing or not TOML, a key is unknown, or a value has the
-    wrong type (a whole number does for a float, nothing else is converted) or is impossible.
+    A whole number does for a float; nothing else is converted.
     """
     path = Path(path)
     hints = get_type_hints(Settings)
@@ -161,11 +159,7 @@ def load_settings(path: str | Path) -> Settings:
 
 
 def read_command_line(argv: Sequence[str], *, program: str) -> Command:
-    """Reads the command `program CONFIG.toml [--key value ...]`, of which `argv` are the arguments.
-
-    Raises `SettingsError` as `load_settings`, or if no file is named, and `SystemExit` as
-    `read_arguments`.
-    """
+    """Reads the command `program CONFIG.toml [--key value ...]` from its arguments `argv`."""
     if argv and not argv[0].startswith("-"):
         config, overrides, settings = argv[0], list(argv[1:]), load_settings(argv[0])
     elif "-h" in argv or "--help" in argv:

@@ -41,10 +41,9 @@ def continued(
     sampling: Sampling = LIKELIEST,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens that continue a prompt, each as soon as it is known.
+    """The tokens that continue a prompt, each as soon as it is known; none after one of `ends`.
 
-    The model is a `Decoder` with stacked blocks. There are at most `most` tokens, and none after
-    one of `ends`. Raises `LogitsError` if the logits are not finite.
+    The model is a `Decoder` with stacked blocks.
     """
     key = jax.random.key(seed)
     cache = nnx.merge(graphdef, params).empty_cache(1, len(prompt) + most)
@@ -81,8 +80,7 @@ def chosen(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 def narrowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """The logits, those of tokens that may not be drawn minus infinity.
 
-    Of what `top_k` leaves, `top_p` takes the fewest that reach it. Tokens that are as likely as the
-    last one taken are taken too.
+    Tokens that are as likely as the last one taken are taken too.
     """
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits, min(sampling.top_k, len(logits)))[0][-1]

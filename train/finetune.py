@@ -75,20 +75,10 @@ def train(
 ) -> Summary | None:
     """Trains once, or the rest of a run, and leaves the results in the run's folder.
 
-    With `steps` 0 it shows the figures of a validation, writes nothing and returns None. With
-    `run`, the folder of an earlier start, training goes on from the newest whole checkpoint in that
-    folder, unless the start is to be `fresh`.
-
-    Args:
-        settings: Settings of the run.
-        console: Where to show progress.
-        stop: Hears the signals that ask for the end.
-        peers: Hears of the end of other processes.
-        fresh: Refuse to go on with an earlier start.
-        timeline: File for a timeline of the last steps; its ending is its format.
-        force: Start although the run cannot fit on this machine.
-
-    Raises one of `FAILURES`, or `Stopped` if a signal has asked for the end.
+    With `steps` 0 it shows the figures of a validation, writes nothing and returns None. A `run`
+    goes on from its newest whole checkpoint, unless the start is to be `fresh`. `timeline` is a
+    file for the last steps; `force` starts what cannot fit on this machine. Raises one of
+    `FAILURES`, or `Stopped` if a signal has asked for the end.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)

@@ -31,7 +31,7 @@ from train.hf_tensors import (
     transpose,
 )
 from train.pretrained import Pretrained
-from train.whole import made_whole, sync_all
+from train.whole import exchange, made_whole, sync_all
 
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
 
@@ -156,7 +156,8 @@ def save_folder(
                 (part / name).write_text(text, encoding="utf-8")
             if path.exists():
                 sync_all(part)  # if that fails, the old model stays
-                shutil.rmtree(path)
+                exchange(part, path)
+                shutil.rmtree(part)
 
     write_by_first(path, write, tensors)
 

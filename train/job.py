@@ -1,8 +1,4 @@
-"""Prepares a run before it has a folder: data, model, optimizer, compiled functions.
-
-`read` checks what needs no weights, `prepare` makes the rest, `evaluate` shows the figures of a
-model as it is. Everything is alike in every process.
-"""
+"""Prepares a run before it has a folder: data, model, optimizer, compiled functions."""
 
 from __future__ import annotations
 
@@ -94,7 +90,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
-    """Makes model and compiled functions, and the first state of the optimizer.
+    """Makes the model, the compiled functions, and the first state of the optimizer.
 
     `check` is called between the batches of a validation; what it raises ends the validation.
     """

@@ -18,8 +18,7 @@ from zenflow_jax.planning import gb
 def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mesh | None) -> None:
     """Refuses a run that cannot fit, by the least that it needs however it is laid out.
 
-    A run that needs more than that fails later; `--plan` knows before. `parameters` and
-    `vocabulary` (0 for a classifier) are those of the model.
+    `vocabulary` is 0 for a classifier.
     """
     devices, processes = 1 if mesh is None else mesh.size, jax.process_count()
     adamw, trains = settings.optimizer == "adamw", settings.steps != 0
@@ -75,10 +74,7 @@ def device_bytes() -> int | None:
 
 
 def lack_behind(error: BaseException) -> BaseException | None:
-    """The lack of memory that is this error or a cause of it; None if there is none.
-
-    An error on a thread of the engine is raised as the cause of another one.
-    """
+    """The lack of memory that is this error or a cause of it; None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not is_lack_of_memory(cause):
         cause = cause.__cause__

@@ -1,8 +1,7 @@
 """Measures speed, stalls and schedule of a training loop without stalling it.
 
-The meter reads the loss of a step, which may not exist yet, only when that is a whole interval old,
-so the device always has work queued. Rates count tokens of steps whose loss exists, not of those
-dispatched.
+The loss of a step is read only when it is a whole interval old, so the device always has work
+queued. Rates count tokens of steps whose loss exists, not of those dispatched.
 """
 
 from __future__ import annotations
@@ -77,17 +76,10 @@ class Taken(NamedTuple):
 class Meter:
     """Turns the losses of all steps into one `Row` for every `log_every` of them.
 
-    Call `start` when the first steps, with their compilation, are done and before the others are
-    dispatched; `step` after every step and its exchange; `drain` after the last one. The end of the
-    run, after `steps`, is the end of an interval too.
-
-    Args:
-        log_every: Steps in an interval.
-        steps: Length of the run.
-        stats: Returns the engine's counts, without waiting for the device; None without an
-            engine.
-        steps_done: Steps before the first that `step` takes, of a run that goes on.
-        state: What `state` returned after these.
+    Call `start` when the first steps, with their compilation, are done; `step` after every step and
+    its exchange; `drain` after the last one. `stats` returns the engine's counts, without waiting
+    for the device. A run that goes on had `steps_done`, and gives what `state` returned after
+    these.
     """
 
     def __init__(
@@ -125,9 +117,8 @@ class Meter:
     def step(self, loss: jax.Array, *, skipped: jax.Array, tokens: int) -> Row | None:
         """Takes a step; once per interval, returns the row of the interval before.
 
-        When it returns a row, it blocks until the device has done all but the last `log_every`
-        steps; otherwise it does not. `skipped` is the number of steps of the run that had been
-        skipped after it, a scalar as the loss; `tokens` are those of its batch, without padding.
+        It then blocks until the device has done all but the last `log_every` steps. `skipped`
+        counts the run's skipped steps so far; `tokens` are those of the batch, without padding.
         """
         step = self._steps_read + len(self._unread) + 1
         counts = None

@@ -20,9 +20,8 @@ from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
     """The dtype in which the device keeps the model's matrices; products are of `dtype` everywhere.
 
-    zenflow keeps float32 masters of them, so its parameters are the rounded matrices. optax.adamw
-    keeps none, and would lose small updates of bfloat16 parameters; so its parameters are the
-    float32 masters, and the model rounds a copy of them in each step.
+    zenflow keeps float32 masters. optax.adamw has none, and would lose small updates of bfloat16
+    parameters: so they are float32, and the model rounds a copy of them in each step.
     """
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
@@ -46,9 +45,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The optimizer that the settings, with `steps`, ask for.
 
-    `deepspeed` is what `in_force` returned, for schedules that settings cannot express;
-    `steps_per_epoch` is needed where zenflow selects channels once per epoch. Raises
-    `SettingsError` if zenflow rejects its options.
+    `deepspeed` is what `in_force` returned; `steps_per_epoch` is needed where channels are selected
+    once per epoch. Raises `SettingsError` if zenflow rejects its options.
     """
     norm = settings.max_grad_norm
     if deepspeed is not None and deepspeed.scheduler is not None:
@@ -84,8 +82,8 @@ class SkipState(NamedTuple):
 def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner`, without the steps whose gradient's norm is not finite: these change nothing.
 
-    zenflow does the same by itself. A skipped step does not count for the schedule of `inner`.
-    `optax.apply_if_finite` needs a `cond`, for which a GPU waits and which keeps the state twice.
+    zenflow does the same by itself. `optax.apply_if_finite` needs a `cond`, for which a GPU waits
+    and which keeps the state twice.
     """
 
     def init(params):

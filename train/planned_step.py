@@ -46,8 +46,7 @@ def planned_step(
 ) -> PlannedStep:
     """The step that a run of these settings, with the model's folder `origin`, would compile.
 
-    With `placed` its arguments have placements although the settings name no mesh. Raises
-    `SettingsError` if zenflow rejects its options, or the model or the batch does not divide.
+    With `placed` its arguments have placements although the settings name no mesh.
     """
     kind = "decoder" if origin is None else origin.architecture
     if not settings.steps:

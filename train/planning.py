@@ -1,8 +1,8 @@
 """Plans whether a run fits and hides its host work, for the three optimizers side by side.
 
-No weights are read, and no device is needed. The arithmetic is the library's
-(`zenflow_jax.planning`); here are the run's model, the questions to the compiler, and the searches
-for the largest batch and for ways to fit. `plan_report.py` shows the result.
+No weights are read, and no device is needed. The arithmetic is `zenflow_jax.planning`; here are the
+run's model, the questions to the compiler, and the searches for the largest batch and for ways to
+fit. `plan_report.py` shows the result.
 """
 
 from __future__ import annotations
@@ -215,10 +215,7 @@ def compiled_peak(settings: Settings, origin: Pretrained | None, mesh: Mesh | No
 
 
 def between(run: Settings, least: int, most: int, peak_of: Callable[[Settings], int]) -> int:
-    """The peak with a batch between two others, on the line through theirs.
-
-    As a rule it is below that line: a peak grows faster with a larger batch.
-    """
+    """The peak with a batch between two others, on the line through theirs, which is above it."""
     low, high = (peak_of(dataclasses.replace(run, batch_size=batch)) for batch in (least, most))
     return math.ceil(low + (high - low) * (run.batch_size - least) / max(most - least, 1))
 
@@ -228,8 +225,8 @@ def ways_that_fit(
 ) -> list[Way]:
     """At most `WAYS` ways to make a run fit: larger batches first, then fewer changes.
 
-    None of them has all the changes of another one and a batch that is no larger. Batches are
-    multiples of `unit`. `memory_of` returns None for settings that cannot be followed.
+    None has all the changes of another one and a batch that is no larger. Batches are multiples of
+    `unit`. `memory_of` returns None for settings that cannot be followed.
     """
 
     def fitting(changes: dict[str, Any], batch: int) -> Way | None:
@@ -273,9 +270,8 @@ def largest_batch(
 ) -> int | None:
     """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
 
-    `needs` returns the bytes that a batch needs, `least` those that any batch needs, `memory` those
-    that there are. It is asked for the run's own batch, `start`, and at most `COMPILATIONS` times
-    more, between the largest known to fit and the smallest known not to.
+    `needs` returns the bytes that a batch needs, `least` those that any batch needs. It is asked
+    for the run's own batch, `start`, and at most `COMPILATIONS` times more.
     """
     if least > memory:
         return None

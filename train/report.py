@@ -1,7 +1,7 @@
 """The results of a run, in its folder and on the screen.
 
-settings.toml         all settings; the command takes it as a config file, with copies of the files
-                      that it names (deepspeed.json, chat_template.jinja)
+settings.toml         all settings, as a config file, with copies of the files that it names
+                      (deepspeed.json, chat_template.jinja)
 metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          figures of the summary table
@@ -105,10 +105,7 @@ def write_picture(
 
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
-    """Writes the last steps as a picture or a trace; no picture if there was no step.
-
-    A file that cannot be written is said, and does not make the run fail.
-    """
+    """Writes the last steps as a picture or a trace; an error is said, and does not end the run."""
     try:
         if path.suffix == TRACE:
             zenflow_jax.save_trace(timeline, path)
@@ -162,8 +159,7 @@ def hidden_share(
 ) -> planning.Hiding | None:
     """The host's load in the steps that were timed, which are all but the first.
 
-    None where that says nothing of a longer run or of a GPU: after few steps, and on a CPU, whose
-    cores the host's work shares with the step.
+    None after few steps, and on a CPU, whose cores the host's work shares with the step.
     """
     if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
         return None

@@ -74,8 +74,7 @@ class Run:
     def resume(self, timeline: Path | None) -> Summary | None:
         """Restores the newest checkpoint, if there is one, and gets ready for the next step.
 
-        `timeline` is a file for a timeline of the last steps. Returns the summary of a run that has
-        ended already; None if there is something to do.
+        Returns the summary of a run that has ended already; None if there is something to do.
         """
         engine_state, progress = None, {}
         if (newest := self.checkpoints.newest()) is not None:
@@ -177,10 +176,7 @@ class Run:
         )
 
     def loop(self) -> None:
-        """Takes all steps that are left, with their validations and checkpoints.
-
-        Raises `Stopped` if a signal has asked for the end; the run is saved.
-        """
+        """Takes all steps that are left; raises `Stopped` after a save if a signal asks for it."""
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
         # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
         # ahead of the device (one, where windows or selections adapt), or when a window closes

@@ -1,8 +1,4 @@
-"""The description of a run, which a run that goes on from it, or reads its weights, must share.
-
-Each checkpoint has one, in JSON: the settings that may not change, a checksum of the data, and the
-config of the model's folder.
-"""
+"""The description of a run, in each checkpoint as JSON: who goes on from it must share it."""
 
 from __future__ import annotations
 
@@ -32,10 +28,9 @@ OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
 def description(
     settings: Settings, data: int, config: Any = None, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The facts that a run shares with the one it goes on from: JSON.
+    """The facts that a run shares with the one it goes on from.
 
-    `data` is a checksum of all that it reads, `config` as for `description_of_model`, `labels` the
-    names of the classes in the order of their ids.
+    `data` is a checksum of all that it reads, `labels` names the classes in the order of their ids.
     """
     fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
     # The other two have the same bits, and may be exchanged.
@@ -57,7 +52,7 @@ def description(
 def description_of_model(settings: Settings, config: Any = None) -> dict[str, Any]:
     """The part of a `description` that whoever reads the run's weights must share.
 
-    `config` is that of the model's folder, a NamedTuple; None if the model is from no folder.
+    `config` is that of the model's folder; None if the model is from no folder.
     """
     fixed = {name: getattr(settings, name) for name in OF_THE_MODEL}
     return {"settings": fixed, "model": _as_strings(config)}

@@ -32,9 +32,8 @@ WRITTEN = {models.CHAT_TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED} | set
 def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
     """The folder of the run below `output_dir`, the same for every process.
 
-    `run` names it, and may hold an earlier start unless `fresh`; None makes a new folder, whose
-    name is a number and `label`. Raises `SettingsError` if a run cannot go on, or must not begin,
-    in it.
+    `run` names it, and may hold an earlier start unless `fresh`; None makes a new one, of a number
+    and `label`. Raises `SettingsError` if a run cannot go on, or must not begin, in it.
     """
     if not processes.is_first():
         return Path(processes.from_first(""))
@@ -88,11 +87,7 @@ def new_run_folder(parent: Path, label: str) -> Path:
 
 
 def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -> None:
-    """Writes `settings.toml`, and copies of a DeepSpeed config and a chat template.
-
-    The file names the copies: a run that goes on with it has what was in force, whatever became of
-    the originals. `texts` are the copies, by name, but for the DeepSpeed config.
-    """
+    """Writes `settings.toml`, and copies of a DeepSpeed config and of the `texts`."""
     if settings.deepspeed is not None:
         copy = folder / DEEPSPEED
         replace_text(copy, Path(settings.deepspeed).read_text(encoding="utf-8"))
@@ -105,10 +100,9 @@ def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -
 
 @contextlib.contextmanager
 def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Keeps a second start of the same run out of its folder.
+    """Keeps a second start of the same run out of its folder while the `with` block lasts.
 
-    Process 0 locks a file in it while the `with` block lasts, or raises `SettingsError`. The kernel
-    ends the lock with the process, however that ends.
+    The kernel ends the lock with the process, however that ends.
     """
     if not processes.is_first():
         yield

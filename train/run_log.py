@@ -35,16 +35,9 @@ BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
 class RunLog:
     """Metrics of a run, to the screen, the CSV files and TensorBoard. Use with `with`.
 
-    All calls raise `OSError` if a file cannot be written.
-
-    Args:
-        folder: Where the files go.
-        steps: Length of the run.
-        console: Where to show it: a progress bar on a terminal, a line per row elsewhere.
-        progress: Whether a terminal gets the bar; without it, lines as well.
-        rows: Those of earlier starts, as `read_rows` returned them; the attribute has the new
-            ones too.
-        validations: Likewise, the steps and figures of validations.
+    The screen has a progress bar on a terminal, if `progress`, and a line per row elsewhere.
+    `rows`, as `read_rows` returned them, and `validations` are those of earlier starts. All calls
+    raise `OSError` if a file cannot be written.
     """
 
     def __init__(

@@ -36,11 +36,8 @@ class Restored(NamedTuple):
 class SavedCheckpoints:
     """The checkpoints of one run. Every process must make the same calls.
 
-    Args:
-        folder: Has a folder for each checkpoint. Every process reads its files.
-        larger_is_better: Whether a larger figure of a validation is better.
-        describe: What a run that reads them must share with theirs: see `run_description.py`.
-        say: Shows a line to the user.
+    `describe` is what a run that reads them must share with theirs (`run_description.py`);
+    `larger_is_better` is of the figures of validations; `say` shows a line to the user.
     """
 
     # The remedy if another setting than the run's is meant: the end of a sentence.
@@ -67,8 +64,8 @@ class SavedCheckpoints:
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint; None if there are none at all.
 
-        It names newer ones that are damaged, and leaves them as they are until `set_aside`. Raises
-        `SettingsError` if all are damaged, or cannot be read.
+        It names newer ones that are damaged, and leaves them until `set_aside`. Raises
+        `SettingsError` if all are damaged.
         """
         step = self._newest_whole() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
@@ -107,8 +104,8 @@ class SavedCheckpoints:
     def find(self, which: str, *, rival: float = math.nan) -> int | None:
         """Finds a checkpoint by its step, or the "best" of those that have figures.
 
-        Returns None if `rival`, the figure of weights that are in no checkpoint, is at least as
-        good as the best. Raises `SettingsError` if there is no such checkpoint.
+        None if `rival`, the figure of weights that are in no checkpoint, is at least as good as the
+        best.
         """
         newest, steps = self.newest(), self.steps()
         if which != "best":
@@ -135,9 +132,8 @@ class SavedCheckpoints:
     def weights(self, step: int, like: Any) -> Any:
         """Restores the parameters of a checkpoint alone.
 
-        `like` are parameters of the run, of any step, or NumPy arrays like them. They are used up:
-        each restored array goes where theirs was. Raises `CheckpointError` if the checkpoint is
-        damaged.
+        `like` are parameters of the run, or NumPy arrays like them. They are used up: each restored
+        array goes where theirs was.
         """
         folder = self._folder / str(step)
         if problem := processes.from_first(damage(folder) or ""):
@@ -209,8 +205,8 @@ class SavedCheckpoints:
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that a checkpoint has, by name, and the others.
 
-    The others are the blank mail, which is no state, and empty arrays, which orbax refuses. With
-    "per_window" the mail is the open window's sum, and is saved.
+    The others are the blank mail and empty arrays, which orbax refuses. With "per_window" the mail
+    is the open window's sum, and is saved.
     """
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):

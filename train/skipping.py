@@ -1,8 +1,4 @@
-"""Counts steps that are skipped because their gradient is not finite, and ends a run of many.
-
-One such step does no harm. But a weight that is no number, or a learning rate that is far too
-large, makes all of them so, and the run would write the model that it had begun with.
-"""
+"""Counts steps that are skipped because their gradient is not finite, and ends a run of many."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ class NotFiniteError(Exception):
 class SkippedSteps:
     """Watches the count of skipped steps, from step `first` on, before which `skipped` were.
 
-    Call `step` after each step, and `finish` at the end. `most` skipped steps in a row end the run;
-    `remedy` says why that may be, and how to go on.
+    `most` skipped steps in a row end the run; `remedy` says why that may be, and how to go on.
     """
 
     def __init__(self, *, most: int, first: int, skipped: int, remedy: str):
@@ -36,10 +31,7 @@ class SkippedSteps:
         self._in_a_row = 0
 
     def step(self, total: jax.Array) -> None:
-        """Takes the total of skipped steps after a step; raises `NotFiniteError` if it is too many.
-
-        Blocks until the device has done all but the last few steps.
-        """
+        """Takes the total of skipped steps after a step; blocks until most steps are done."""
         self._unread.append(total)
         if len(self._unread) > BEHIND:
             self._read()

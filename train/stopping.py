@@ -79,8 +79,8 @@ class StopRequest:
     def end(self, why: str) -> int | None:
         """From now on there is nothing to save, for the reason `why`, which a signal then shows.
 
-        Returns the number of the signal that has asked the run to stop before, if one has. None in
-        several processes, of which one alone may have heard it.
+        Returns the number of a signal that came before; None in several processes, of which one
+        alone may have heard it.
         """
         with self._lock:
             self._nothing_to_save = why
@@ -96,9 +96,7 @@ class StopRequest:
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
 
     def check(self) -> None:
-        """Raises `Interrupted` if the run is to stop; not in several processes, which agree at a
-        step.
-        """
+        """Raises `Interrupted` if the run is to stop; several processes agree at a step instead."""
         if self._alone and self._number is not None and self._nothing_to_save is None:
             raise Interrupted
 

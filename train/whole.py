@@ -7,6 +7,7 @@ process that writes it lives.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
@@ -42,6 +43,16 @@ def replace_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def exchange(new: Path, old: Path) -> None:
+    """Exchanges two folders at once; one after the other where the file system cannot."""
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if ctypes.CDLL(None).renameat2(here, os.fsencode(new), here, os.fsencode(old), both):
+        aside = _new_name(old)
+        old.rename(aside)
+        new.rename(old)
+        aside.rename(new)
+
+
 def remove_leftovers(path: Path) -> None:
     """Removes what killed processes have left of `path`."""
     for left in list(path.parent.iterdir()):
@@ -70,7 +81,7 @@ def finished(path: Path) -> Path:
 
 @contextmanager
 def _part_of(path: Path, folder: bool) -> Iterator[Path]:
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    part = _new_name(path)
     if folder:
         part.mkdir()
     flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -82,6 +93,10 @@ def _part_of(path: Path, folder: bool) -> Iterator[Path]:
     finally:
         _remove(part)
         os.close(file)
+
+
+def _new_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
 
 
 def _remove(path: Path) -> None:

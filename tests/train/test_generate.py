@@ -23,7 +23,7 @@ PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of M
 
 # What attention is given differs between these: windows, groups of heads, biases, norms.
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
-def test_logits_with_a_cache_are_those_of_the_whole_sequence(name):
+def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
     _, graphdef, params = load(FIXTURES / name, scan_layers=True)
     tokens = np.random.default_rng(0).integers(0, 62, (2, PROMPT + MORE)).astype(np.int32)
     extend = jax.jit(lambda tokens, cache, i: nnx.merge(graphdef, params).extend(tokens, cache, i))
@@ -37,6 +37,11 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence(name):
         assert logits.dtype == jnp.float32
         assert_close(logits, whole[:, i])
     assert extend._cache_size() == 2  # the prompt, and one token
+
+    prompt = tokens[0, :PROMPT].tolist()
+    written = list(continued(graphdef, params, prompt, most=MORE))
+    logits = nnx.merge(graphdef, params)(np.array([prompt + written], np.int32))[0]
+    assert written == np.argmax(logits[PROMPT - 1 : -1], axis=-1).tolist()
 
 
 # --- sampling -------------------------------------------------------------------------------

@@ -78,8 +78,15 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     assert f'"step": {step}' in (runs.folder / "trace.json").read_text(encoding="utf-8")
 
 
+WORDS = [
+    {"optimizer": "adamw"},
+    {"send_gradients": "after_step"},
+    {"send_gradients": "per_window"},
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [{"optimizer": "adamw"}, {"send_gradients": "per_window"}])
+@pytest.mark.parametrize("words", WORDS)
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     tmp_path, capsys, words
 ):

@@ -6,6 +6,7 @@ torch, made by `make_model_fixtures.py`. No test needs either.
 
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from tests.hf_models import (
     outputs,
     wanted,
 )
-from train import whole
+from train import hf_saving, whole
 from train.blocks import linear, make_blocks
 from train.decoder import LinearRope, Llama3Rope
 from train.hf_saving import save_folder
@@ -397,3 +398,22 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert_same_bits(load(saved)[2], params)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_kill_while_a_model_is_replaced_leaves_one_of_both(tmp_path, monkeypatch, exchanges):
+    pretrained, _, params = load(FIXTURES / "bert")
+    save_folder(tmp_path / "saved", pretrained, params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+
+    def killed(folder, **_):
+        (folder / "config.json").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_saving.shutil, "rmtree", killed)
+    if not exchanges:
+        library = SimpleNamespace(renameat2=lambda *_: -1)
+        monkeypatch.setattr(whole.ctypes, "CDLL", lambda _: library)
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path / "saved", pretrained, zeros)
+    assert_same_bits(load(tmp_path / "saved")[2], zeros)
