@@ -1,11 +1,9 @@
 """A stack of equal blocks: written out or scanned, rematerialized or not, always the same function.
 
-Scanned, every leaf has a leading axis over the layers, and the compiler sees one block however many
-there are: it compiles in the time of one. Written out, each layer has leaves of its own, whose
-gradients can leave the device while the backward pass of the layers before goes on.
-
-Rematerialized, the forward pass keeps only what goes from block to block, and the backward pass
-computes the rest of each block again: about a third more work for a fraction of the memory.
+Scanned, every leaf has a leading axis over the layers, and the compiler sees one block. Written
+out, gradients of a layer can leave the device while the backward pass of those before goes on.
+Rematerialized, the forward pass keeps only what goes from block to block: about a third more work
+for a fraction of the memory.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ INIT_STD = 0.02  # `initializer_range` of nearly every model here
 def make_blocks(
     make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, scan_layers: bool, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """`layers` blocks made by `make`: one block whose leaves are stacks, or a list of equal
-    weights.
-    """
+    """`layers` blocks made by `make`: one whose leaves are stacks, or a list of equal weights."""
     keys = jax.random.split(rngs.params(), layers)
     if scan_layers:
         return nnx.vmap(lambda key: make(nnx.Rngs(key)))(keys)
@@ -39,10 +35,7 @@ def run_blocks(
     remat: bool,
     sharding: Sharding | None,
 ) -> jax.Array:
-    """The residual stream `x` `(b, t, width)` after all blocks, each called with `x` and `args`.
-
-    `sharding` is that of the stream between blocks; None leaves it to the compiler.
-    """
+    """The residual stream `x` `(b, t, width)` after all blocks, each called with `x` and `args`."""
 
     def run(graphdef, params, x):
         return placed(nnx.merge(graphdef, params)(x, *args), sharding)

@@ -1,13 +1,11 @@
 """Chat templates: how the messages of a conversation become one text, and which of it is answers.
 
-A template is a program in Jinja that comes with a tokenizer. It is run here as `transformers` runs
-it: in a sandbox, with the same filters, functions and variables. One thing differs. A template that
-asks for the date gets `DATE`, always: examples must be the same ones on the day after, when a run
-goes on.
+A template is a program in Jinja, run here as `transformers` runs it: in a sandbox, with the same
+filters, functions and variables. But the date is always `DATE`, so that examples stay the same when
+a run goes on another day.
 
-Which part of the text an assistant has written, only a template knows. Some say so, with
-`{% generation %}` around it. Of the others it is found by rendering less: the conversation up to
-an answer, with what asks for it behind, is what the answer follows on.
+Which part an assistant has written, some templates say, with `{% generation %}` around it. Of the
+others it is found by rendering less: the conversation up to an answer, with what asks for it.
 """
 
 from __future__ import annotations
@@ -57,12 +55,8 @@ class Conversation(NamedTuple):
 class ChatTemplate:
     """A template, ready to be rendered; raises `TokenizerError` if it is none.
 
-    Args:
-        text: The template.
-        special: Names of special tokens and their texts, such as `eos_token`.
-        marks: Texts of all tokens that stand for no text of their own, such as those that end a
-            turn.
-        where: The file that it is from, for messages.
+    `special` are texts of special tokens by name, such as `eos_token`; `marks` texts of all tokens
+    that stand for no text of their own, such as those that end a turn; `where` is for messages.
     """
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
@@ -90,11 +84,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
     ) -> str:
-        """The messages, at least one, as text; with `ask` and what asks the assistant for its
-        answer.
+        """The messages, at least one, as text; if `ask`, with what asks for the next answer.
 
-        `tools` describe functions that the assistant may call, as templates have them. Raises
-        `ConversationError` if the template refuses the messages, or fails.
+        Raises `ConversationError` if the template refuses the messages, or fails.
         """
         marked = self._render(messages, ask, tools)
         return marked.replace(_BEGIN, "").replace(_END, "")
@@ -102,10 +94,10 @@ class ChatTemplate:
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> Conversation:
-        """The messages as text, and where the assistant's answers are in it.
+        """The messages as text, and where the assistant's answers are in it, with what ends them.
 
-        What ends an answer belongs to it, blanks behind that do not. Raises `ConversationError` as
-        `render`, or if there is no answer, or it cannot be told where it is.
+        Raises `ConversationError` as `render`, or if there is no answer, or it cannot be told where
+        it is.
         """
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
@@ -189,11 +181,7 @@ class ChatTemplate:
 def read_template(
     folder: Path, tokens: tokenizers.Tokenizer, file: Path | None = None
 ) -> ChatTemplate:
-    """The chat template of a model's folder, or that in `file`.
-
-    A folder has `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. Raises
-    `TokenizerError` if there is none, or it cannot be read.
-    """
+    """The chat template of a model's folder, or that in `file`."""
     config = _read_json(folder / CONFIG)
     special = {
         name: token["content"] if isinstance(token, dict) else token

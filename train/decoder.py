@@ -1,18 +1,15 @@
 """The Llama family: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral are one decoder with other options.
 
 RMSNorm in front of each half of a block, rotary positions, attention in which several query heads
-share a key head, SwiGLU. `DecoderConfig` has the differences between the models. Matrices are
-`(in, out)`, kept in `weight_dtype` and multiplied in `compute_dtype`; norms, rotations, the softmax
-of attention and the logits are always float32.
+share a key head, SwiGLU. Matrices are `(in, out)`, kept in `weight_dtype` and multiplied in
+`compute_dtype`; norms, rotations, the softmax of attention and the logits are always float32.
 
 Letters: `b` sequences in a batch, `t` positions, `s` positions in a cache, `h` heads, `d` width of
 a head.
 
 References:
-    Touvron et al., Llama 2, https://arxiv.org/abs/2307.09288, 2023.
-    Jiang et al., Mistral 7B, https://arxiv.org/abs/2310.06825, 2023.
-    Yang et al., Qwen2, https://arxiv.org/abs/2407.10671, 2024.
-    Yang et al., Qwen3, https://arxiv.org/abs/2505.09388, 2025.
+    Llama 2: https://arxiv.org/abs/2307.09288. Mistral 7B: https://arxiv.org/abs/2310.06825.
+    Qwen2: https://arxiv.org/abs/2407.10671. Qwen3: https://arxiv.org/abs/2505.09388.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ class LinearRope(NamedTuple):
 class Llama3Rope(NamedTuple):
     """Only slow rotations slower by `factor`, fast ones as they were, a ramp between (Llama 3.1).
 
-    A rotation is slow if it makes fewer than `low` turns over `positions`, and fast if it makes
-    more than `high`.
+    A rotation makes fewer than `low` turns over `positions` if it is slow, more than `high` if
+    fast.
     """
 
     factor: float
@@ -78,9 +75,8 @@ class Cache(NamedTuple):
 class Decoder(nnx.Module):
     """Logits of the next token at every position.
 
-    Matrices, biases and embeddings are kept in `weight_dtype`, norms in float32. `scan_layers` and
-    `remat` are explained in `blocks.py`; `stream_sharding` is that of the stream `(b, t, width)`
-    between blocks, on a mesh.
+    Matrices and embeddings are kept in `weight_dtype`, norms in float32. `stream_sharding` is that
+    of the stream `(b, t, width)` between blocks, on a mesh.
     """
 
     def __init__(
@@ -145,8 +141,7 @@ class Decoder(nnx.Module):
         """The float32 logits `(b, vocabulary)` behind `tokens` `(b, t)`, and the cache with them.
 
         The cache has the `start` tokens before them; `start + t` is at most `s`. Only for stacked
-        blocks (`scan_layers`): otherwise the program of a token would be as long as the model is
-        deep.
+        blocks: otherwise the program of a token would be as long as the model is deep.
         """
         x = self.embed(tokens.astype(jnp.int32))
         cos, sin = rotations(self.config, (start + jnp.arange(tokens.shape[1]))[None])
@@ -248,8 +243,8 @@ class DecoderBlock(nnx.Module):
 def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the angles by which pairs of channels turn: float32 `(b, t, d / 2)` each.
 
-    `positions` are `(b, t)`, any integer dtype; `b` is 1 where all sequences have the same. (Su et
-    al., RoFormer, https://arxiv.org/abs/2104.09864, 2021.)
+    `positions` are `(b, t)`; `b` is 1 where all sequences have the same
+    (https://arxiv.org/abs/2104.09864).
     """
     # float32 from here: a bfloat16 angle would be wrong by half a radian at position 200.
     speed = jnp.asarray(rotation_speeds(config), jnp.float32)
@@ -275,8 +270,7 @@ def rotation_speeds(config: DecoderConfig) -> np.ndarray:
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Queries or keys `(b, t, h, d)`, each turned by an angle that grows with its position.
 
-    Pairs of channels are `(i, i + d/2)`. The scalar product of a turned query at `i` with a turned
-    key at `j` depends on the position through `i - j` alone.
+    Pairs of channels are `(i, i + d/2)`.
     """
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -1,9 +1,7 @@
 """BERT with a head that classifies: each token sees every other one, both before and after it.
 
-The model of `transformers`' BertForSequenceClassification without dropout, so that a run is a
-function of its inputs (Devlin et al., https://arxiv.org/abs/1810.04805, 2018). Matrices have a
-bias; every norm follows the sum it normalizes. Shapes, dtypes and letters are those of
-`decoder.py`.
+The model of `transformers`' BertForSequenceClassification without dropout
+(https://arxiv.org/abs/1810.04805). Shapes, dtypes and letters are those of `decoder.py`.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ class BertClassifier(nnx.Module):
     def __call__(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
         """Float32 logits `(b, labels)`, of arrays `(b, t)` of any integer dtype.
 
-        The first of the `tokens` stands for the whole sequence; `types` is the segment of each, and
-        `mask` is 0 for padding.
+        `types` is the segment of each token, and `mask` is 0 for padding.
         """
         return self.classifier(self.pooled(self.stream(tokens, types, mask)))
 

@@ -1,7 +1,6 @@
 """Writes the weights of one checkpoint by themselves: `--export best DIR`, `--export 300 DIR`.
 
-They are the parameters after that step, which its validation has seen: without the updates that
-were on their way. Neither the data nor a device is needed.
+They are those that its validation has seen: without the updates that were on their way.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from train.whole import made_whole
 
 
 def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:
-    """Writes the weights of the checkpoint `which`: a step, or "best" in the validations.
+    """Writes the weights of the checkpoint `which`, a step or "best", to a new or empty folder.
 
-    `target` is a new or empty folder. It gets a `model.safetensors`, and where the model was read
-    from a folder all else that such a folder has. Raises `SettingsError` for what is not there, or
-    would be written over; `CheckpointError` or `ModelError` if the weights cannot be read or
-    written.
+    It gets a `model.safetensors`, and where the model was read from a folder all else that such a
+    folder has. Neither the data nor a device is needed.
     """
     if settings.run is None:
         raise SettingsError("`--export`: expected the name of a run (--run), got none.")

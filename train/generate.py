@@ -102,11 +102,7 @@ class Prompt(NamedTuple):
 
 
 def generate(options: Options, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Writes the continuation of the prompt, piece by piece; `say` shows a line about it.
-
-    Raises one of `FAILURES` if an option is impossible, the folder has no decoder or cannot be
-    read, the prompt is empty or too long, or the model gives no finite logits.
-    """
+    """Writes the continuation of the prompt, piece by piece; `say` shows a line about it."""
     options.check()
     folder = Path(options.model)
     _check_folder(folder)

@@ -1,8 +1,7 @@
 """Reads the config.json of a Hugging Face folder: which model, and its sizes.
 
-A key whose value would make another function of the model than the one built here is an error, not
-a difference that shows in the loss. Keys that do not change the function (dropout, the initial
-weights, versions) are ignored.
+A key whose value would make another function of the model than the one built here is an error. Keys
+that do not change the function (dropout, the initial weights, versions) are ignored.
 """
 
 from __future__ import annotations
@@ -63,11 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
-    """The sizes and options of the model, from the content `raw` of the file `path`.
-
-    Raises `ModelError` if the model is none that is built here, or a key is missing, of another
-    type, or has a value that is not built here.
-    """
+    """The sizes and options of the model, from the content `raw` of the file `path`."""
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ModelError(

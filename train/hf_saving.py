@@ -1,8 +1,8 @@
 """Writes a trained model as a Hugging Face folder, in the layout that it was read from.
 
-Tensors are written one by one as they are gathered, so that host memory holds one leaf. The format
-of safetensors makes that easy: a file is the length of its header (8 bytes, little-endian), the
-header (JSON: dtype, shape and place of each tensor) and the bytes of all tensors.
+Tensors are written one by one as they are gathered, so that host memory holds one leaf. A file of
+safetensors is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
+place of each tensor) and the bytes of all tensors.
 """
 
 from __future__ import annotations
@@ -119,17 +119,15 @@ def save_folder(
     """Writes a folder that `read_folder` and `transformers` load.
 
     All processes must call it; the first writes, under another name until the folder is whole.
-    `path` is a new folder, or one with nothing but a model, which is replaced.
 
     Args:
-        path: Where.
+        path: A new folder, or one with nothing but a model, which is replaced.
         pretrained: The folder that the model was loaded from.
         params: Its parameters, scanned or not: jax arrays, or NumPy arrays that are whole.
         dtype: Dtype of all tensors; None for that of each leaf, which keeps the bits.
-        labels: Names of the classes in the order of their ids. () for the names that the folder
-            has if there are as many, LABEL_0 and so on otherwise.
-        max_shard_bytes: Most bytes of tensors in one file; with more there are several, and an
-            index.
+        labels: Names of the classes by id. () for those of the folder if there are as many, else
+            LABEL_0 and so on.
+        max_shard_bytes: Most bytes of tensors in one file; with more there are several.
         values: Arrays in place of the leaves of `params`; each is asked for when it is written.
         texts: Files of the folder, by name, that are not copied from the one that was read.
     """

@@ -4,8 +4,8 @@
     blocks/3/query/kernel (in, out)  layers.3.self_attn.q_proj.weight (out, in)
     blocks/query/kernel (n, in, out) the same of all n layers
 
-Only safetensors, no pickle: reading a file can run nothing. Files are mapped into memory, so what
-is read is what was asked for. What `train.compress` has packed is decoded on the way.
+Only safetensors, no pickle. Files are mapped into memory, so what is read is what was asked for.
+What `train.compress` has packed is decoded on the way.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
 def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
     """All tensors of a folder, by their name without prefix; of the files only headers are read.
 
-    Names of old checkpoints, with `gamma` and `beta` in norms, are given as the new ones. Raises
-    `ModelError` if a file is missing or damaged, or the index does not say what is in them.
+    Old names, with `gamma` and `beta` in norms, are given as the new ones.
     """
     single, index = folder / SINGLE, folder / INDEX
     tensors = _read_header(single) if single.exists() else _read_index(folder, index)
@@ -178,8 +177,7 @@ class Reader(contextlib.ExitStack):
     ) -> np.ndarray:
         """The part `index` of a leaf in `dtype`, rounded to the nearest, ties to even.
 
-        `tensors` are those of `of.names`; `index` has one slice per axis of the leaf, without
-        strides. Besides the part, memory holds two tensors.
+        `index` has one slice per axis, without strides. Besides the part, memory holds two tensors.
         """
         if of.stacked:
             tensors, index = tensors[index[0]], index[1:]

@@ -145,9 +145,8 @@ def write(
 ) -> None:
     """Writes the trained weights into `folder`; of a model from a folder, such a folder again.
 
-    All processes must call it. `values` are the weights in the order of the leaves of `params`:
-    each is asked for when it is written, so that the devices never have all of them. None for
-    those of `params`. `labels` and `texts` are as for `save_folder`.
+    All processes must call it. `values` are the weights in the order of the leaves of `params`,
+    each of which is asked for when it is written; None for those of `params`.
     """
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)
@@ -170,11 +169,7 @@ def texts_of(chat_template: str | None) -> dict[str, str]:
 
 
 def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) -> None:
-    """Writes weights as float32 safetensors, named by key path: `blocks.0.gate.kernel`.
-
-    All processes must call it; the first writes, under another name until the file is whole.
-    `values` are as for `write`; None for the arrays of `params`.
-    """
+    """Writes weights as float32 safetensors, named by key path: `blocks.0.gate.kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     entries = [
         Entry(leaf_name(path).replace("/", "."), np.dtype(np.float32), x.shape)

@@ -1,13 +1,10 @@
 """Whether the other processes of a run are still there.
 
-A process that is killed leaves the others in a collective. With gloo they fail, with NCCL they
-wait; jax ends them after its own time-out, with pages of traces. Here every process holds a
-connection to process 0. The kernel closes those of a process that is gone, whatever became of it,
-and keepalives end those of a machine that is. Whoever is left says in one line which one it was,
-and ends.
-
-Nothing but the news of an end goes over these connections, and nothing is waited for: where they
-cannot be made, a line says so and jax's time-out is what there is.
+A process that is killed leaves the others in a collective, which jax ends after its own time-out,
+with pages of traces. Here every process holds a connection to process 0. The kernel closes those of
+a process that is gone, and keepalives end those of a machine that is. Whoever is left says in one
+line which one it was, and ends. Nothing is waited for: where connections cannot be made, a line
+says so and jax's time-out is what there is.
 """
 
 from __future__ import annotations
@@ -37,10 +34,8 @@ BYE, FAILED = b".", b"!"
 class Peers:
     """Ends this process when another one of the run is gone. Use with `with`, in all of them.
 
-    Args:
-        host: At which the others reach process 0; None for the name of its machine.
-        go_on: How to start the run again; may be changed when more is known.
-        say: Shows a line to the user.
+    `host` is where the others reach process 0, None for the name of its machine; `go_on` says how
+    to start the run again, and may be changed.
     """
 
     def __init__(self, host: str | None, *, go_on: str, say: Callable[[str], None]):

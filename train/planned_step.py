@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train import models
@@ -62,7 +63,8 @@ def planned_step(
     else:
         params = jax.tree.map(_at, params, weight_shardings(divided, params))
         is_adamw = settings.optimizer == "adamw"
-        opt_state = _beside(tx, params, divided) if is_adamw else tx.init(params)
+        everywhere = NamedSharding(divided, PartitionSpec())
+        opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(params)
         sharding = batch_sharding(divided, size, parts)
     if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)
@@ -91,14 +93,12 @@ def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _beside(tx: Any, params: Any, mesh: Mesh) -> Any:
-    """A state whose moments lie as their parameters do, and everything else on each device."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    shardings = {tuple(path): leaf.sharding for path, leaf in leaves}
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def one(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        ends = (tuple(path[i:]) for i in range(len(path)))
-        return _at(x, next((shardings[end] for end in ends if end in shardings), everywhere))
-
-    return jax.tree_util.tree_map_with_path(one, jax.eval_shape(tx.init, params))
+def _beside(tx: Any, params: Any, everywhere: NamedSharding) -> Any:
+    """A state whose moments lie as their parameters do, and all else `everywhere`."""
+    return optax.tree.map_params(
+        tx,
+        lambda x, p: _at(x, p.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda x: _at(x, everywhere),
+    )

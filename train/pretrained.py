@@ -1,9 +1,5 @@
 """Models from Hugging Face folders: `config.json` and safetensors, without torch.
 
-    pretrained = read_folder(folder)                     # config and headers: checked, no weights
-    graphdef, shapes = jax.eval_shape(split)             # of a model made of `pretrained.config`
-    params = load_weights(pretrained, shapes, shardings) # leaf by leaf, each where it belongs
-
 What the config says is read in `hf_config.py`, tensors and their names in `hf_tensors.py`; folders
 are written in `hf_saving.py`.
 """
@@ -69,9 +65,8 @@ class Pretrained(NamedTuple):
 def read_folder(folder: Path) -> Pretrained:
     """Reads and checks `config.json` and the headers of the safetensors files, no weights.
 
-    The folder is as `save_pretrained` of `transformers` writes it. Raises `ModelError` if a file is
-    missing or damaged, the model is none that is built here, or a tensor is missing, unexpected, or
-    does not have the config's shape.
+    Raises `ModelError` if a file is missing or damaged, the model is none that is built here, or a
+    tensor is missing, unexpected, or does not have the config's shape.
     """
     if not folder.is_dir():
         got = "which is a file" if folder.is_file() else "where there is none"
@@ -115,16 +110,11 @@ def load_weights(
 ) -> Any:
     """Reads the weights of the folder as the tree of a model's parameters.
 
-    Leaf by leaf: each is read in its dtype, and only the shards on the devices of this process.
-    Host memory needs room for the largest leaf.
-
-    Args:
-        pretrained: From `read_folder`.
-        shapes: Tree of `jax.ShapeDtypeStruct`, scanned or not.
-        shardings: The same tree of shardings; None for all on the first device.
-        anew: Which of `pooler` and `classifier` are drawn although the folder has them. What it
-            does not have is drawn in any case: kernels normal, biases 0.
-        seed: Seed of these draws, which depend on neither the mesh nor the number of processes.
+    Leaf by leaf, and only the shards on the devices of this process: host memory needs room for the
+    largest leaf. `shapes` is a tree of `jax.ShapeDtypeStruct`, scanned or not; `shardings` the same
+    tree, None for all on the first device. `anew` are those of `pooler` and `classifier` that are
+    drawn although the folder has them; what it does not have is drawn in any case: kernels normal,
+    biases 0. The draws depend on neither the mesh nor the number of processes.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])
@@ -208,10 +198,7 @@ def _check_shapes(pretrained: Pretrained, tensors: list[Tensor], shape: tuple[in
 
 @functools.lru_cache(maxsize=16)
 def _shapes(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
-    """The parameters of a model; scanned, because one block is traced faster than many.
-
-    Cached, because to trace a model takes longer than to read the headers of its files.
-    """
+    """The parameters of a model; scanned, because one block is traced faster than many."""
 
     def params():
         dtypes = {"weight_dtype": jnp.float32, "compute_dtype": jnp.float32}

@@ -1,8 +1,7 @@
 """The processes of one run: how they meet, agree, and end.
 
-Every process runs the same program on its own devices, and jax makes them one: `jax.devices()` are
-those of all processes, and a jitted step on a mesh of them is one program that all must call. So
-whatever decides the next call must be the same in every process. Only process 0 shows and writes.
+jax makes them one: a jitted step on a mesh is one program that all must call. So whatever decides
+the next call must be the same in every process. Only process 0 shows and writes.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ TIMEOUTS = {
 def join(launch: Launch) -> None:
     """Connects this process with the others of its run, if there are any, and waits for them.
 
-    The others are named by `launch`, or else by SLURM, where `srun` has started more than one
-    process. Call it before anything asks jax for a device.
+    The others are named by `launch`, or else by SLURM. Call it before jax is asked for a device.
     """
     if launch.processes is not None:
         _claim(launch)

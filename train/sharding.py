@@ -59,10 +59,9 @@ UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 
 def make_mesh(text: str | None) -> Mesh | None:
-    """The mesh over all devices of all processes; None if `text` is.
+    """The mesh over all devices of all processes, of `axis=size` pairs with commas between them.
 
-    `text` has `axis=size` pairs with commas between them, axes of `MESH_AXES`. Raises
-    `SettingsError` if it has not, or its sizes do not multiply to the number of devices.
+    None if `text` is. Raises `SettingsError` if the sizes do not multiply to the number of devices.
     """
     devices = jax.devices()
     processes = jax.process_count()
@@ -127,12 +126,10 @@ def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 
 
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
-    """The same arrays, each bound to its place.
+    """The same arrays, each bound to its place, as jit's results are: so the step compiles once.
 
-    jit's results are bound to a place if an argument is. If the first arguments were not, the
-    second step would compile again. Arrays that are bound to nothing yet (such as the step counts
-    of an optimizer) go to each device of the mesh; without one, to the device and memory that they
-    are in.
+    Arrays that are bound to nothing yet (such as an optimizer's step counts) go to each device of
+    the mesh; without one, to the device and memory that they are in.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)

@@ -1,8 +1,7 @@
 """One step of the training, and one of the validation, for every kind of model.
 
-A loss is kept per example, as a sum and its number of terms, until the last moment. So the mean of
-a batch is over its tokens, however they are spread over examples, micro-batches, devices and
-batches of a validation.
+A loss is kept per example, as a sum and its number of terms, until the last moment: the mean is
+over tokens, however they are spread over examples, micro-batches, devices and batches.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ class PerExample(NamedTuple):
 
 
 def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
-    """The loss of each next token, of a decoder.
-
-    A batch has `tokens` `(b, t + 1)`; where not all targets count `weights` `(b, t)`, 0 or 1; where
-    texts share a row `positions` `(b, t)`.
-    """
+    """The loss of each next token, of a decoder; a batch is of examples as in `tasks`."""
     tokens = batch["tokens"].astype(jnp.int32)
     logits = model(tokens[:, :-1], batch.get("positions"))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -71,16 +66,9 @@ def make_train_step(
     """The jitted step: it knows neither the optimizer nor the number of devices.
 
     It maps parameters, optimizer state and a batch to the new parameters and state, the loss, and
-    the number of steps of the run that were skipped (int32).
-
-    Args:
-        graphdef: The model's definition.
-        tx: As `make_optimizer` makes it.
-        per_example: `of_tokens` or `of_labels`.
-        micro_batches: Parts of a batch that are computed one after the other. Their gradients
-            are summed in float32, which takes 4 bytes a parameter.
-        placement: On a mesh, shardings of the parameters and of the optimizer's state, which
-            the compiler would otherwise be free to change.
+    the number of steps of the run that were skipped (int32). Gradients of `micro_batches` are
+    summed in float32, which takes 4 bytes a parameter. `placement` are shardings of the parameters
+    and of the optimizer's state, which the compiler would otherwise be free to change.
     """
 
     def loss_of(params, batch):
@@ -135,9 +123,8 @@ def make_validate(
 ) -> Callable[[Any], dict[str, float]]:
     """A function from parameters to the figures of a validation on the batches of `samples`.
 
-    These are `loss`, the mean in nats per target, and those of `task.score`. With several samples
-    each figure has the name of its own in front: `matched/accuracy`. `check` is called between
-    batches; what it raises ends the validation.
+    These are `loss`, the mean in nats per target, and those of `task.score`; with several samples
+    in front of each the sample's name: `matched/accuracy`. `check` is called between batches.
     """
 
     @jax.jit

@@ -45,9 +45,8 @@ class Tokenizer(NamedTuple):
 def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, for a model whose embedding has `vocabulary` rows.
 
-    Raises `TokenizerError` if `tokenizer.json` is missing or cannot be read, if it has more ids
-    than the model, if a special token is none of its tokens, or if there is no token to pad with
-    or, where `needs_end`, to end with.
+    Raises `TokenizerError` if it is missing or does not fit, or has no token to pad with or, where
+    `needs_end`, to end with.
     """
     tokens = _read_tokens(folder)
     last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)

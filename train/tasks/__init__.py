@@ -9,9 +9,8 @@
     examples.py          what the last four of these share
     files.py, tables.py  what is in the files
 
-All tasks but the first tokenize everything once, at the start, and keep it in flat arrays
-(`encoding.py`). An example is cut out of them when it is asked for. Shuffling, batching and placing
-are `train/data.py`. The same files and the same seed give the same examples.
+All tasks but the first tokenize everything at the start, and keep it in flat arrays
+(`encoding.py`). The same files and the same seed give the same examples.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ class Task(NamedTuple):
 
     An example is a dict of NumPy arrays, with T the sequence length:
 
-    * of a language model, `tokens` (T + 1,), any integer dtype: inputs are all but the last of
-      them, targets all but the first. Where not every target counts, also `weights` (T,) uint8,
-      1 for the targets that do. Where texts share an example and are not to see each other, also
+    * of a language model, `tokens` (T + 1,), any integer dtype. Where not every target counts, also
+      `weights` (T,) uint8. Where texts share an example and are not to see each other, also
       `positions` (T,) int32, the place of each input in its text, 0 where one begins;
     * of a classification, `tokens` (T,) int32, `types` (T,) uint8 (which sentence of a pair),
       `mask` (T,) uint8 (1 for tokens, 0 for padding) and `label` () int32.

@@ -36,11 +36,7 @@ OTHERS = {
 
 
 def make(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
-    """The task of answering in conversations; arguments and errors are those of `task_of_answers`.
-
-    `template` makes text of messages. Raises `DataError` also if a file holds no such
-    conversations, with the line or item.
-    """
+    """The task of answering in conversations; arguments are those of `task_of_answers`."""
     special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
 
     def encode_files(paths: list[Path], notes: list[str]) -> Encoded:

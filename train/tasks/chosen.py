@@ -14,11 +14,7 @@ OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 
 
 def make_task(settings: Settings, origin: Pretrained | None) -> Task:
-    """Reads the data of a run's task; `origin` is the folder of the model, with its tokenizer.
-
-    Raises `SettingsError` if the model is of another kind than the task needs, or too short;
-    `DataError` or `TokenizerError` if the data or the tokenizer cannot be used.
-    """
+    """Reads the data of a run's task; `origin` is the folder of the model, with its tokenizer."""
     length = settings.sequence_length
     share = {"seed": settings.seed, "validation_share": settings.validation_share}
     if settings.task == "standard_library":

@@ -4,10 +4,10 @@
     "a fine film, in all",kind
     so bad,unkind
 
-A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). Columns are found by
-their names, which are settings. The classes are the labels that occur, numbers in their order and
-others in that of the alphabet; where a table names its classes, or the model's head those that it
-knows, they are those. Labels are compared as text: `1` and `1.0` differ.
+A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
+labels that occur, numbers in their order and others in that of the alphabet; where a table names
+its classes, or the model's head those that it knows, they are those. Labels are compared as text:
+`1` and `1.0` differ.
 
 CSV: commas separate columns, or semicolons, tabs or bars, if only with these the header has the
 columns. TSV: a line is a row; texts in quotation marks lose them, as spreadsheets write them. Rows
@@ -89,9 +89,8 @@ def make(
 ) -> Task:
     """The task of telling the classes of a file; further arguments are those of `task_of_answers`.
 
-    `columns` say where texts and labels are. `known` are the classes of the model's head; if all
-    labels are of these, whatever their case, these are the classes. Raises `DataError`, which names
-    file and line, for what cannot be understood.
+    `known` are the classes of the model's head; if all labels are of these, whatever their case,
+    these are the classes.
     """
     check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)
@@ -269,10 +268,7 @@ def _header(line: str, separator: str) -> list[str]:
 
 
 def _unquoted(cell: str) -> str:
-    """A cell without the quotation marks that spreadsheets put around it.
-
-    Of `"so ""fine"" a film"` that is `so "fine" a film`; `"so" is a word` stays.
-    """
+    """A cell without the quotation marks that spreadsheets put around it: `"a ""b"" c"`."""
     inner = cell[1:-1]
     is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
     if is_quoted and '"' not in inner.replace('""', ""):

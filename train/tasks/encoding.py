@@ -1,7 +1,7 @@
 """Texts to tokens, kept flat: one array of all tokens, and where each text begins in it.
 
-A tokenizer's own results take hundreds of bytes per token. So texts are handed to it in chunks,
-and of each chunk only the ids are kept, in the smallest dtype that holds them.
+A tokenizer's own results take hundreds of bytes per token. So it gets texts in chunks, and only the
+ids are kept, in the smallest dtype that holds them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def encode(
 ) -> Encoded:
     """The texts, all of them one text or all a pair, as tokens; second texts of pairs are marked.
 
-    Texts are read once and not kept. `special` says whether the tokenizer puts its special tokens
-    around them. What has more than `longest` tokens is cut on the right, of a pair the longer text
-    first.
+    `special`: whether the tokenizer puts its special tokens around them. What has more than
+    `longest` tokens is cut on the right, of a pair the longer text first.
     """
     tokens, cutting = tokenizer.tokens, None
     if longest is not None:
@@ -76,8 +75,8 @@ def enclose(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts with a begin and an end token around each: all tokens, and where each text begins.
 
-    `starts` `(n + 1,)` is where each begins in `tokens`, which have neither. A begin token there is
-    only where the model was trained with one.
+    `starts` `(n + 1,)` is where each begins in `tokens`, which have neither. A begin token is only
+    where the model was trained with one.
     """
     begin, end = tokenizer.begin, end_token(tokenizer)
     starts = starts + (1 if begin is None else 2) * np.arange(len(starts))

@@ -28,12 +28,7 @@ PARTS, CHARACTERS = 8, 240
 class Examples:
     """Examples of at most `most` tokens, of which a model gets `longest`; subclasses index them.
 
-    Args:
-        encoded: Their tokens.
-        rows: The examples to take.
-        most: What is longer is cut on the right.
-        longest: The positions of an example.
-        pad: The token that fills up short ones.
+    `rows` of `encoded` are taken; what is longer is cut on the right, `pad` fills up the rest.
     """
 
     kind: Literal["decoder", "encoder"]
@@ -69,10 +64,7 @@ class Examples:
         return tokens, marks, size
 
     def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
-        """The examples of `data` that train, and those that validate; each counts as one.
-
-        Raises `DataError` if there is only one, where some are to train.
-        """
+        """The examples of `data` that train, and those that validate; each counts as one."""
         if len(self) < 2 and validation_share < 1:
             raise DataError(
                 f"expected at least two examples in {data}, one to train and one to validate, got "
@@ -118,8 +110,7 @@ class Answers(Examples):
 class Sentences(Examples):
     """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`.
 
-    The tokenizer's own template puts the special tokens around them. Of a pair that is too long the
-    longer sentence is cut first.
+    Of a pair that is too long the longer sentence is cut first.
     """
 
     kind = "encoder"
@@ -192,20 +183,11 @@ def task_of_answers(
     validation_share: float,
     seed: int,
 ) -> Task:
-    """The task of giving the answers of some files.
+    """The task of giving the answers of the files of `data`, whose names end in `suffixes`.
 
-    Examples of more than T + 1 tokens are cut on the right; those of which no token of an answer is
-    left are dropped, and the task's notes say how many.
-
-    Args:
-        name: Of the task.
-        data: A file, or a folder with files: see `find_files`.
-        suffixes: How the names of such files end.
-        tokenizer: Of the model.
-        encode_files: Gives the tokens of files, answers marked, and may add to the notes.
-        sequence_length: Predicted tokens of an example, T.
-        validation_share: Of the examples, in (0, 1), where files have no names that tell.
-        seed: Fixes which examples validate.
+    `encode_files` gives the tokens of files, answers marked, and may add to the notes. Examples of
+    more than T + 1 tokens are cut on the right; those of which no token of an answer is left are
+    dropped.
     """
     files = find_files(data, suffixes)
     notes = list(files.notes)
@@ -241,11 +223,7 @@ def _answered(encoded: Encoded, length: int) -> np.ndarray:
 def describe_example(
     source: Source, tokenizer: Tokenizer, *, labels: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The first example as text, with marks around what is learned of it; () if there is none.
-
-    That something else is learned than was meant is to be seen here, before the first step.
-    `labels` are the names of the classes, if these are what is learned.
-    """
+    """The first example as text, with marks around what is learned of it; () if there is none."""
     if not len(source):
         return ()
     example = source[0]

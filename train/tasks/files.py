@@ -31,11 +31,9 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     """The files, of names that end in one of `suffixes`, of a task that is given as file or folder.
 
     In a folder, `train*` and `valid*` or `dev*` are the two sides, and all other files are left
-    out; folders in it are not entered. Where there is no file for validation, a share is to be
-    split off: of the `train*` files if there are any, else of all files. The parts of a folder that
-    `save_to_disk` of `datasets` has written have the same names.
-
-    Raises `DataError` if there are no such files, or some for validation and none for training.
+    out; folders in it are not entered. Without files for validation, a share is to be split off: of
+    the `train*` files if there are any, else of all. The parts of a folder that `save_to_disk` of
+    `datasets` has written have the same names.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -81,10 +79,9 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1. A line ends with a newline, which it keeps.
+    """Lines with their numbers, from 1. A line ends with a newline, without a carriage return.
 
-    A carriage return in front of the newline is taken out. Raises `DataError` if a line is not
-    UTF-8, or has a NUL, which is mostly UTF-16 or a damage.
+    Raises `DataError` if a line is not UTF-8, or has a NUL, which is mostly UTF-16 or a damage.
     """
     # As bytes: in text, Python would also end lines at carriage returns inside sentences, and
     # could not say in which line the encoding is wrong.
@@ -108,9 +105,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with where it is: path and line, or path and item.
 
-    A file `*.json` that begins with a bracket is a list, of which the first item is number 1. Of a
-    table (`tables.py`) the rows are such objects. Any other file has an object a line; blank lines
-    are passed over. Raises `DataError` for anything else.
+    A file `*.json` that begins with a bracket is a list. Of a table the rows are such objects. Any
+    other file has an object a line; blank lines are passed over.
     """
     if tables.is_table(path):
         yield from tables.rows(path)
@@ -143,10 +139,7 @@ def expect_examples(
 def text_field(
     where: str, record: dict[str, Any], field: str, *, remedy: str = "Rename the field"
 ) -> str:
-    """The text in a field of a record, which is at `where`.
-
-    Raises `DataError` if the field does not hold a text, or is missing; with the `remedy` for that.
-    """
+    """The text in a field of a record; `DataError`, with the `remedy`, if there is none."""
     if field not in record:
         names = ", ".join(map(repr, record)) or "none"
         raise DataError(f"{where}: expected a field {field!r}, found {names}. {remedy}.")
@@ -172,7 +165,7 @@ def split(
     """Which examples are to train and which to validate, both ascending; neither empty if n > 1.
 
     In an order drawn with the seed, examples go to validation where they, of `sizes` `(n,)`, still
-    fit in its share of the sum; if none does, the smallest one goes. With a share of 1 none trains.
+    fit in its share of the sum; if none does, the smallest one. With a share of 1 none trains.
     """
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))

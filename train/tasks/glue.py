@@ -1,16 +1,13 @@
 """GLUE: a class for a sentence, or for a pair of sentences, from the standard TSV files.
 
 The files are those of GLUE's own download (https://gluebenchmark.com/tasks), `train.tsv` and
-`dev.tsv`; MNLI has two of the latter, for texts of the kinds that it trains on and of others. CoLA
-may also have the names of its own release, of which GLUE's dev.tsv is the two dev files together.
-The test files carry no labels and are not read.
+`dev.tsv`; MNLI has two of the latter. CoLA may also have the names of its own release, of which
+GLUE's dev.tsv is the two dev files together. Columns are found by their names in the header; CoLA
+has none. A quotation mark is an ordinary character.
 
-Columns are found by their names in the header; CoLA has none. Every line must have as many columns
-as the header. A quotation mark is an ordinary character.
-
-One exception. In QQP's official train.tsv some questions hold a line break, so that a few lines are
-halves of an example. There, lines without all their columns, or with an empty question, are left
-out and named in the task's notes, as long as they are at most one in `BROKEN_SHARE`.
+In QQP's official train.tsv some questions hold a line break, so that a few lines are halves of an
+example. There, lines without all their columns, or with an empty question, are left out and named
+in the task's notes, as long as they are at most one in `BROKEN_SHARE`.
 """
 
 from __future__ import annotations
@@ -136,8 +133,7 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
     """The GLUE task `name`, with examples of `sequence_length` tokens.
 
     `data` is the folder with the task's files, or the one above it that has them in a folder of
-    GLUE's name for the task (`SST-2`, `CoLA`, ...). Raises `DataError` if the task is unknown, or
-    the files are missing, empty or not of its format; with the file and the line.
+    GLUE's name for the task (`SST-2`, `CoLA`, ...).
     """
     if name not in FORMATS:
         raise DataError(f"expected a GLUE task, one of {', '.join(FORMATS)}, got {name!r}.")
@@ -185,10 +181,9 @@ def _find(name: str, fmt: Format, data: Path) -> tuple[Path, Files]:
 
 
 def _read(path: Path, fmt: Format, broken: list[int] | None, labels: list[int]) -> Iterator[Text]:
-    """The sentences or pairs of a file in their order.
+    """The sentences or pairs of a file in their order; the ids of their labels go to `labels`.
 
-    The ids of their labels go to `labels`; the numbers of lines that are halves of an example go to
-    `broken`, of which without the list the first is an error.
+    The numbers of lines that are halves of an example go to `broken`, if there is such a list.
     """
     numbered = lines(path)
     names = fmt.columns or _header(path, fmt, next(numbered, (1, ""))[1])

@@ -2,20 +2,16 @@
 
 A document is a text file, a line of JSONL, or a row of a table. Its tokens get an end token behind
 them, and a begin token in front where the model was trained with one. All documents of a side are
-joined, in the order of the files, and cut into windows of T + 1 tokens that overlap by one: every
-token is predicted once per epoch, and none is padding.
-
-In a window documents do not see each other, unless they are `joined`. The first token of a
-document, which nothing foretells, is no target. What is left of a document at the start of a window
-is a document there.
+joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
+epoch, and none is padding. In a window documents do not see each other, unless they are `joined`;
+the first token of a document, which nothing foretells, is no target.
 
 Which documents validate is a matter of file names, or a draw with the seed by document; of a single
 document it is the last share.
 
 A document longer than `PIECE_CHARACTERS` goes to the tokenizer in pieces, cut after a newline or
-else before a space, since a tokenizer takes some hundred bytes of memory for each token it works
-on. Where two pieces meet, its tokens may be others: one that would have reached across becomes two,
-and tokenizers that put a space in front of a text put one there.
+else before a space: a tokenizer takes some hundred bytes of memory for each token. Where two pieces
+meet, its tokens may be others.
 """
 
 from __future__ import annotations
@@ -50,12 +46,7 @@ def make(
     joined: bool = False,
     field: str = "text",
 ) -> Task:
-    """The task of predicting the next token; further arguments are those of `task_of_answers`.
-
-    `joined` says whether documents see those before them in their window, `field` is that of
-    records with the text. Raises `DataError` if there is no text, or too little for a window on
-    both sides.
-    """
+    """The task of predicting the next token; further arguments are those of `task_of_answers`."""
     end_token(tokenizer)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)

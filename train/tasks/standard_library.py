@@ -1,12 +1,9 @@
 """Real text that every machine has: the source files of the running Python's standard library.
 
-A byte is a token, so there is no tokenizer to fetch. All `*.py` files but those in
-`SKIPPED_FOLDERS` are shuffled with the seed, and cut off where the wanted size is reached. From the
-front of that order files go to validation until they hold the wanted share of the bytes. Each side
-is joined, one zero byte before each file, and cut into windows of `sequence_length + 1` bytes that
-overlap by one: every byte is predicted once per epoch.
-
-The same Python and the same seed give the same split and windows.
+A byte is a token. All `*.py` files but those in `SKIPPED_FOLDERS` are shuffled with the seed, and
+cut off where the wanted size is reached. From the front of that order files go to validation until
+they hold the wanted share of the bytes. Each side is joined, one zero byte before each file, and
+cut into windows of `sequence_length + 1` bytes that overlap by one.
 """
 
 from __future__ import annotations
@@ -70,10 +67,7 @@ def folder() -> Path:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Paths of the Python source files below `root`, relative to it and sorted.
-
-    Folders named in `SKIPPED_FOLDERS` are not entered. Raises `DataError` if there are no files.
-    """
+    """Paths of the Python source files below `root`, relative to it and sorted."""
     paths = []
     for folder, subfolders, names in os.walk(root):
         # In place, so that the walk does not enter them: site-packages can be huge.
@@ -92,8 +86,7 @@ def split_files(
 ) -> Split:
     """The seeded split of `files`, which hold at most `max_bytes`, into training and validation.
 
-    `validation_share` is of the bytes. Raises `DataError` if fewer than two files are taken, so
-    that one side would be empty.
+    `validation_share` is of the bytes.
     """
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
@@ -117,7 +110,7 @@ def split_files(
 def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.ndarray:
     """The text of `files` as windows `(n, sequence_length + 1)` of uint8, which overlap by one.
 
-    What does not fill a last window is dropped. Raises `DataError` if the text does not fill one.
+    What does not fill a last window is dropped.
     """
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)

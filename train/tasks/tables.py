@@ -55,8 +55,7 @@ def class_names(path: Path, column: str) -> list[str] | None:
 def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
     """The files of a folder that `save_to_disk` has written, by part; None if it has not.
 
-    Several parts (`DatasetDict`) have names, a single one (`Dataset`) has "". Raises `DataError` if
-    a part is missing or damaged, or the folder is one of the cache of `datasets`.
+    Several parts (`DatasetDict`) have names, a single one (`Dataset`) has "".
     """
     if (folder / PARTS).is_file():
         names = _listed(folder / PARTS, "splits")
