@@ -84,21 +84,14 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, ask: bool = False, tools: Sequence[Any] | None = None
     ) -> str:
-        """The messages, at least one, as text; if `ask`, with what asks for the next answer.
-
-        Raises `ConversationError` if the template refuses the messages, or fails.
-        """
+        """The messages, at least one, as text; if `ask`, with what asks for the next answer."""
         marked = self._render(messages, ask, tools)
         return marked.replace(_BEGIN, "").replace(_END, "")
 
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> Conversation:
-        """The messages as text, and where the assistant's answers are in it, with what ends them.
-
-        Raises `ConversationError` as `render`, or if there is no answer, or it cannot be told where
-        it is.
-        """
+        """The messages as text, and where the assistant's answers are in it, with their ends."""
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
             raise ConversationError(

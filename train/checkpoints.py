@@ -39,10 +39,7 @@ from train.saved_checkpoints import (
 
 
 class Checkpoints(SavedCheckpoints):
-    """The checkpoints of the run that writes them. Use with `with`.
-
-    `keep` of the newest are kept; with `keep_best` that with the best figure of a validation too.
-    """
+    """The checkpoints of the run that writes them, of which the newest `keep` stay."""
 
     _otherwise = (
         "or name another --run to begin a new one. (What may change: "
@@ -239,10 +236,7 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
 
 
 def _pass_over_late_writes(report: Callable[[Any], Any], unraisable: Any) -> None:
-    """For `sys.unraisablehook`: passes over what orbax leaves behind after a failed write.
-
-    Other writes of that save each wake an event loop that orbax has closed (orbax 0.12.8).
-    """
+    """Passes over the event loop that orbax closes before its last writes (orbax 0.12.8)."""
     error = unraisable.exc_value
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
         report(unraisable)

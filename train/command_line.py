@@ -48,9 +48,8 @@ class Launch:
         if not given:
             return
         if None in values.values():
-            raise SettingsError(
-                f"expected {', '.join(f'--{name}' for name in values)} together, got {given} alone."
-            )
+            every = ", ".join(f"--{name}" for name in values)
+            raise SettingsError(f"expected {every} together, got {given} alone.")
         host, _, port = self.coordinator.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise SettingsError(
@@ -131,19 +130,15 @@ class Command:
 
 
 def load_settings(path: str | Path) -> Settings:
-    """Reads a TOML file whose keys are fields of `Settings`; the others keep their defaults.
-
-    A whole number does for a float; nothing else is converted.
-    """
+    """Reads a TOML file of fields of `Settings`; a whole number does for a float."""
     path = Path(path)
     hints = get_type_hints(Settings)
     values = {}
     for key, value in _read_toml(path).items():
         if key not in hints:
-            known = list(hints)
             raise SettingsError(
-                f"{path}: expected only known keys, got `{key}`.{did_you_mean(key, known)} (The "
-                f"keys are: {', '.join(known)}.)"
+                f"{path}: expected only known keys, got `{key}`.{did_you_mean(key, list(hints))} "
+                f"(The keys are: {', '.join(hints)}.)"
             )
         if not _fits(value, hints[key]):
             raise SettingsError(
@@ -188,13 +183,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
         raise SettingsError(
-            f"{path}: expected a config file (TOML), got: {error.strerror}.{near}"
+            f"{path}: expected a config file, got: {error.strerror}.{near}"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f'{path}: expected TOML (lines of the form `key = value`, text in "quotes"), got what '
-            f"cannot be read: {error}."
-        ) from None
+        raise SettingsError(f"{path}: expected TOML, got what cannot be read: {error}.") from None
 
 
 _TOML_NAMES = {
@@ -224,13 +216,11 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _described(hint: Any) -> str:
-    kinds = []
-    for option in _options(hint):
-        if get_origin(option) is Literal:
-            kinds += [f'"{word}"' for word in get_args(option)]
-        else:
-            kinds.append(_TOML_NAMES[option])
-    return " or ".join(kinds)
+    words = (
+        [f'"{word}"' for word in get_args(h)] if get_origin(h) is Literal else [_TOML_NAMES[h]]
+        for h in _options(hint)
+    )
+    return " or ".join(word for kinds in words for word in kinds)
 
 
 def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:

@@ -1,7 +1,6 @@
 """Continues a text, token by token: the most likely ones, or a draw.
 
-The prompt goes through the model at once, then each token by itself: both are one compiled program,
-`Decoder.extend`, with a cache of keys and values whose size is fixed from the start.
+The prompt goes through the model at once, then each token by itself, with a cache of a fixed size.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def continued(
     sampling: Sampling = LIKELIEST,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens that continue a prompt, each as soon as it is known; none after one of `ends`.
-
-    The model is a `Decoder` with stacked blocks.
-    """
+    """The tokens that continue a prompt, by a decoder of stacked blocks; none after an end."""
     key = jax.random.key(seed)
     cache = nnx.merge(graphdef, params).empty_cache(1, len(prompt) + most)
     choose = partial(_extend, graphdef, sampling, params, key)
@@ -78,10 +74,7 @@ def chosen(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def narrowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The logits, those of tokens that may not be drawn minus infinity.
-
-    Tokens that are as likely as the last one taken are taken too.
-    """
+    """The logits, minus infinity where less likely than the last token that may be drawn."""
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits, min(sampling.top_k, len(logits)))[0][-1]
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -47,20 +47,14 @@ class Source(Protocol):
 
 @runtime_checkable
 class Padded(Protocol):
-    """A source whose examples have different lengths, and are padded to the same one.
-
-    `lengths` `(n,)` counts the tokens of each, and `longest` is their length with padding.
-    """
+    """A source of examples with `lengths` `(n,)` tokens, padded to `longest`."""
 
     lengths: np.ndarray
     longest: int
 
 
 class _Shuffled:
-    """The examples of a source in an order drawn with `seed`, and batches on their devices.
-
-    `batch_size` counts the examples on all devices together; without a mesh batches are NumPy's.
-    """
+    """The examples of a source in an order drawn with `seed`, and batches on their devices."""
 
     def __init__(
         self,

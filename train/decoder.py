@@ -73,11 +73,7 @@ class Cache(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """Logits of the next token at every position.
-
-    Matrices and embeddings are kept in `weight_dtype`, norms in float32. `stream_sharding` is that
-    of the stream `(b, t, width)` between blocks, on a mesh.
-    """
+    """Logits of the next token; matrices are kept in `weight_dtype`, norms in float32."""
 
     def __init__(
         self,
@@ -241,11 +237,7 @@ class DecoderBlock(nnx.Module):
 
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles by which pairs of channels turn: float32 `(b, t, d / 2)` each.
-
-    `positions` are `(b, t)`; `b` is 1 where all sequences have the same
-    (https://arxiv.org/abs/2104.09864).
-    """
+    """Cosine and sine of the angles of `positions` `(b, t)`: float32 `(b, t, d / 2)` each."""
     # float32 from here: a bfloat16 angle would be wrong by half a radian at position 200.
     speed = jnp.asarray(rotation_speeds(config), jnp.float32)
     angle = positions.astype(jnp.float32)[..., None] * speed[None, None]
@@ -268,10 +260,7 @@ def rotation_speeds(config: DecoderConfig) -> np.ndarray:
 
 
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Queries or keys `(b, t, h, d)`, each turned by an angle that grows with its position.
-
-    Pairs of channels are `(i, i + d/2)`.
-    """
+    """Queries or keys `(b, t, h, d)`; pairs of channels `(i, i + d/2)` are turned by an angle."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     both = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)

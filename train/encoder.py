@@ -1,7 +1,6 @@
-"""BERT with a head that classifies: each token sees every other one, both before and after it.
+"""BERT with a head that classifies, without dropout: https://arxiv.org/abs/1810.04805.
 
-The model of `transformers`' BertForSequenceClassification without dropout
-(https://arxiv.org/abs/1810.04805). Shapes, dtypes and letters are those of `decoder.py`.
+Shapes, dtypes and letters are those of `decoder.py`.
 """
 
 from __future__ import annotations
@@ -67,29 +66,17 @@ class BertClassifier(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
-        """Float32 logits `(b, labels)`, of arrays `(b, t)` of any integer dtype.
-
-        `types` is the segment of each token, and `mask` is 0 for padding.
-        """
-        return self.classifier(self.pooled(self.stream(tokens, types, mask)))
+        """Float32 logits `(b, labels)`, of integers `(b, t)`; `mask` is 0 for padding."""
+        x = self.stream(tokens, types, mask)
+        return self.classifier(jnp.tanh(self.pooler(x[:, 0])))
 
     def stream(self, tokens: jax.Array, types: jax.Array, mask: jax.Array) -> jax.Array:
         """The output of the last block, `(b, t, width)` in `compute_dtype`."""
-        t = tokens.shape[1]
-        if t > self.config.positions:
-            raise ValueError(
-                f"expected at most {self.config.positions} tokens in a sequence, for which the "
-                f"model has positions, got {t}."
-            )
         x = self.embed(tokens.astype(jnp.int32)) + self.types(types.astype(jnp.int32))
-        x = x + self.positions(jnp.arange(t))[None]
+        x = x + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = placed(self.embed_norm(x).astype(x.dtype), self.stream_sharding)
         attends = mask.astype(bool)[:, None, None, :]  # each query of each head to the same keys
         return run_blocks(self.blocks, x, attends, remat=self.remat, sharding=self.stream_sharding)
-
-    def pooled(self, x: jax.Array) -> jax.Array:
-        """The stream at the first token `(b, width)`, through one more layer."""
-        return jnp.tanh(self.pooler(x[:, 0]))
 
 
 class EncoderBlock(nnx.Module):

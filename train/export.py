@@ -24,11 +24,7 @@ from train.whole import made_whole
 
 
 def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:
-    """Writes the weights of the checkpoint `which`, a step or "best", to a new or empty folder.
-
-    It gets a `model.safetensors`, and where the model was read from a folder all else that such a
-    folder has. Neither the data nor a device is needed.
-    """
+    """Writes the weights of the checkpoint `which`, a step or "best", to a new or empty folder."""
     if settings.run is None:
         raise SettingsError("`--export`: expected the name of a run (--run), got none.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

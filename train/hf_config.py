@@ -1,7 +1,6 @@
 """Reads the config.json of a Hugging Face folder: which model, and its sizes.
 
-A key whose value would make another function of the model than the one built here is an error. Keys
-that do not change the function (dropout, the initial weights, versions) are ignored.
+What would make another function of the model than the one built here is an error.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ place of each tensor) and the bytes of all tensors.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,11 +73,8 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarra
     end = 0
     for entry in entries:
         start, end = end, end + entry.bytes
-        header[entry.name] = {
-            "dtype": names[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": [start, end],
-        }
+        place = {"shape": entry.shape, "data_offsets": [start, end]}
+        header[entry.name] = {"dtype": names[entry.dtype], **place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     with open(path, "wb") as file:
@@ -138,8 +136,9 @@ def save_folder(
 
     def write() -> None:
         _check_replaceable(path, pretrained.folder)
+        head, prefix = HEADS[pretrained.architecture], PREFIXES[pretrained.architecture]
         entries = [
-            Entry(_full_name(pretrained.architecture, name), dtype, of.shape)
+            Entry(name if name.startswith(head) else prefix + name, dtype, of.shape)
             for of, dtype in zip(sources, dtypes, strict=True)
             for name in of.names
         ]
@@ -175,10 +174,6 @@ def _gathered(
                 transpose(one, saved)
                 one = saved
             yield one
-
-
-def _full_name(architecture: str, name: str) -> str:
-    return name if name.startswith(HEADS[architecture]) else PREFIXES[architecture] + name
 
 
 def _write_tensors(
@@ -229,18 +224,13 @@ def _config(
 
 def _check_replaceable(path: Path, origin: Path) -> None:
     """Refuses to replace a folder that is not of a model, or the one that the model is from."""
-    if not path.exists():
-        return
     if path.resolve() == origin.resolve():
         raise ModelError(
             f"expected another folder than {origin}, from which the model was read, got that one."
         )
-    others = [
-        file.name
-        for file in path.iterdir()
-        if file.name not in (*COPIED, CONFIG, SINGLE, INDEX)
-        and not (file.name.startswith("model-") and file.suffix == ".safetensors")
-    ]
+    names = {file.name for file in path.iterdir()} if path.exists() else set()
+    others = names - {*COPIED, CONFIG, SINGLE, INDEX}
+    others = [x for x in others if not re.fullmatch(r"model-.*\.safetensors", x)]
     if others:
         raise ModelError(
             f"expected a new folder or one with nothing but a model to write to, got {path}, which "

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,10 +132,7 @@ def source(architecture: str, leaf: str, shape: tuple[int, ...]) -> Source:
 
 
 def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
-    """All tensors of a folder, by their name without prefix; of the files only headers are read.
-
-    Old names, with `gamma` and `beta` in norms, are given as the new ones.
-    """
+    """All tensors of a folder, by their name without prefix, from the headers of its files."""
     single, index = folder / SINGLE, folder / INDEX
     tensors = _read_header(single) if single.exists() else _read_index(folder, index)
     named: dict[str, Tensor] = {}
@@ -153,10 +149,7 @@ def read_headers(folder: Path, architecture: str) -> dict[str, Tensor]:
 
 
 def transpose(x: np.ndarray, out: np.ndarray) -> None:
-    """Writes the matrix `x` to `out` with its axes exchanged; both of one dtype, rows contiguous.
-
-    In tiles that stay in a core's cache: NumPy alone takes about five times as long.
-    """
+    """Writes `x` to `out` transposed, in tiles: NumPy alone takes about five times as long."""
     # As whole numbers, because NumPy is slower with the dtypes of others, such as bfloat16.
     kind = f"u{x.dtype.itemsize}"
     rows, columns = out.view(kind), x.view(kind)
@@ -264,23 +257,16 @@ def _read_index(folder: Path, index: Path) -> list[Tensor]:
 
 
 def _no_safetensors(folder: Path) -> ModelError:
-    pickles = [p.name for p in sorted(folder.glob("*")) if p.suffix in PICKLES]
     expected = f"expected {SINGLE} or {INDEX} in {folder}, got"
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES)
     if not pickles:
         others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
         return ModelError(f"{expected} {others or 'neither'}.")
-    listed = ", ".join(pickles[:3]) + (", ..." if len(pickles) > 3 else "")
-    # The class decides which head is kept. What is no name does not go into a program.
-    name = str((read_json(folder / CONFIG).get("architectures") or [""])[0])
-    name = name if name.isidentifier() else "AutoModel"
-    program = (
-        f"import sys; from transformers import {name}; "
-        f"{name}.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
-    )
+    # The class decides which head is kept.
+    name = (read_json(folder / CONFIG).get("architectures") or ["AutoModel"])[0]
     return ModelError(
-        f"{expected} {listed}: pickles, which can run any program when they are read. Where "
-        "transformers and torch are installed, convert them with: "
-        f"{shlex.join(['python', '-c', program, str(folder)])}"
+        f"{expected} {pickles[0]}: a pickle, which can run any program when it is read. Convert it "
+        f"with torch and transformers' {name}: from_pretrained, save_pretrained."
     )
 
 

@@ -64,7 +64,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
             f"{settings.optimizer} with steps {settings.steps}."
         )
     if settings.steps == 0:
-        _check_evaluation(settings)
+        _check_evaluation(settings.run, settings.model, settings.output_dir)
     origin = None if settings.model is None else read_folder(Path(settings.model))
     texts = models.texts_of(settings.chat_template)
     if not force:
@@ -90,10 +90,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
-    """Makes the model, the compiled functions, and the first state of the optimizer.
-
-    `check` is called between the batches of a validation; what it raises ends the validation.
-    """
+    """Makes model, compiled functions and optimizer state; `check` may end a validation."""
     settings, mesh, task = sources.settings, sources.mesh, sources.task
     batches = Batches(
         task.train,
@@ -150,14 +147,12 @@ def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     processes.leave()
 
 
-def _check_evaluation(settings: Settings) -> None:
+def _check_evaluation(run: str | None, model: str | None, output_dir: str) -> None:
     """Refuses an evaluation of a model that is not clear; the settings of a run name both."""
-    if settings.run is None:
-        return
-    trained = Path(settings.output_dir) / settings.run / models.FOLDER
-    if settings.model is None or Path(settings.model).resolve() != trained.resolve():
+    trained = Path(output_dir) / str(run) / models.FOLDER
+    if run is not None and (model is None or Path(model).resolve() != trained.resolve()):
         raise SettingsError(
-            f"`steps`: expected some for the run {settings.run}, got 0, which shows the figures of "
-            f"{settings.model or 'a model that is not trained'}. For those of what the run has "
-            f"trained pass --model {trained}; for those of that model pass --run None."
+            f"`steps`: expected some for the run {run}, got 0, which shows the figures of "
+            f"{model or 'a model that is not trained'}. For those of what the run has trained pass "
+            f"--model {trained}; for those of that model pass --run None."
         )

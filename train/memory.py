@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 
@@ -16,10 +17,7 @@ from zenflow_jax.planning import gb
 
 
 def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mesh | None) -> None:
-    """Refuses a run that cannot fit, by the least that it needs however it is laid out.
-
-    `vocabulary` is 0 for a classifier.
-    """
+    """Refuses a run that cannot fit, by the least that it needs however it is laid out."""
     devices, processes = 1 if mesh is None else mesh.size, jax.process_count()
     adamw, trains = settings.optimizer == "adamw", settings.steps != 0
     weights = np.dtype(weight_dtype(settings.optimizer, settings.dtype)).itemsize * parameters
@@ -31,12 +29,12 @@ def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mes
     host = 0.0 if adamw or not trains else state * (1 - min(max(ratio, 0.0), 1.0)) * parameters
     if jax.local_devices()[0].platform == "cpu":
         host += device
-    tokens = settings.batch_size * settings.sequence_length / settings.micro_batches
-    logits = 4 * vocabulary * tokens / batch_parts(mesh)
+    logits = 4 * vocabulary * settings.batch_size * settings.sequence_length
+    logits /= settings.micro_batches * batch_parts(mesh)
     model = f"a model of {parameters:,} parameters with {settings.optimizer}"
     smaller = "Take a smaller one" + (", --optimizer zenflow" if adamw else "")
-    memory = device_bytes()
-    if memory is not None and device / devices > memory:
+    memory = device_bytes() or math.inf
+    if device / devices > memory:
         raise SettingsError(
             f"`model`: expected one that fits in {gb(memory)} on each of {devices} device(s), "
             f"got {model}, which takes {gb(device)} without anything else. {smaller} or more "
@@ -45,16 +43,14 @@ def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mes
     if host / processes > host_bytes():
         raise SettingsError(
             f"`model`: expected one whose state fits in the host's {gb(host_bytes())}, got "
-            f"{model}, which takes {gb(host / processes)} there without anything else. "
-            f"{smaller}, --host-state compact, or more machines (docs/multi_host.md); --force "
-            "starts it all the same."
+            f"{model}, which takes {gb(host / processes)} there. {smaller}, --host-state compact, "
+            "or more machines (docs/multi_host.md); --force starts it all the same."
         )
-    if memory is not None and logits > memory:
+    if logits > memory:
         raise SettingsError(
-            f"`batch_size`: expected a micro-batch whose logits fit in the device's "
-            f"{gb(memory)}, got {settings.batch_size} sequences of {settings.sequence_length} in "
-            f"{settings.micro_batches} micro-batches, whose logits alone take {gb(logits)} on "
-            "each device. Pass a smaller --batch-size, or more --micro-batches."
+            f"`batch_size`: expected a micro-batch whose logits fit in the device's {gb(memory)}, "
+            f"got {settings.batch_size} x {settings.sequence_length} tokens in "
+            f"{settings.micro_batches} micro-batches, whose logits alone take {gb(logits)}."
         )
 
 
@@ -76,27 +72,21 @@ def device_bytes() -> int | None:
 def lack_behind(error: BaseException) -> BaseException | None:
     """The lack of memory that is this error or a cause of it; None if there is none."""
     cause: BaseException | None = error
-    while cause is not None and not is_lack_of_memory(cause):
+    while cause is not None and not isinstance(cause, MemoryError):
+        text = str(cause).lower()
+        lacks = "resource_exhausted" in text or "out of memory" in text
+        if lacks and isinstance(cause, jax.errors.JaxRuntimeError):
+            break
         cause = cause.__cause__
     return cause
-
-
-def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether NumPy or jax raises that error because there is no memory left."""
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error)
-    return isinstance(error, jax.errors.JaxRuntimeError) and (
-        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-    )
 
 
 def lack_of_memory(error: BaseException, settings: Settings) -> str:
     """The message for an error that `lack_behind` has returned."""
     host = isinstance(error, MemoryError)
     asked = re.search(r"\d[\d.,]* ?(?:[KMGT]i?B|bytes)\b.*?(?= for|[.:\n]|$)", str(error), re.I)
-    memory, kind = device_bytes(), jax.local_devices()[0].device_kind
-    room = "" if memory is None else f" ({kind}: {gb(memory)})"
+    kind = jax.local_devices()[0].device_kind
+    room = f" ({kind}: {gb(memory)})" if (memory := device_bytes()) else ""
     other = "--optimizer zenflow" if settings.optimizer == "adamw" else "a smaller model"
     return (
         f"expected memory enough on the {'host' if host else 'device'} for batches of "

@@ -1,7 +1,7 @@
 """Measures speed, stalls and schedule of a training loop without stalling it.
 
-The loss of a step is read only when it is a whole interval old, so the device always has work
-queued. Rates count tokens of steps whose loss exists, not of those dispatched.
+The loss of a step is read only when it is a whole interval old. Rates count tokens of steps whose
+loss exists, not of those dispatched.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ class Meter:
     def step(self, loss: jax.Array, *, skipped: jax.Array, tokens: int) -> Row | None:
         """Takes a step; once per interval, returns the row of the interval before.
 
-        It then blocks until the device has done all but the last `log_every` steps. `skipped`
-        counts the run's skipped steps so far; `tokens` are those of the batch, without padding.
+        It then blocks until the device has done all but the last `log_every` steps.
         """
         step = self._steps_read + len(self._unread) + 1
         counts = None

@@ -145,8 +145,7 @@ def write(
 ) -> None:
     """Writes the trained weights into `folder`; of a model from a folder, such a folder again.
 
-    All processes must call it. `values` are the weights in the order of the leaves of `params`,
-    each of which is asked for when it is written; None for those of `params`.
+    `values` replace the leaves of `params`; each is asked for when it is written.
     """
     if origin is None:
         write_weights(folder / WEIGHTS, params, values)

@@ -43,11 +43,7 @@ def make_optimizer(
     *,
     steps_per_epoch: int | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer that the settings, with `steps`, ask for.
-
-    `deepspeed` is what `in_force` returned; `steps_per_epoch` is needed where channels are selected
-    once per epoch. Raises `SettingsError` if zenflow rejects its options.
-    """
+    """The optimizer that the settings, with `steps`, ask for; `deepspeed` as of `in_force`."""
     norm = settings.max_grad_norm
     if deepspeed is not None and deepspeed.scheduler is not None:
         rate = deepspeed.learning_rate
@@ -80,10 +76,9 @@ class SkipState(NamedTuple):
 
 
 def skip_if_not_finite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner`, without the steps whose gradient's norm is not finite: these change nothing.
+    """`inner`, without the steps whose gradient's norm is not finite, as zenflow has it by itself.
 
-    zenflow does the same by itself. `optax.apply_if_finite` needs a `cond`, for which a GPU waits
-    and which keeps the state twice.
+    `optax.apply_if_finite` needs a `cond`, for which a GPU waits and which keeps the state twice.
     """
 
     def init(params):
@@ -179,11 +174,7 @@ def with_values_of(options: DeepSpeedOptions, settings: Settings) -> Settings:
 def in_force(
     settings: Settings, deepspeed: DeepSpeedOptions | None, steps_per_epoch: int
 ) -> tuple[Settings, DeepSpeedOptions | None]:
-    """Both results of `with_deepspeed`, with the rest of the config's values in place.
-
-    `settings.steps` and the batches in a pass over the data must be known. Some of the config, such
-    as the shape of a learning rate's schedule, no setting can express.
-    """
+    """Both results of `with_deepspeed`, with what depends on the steps and on their length."""
     if deepspeed is None:
         return settings, None
     deepspeed = dataclasses.replace(

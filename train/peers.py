@@ -34,8 +34,7 @@ BYE, FAILED = b".", b"!"
 class Peers:
     """Ends this process when another one of the run is gone. Use with `with`, in all of them.
 
-    `host` is where the others reach process 0, None for the name of its machine; `go_on` says how
-    to start the run again, and may be changed.
+    `host` is where the others reach process 0; `go_on` says how to start again, and may be changed.
     """
 
     def __init__(self, host: str | None, *, go_on: str, say: Callable[[str], None]):

@@ -45,10 +45,7 @@ def folder_of_config(model: str) -> Pretrained:
 def planned_step(
     settings: Settings, origin: Pretrained | None, mesh: Mesh | None, *, placed: bool = False
 ) -> PlannedStep:
-    """The step that a run of these settings, with the model's folder `origin`, would compile.
-
-    With `placed` its arguments have placements although the settings name no mesh.
-    """
+    """The step that a run would compile, its arguments `placed` also without a mesh."""
     kind = "decoder" if origin is None else origin.architecture
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)

@@ -104,13 +104,8 @@ class _Planner:
 
     def by_shapes(self, run: Settings) -> planning.Plan:
         """The plan of a run without gradients and activations."""
-        return planning.plan(
-            *self._step(run),
-            device=self.device,
-            host_memory_bytes=self.host,
-            bandwidth=self.rate,
-            host_state=run.host_state,
-        )
+        machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
+        return planning.plan(*self._step(run), **machine, host_state=run.host_state)
 
     def plan(self, run: Settings) -> planning.Plan:
         """The plan of a run, with all that can be known here."""
@@ -225,8 +220,7 @@ def ways_that_fit(
 ) -> list[Way]:
     """At most `WAYS` ways to make a run fit: larger batches first, then fewer changes.
 
-    None has all the changes of another one and a batch that is no larger. Batches are multiples of
-    `unit`. `memory_of` returns None for settings that cannot be followed.
+    `memory_of` returns None for settings that cannot be followed.
     """
 
     def fitting(changes: dict[str, Any], batch: int) -> Way | None:
@@ -268,11 +262,7 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
 def largest_batch(
     start: int, unit: int, memory: int, least: int, needs: Callable[[int], int]
 ) -> int | None:
-    """The largest batch, in multiples of `unit`, that fits on the device; None if none does.
-
-    `needs` returns the bytes that a batch needs, `least` those that any batch needs. It is asked
-    for the run's own batch, `start`, and at most `COMPILATIONS` times more.
-    """
+    """The largest batch, in multiples of `unit`, that fits, asking `needs` a few times; or None."""
     if least > memory:
         return None
     begin = max(start // unit, 1)

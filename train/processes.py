@@ -27,10 +27,7 @@ TIMEOUTS = {
 
 
 def join(launch: Launch) -> None:
-    """Connects this process with the others of its run, if there are any, and waits for them.
-
-    The others are named by `launch`, or else by SLURM. Call it before jax is asked for a device.
-    """
+    """Connects this process with those that `launch` or SLURM names, before jax is asked."""
     if launch.processes is not None:
         _claim(launch)
         jax.distributed.initialize(

@@ -106,18 +106,14 @@ def write_picture(
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
     """Writes the last steps as a picture or a trace; an error is said, and does not end the run."""
-    try:
-        if path.suffix == TRACE:
-            zenflow_jax.save_trace(timeline, path)
-        elif timeline.steps:
-            zenflow_jax.plot_timeline(timeline, path)
-        else:
-            return
-        console.print(f"timeline of the last steps: {path}", highlight=False, soft_wrap=True)
-    except OSError as error:
-        console.print(
-            f"expected to write the timeline to {path}, got: {error}", style="red", soft_wrap=True
-        )
+    write = zenflow_jax.save_trace if path.suffix == TRACE else zenflow_jax.plot_timeline
+    if timeline.steps:
+        try:
+            write(timeline, path)
+            line = f"timeline of the last steps: {path}"
+        except OSError as error:
+            line = f"expected to write the timeline to {path}, got: {error}"
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def summary_table(summary: Summary) -> Table:
@@ -129,38 +125,37 @@ def summary_table(summary: Summary) -> Table:
         device, first = f"{device}, {summary.processes} processes", ", process 0"
     table = Table("figure", "value", title=f"{summary.optimizer} on {device}")
     table.columns[1].justify = "right"
-    table.add_row("parameters", f"{summary.parameters:,}")
-    table.add_row("steps", f"{summary.steps:,}")
-    if summary.resumed_at:
-        table.add_row("of them before this start", f"{summary.resumed_at:,}")
-    table.add_row("steps skipped, gradient not finite", f"{summary.skipped:,}")
-    table.add_row("tokens/s", f"{summary.tokens_per_s:,.0f}")
-    moved = f"{summary.bytes_per_parameter_and_step:.2f}"
-    table.add_row("bytes moved per parameter and step", moved)
-    table.add_row(f"share of time waiting for the host{first}", f"{summary.wait_share:.1%}")
-    table.add_row(f"host seconds{first}", f"{summary.host_s:.1f}")
-    if summary.windows is not None:
-        table.add_row("windows", f"{summary.windows:,}")
-        table.add_row("mean window length, steps", f"{summary.mean_window_length:.2f}")
-        table.add_row("times that channels were selected", f"{summary.reselections:,}")
-    if summary.kept_share is not None:
-        table.add_row("share of the best channels' score kept", f"{summary.kept_share:.1%}")
-    table.add_row("training seconds", f"{summary.train_s:.1f}")
-    table.add_row("seconds in all", f"{summary.total_s:.1f}")
-    of_validations = {"before": summary.validation_before, "after": summary.validation_after}
-    for when, figures in of_validations.items():
-        for name, value in figures.items():
-            table.add_row(f"validation {name} {when}", f"{value:.3f}")
+    figures: list[tuple[str, float | None, str]] = [
+        ("parameters", summary.parameters, ","),
+        ("steps", summary.steps, ","),
+        ("of them before this start", summary.resumed_at or None, ","),
+        ("steps skipped, gradient not finite", summary.skipped, ","),
+        ("tokens/s", summary.tokens_per_s, ",.0f"),
+        ("bytes moved per parameter and step", summary.bytes_per_parameter_and_step, ".2f"),
+        (f"share of time waiting for the host{first}", summary.wait_share, ".1%"),
+        (f"host seconds{first}", summary.host_s, ".1f"),
+        ("windows", summary.windows, ","),
+        ("mean window length, steps", summary.mean_window_length, ".2f"),
+        ("times that channels were selected", summary.reselections, ","),
+        ("share of the best channels' score kept", summary.kept_share, ".1%"),
+        ("training seconds", summary.train_s, ".1f"),
+        ("seconds in all", summary.total_s, ".1f"),
+    ]
+    for when, values in (
+        ("before", summary.validation_before),
+        ("after", summary.validation_after),
+    ):
+        figures += [(f"validation {name} {when}", x, ".3f") for name, x in values.items()]
+    for name, value, form in figures:
+        if value is not None:
+            table.add_row(name, format(value, form))
     return table
 
 
 def hidden_share(
     opt_state: Any, stats: zenflow_jax.EngineStats, seconds: float, host_state: str
 ) -> planning.Hiding | None:
-    """The host's load in the steps that were timed, which are all but the first.
-
-    None after few steps, and on a CPU, whose cores the host's work shares with the step.
-    """
+    """The host's load in the timed steps; None after few, and on a CPU, which shares its cores."""
     if stats.steps < LEAST_STEPS or jax.devices()[0].platform == "cpu":
         return None
     of_all = seconds * stats.steps / (stats.steps - 1)

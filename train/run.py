@@ -72,10 +72,7 @@ class Run:
         )
 
     def resume(self, timeline: Path | None) -> Summary | None:
-        """Restores the newest checkpoint, if there is one, and gets ready for the next step.
-
-        Returns the summary of a run that has ended already; None if there is something to do.
-        """
+        """Restores the newest checkpoint, if any; returns the summary of a run that has ended."""
         engine_state, progress = None, {}
         if (newest := self.checkpoints.newest()) is not None:
             self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
@@ -85,8 +82,10 @@ class Run:
             self.validations = [(step, figures) for step, figures in progress["validations"]]
             if summary := self._goes_on():
                 return summary
-        else:
-            self._begins_anew()
+        elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
+            self._say(f"no checkpoint to go on from in {self.folder}: the run begins anew")
+        if not self.done and (drawn := self.job.model.drawn):
+            self._say(f"not in {self.job.settings.model}, so drawn at random: {', '.join(drawn)}")
         if self.job.settings.optimizer != "adamw":
             self._open_engine(engine_state, timeline)
         self.checkpoints.set_aside()  # this start is a valid one
@@ -114,12 +113,6 @@ class Run:
                 f"`steps`: expected at least {done}, which {self.folder} has done, got {steps}."
             )
         return None
-
-    def _begins_anew(self) -> None:
-        if (self.folder / "settings.toml").is_file():  # of a start that was ended before it saved
-            self._say(f"no checkpoint to go on from in {self.folder}: the run begins anew")
-        if drawn := self.job.model.drawn:
-            self._say(f"not in {self.job.settings.model}, so drawn at random: {', '.join(drawn)}")
 
     def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
         settings = self.job.settings
@@ -178,11 +171,10 @@ class Run:
     def loop(self) -> None:
         """Takes all steps that are left; raises `Stopped` after a save if a signal asks for it."""
         # What blocks in this loop: the first step, until it is compiled and done; a row, until the
-        # device is within `log_every` steps of the loop; and `exchange`, when the loop is two steps
-        # ahead of the device (one, where windows or selections adapt), or when a window closes
-        # before the host has finished the update of the one before (the share of time waiting is of
-        # this). `_save` blocks until the step is done, on device and host, and copied, and until
-        # the save before is written. The rest is dispatched only.
+        # device is within `log_every` steps of the loop; `exchange`, when the loop is two steps
+        # ahead of the device, or a window closes before the host has finished the update before
+        # (the share of time waiting is of this); `_save`, until the step is done and copied, and
+        # the save before is written.
         settings, saved = self.job.settings, self.done
         lengths: set[int | None] = set()  # of batches for which the step is compiled
         if self.done < settings.steps:
@@ -270,9 +262,8 @@ class Run:
         self.console.print(summary_table(summary))
         settings = self.job.settings
         if self.engine:
-            seconds, stats = ended.totals.seconds, self.engine.stats
-            hiding = hidden_share(self.opt_state, stats, seconds, settings.host_state)
-            if hiding:
+            timed = self.engine.stats, ended.totals.seconds
+            if hiding := hidden_share(self.opt_state, *timed, settings.host_state):
                 self._say(hiding.advice)
         if settings.keep_best:
             self._say(
@@ -283,13 +274,11 @@ class Run:
 
     def _write_model(self, best: int) -> str:
         """Writes the weights of the best step, and returns the name of the file or folder."""
-        if is_end := best == self.job.settings.steps:
-            weights = self.params
-        else:
+        weights, values = self.params, None
+        if best != self.job.settings.steps:
             # As they were validated: without the updates that were on their way then.
             weights = self.checkpoints.weights(best, self.params)
-        values = iter(jax.tree.leaves(weights))
-        if self.engine and is_end:
+        elif self.engine:
             masters = zenflow_jax.iter_master_params(weights, self.opt_state, self.engine)
             values = (x for _, x in masters)
         origin, task = self.job.model.origin, self.job.task

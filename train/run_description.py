@@ -28,10 +28,7 @@ OF_THE_MODEL = "task width layers heads ffn dtype optimizer scan_layers".split()
 def description(
     settings: Settings, data: int, config: Any = None, labels: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The facts that a run shares with the one it goes on from.
-
-    `data` is a checksum of all that it reads, `labels` names the classes in the order of their ids.
-    """
+    """The facts that a run shares with the one it goes on from; `data` is a checksum."""
     fixed = {k: v for k, v in dataclasses.asdict(settings).items() if k not in MAY_CHANGE}
     # The other two have the same bits, and may be exchanged.
     sums = settings.send_gradients == "per_window"
@@ -50,10 +47,7 @@ def description(
 
 
 def description_of_model(settings: Settings, config: Any = None) -> dict[str, Any]:
-    """The part of a `description` that whoever reads the run's weights must share.
-
-    `config` is that of the model's folder; None if the model is from no folder.
-    """
+    """The part of a `description` that whoever reads the run's weights must share."""
     fixed = {name: getattr(settings, name) for name in OF_THE_MODEL}
     return {"settings": fixed, "model": _as_strings(config)}
 

@@ -100,10 +100,7 @@ def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -
 
 @contextlib.contextmanager
 def run_lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Keeps a second start of the same run out of its folder while the `with` block lasts.
-
-    The kernel ends the lock with the process, however that ends.
-    """
+    """Keeps a second start out of the run's folder; the kernel ends the lock with the process."""
     if not processes.is_first():
         yield
         return

@@ -34,11 +34,7 @@ class Restored(NamedTuple):
 
 
 class SavedCheckpoints:
-    """The checkpoints of one run. Every process must make the same calls.
-
-    `describe` is what a run that reads them must share with theirs (`run_description.py`);
-    `larger_is_better` is of the figures of validations; `say` shows a line to the user.
-    """
+    """The checkpoints of one run. Every process must make the same calls."""
 
     # The remedy if another setting than the run's is meant: the end of a sentence.
     _otherwise = "or give the settings.toml of that run as the config file."
@@ -64,8 +60,7 @@ class SavedCheckpoints:
     def newest(self) -> int | None:
         """The step of the newest whole checkpoint; None if there are none at all.
 
-        It names newer ones that are damaged, and leaves them until `set_aside`. Raises
-        `SettingsError` if all are damaged.
+        Newer, damaged ones are named; `SettingsError` if all are damaged.
         """
         step = self._newest_whole() if processes.is_first() else None
         text = processes.from_first("" if step is None else str(step))
@@ -83,10 +78,9 @@ class SavedCheckpoints:
         return () if newest is None else tuple(self._read_run(newest)["labels"])
 
     def restore(self, step: int, params: Any, opt_state: Any) -> Restored:
-        """Restores the checkpoint of `step`, which `newest` has returned.
+        """Restores the checkpoint of `step`; `SettingsError` if it is of another run.
 
         `params` and `opt_state` are used up: each restored array goes where the fresh one was.
-        Raises `SettingsError` if the checkpoint is of a run with other settings, data or model.
         """
         run = self._read_checked(step)
         fresh = {"params": params, "opt_state": opt_state}
@@ -102,11 +96,7 @@ class SavedCheckpoints:
         return Restored(**trees, engine_state=engine_state, progress=run["progress"])
 
     def find(self, which: str, *, rival: float = math.nan) -> int | None:
-        """Finds a checkpoint by its step, or the "best" of those that have figures.
-
-        None if `rival`, the figure of weights that are in no checkpoint, is at least as good as the
-        best.
-        """
+        """Finds a checkpoint by its step, or the "best"; None if `rival` is no worse."""
         newest, steps = self.newest(), self.steps()
         if which != "best":
             step = int(which)
@@ -130,11 +120,7 @@ class SavedCheckpoints:
         return step
 
     def weights(self, step: int, like: Any) -> Any:
-        """Restores the parameters of a checkpoint alone.
-
-        `like` are parameters of the run, or NumPy arrays like them. They are used up: each restored
-        array goes where theirs was.
-        """
+        """Restores the parameters alone into the place of those in `like`, which are used up."""
         folder = self._folder / str(step)
         if problem := processes.from_first(damage(folder) or ""):
             raise CheckpointError(
@@ -203,11 +189,7 @@ class SavedCheckpoints:
 
 
 def split_arrays(trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays that a checkpoint has, by name, and the others.
-
-    The others are the blank mail and empty arrays, which orbax refuses. With "per_window" the mail
-    is the open window's sum, and is saved.
-    """
+    """The arrays that a checkpoint has, by name, and the others: blank mail and empty arrays."""
     mail = set()
     for state in jax.tree.leaves(trees["opt_state"], is_leaf=_is_zenflow):
         if _is_zenflow(state):

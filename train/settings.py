@@ -214,14 +214,10 @@ class Settings:
             fits = value is None or (math.isfinite(value) and (value > 0 if above else value >= 0))
             self._check(name, fits, f"a finite number {'above' if above else 'of at least'} 0")
         self._check("seed", self.seed < 2**32, "a number below 2**32")
-        all_of_it = (self.validation_share, self.steps) == (1, 0)
-        share = "a share between 0 and 1 (1 with --steps 0 alone)"
-        self._check("validation_share", 0 < self.validation_share < 1 or all_of_it, share)
-        for name in ("b1", "b2"):
-            self._check(name, 0 <= getattr(self, name) < 1, "a decay from 0 to below 1")
-        for name in ("full_warm_up_share", "warmup_share"):
-            value = getattr(self, name)
-            self._check(name, value is None or 0 <= value < 1, "a share of the steps below 1")
+        is_share = 0 < self.validation_share < 1 or (self.validation_share, self.steps) == (1, 0)
+        self._check("validation_share", is_share, "a share below 1 (1 with --steps 0 alone)")
+        for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
+            self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
         try:
             AutoWindow(self.auto_window_max_interval, self.auto_window_share)
             AutoSelect(self.auto_select_keep, self.auto_select_max_windows)
@@ -229,18 +225,14 @@ class Settings:
             raise SettingsError(str(error)) from error
         self._check_one("full_warm_up_share", "full_warm_up_rounds")
         self._check_one("warmup_share", "warmup_steps")
-        is_name = self.run is None or (self.run.strip(".") and _NAME.fullmatch(self.run))
+        is_name = self.run is None or (self.run.strip(".") and re.fullmatch(r"[\w.-]+", self.run))
         folder = "the name of a folder in output_dir (letters, digits, . _ -)"
         self._check("run", bool(is_name), folder)
-        divides = self.batch_size % self.micro_batches == 0
-        self._check(
-            "micro_batches", divides, f"a number that divides batch_size, {self.batch_size}"
-        )
+        divisor = f"a number that divides batch_size, {self.batch_size}"
+        self._check("micro_batches", self.batch_size % self.micro_batches == 0, divisor)
         # Each head turns pairs of numbers.
-        pairs = 2 * self.heads
-        such_as = math.ceil(self.width / pairs) * pairs
-        multiple = f"a multiple of {pairs}, twice the number of heads, such as {such_as}"
-        self._check("width", self.width % pairs == 0, multiple)
+        multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
+        self._check("width", self.width % (2 * self.heads) == 0, multiple)
 
     def _check(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
@@ -250,8 +242,7 @@ class Settings:
         values = getattr(self, share), getattr(self, count)
         if values[0] is not None and values[1]:
             raise SettingsError(
-                f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}. Pass "
-                f"{flag_of(count)} 0 or {flag_of(share)} None."
+                f"`{share}`: expected it or `{count}`, got both: {values[0]} and {values[1]}."
             )
 
     def check_paths(self) -> None:
@@ -285,8 +276,6 @@ _ABOVE_ZERO = (
 ).split()
 
 _AT_LEAST_ZERO = "seed steps warmup_steps weight_decay save_every evaluate_every".split()
-
-_NAME = re.compile(r"[\w.-]+")
 
 
 def impossible(name: str, expected: str, got: object) -> str:

@@ -59,10 +59,7 @@ UNEVEN = r"^(embed/embedding|head/kernel)$"
 
 
 def make_mesh(text: str | None) -> Mesh | None:
-    """The mesh over all devices of all processes, of `axis=size` pairs with commas between them.
-
-    None if `text` is. Raises `SettingsError` if the sizes do not multiply to the number of devices.
-    """
+    """The mesh of `axis=size` pairs over all devices of all processes; None if `text` is."""
     devices = jax.devices()
     processes = jax.process_count()
     all_devices = f"{len(devices)} {devices[0].device_kind} device(s) in {processes} process(es)"
@@ -128,8 +125,7 @@ def own_rows(sharding: NamedSharding, rows: int) -> np.ndarray:
 def committed(tree: Any, mesh: Mesh | None = None) -> Any:
     """The same arrays, each bound to its place, as jit's results are: so the step compiles once.
 
-    Arrays that are bound to nothing yet (such as an optimizer's step counts) go to each device of
-    the mesh; without one, to the device and memory that they are in.
+    What is bound to nothing yet goes to each device of the mesh.
     """
     if mesh is None:
         return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)

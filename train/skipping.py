@@ -17,10 +17,7 @@ class NotFiniteError(Exception):
 
 
 class SkippedSteps:
-    """Watches the count of skipped steps, from step `first` on, before which `skipped` were.
-
-    `most` skipped steps in a row end the run; `remedy` says why that may be, and how to go on.
-    """
+    """Watches the count of skipped steps, from step `first` on; `most` in a row end the run."""
 
     def __init__(self, *, most: int, first: int, skipped: int, remedy: str):
         self._most, self._remedy = most, remedy

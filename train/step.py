@@ -123,8 +123,7 @@ def make_validate(
 ) -> Callable[[Any], dict[str, float]]:
     """A function from parameters to the figures of a validation on the batches of `samples`.
 
-    These are `loss`, the mean in nats per target, and those of `task.score`; with several samples
-    in front of each the sample's name: `matched/accuracy`. `check` is called between batches.
+    Of several samples each figure has the sample's name in front: `matched/accuracy`.
     """
 
     @jax.jit

@@ -77,20 +77,13 @@ class StopRequest:
             self._nothing_to_save = None
 
     def end(self, why: str) -> int | None:
-        """From now on there is nothing to save, for the reason `why`, which a signal then shows.
-
-        Returns the number of a signal that came before; None in several processes, of which one
-        alone may have heard it.
-        """
+        """From now on there is nothing to save, and why; returns the signal that came before."""
         with self._lock:
             self._nothing_to_save = why
             return self._number if self._alone else None
 
     def after(self, step: int) -> int | None:
-        """The number of the signal for which the run is to stop after `step`, if it is.
-
-        Every process must ask after every step; all get the same answer.
-        """
+        """The number of the signal for which the run is to stop after `step`; alike everywhere."""
         if self._alone:
             return self._number
         return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None

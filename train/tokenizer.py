@@ -24,9 +24,6 @@ TOKENIZER = "tokenizer.json"
 _NAMED = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERED = ("config.json", "generation_config.json")
 
-# What older folders have instead, from which `transformers` makes a tokenizer.json.
-_OLDER = ("tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
-
 
 class TokenizerError(ValueError):
     """A folder has not the tokenizer that is needed; the message is meant to be shown as it is."""
@@ -65,31 +62,16 @@ def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) ->
     }
     end = special["eos"]
     pad = end if special["pad"] is None else special["pad"]
-    if end is None and needs_end:
+    lacks = "eos_token" if end is None and needs_end else "pad_token" if pad is None else None
+    if lacks:
         raise TokenizerError(
-            f"{folder}: expected a token that ends a text, found no `eos_token` in "
-            f"{' or '.join(_NAMED)} and no `eos_token_id` in {' or '.join(_NUMBERED)}. Add it to "
-            "tokenizer_config.json, or take a model that generates text."
-        )
-    if pad is None:
-        raise TokenizerError(
-            f"{folder}: expected a token to pad with, found neither a `pad_token` nor an "
-            f"`eos_token` in {' or '.join(_NAMED)}, nor an id of one in "
-            f"{' or '.join(_NUMBERED)}. Add `pad_token` to tokenizer_config.json."
+            f"{folder}: expected a token to {'pad with' if lacks == 'pad_token' else 'end with'}, "
+            f"found no `{lacks}` in {' or '.join(_NAMED)}, nor its id in {' or '.join(_NUMBERED)}. "
+            f"Add `{lacks}` to tokenizer_config.json."
         )
     # A model may have an id for padding that its tokenizer knows nothing of.
     named = [number for number in special.values() if number is not None]
     return Tokenizer(tokens, special["bos"], end, pad, vocabulary=max(last, *named) + 1)
-
-
-def end_token(tokenizer: Tokenizer) -> int:
-    """The id of the token that ends a text; raises `TokenizerError` if there is none."""
-    if tokenizer.end is None:
-        raise TokenizerError(
-            "expected a tokenizer with a token that ends a text, got one without. "
-            "`read_tokenizer(..., needs_end=True)` says what its folder lacks."
-        )
-    return tokenizer.end
 
 
 def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -99,17 +81,15 @@ def all_end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
         if (folder / name).is_file():
             numbers = read_object(folder / name, TokenizerError).get("eos_token_id")
             numbers = numbers if isinstance(numbers, list) else [numbers]
-            ends |= {n for n in numbers if isinstance(n, int) and not isinstance(n, bool)}
+            ends |= {n for n in numbers if type(n) is int}
     return frozenset(ends)
 
 
 def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER
     if not path.is_file():
-        older = [name for name in _OLDER if (folder / name).is_file()]
-        got = f"only {' and '.join(older)}" if older else "nothing of the kind"
         raise TokenizerError(
-            f"expected {path}, found {got}. `transformers` writes one: "
+            f"expected {path}, found none. `transformers` writes one: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     try:
@@ -117,7 +97,7 @@ def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises no class of its own
         raise TokenizerError(
             f"expected a tokenizer in {path}, but `tokenizers` {tokenizers.__version__} cannot "
-            f"read it: {error}. A newer `tokenizers` may."
+            f"read it: {error}."
         ) from error
     # Lengths are a matter of the task, and some files carry those of another use.
     tokens.no_truncation()
@@ -141,7 +121,13 @@ def _special(
         if isinstance(token, dict):  # a token with its flags
             token = token.get("content")
         if token is not None:
-            return _named(f"{kind}_token", token, folder / name, tokens)
+            number = tokens.token_to_id(token) if isinstance(token, str) else None
+            if number is None:
+                raise TokenizerError(
+                    f"{folder / name}: expected `{kind}_token` to be one of the tokens of "
+                    f"{TOKENIZER}, got {token!r}."
+                )
+            return number
     if kind == "bos" and tokenizer_config is not None:
         return None
     for name in _NUMBERED:
@@ -149,22 +135,10 @@ def _special(
         if isinstance(number, list) and number:  # of several that end a text, the usual one
             number = number[0]
         if number is not None and number != -1:  # some configurations write -1 for none
-            return _numbered(f"{kind}_token_id", number, folder / name, vocabulary)
+            if type(number) is not int or not 0 <= number < vocabulary:
+                raise TokenizerError(
+                    f"{folder / name}: expected `{kind}_token_id` to be an id from 0 to "
+                    f"{vocabulary - 1}, got {number!r}."
+                )
+            return number
     return None
-
-
-def _named(key: str, token: Any, path: Path, tokens: tokenizers.Tokenizer) -> int:
-    number = tokens.token_to_id(token) if isinstance(token, str) else None
-    if number is None:
-        raise TokenizerError(
-            f"{path}: expected `{key}` to be one of the tokens of {TOKENIZER}, got {token!r}."
-        )
-    return number
-
-
-def _numbered(key: str, number: Any, path: Path, vocabulary: int) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < vocabulary:
-        raise TokenizerError(
-            f"{path}: expected `{key}` to be an id from 0 to {vocabulary - 1}, got {number!r}."
-        )
-    return number

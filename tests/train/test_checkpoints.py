@@ -5,7 +5,6 @@ Runs that go on from theirs are in `test_going_on.py`.
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import jax
@@ -14,9 +13,6 @@ import numpy as np
 import pytest
 
 from benchmarks.kill_test import names_in, steps_of
-from tests import runs
-from tests.resuming import assert_saved
-from tests.runs import Leaf, Training
 from tests.train.scripts import flip_a_bit, largest_file
 from train import checksums
 from train.checkpoints import Checkpoints
@@ -274,20 +270,6 @@ def test_a_model_for_which_there_is_no_room_is_an_error_and_leaves_no_half(small
     assert names_in(disk) == []
 
 
-def test_a_disk_that_cannot_be_written_is_said_and_the_older_stay(small_disk):
-    disk = small_disk("2m")
-    saved_run(disk, 10)
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    with Job(disk) as job:
-        job.save(20)
-        with pytest.raises(CheckpointError, match="write checkpoint 20 to .*permissions; older"):
-            job.checkpoints.finish()
-        assert len(job.said) == 1
-    with Job(disk) as job:
-        assert job.checkpoints.newest() == 10
-        job.restored(10)
-
-
 def test_a_share_of_warm_up_must_come_to_the_rounds_that_the_run_began_with(tmp_path):
     saved_run(tmp_path, 10, steps=40, full_warm_up_share=0.05)
     remedy = "got 4. Pass --full-warm-up-share None --full-warm-up-rounds 2, or"
@@ -296,32 +278,3 @@ def test_a_share_of_warm_up_must_come_to_the_rounds_that_the_run_began_with(tmp_
             job.restored(10)
     with Job(tmp_path, steps=80, full_warm_up_rounds=2) as job:
         job.restored(10)
-
-
-# --- with an engine -------------------------------------------------------------------------
-
-WIDE = tuple(Leaf(name, (160, 128), -2, "bfloat16") for name in "abc")  # 1 MB of state
-
-
-def test_a_save_of_an_engine_is_its_state(tmp_path):
-    settings = runs.Settings(topk_ratio=0.3, update_interval=4, select_interval=4)
-    training = Training(WIDE, settings, threads=1, host_kernel="numpy", donate=True)
-    checkpoints = Checkpoints(
-        tmp_path / "checkpoints",
-        keep=2,
-        keep_best=False,
-        describe=description(Settings(), 0),
-        say=print,
-    )
-    training.go(7)  # in mid-window
-    with training, checkpoints:
-        state = jax.tree.map(np.array, training.engine.state())
-        checkpoints.save(7, training.params, training.state, training.engine, {})
-        params = jax.tree.map(np.array, training.params)
-        training.go(3)
-        checkpoints.finish()
-        restored = checkpoints.restore(7, training.params, training.state)
-        jax.tree.map(np.testing.assert_array_equal, restored.params, params)
-        assert_saved(tmp_path / "checkpoints" / "7" / "engine", state)
-        mu = restored.engine_state["leaves"][0]["mu"]
-        runs.assert_same_bits(np.asarray(mu), state["leaves"][0]["mu"])

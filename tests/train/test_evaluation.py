@@ -83,7 +83,7 @@ def test_what_only_a_training_has_is_refused(tmp_path, capsys):
     ):
         assert finetune.main([config, *arguments]) == 2
         assert expected in capsys.readouterr().err
-    with pytest.raises(SettingsError, match="expected a share between 0 and 1"):
+    with pytest.raises(SettingsError, match="expected a share below 1"):
         Settings(validation_share=1.0)
 
 

@@ -79,15 +79,6 @@ def test_when_one_fails_the_others_have_time_to_say_what_they_know_and_end(peers
     assert re.match("error: process [12] has ended with an error, which it shows. This one", text)
 
 
-def test_one_that_is_done_ends_no_other(peers):
-    for process in peers:
-        tell(process, "done")
-        assert process.stdout.readline() == "done\n"
-    peers[1].kill()
-    peers[1].wait()
-    assert [peers[i].poll() for i in (0, 2)] == [None, None]
-
-
 def tell(process, word):
     process.stdin.write(f"{word}\n")
     process.stdin.flush()

@@ -25,7 +25,6 @@ def config_file(folder: Path, text: str) -> Path:
     ("text", "expected"),
     [
         ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
-        ("max_steps = 5", "`max_steps`.*Did you mean `?steps"),
         ("zzz = 1", r"got `zzz`\..*learning_rate"),
         ('steps = "30"', r"`steps`: expected a whole number, got '30' \(a string\)"),
         ("steps = 30.0", r"`steps`: expected a whole number, got 30\.0"),
@@ -37,17 +36,17 @@ def config_file(folder: Path, text: str) -> Path:
         ("learning_rate = nan", "`learning_rate`: expected a finite number above 0, got nan"),
         ("batch_size = 0", "`batch_size`: expected a finite number above 0, got 0"),
         ("validation_share = 10", "`validation_share`: expected a share.*got 10"),
-        ("width = 250", "`width`: expected a multiple of 8.*such as 256, got 250"),
-        ("b1 = 1.0", "`b1`: expected a decay"),
+        ("width = 250", "`width`: expected a multiple of 8.*got 250"),
+        ("b1 = 1.0", "`b1`: expected a share from 0"),
         ("seed = 4294967296", "`seed`: expected a number below"),
-        ("steps = 3\nwidth 4", "expected TOML .*line 2"),
+        ("steps = 3\nwidth 4", "expected TOML, .*line 2"),
         ('run = ".."', "`run`: expected the name of a folder"),
         ('run = "a/b"', "`run`: expected the name of a folder"),
         ('update_interval = "often"', 'expected a whole number or "auto", got .often'),
         ("select_interval = 64.0", 'a whole number or "auto" or "epoch", got 64.0'),
         ("auto_window_share = 99", "AutoWindow.share.*got 99"),
         ("auto_select_keep = -0.1", "AutoSelect.keep.*got -0.1"),
-        ("full_warm_up_share = 1", "`full_warm_up_share`: expected a share of the steps .*got 1"),
+        ("full_warm_up_share = 1", "`full_warm_up_share`: expected a share .*got 1"),
         (
             "full_warm_up_share = 0.05\nfull_warm_up_rounds = 20",
             "`full_warm_up_share`: expected it or `full_warm_up_rounds`, got both: 0.05 and 20",
@@ -63,9 +62,9 @@ def test_a_mistake_in_the_file_is_named_with_the_file_and_a_remedy(tmp_path, tex
 
 def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
     config_file(tmp_path, "")
-    with pytest.raises(SettingsError, match="config file .*No such file.*Did you mean job"):
+    with pytest.raises(SettingsError, match="config file, .*No such file.*Did you mean job"):
         load_settings(tmp_path / "jobb.toml")
-    with pytest.raises(SettingsError, match="config file .*directory"):
+    with pytest.raises(SettingsError, match="config file, .*directory"):
         load_settings(tmp_path)
 
 
@@ -84,7 +83,6 @@ def test_a_command_without_a_config_file_says_how_to_call_it(argv, capsys):
         (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
         (["--select-interval", "often"], "{auto,epoch}"),
-        (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
         (["--qqq"], "unknown option --qqq. All are in"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),

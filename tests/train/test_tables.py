@@ -3,14 +3,12 @@
 import json
 import sys
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from train.chat_template import read_template
 from train.data import DataError
-from train.tasks import alpaca, chat, language, tables
+from train.tasks import language, tables
 from train.tasks.files import find_files, records
 
 TEXTS = [f"the cat is in bin {i}" for i in range(9)]
@@ -57,35 +55,6 @@ def test_a_row_is_as_a_line_of_json(tmp_path, monkeypatch, name):
     places, read = zip(*records(path), strict=True)
     assert list(read) == rows
     assert list(places) == [f"{path}, row {i}" for i in range(1, 10)]
-
-
-TASKS = {
-    language: lambda text, i: {"text": text, "meta": i},
-    alpaca: lambda text, _: {"instruction": text, "input": None, "output": text},
-    chat: lambda text, _: {"messages": [{"role": r, "content": text} for r in TURNS]},
-}
-TURNS = ("user", "assistant")
-
-
-@pytest.mark.parametrize("module", TASKS, ids=lambda module: module.__name__)
-def test_tasks_have_the_same_examples_as_of_jsonl(tmp_path, decoder, module):
-    items = [TASKS[module](text, i) for i, text in enumerate(TEXTS)]
-    lines, table = tmp_path / "a.jsonl", tmp_path / "b.parquet"
-    lines.write_text("".join(json.dumps(item) + "\n" for item in items))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(items), table)
-    inputs = [decoder]
-    if module is chat:
-        path = tmp_path / "t.jinja"
-        path.write_text(
-            "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
-        )
-        inputs.append(read_template(tmp_path, decoder.tokens, path))
-    options = {"sequence_length": 10 if module is language else 200, "validation_share": 0.3}
-    one, other = (module.make(path, *inputs, seed=0, **options) for path in (lines, table))
-    assert one.checksum == other.checksum
-    assert len(one.train) == len(other.train) > 3
-    for key, x in one.train[0].items():
-        np.testing.assert_array_equal(x, other.train[0][key])
 
 
 def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder):

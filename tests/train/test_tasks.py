@@ -12,7 +12,6 @@ import pytest
 from tests.train.scripts import write
 from train.data import DataError
 from train.tasks import alpaca, files, language
-from train.tokenizer import TokenizerError
 
 
 def records(*items):
@@ -147,12 +146,6 @@ def test_text_that_is_none_is_named_with_the_line(tmp_path, decoder, file, conte
     path = write(tmp_path / file, content)
     with pytest.raises(DataError, match=match):
         language_task(path if path.name[0] == "a" else path.parent, decoder)
-
-
-@pytest.mark.parametrize("module", [language, alpaca])
-def test_a_tokenizer_without_an_end_is_refused(tmp_path, bert, module):
-    with pytest.raises(TokenizerError, match="a token that ends a text"):
-        module.make(tmp_path, bert, sequence_length=4, validation_share=0.1, seed=0)
 
 
 # --- Alpaca

@@ -69,22 +69,6 @@ def test_a_mistake_in_the_mesh_is_named(mesh, expected):
         sharding.make_mesh(mesh)
 
 
-def test_every_weight_of_the_model_is_split_by_its_rule():
-    mesh = abstract_mesh(data=3, fsdp=2, tensor=4)
-    specs = jax.tree.map(lambda s: s.spec, sharding.weight_shardings(mesh, shapes()))
-    columns, rows = PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor", "fsdp")
-    split_by_columns = ("query", "key", "value", "gate", "up")
-    block = {name: {"kernel": columns} for name in split_by_columns}
-    block |= {name: {"kernel": rows} for name in ("attention_out", "down")}
-    norm = {"scale": PartitionSpec(None)}
-    block |= {"attention_norm": norm, "ffn_norm": norm}
-    ends = {"embed": {"embedding": columns}, "norm": norm, "head": {"kernel": columns}}
-    assert specs == {"blocks": {0: block}, **ends}
-    # An axis that the mesh does not have splits nothing.
-    shardings = sharding.weight_shardings(abstract_mesh(tensor=2), shapes())
-    assert shardings["head"]["kernel"].spec == PartitionSpec(None, "tensor")
-
-
 def test_a_size_that_does_not_divide_is_an_error_that_names_leaf_and_axis():
     leaf = "the leaf `blocks/0/attention_out/kernel`, which is 16, got fsdp=3"
     with pytest.raises(SettingsError, match=f"a size of `fsdp` that divides dimension 1 of {leaf}"):

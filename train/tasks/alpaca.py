@@ -19,7 +19,7 @@ from train.tasks import Task, tables
 from train.tasks.encoding import Encoded, enclose, encode
 from train.tasks.examples import task_of_answers
 from train.tasks.files import expect_examples, records, text_field
-from train.tokenizer import Tokenizer, end_token
+from train.tokenizer import Tokenizer
 
 SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
 
@@ -37,7 +37,6 @@ PROMPT = (
 
 def make(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
     """The task of answering instructions; arguments and errors are those of `task_of_answers`."""
-    end_token(tokenizer)
 
     def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
         return _encode(paths, tokenizer)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.tokenizer import Tokenizer, end_token
+from train.tokenizer import Tokenizer
 
 # A chunk ends with the text that reaches one of these. It is encoded on all cores, a text on each,
 # so it should be of several texts; a million characters take about 150 MB in here.
@@ -78,7 +78,7 @@ def enclose(
     `starts` `(n + 1,)` is where each begins in `tokens`, which have neither. A begin token is only
     where the model was trained with one.
     """
-    begin, end = tokenizer.begin, end_token(tokenizer)
+    begin, end = tokenizer.begin, tokenizer.end
     starts = starts + (1 if begin is None else 2) * np.arange(len(starts))
     enclosed = np.empty(starts[-1], tokens.dtype)
     is_text = np.ones(len(enclosed), bool)

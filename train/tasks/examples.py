@@ -1,8 +1,4 @@
-"""Examples that a tokenizer made of records: filled up to one length, split, and described.
-
-Of `Answers` what is marked in a text is learned (`alpaca.py`, `chat.py`), of `Sentences` a class
-(`glue.py`, `classification.py`).
-"""
+"""Examples that a tokenizer made of records: filled up to one length, split, and described."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ PARTS, CHARACTERS = 8, 240
 
 
 class Examples:
-    """Examples of at most `most` tokens, of which a model gets `longest`; subclasses index them.
-
-    `rows` of `encoded` are taken; what is longer is cut on the right, `pad` fills up the rest.
-    """
+    """Examples of at most `most` tokens, of which a model gets `longest`; subclasses index them."""
 
     kind: Literal["decoder", "encoder"]
 
@@ -108,10 +101,7 @@ class Answers(Examples):
 
 
 class Sentences(Examples):
-    """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`.
-
-    Of a pair that is too long the longer sentence is cut first.
-    """
+    """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`."""
 
     kind = "encoder"
 

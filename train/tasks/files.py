@@ -79,10 +79,7 @@ def _sides(data: Path, parts: dict[str, list[Path]]) -> Files:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1. A line ends with a newline, without a carriage return.
-
-    Raises `DataError` if a line is not UTF-8, or has a NUL, which is mostly UTF-16 or a damage.
-    """
+    """Lines of UTF-8 with their numbers, from 1; each ends with a newline alone."""
     # As bytes: in text, Python would also end lines at carriage returns inside sentences, and
     # could not say in which line the encoding is wrong.
     with path.open("rb") as file:

@@ -181,10 +181,7 @@ def _find(name: str, fmt: Format, data: Path) -> tuple[Path, Files]:
 
 
 def _read(path: Path, fmt: Format, broken: list[int] | None, labels: list[int]) -> Iterator[Text]:
-    """The sentences or pairs of a file in their order; the ids of their labels go to `labels`.
-
-    The numbers of lines that are halves of an example go to `broken`, if there is such a list.
-    """
+    """The texts of a file; ids of labels go to `labels`, numbers of halved lines to `broken`."""
     numbered = lines(path)
     names = fmt.columns or _header(path, fmt, next(numbered, (1, ""))[1])
     ids = {written: i for i, written in enumerate(fmt.labels)}

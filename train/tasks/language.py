@@ -28,7 +28,7 @@ from train.tasks import Task, tables
 from train.tasks.encoding import CHUNK_CHARACTERS, enclose, encode
 from train.tasks.examples import describe_example
 from train.tasks.files import find_files, lines, records, split, text_field
-from train.tokenizer import Tokenizer, end_token
+from train.tokenizer import Tokenizer
 
 # Four to a chunk, for four cores. With pieces of 2**20, four to a chunk, 20 MB of text took 430 MB
 # of memory on top of the tokens, now 150 MB, in no more time.
@@ -47,7 +47,6 @@ def make(
     field: str = "text",
 ) -> Task:
     """The task of predicting the next token; further arguments are those of `task_of_answers`."""
-    end_token(tokenizer)
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     train = _read(files.train, tokenizer, field, notes)

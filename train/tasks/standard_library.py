@@ -84,10 +84,7 @@ def source_files(root: Path) -> list[Path]:
 def split_files(
     root: Path, files: list[Path], *, seed: int, max_bytes: int, validation_share: float
 ) -> Split:
-    """The seeded split of `files`, which hold at most `max_bytes`, into training and validation.
-
-    `validation_share` is of the bytes.
-    """
+    """The seeded split of `files`, by a share of their bytes, of at most `max_bytes`."""
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
     # The file that crosses a limit still belongs to the side before it.
@@ -108,10 +105,7 @@ def split_files(
 
 
 def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.ndarray:
-    """The text of `files` as windows `(n, sequence_length + 1)` of uint8, which overlap by one.
-
-    What does not fill a last window is dropped.
-    """
+    """The text of `files` as windows `(n, sequence_length + 1)` of uint8, which overlap by one."""
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:

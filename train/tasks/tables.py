@@ -53,10 +53,7 @@ def class_names(path: Path, column: str) -> list[str] | None:
 
 
 def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
-    """The files of a folder that `save_to_disk` has written, by part; None if it has not.
-
-    Several parts (`DatasetDict`) have names, a single one (`Dataset`) has "".
-    """
+    """The files that `save_to_disk` has written, by part (a single one has ""), or None."""
     if (folder / PARTS).is_file():
         names = _listed(folder / PARTS, "splits")
         return {str(name): _files_of(folder / str(name)) for name in names}
