@@ -94,9 +94,9 @@ class ChatTemplate:
         """The messages as text, and where the assistant's answers are in it, with their ends."""
         roles = [message["role"] for message in messages]
         if ASSISTANT not in roles:
+            got = ", ".join(map(repr, dict.fromkeys(roles)))
             raise ConversationError(
-                f"expected a message of the role {ASSISTANT!r}, which is what is learned, got only "
-                f"those of {', '.join(map(repr, dict.fromkeys(roles))) or 'nobody'}"
+                f"expected a message of the role {ASSISTANT!r}, got only those of {got}"
             )
         whole = self._render(messages, False, tools)
         if self._says_what:
@@ -106,11 +106,8 @@ class ChatTemplate:
                     f"expected text in `{{% generation %}}` of {self.where}, got none"
                 )
             return conversation
-        answers = [
-            self._answer(whole, messages, i, tools)
-            for i, role in enumerate(roles)
-            if role == ASSISTANT
-        ]
+        of_assistant = [i for i, role in enumerate(roles) if role == ASSISTANT]
+        answers = [self._answer(whole, messages, i, tools) for i in of_assistant]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(answers)), answers
         return Conversation(whole, answers)
 
@@ -129,9 +126,9 @@ class ChatTemplate:
             stop = self._stop(whole, rendered(i + 1), said, start)
         if start is None or stop is None or said not in whole[start:stop]:
             raise ConversationError(
-                f"expected to find the answer in message {i + 1}, but the template in {self.where} "
-                "does not tell where. Put `{% generation %}` and `{% endgeneration %}` around what "
-                "the assistant writes, and pass it with --chat-template"
+                f"expected to find the answer in message {i + 1}, which the template in "
+                f"{self.where} hides. Put `{{% generation %}}` and `{{% endgeneration %}}` around "
+                "what the assistant writes, and pass it with --chat-template"
             )
         answer = whole[start:stop].rstrip()
         return start, start + len(answer) if answer.endswith(self._marks) else stop
@@ -156,18 +153,12 @@ class ChatTemplate:
         if _BEGIN in text or _END in text:
             raise ConversationError("expected text, got U+FDD0 or U+FDD1, which is none")
         try:
-            return self._template.render(
-                **self._special,
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=ask,
-            )
+            options = {"tools": tools, "documents": None, "add_generation_prompt": ask}
+            return self._template.render(**self._special, messages=list(messages), **options)
         # A template can fail as any program can.
         except Exception as error:
             raise ConversationError(
-                f"expected messages that the template in {self.where} takes, got: {error}. Correct "
-                "them, or pass another --chat-template"
+                f"expected messages that the template in {self.where} takes, got: {error}"
             ) from error
 
 
@@ -200,8 +191,7 @@ def read_template(
             return ChatTemplate(text, special, marks, str(path))
     raise TokenizerError(
         f"expected a chat template in {folder}, found neither {TEMPLATE} nor `chat_template` in "
-        f"{CONFIG}. Put one there as {TEMPLATE}, such as that of the model's instruct version; a "
-        "training takes it from elsewhere, too: --chat-template FILE."
+        f"{CONFIG}. Put one there as {TEMPLATE}, or train with --chat-template FILE."
     )
 
 

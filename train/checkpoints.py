@@ -30,12 +30,7 @@ import zenflow_jax
 from train import processes
 from train.checksums import CHECKSUMS, checksums
 from train.run_description import MAY_CHANGE
-from train.saved_checkpoints import (
-    CheckpointError,
-    SavedCheckpoints,
-    described,
-    split_arrays,
-)
+from train.saved_checkpoints import CheckpointError, SavedCheckpoints, described, split_arrays
 
 
 class Checkpoints(SavedCheckpoints):
@@ -162,8 +157,7 @@ class Checkpoints(SavedCheckpoints):
                 cleanup_tmp_directories=True,  # of a run that was killed while it wrote
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._seal,
-                    # A folder that cannot be made is then an error at once; otherwise each array
-                    # waits minutes for it.
+                    # So a folder that cannot be made is an error at once.
                     create_directories_asynchronously=False,
                     # 125 GB, a checkpoint of 7B, at 10 MB/s. By default a save fails after 20 min.
                     timeout_secs=4 * 3600,

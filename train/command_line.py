@@ -1,11 +1,7 @@
 """The settings of a run and the options of a start, read from a file and a command line.
 
-    configs/quickstart.toml      overrides the defaults of `Settings`
-    --learning-rate 1e-3         overrides the file
-    --process 1, --fresh, --plan `Launch`, `Start`, `Planning`: never in a file
-
-The file is TOML without tables. An unknown key, a wrong type or an impossible value is a
-`SettingsError`.
+A TOML file without tables overrides the defaults of `Settings`, options override the file; those of
+`Launch`, `Start` and `Planning` are never in a file. A mistake is a `SettingsError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Batches of examples: shuffled, on the devices that they belong to, and the same after a resume.
 
-An example is a dict of NumPy arrays, each of the same shape and dtype in all examples of a source
-(`tasks/` lists them); a batch is the same dict with a leading axis. Batch `i` depends on the seed
-and `i` alone, on any number of devices and processes.
+An example is a dict of NumPy arrays (`tasks/` lists them); a batch is the same dict with a leading
+axis. Batch `i` depends on the seed and `i` alone, on any number of devices and processes.
 """
 
 from __future__ import annotations
@@ -100,9 +99,8 @@ class Batches(_Shuffled):
     """Batches of a source for training: without end, every epoch in an order of its own.
 
     Those of a `Padded` source have as many positions as their longest example needs, rounded up to
-    one of `buckets` lengths. Indexing starts no thread and no process, and takes 0.15 ms for a
-    small batch. Every process reads the rows that lie on its own devices. `per_epoch` batches have
-    had every example; the last may begin the next epoch.
+    one of `buckets` lengths. Indexing starts no thread, and takes 0.15 ms for a small batch.
+    `per_epoch` batches have had every example; the last may begin the next epoch.
     """
 
     def __init__(self, source: Source, **options: Any):
@@ -140,8 +138,7 @@ class Batches(_Shuffled):
 class Sample(_Shuffled):
     """The same batches in every iteration, each example once: for validation.
 
-    The last batch is filled up with copies of the first example, whose `ROWS` are 0. There are at
-    most `batches`, drawn with the seed.
+    The last batch is filled up with copies of the first example, whose `ROWS` are 0.
     """
 
     def __init__(self, source: Source, *, batches: int | None = None, **options: Any):

@@ -1,14 +1,10 @@
 """Fine-tunes a model: its own small one, or one in a folder in Hugging Face's layout.
 
     python -m train.finetune configs/quickstart.toml
-    python -m train.finetune configs/quickstart.toml --optimizer adamw --steps 100
-    python -m train.finetune configs/quickstart.toml --mesh data=2,fsdp=4
     python -m train.finetune configs/quickstart.toml --run first    # again: it goes on
-    python -m train.finetune configs/quickstart.toml --timeline timeline.png
     python -m train.finetune configs/quickstart.toml --run first --export best DIR
     python -m train.finetune configs/quickstart.toml --plan
-    python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR
-    python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --steps 0
+    python -m train.finetune configs/glue_sst2.toml --model DIR --data DIR --mesh data=2,fsdp=4
 
 Read `train` first, which is the whole job, then `job.py` (what a run is made of) and `run.py` (how
 it resumes, loops and finishes).
@@ -50,14 +46,7 @@ from train.stopping import Stopped, StopRequest
 from train.tokenizer import TokenizerError
 
 # Errors whose message is all that is shown.
-FAILURES = (
-    SettingsError,
-    DataError,
-    ModelError,
-    TokenizerError,
-    CheckpointError,
-    NotFiniteError,
-)
+FAILURES = (SettingsError, DataError, ModelError, TokenizerError, CheckpointError, NotFiniteError)
 
 # Errors of the file system that the user can remedy.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}

@@ -160,9 +160,7 @@ def save_folder(
 
 
 def _gathered(
-    leaves: Iterable[jax.Array | np.ndarray],
-    sources: Iterable[Source],
-    dtypes: Iterable[np.dtype],
+    leaves: Iterable[jax.Array | np.ndarray], sources: Iterable[Source], dtypes: Iterable[np.dtype]
 ) -> Iterator[np.ndarray]:
     """The tensors of all leaves, one after the other."""
     for x, of, dtype in zip(leaves, sources, dtypes, strict=True):

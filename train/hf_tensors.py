@@ -168,10 +168,7 @@ class Reader(contextlib.ExitStack):
     def read(
         self, tensors: Sequence[Tensor], of: Source, dtype: np.dtype, index: tuple[slice, ...]
     ) -> np.ndarray:
-        """The part `index` of a leaf in `dtype`, rounded to the nearest, ties to even.
-
-        `index` has one slice per axis, without strides. Besides the part, memory holds two tensors.
-        """
+        """The part `index` (no strides) of a leaf in `dtype`, rounded to the nearest."""
         if of.stacked:
             tensors, index = tensors[index[0]], index[1:]
         parts = [range(*s.indices(n)) for s, n in zip(index, of.leaf_shape, strict=True)]

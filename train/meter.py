@@ -26,9 +26,8 @@ class Row(NamedTuple):
     tokens_per_s: float  # without padding
     wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
     skipped: int  # steps of the interval whose gradient was not finite
-    # Of zenflow's schedule, as the engine knew it at the end of the interval; None without it.
-    # Mean length, in steps, of the windows that closed in the interval; if none did, of those that
-    # closed before.
+    # Of zenflow's schedule at the end of the interval; None without it. Mean length, in steps, of
+    # the windows that closed in the interval; if none did, as before.
     window_length: float | None = None
     kept_share: float | None = None  # see `EngineStats.kept_share`; one boundary late
     reselections: int | None = None  # since the start of the run, the first selection included
@@ -110,8 +109,7 @@ class Meter:
     def start(self) -> None:
         """Starts the clock. Earlier steps must have no tokens, as they are in no rate."""
         self._started = Mark(0, self._now(), self._waited_s())
-        # Two intervals: the last one of a run may be done when it is first looked at, and steps
-        # that took no time have no rate.
+        # Two intervals: steps of the last one may take no time that is seen.
         self._last_two = deque([self._started], maxlen=2)
 
     def step(self, loss: jax.Array, *, skipped: jax.Array, tokens: int) -> Row | None:
@@ -192,13 +190,9 @@ class Meter:
         }
 
     def _mark(self) -> Mark:
-        # The unread losses are arrays, but for those that a resumed run begins with, which have no
-        # tokens.
-        done = sum(
-            x.tokens
-            for x in self._unread
-            if x.tokens and x.loss.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
-        )
+        # The losses that a resumed run begins with are no arrays, and have no tokens.
+        unread: Any = self._unread
+        done = sum(x.tokens for x in unread if x.tokens and x.loss.is_ready())
         return Mark(self._tokens_read + done, self._now(), self._waited_s())
 
     def _waited_s(self) -> float:

@@ -20,8 +20,8 @@ from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
     """The dtype in which the device keeps the model's matrices; products are of `dtype` everywhere.
 
-    zenflow keeps float32 masters. optax.adamw has none, and would lose small updates of bfloat16
-    parameters: so they are float32, and the model rounds a copy of them in each step.
+    optax.adamw has no masters, and would lose small updates of bfloat16 parameters: they are
+    float32.
     """
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 

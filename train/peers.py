@@ -9,6 +9,7 @@ says so and jax's time-out is what there is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import selectors
@@ -24,8 +25,7 @@ from train.stopping import Stopped
 
 # How long process 0 waits for the connections, and the others for theirs.
 MEET_S = 10.0
-# How long a process has to end by itself after another has ended with an error: most errors are
-# raised in all of them, and its own says more than the line from here.
+# How long a process has to end by itself after another has failed: its own error says more.
 GRACE_S = 5.0
 
 BYE, FAILED = b".", b"!"
@@ -91,34 +91,32 @@ class Peers:
                 self._connections[_kept_alive(connection)] = int(index)
 
     def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for connection in self._connections:
-                selector.register(connection, selectors.EVENT_READ)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    connection = key.fileobj
-                    assert isinstance(connection, socket.socket)
-                    try:
-                        # Two may come at once; the first one says it.
-                        heard = connection.recv(64).partition(b"\n")[0]
-                    except OSError:
-                        heard = b""
-                    index = self._connections[connection]
-                    if heard.startswith(BYE):
-                        selector.unregister(connection)
-                    elif heard.startswith(FAILED):
-                        selector.unregister(connection)
-                        index = int(heard[1:] or index)
-                        self._pass_on(FAILED + str(index).encode())
-                        why = f"process {index} has ended with an error, which it shows"
-                        timer = threading.Timer(GRACE_S, self._end, [why])
-                        timer.daemon = True
-                        timer.start()
-                    else:
-                        # Process 0 hears it from the kernel, and says which one to the others.
-                        index = int(heard) if heard.isdigit() else index
-                        self._pass_on(str(index).encode())
-                        self._end(f"process {index} is gone: it was killed, or its machine was")
+        selector = selectors.DefaultSelector()
+        for connection in self._connections:
+            selector.register(connection, selectors.EVENT_READ, connection)
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection = key.data
+                try:
+                    # Two may come at once; the first one says it.
+                    heard = connection.recv(64).partition(b"\n")[0]
+                except OSError:
+                    heard = b""
+                index = self._connections[connection]
+                if heard.startswith((BYE, FAILED)):
+                    selector.unregister(connection)
+                if heard.startswith(FAILED):
+                    index = int(heard[1:] or index)
+                    self._pass_on(FAILED + str(index).encode())
+                    why = f"process {index} has ended with an error, which it shows"
+                    timer = threading.Timer(GRACE_S, self._end, [why])
+                    timer.daemon = True
+                    timer.start()
+                elif not heard.startswith(BYE):
+                    # Process 0 hears it from the kernel, and says which one to the others.
+                    index = int(heard) if heard.isdigit() else index
+                    self._pass_on(str(index).encode())
+                    self._end(f"process {index} is gone: it was killed, or its machine was")
 
     def _pass_on(self, news: bytes) -> None:
         if self._is_first:
@@ -128,8 +126,7 @@ class Peers:
     def _end(self, why: str) -> NoReturn:
         if self._has_failed:
             os._exit(2)  # it has shown its own error, and waits for the others to take jax down
-        # Past `sys.stderr`: the main thread may be stuck with its lock. What jax and gloo have to
-        # say of the same end, from other threads, hides the line.
+        # Past `sys.stderr`: the main thread may be stuck with its lock. jax and gloo say no more.
         os.write(2, f"error: {why}. This one ends, too. {self.go_on}\n".encode())
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os._exit(1)
@@ -151,7 +148,5 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 
 def _tell(connection: socket.socket, news: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it is gone, which the thread hears
         connection.sendall(news + b"\n")
-    except OSError:
-        pass  # it is gone, which the thread hears

@@ -23,15 +23,7 @@ from train.blocks import INIT_STD
 from train.decoder import Decoder, DecoderConfig
 from train.encoder import BertClassifier, EncoderConfig
 from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config, read_json
-from train.hf_tensors import (
-    DTYPES,
-    Reader,
-    Tensor,
-    first_of,
-    leaf_name,
-    read_headers,
-    source,
-)
+from train.hf_tensors import DTYPES, Reader, Tensor, first_of, leaf_name, read_headers, source
 
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
 OPTIONAL = ("pooler", "classifier")
@@ -185,14 +177,10 @@ def _check_tensors(pretrained: Pretrained) -> None:
 
 def _check_shapes(pretrained: Pretrained, tensors: list[Tensor], shape: tuple[int, ...]) -> None:
     for tensor in tensors:
-        if tensor.shape != shape:
+        if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ModelError(
-                f"`{tensor.name}` in {tensor.file}: expected the shape {shape}, got {tensor.shape}."
-            )
-        if tensor.dtype not in DTYPES:
-            raise ModelError(
-                f"the tensor `{tensor.name}` in {tensor.file}: expected one of the dtypes "
-                f"{', '.join(DTYPES)}, got {tensor.dtype}."
+                f"`{tensor.name}` in {tensor.file}: expected the shape {shape} and one of the "
+                f"dtypes {', '.join(DTYPES)}, got {tensor.shape} {tensor.dtype}."
             )
 
 

@@ -17,13 +17,9 @@ from jax.experimental import multihost_utils
 from train.command_line import Launch
 from train.settings import SettingsError
 
-TIMEOUTS = {
-    # How long a process may be silent (its machine is gone, say) until jax ends the others.
-    "heartbeat_timeout_seconds": 60,
-    # How long a process that ends waits for the others, which may hang in a step that it has left.
-    # jax's default of 300 s is for processes that end at very different times; see `leave`.
-    "shutdown_timeout_seconds": 30,
-}
+# How long a process may be silent until jax ends the others, and how long one that ends waits for
+# the others, which may hang in a step that it has left.
+TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 
 
 def join(launch: Launch) -> None:

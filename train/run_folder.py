@@ -24,9 +24,8 @@ LOCK = "lock"
 NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 # The files that a run writes over.
-WRITTEN = {models.CHAT_TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED} | set(
-    "loss.png metrics.csv settings.toml summary.json validation.csv".split()
-)
+WRITTEN = {models.CHAT_TEMPLATE, models.FOLDER, models.WEIGHTS, DEEPSPEED, "loss.png"}
+WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 
 
 def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
@@ -78,12 +77,10 @@ def new_run_folder(parent: Path, label: str) -> Path:
     number = max(numbers, default=0) + 1
     while True:
         folder = parent / f"{number:03d}-{label}"
-        try:
+        with contextlib.suppress(FileExistsError):  # of a run that started at the same moment
             folder.mkdir()
-        except FileExistsError:  # by a run that started at the same moment
-            number += 1
-        else:
             return folder
+        number += 1
 
 
 def write_settings(folder: Path, settings: Settings, texts: Mapping[str, str]) -> None:

@@ -35,7 +35,6 @@ BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
 class RunLog:
     """Metrics of a run, to the screen, the CSV files and TensorBoard. Use with `with`.
 
-    The screen has a progress bar on a terminal, if `progress`, and a line per row elsewhere.
     `rows`, as `read_rows` returned them, and `validations` are those of earlier starts. All calls
     raise `OSError` if a file cannot be written.
     """
@@ -189,9 +188,8 @@ def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
 class _Board:
     """TensorBoard's file; from step `purge` on TensorBoard forgets what it knows.
 
-    tensorboardX's own `SummaryWriter` writes on a thread, behind a queue of ten. On a full disk the
-    thread ends with a traceback, and the tenth call after that waits for ever. Its `EventsWriter`
-    does not close the file if the rest cannot be written, so Python 3.13 complains at its end.
+    On a full disk tensorboardX's `SummaryWriter` waits for ever, and its `EventsWriter` closes
+    nothing.
     """
 
     def __init__(self, folder: Path, *, purge: int | None):

@@ -110,10 +110,9 @@ class SavedCheckpoints:
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             rated = ", ".join(str(s) for s in steps if s in self._figures) or "none"
-            validated = f"; of these {rated} were validated" if which == "best" else ""
             raise SettingsError(
-                f"`--export`: expected one of the checkpoints in {self._folder} ({listed}), got "
-                f"{which}{validated}."
+                f"`--export`: expected one of the checkpoints in {self._folder} ({listed}; "
+                f"validated: {rated}), got {which}."
             )
         if which != "best":
             self._read_checked(step)

@@ -7,9 +7,8 @@
     fsdp      split                  split
     tensor    split                  a copy on each device
 
-Devices are counted node by node, so name the axis that may cross nodes, over a slow link, first:
-`data`, which sends the least. To shard another model, or this one otherwise, change `RULES`: the
-training is the same up to the order of sums.
+Devices are counted node by node, so name the axis that may cross nodes first: `data`, which sends
+the least. To shard another model, or this one otherwise, change `RULES`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 BATCH_AXES = ("data", "fsdp")  # the sequences of a batch are split over these
 
-# A pattern (a regular expression that is searched in the path of a leaf, such as
-# `blocks/0/gate/kernel`) and the mesh axis of each dimension, None for a dimension that is not
-# split. The first pattern that matches decides; axes that the mesh does not have split nothing.
-# With its blocks stacked, a leaf (`blocks/gate/kernel`) has one dimension more in front, which is
-# not split.
+# A pattern, searched in the path of a leaf (`blocks/0/gate/kernel`), and the mesh axis of each
+# dimension, None for one that is not split. The first that matches decides; axes that the mesh does
+# not have split nothing. Of stacked blocks the axis in front is not split.
 #
 # `tensor` cuts the inner side of a pair of matrices, columns of the first and rows of the second,
 # so that a block sums over devices once behind each pair. `fsdp` cuts the other side: its devices

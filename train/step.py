@@ -1,7 +1,6 @@
 """One step of the training, and one of the validation, for every kind of model.
 
-A loss is kept per example, as a sum and its number of terms, until the last moment: the mean is
-over tokens, however they are spread over examples, micro-batches, devices and batches.
+A loss is kept per example, as a sum and its number of terms: the mean is over tokens.
 """
 
 from __future__ import annotations

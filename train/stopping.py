@@ -1,13 +1,11 @@
 """Signals that ask a run to stop: it saves at the end of its step, and says how to go on.
 
-Python runs a signal's handler on the main thread, and only when that is out of the compiler or of a
-wait for the device. To answer at once, a thread of its own hears of signals, through the pipe that
-`signal.set_wakeup_fd` writes to.
+Python runs a handler only when the main thread is out of the compiler or of a wait for the device.
+To answer at once, a thread of its own hears of signals, through the pipe of `signal.set_wakeup_fd`.
 
-Before the first step and after the last one, when there is nothing to save, a signal ends the
-process at once, and so does a second signal at any time. Of several processes one may be asked, or
-all; jax then finds a step at which all can stop. SIGUSR1 counts as SIGTERM: many batch scripts of
-clusters send it ahead of a time limit.
+When there is nothing to save, a signal ends the process at once, and so does a second signal. Of
+several processes one may be asked, or all; jax then finds a step at which all can stop. SIGUSR1
+counts as SIGTERM: many batch scripts of clusters send it ahead of a time limit.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The tokenizer of a Hugging Face folder, and the few ids that a task must know by name.
 
-`tokenizer.json` holds the tokenizer itself. Which of its tokens begin, end and pad a text, the
-first of these files decides that names one:
+Which tokens begin, end and pad a text, the first of these files decides that names one:
 
-1. `tokenizer_config.json`, `special_tokens_map.json` (`bos_token`, `eos_token`, `pad_token`);
-2. `config.json`, `generation_config.json` (`bos_token_id`, `eos_token_id`, `pad_token_id`).
+1. `tokenizer_config.json`, `special_tokens_map.json` (`bos_token`, `eos_token`, `pad_token`); 2.
+`config.json`, `generation_config.json` (`bos_token_id`, `eos_token_id`, `pad_token_id`).
 
-With one exception: where there is a `tokenizer_config.json`, and neither it nor the map names a
-begin token, or it says `"add_bos_token": false`, the model was trained without one.
+But where a `tokenizer_config.json` names no begin token, nor the map, or says `"add_bos_token":
+false`, the model was trained without one.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ class Tokenizer(NamedTuple):
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int, needs_end: bool = False) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, for a model whose embedding has `vocabulary` rows.
-
-    Raises `TokenizerError` if it is missing or does not fit, or has no token to pad with or, where
-    `needs_end`, to end with.
-    """
+    """The tokenizer of a Hugging Face folder, for a model whose embedding has `vocabulary` rows."""
     tokens = _read_tokens(folder)
     last = max(tokens.get_vocab(with_added_tokens=True).values(), default=-1)
     if last >= vocabulary:

@@ -301,12 +301,7 @@ def of_chats(tmp_path):
     data = write(
         tmp_path / "a.jsonl", *[talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")] * 8
     )
-    return {
-        "task": "chat",
-        "model": str(folder),
-        "data": str(data),
-        "sequence_length": 120,
-    }
+    return {"task": "chat", "model": str(folder), "data": str(data), "sequence_length": 120}
 
 
 def test_the_template_of_a_run_is_that_of_its_folder_or_the_one_that_is_named(of_chats):

@@ -115,7 +115,7 @@ SST2_HEADER = "sentence\tlabel\n"
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("sst2", "sentence\tmark\na\t1\n", r"line 1: .* label is not in it: 'sentence\\tmark'"),
+        ("sst2", "sentence\tmark\na\t1\n", r"line 1: .* got 'sentence\\tmark' without label"),
         ("sst2", SST2_HEADER + "a\t1\na film\n", "line 3: expected 2 columns .* got 1"),
         ("sst2", SST2_HEADER + " \t1\n", "line 2: expected text in column 'sentence'"),
         ("sst2", SST2_HEADER + "a\t2\n", "line 2: expected a label of 0, 1 .* got '2'"),
@@ -133,8 +133,7 @@ def test_a_glue_task_without_its_files_or_room_is_refused(tmp_path, bert):
     write(tmp_path / "train.tsv", "")
     for name, folder, length, match in (
         ("cola", tmp_path, 8, r"cola in .*: train\.tsv, dev\.tsv or in_domain_train"),
-        ("cola", tmp_path / "none", 8, "found no such folder"),
-        ("wnli", tmp_path, 8, "one of sst2, cola, .* got 'wnli'"),
+        ("cola", tmp_path / "none", 8, "got others"),
         ("mrpc", tmp_path, 3, "`sequence_length`: expected more than 3"),
     ):
         with pytest.raises(DataError, match=match):

@@ -78,11 +78,7 @@ def test_a_signal_saves_the_run_and_says_how_to_go_on(runs):
     assert f'"step": {step}' in (runs.folder / "trace.json").read_text(encoding="utf-8")
 
 
-WORDS = [
-    {"optimizer": "adamw"},
-    {"send_gradients": "after_step"},
-    {"send_gradients": "per_window"},
-]
+WORDS = [{"optimizer": "adamw"}, {"send_gradients": "after_step"}, {"send_gradients": "per_window"}]
 
 
 @pytest.mark.slow

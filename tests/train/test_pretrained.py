@@ -35,12 +35,7 @@ from train.blocks import linear, make_blocks
 from train.decoder import LinearRope, Llama3Rope
 from train.hf_saving import save_folder
 from train.hf_tensors import transpose
-from train.pretrained import (
-    ModelError,
-    drawn_anew,
-    load_weights,
-    read_folder,
-)
+from train.pretrained import ModelError, drawn_anew, load_weights, read_folder
 
 # Of the largest gradient of a leaf: as above, once more backwards.
 GRADIENT_TOLERANCE = 1e-5

@@ -121,11 +121,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "auto"),
-    [
-        ("llama2", "LlamaForCausalLM"),
-        ("bert", "BertForSequenceClassification"),
-    ],
+    ("name", "auto"), [("llama2", "LlamaForCausalLM"), ("bert", "BertForSequenceClassification")]
 )
 def test_a_pickle_is_refused_with_the_class_that_converts_it(tmp_path, name, auto):
     folder = copied(name, tmp_path)

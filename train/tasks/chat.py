@@ -28,8 +28,7 @@ MESSAGES, TOOLS = "messages", "tools"
 
 # What a file of another format has in place of messages, and what to do.
 OTHERS = {
-    "conversations": "Rename it, and in its items `from` to `role` and `value` to `content`, with "
-    "the roles user and assistant",
+    "conversations": "Rename it, and in its items `from` to `role` and `value` to `content`",
     "instruction": "That is Alpaca's format: take --task alpaca",
     "text": "That is text: take --task language",
 }
@@ -76,9 +75,8 @@ def _conversations(path: Path, template: ChatTemplate) -> Iterator[Conversation]
         messages = _messages(where, record)
         tools = record.get(TOOLS) or None
         if not isinstance(tools, list | None):
-            raise DataError(
-                f"{where}: expected a list in the field {TOOLS!r}, got {shorten(repr(tools))}."
-            )
+            got = shorten(repr(tools))
+            raise DataError(f"{where}: expected a list in the field {TOOLS!r}, got {got}.")
         try:
             yield template.conversation(messages, tools)
         except ConversationError as error:
@@ -93,18 +91,15 @@ def _messages(where: str, record: dict[str, Any]) -> list[dict[str, Any]]:
         raise DataError(f"{where}: expected a field {MESSAGES!r}, found {names}. {remedy}.")
     messages = record[MESSAGES]
     if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f'{where}: expected a list of messages {{"role": ..., "content": ...}} in the field '
-            f"{MESSAGES!r}, got {shorten(repr(messages))}."
-        )
+        got = shorten(repr(messages))
+        raise DataError(f"{where}: expected a list of messages in {MESSAGES!r}, got {got}.")
     return [_message(f"{where}, message {n}", m) for n, m in enumerate(messages, 1)]
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise DataError(
-            f'{where}: expected {{"role": ..., "content": ...}}, got {shorten(repr(message))}.'
-        )
+        got = shorten(repr(message))
+        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, got {got}.')
     # Tables have a column for each field that any message has.
     message = {name: value for name, value in message.items() if value is not None}
     text_field(where, message, "role")

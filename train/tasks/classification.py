@@ -126,16 +126,11 @@ def _classes(labels: list[str], known: Sequence[str], column: str, data: Path) -
         return list(known)
     if all(label.removeprefix("-").isdecimal() for label in classes):
         classes.sort(key=int)
-    if len(classes) < 2:
-        raise DataError(
-            f"{data}: expected at least two labels in column {column!r}, got {classes}. Name the "
-            "column of the labels with --label-column."
-        )
-    if len(classes) > max(MANY_CLASSES, len(labels) // 2):
+    if not 2 <= len(classes) <= max(MANY_CLASSES, len(labels) // 2):
         listed = ", ".join(shorten(repr(label)) for label in classes[:3])
         raise DataError(
-            f"{data}: expected classes in column {column!r}, got {len(classes)} different ones in "
-            f"{len(labels)} rows: {listed}, ... Name the column with --label-column."
+            f"{data}: expected at least two classes in column {column!r}, and few, got "
+            f"{len(classes)} in {len(labels)} rows: {listed}. Name the column with --label-column."
         )
     return classes
 
@@ -246,8 +241,7 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         raise DataError(
             f"{path}, line {begin}: expected CSV, got a row that ends in line {reader.line_num}, "
-            f'which cannot be read ({error}). Put a text with `"` in it between quotation marks, '
-            'and write each inside as `""`.'
+            f'which cannot be read ({error}). Write each `"` inside of a text as `""`.'
         ) from error
     finally:
         csv.field_size_limit(longest)

@@ -1,7 +1,6 @@
 """Texts to tokens, kept flat: one array of all tokens, and where each text begins in it.
 
-A tokenizer's own results take hundreds of bytes per token. So it gets texts in chunks, and only the
-ids are kept, in the smallest dtype that holds them.
+A tokenizer's results take hundreds of bytes per token: of each chunk of texts only ids are kept.
 """
 
 from __future__ import annotations
@@ -73,11 +72,7 @@ def smallest_dtype(vocabulary: int) -> np.dtype:
 def enclose(
     tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Texts with a begin and an end token around each: all tokens, and where each text begins.
-
-    `starts` `(n + 1,)` is where each begins in `tokens`, which have neither. A begin token is only
-    where the model was trained with one.
-    """
+    """Texts with a begin (if any) and an end token around each: all tokens, and their starts."""
     begin, end = tokenizer.begin, tokenizer.end
     starts = starts + (1 if begin is None else 2) * np.arange(len(starts))
     enclosed = np.empty(starts[-1], tokens.dtype)

@@ -59,10 +59,7 @@ class Examples:
     def split(self, data: Path, *, validation_share: float, seed: int) -> list[Examples]:
         """The examples of `data` that train, and those that validate; each counts as one."""
         if len(self) < 2 and validation_share < 1:
-            raise DataError(
-                f"expected at least two examples in {data}, one to train and one to validate, got "
-                f"{len(self)}."
-            )
+            raise DataError(f"expected at least two examples in {data}, got {len(self)}.")
         sides = []
         for side in split(np.ones(len(self)), validation_share=validation_share, seed=seed):
             sides.append(copy.copy(self))
@@ -127,10 +124,8 @@ def check_room(tokenizer: Tokenizer, sequence_length: int, *, pair: bool) -> Non
     """Raises a DataError if an example of a class would have special tokens alone."""
     special = tokenizer.tokens.num_special_tokens_to_add(pair)
     if sequence_length <= special:
-        raise DataError(
-            f"`sequence_length`: expected more than {special}, the special tokens of an example, "
-            f"got {sequence_length}."
-        )
+        wanted = f"more than {special}, the special tokens of an example"
+        raise DataError(f"`sequence_length`: expected {wanted}, got {sequence_length}.")
 
 
 def task_of(

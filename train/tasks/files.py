@@ -40,16 +40,11 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     kinds = " or ".join("*" + suffix for suffix in suffixes)
     if not data.is_dir():
         got = f"the file {data}" if data.exists() else f"nothing at {data}"
-        raise DataError(
-            f"`data`: expected a file {kinds}, or a folder with such files, found {got}."
-        )
+        raise DataError(f"`data`: expected a file {kinds}, or a folder of such, found {got}.")
     if ".arrow" in suffixes and (parts := tables.saved_parts(data)) is not None:
         files = Files(parts[""], [], []) if parts.keys() == {""} else _sides(data, parts)
         if not files.train:
-            raise DataError(
-                f"expected a part train in {data}, found {', '.join(parts) or 'none'}. Of the "
-                "folder of a single part a share is held back."
-            )
+            raise DataError(f"expected a part train in {data}, found {', '.join(parts) or 'none'}.")
         return files
     listed = sorted(path for path in data.iterdir() if path.is_file() and path.name[0] != ".")
     fitting = [path for path in listed if path.name.lower().endswith(suffixes)]
@@ -58,10 +53,8 @@ def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
         raise DataError(f"`data`: expected files {kinds} in {data} itself, found {names}.")
     train, validation, notes = _sides(data, {path.name: [path] for path in fitting})
     if validation and not train:
-        raise DataError(
-            f"expected files train*{suffixes[0]} beside {validation[0].name} in {data}, found "
-            "none. Without files for validation a share of the others is held back."
-        )
+        beside = f"beside {validation[0].name} in {data}"
+        raise DataError(f"expected files train*{suffixes[0]} {beside}, found none.")
     return Files(train or fitting, validation, notes)
 
 
@@ -91,20 +84,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                     f"{path}, line {number}: expected UTF-8, got {line[error.start]:#x} at byte "
                     f"{error.start + 1} of the line ({error.reason})."
                 ) from error
-            if "\0" in text:
-                raise DataError(
-                    f"{path}, line {number}: expected UTF-8 text, got NUL at character "
-                    f"{text.index(chr(0)) + 1}."
-                )
+            if "\0" in text:  # mostly of UTF-16, or of a damage
+                raise DataError(f"{path}, line {number}: expected UTF-8 text, got NUL.")
             yield number, text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a file, each with where it is: path and line, or path and item.
-
-    A file `*.json` that begins with a bracket is a list. Of a table the rows are such objects. Any
-    other file has an object a line; blank lines are passed over.
-    """
+    """The JSON objects of a list, of lines or of a table, each with where it is."""
     if tables.is_table(path):
         yield from tables.rows(path)
         return
@@ -146,13 +132,10 @@ def text_field(
             f"{where}: expected a text in the field {field!r}, got "
             f"{shorten(json.dumps(text, default=repr))}."
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+    if any("\ud800" <= c <= "\udfff" for c in text):
         raise DataError(
-            f"{where}: expected text in the field {field!r}, got half of a surrogate pair at "
-            f"character {error.start + 1}."
-        ) from error
+            f"{where}: expected text in the field {field!r}, got half a surrogate pair."
+        )
     return text
 
 
@@ -161,8 +144,8 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which examples are to train and which to validate, both ascending; neither empty if n > 1.
 
-    In an order drawn with the seed, examples go to validation where they, of `sizes` `(n,)`, still
-    fit in its share of the sum; if none does, the smallest one. With a share of 1 none trains.
+    In a drawn order, examples go to validation where they, of `sizes` `(n,)`, still fit in its
+    share of the sum; if none does, the smallest one. With a share of 1 none trains.
     """
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))
@@ -195,10 +178,8 @@ def _parse(where: str, text: str, *, line: bool = False) -> Any:
             reason = error.msg
         else:
             place, reason = where, str(error)
-        raise DataError(
-            f"{place}: expected JSON ({reason}), got {shorten(text.strip())!r}. A file has one "
-            "object a line, or, as *.json, a list of objects."
-        ) from error
+        got = shorten(text.strip())
+        raise DataError(f"{place}: expected JSON ({reason}), got {got!r}.") from error
 
 
 def _object(where: str, item: Any) -> tuple[str, dict[str, Any]]:

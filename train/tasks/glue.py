@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,6 +84,9 @@ class Format(NamedTuple):
     skips_broken: bool = False  # in the training file
 
 
+_EQUIVALENT = {"0": "not_equivalent", "1": "equivalent"}
+_DUPLICATE = {"0": "not_duplicate", "1": "duplicate"}
+_F1: dict[str, Any] = {"score": f1_and_accuracy, "best": "f1"}
 _ENTAILMENT = {name: name for name in ("entailment", "not_entailment")}
 _MNLI_LABELS = {name: name for name in ("entailment", "neutral", "contradiction")}
 
@@ -99,22 +102,9 @@ FORMATS: Mapping[str, Format] = {
         layouts=(_PLAIN, _COLA_RELEASE),
         columns=("source", "label", "mark", "sentence"),
     ),
-    "mrpc": Format(
-        "MRPC",
-        ("#1 String", "#2 String"),
-        "Quality",
-        {"0": "not_equivalent", "1": "equivalent"},
-        score=f1_and_accuracy,
-        best="f1",
-    ),
+    "mrpc": Format("MRPC", ("#1 String", "#2 String"), "Quality", _EQUIVALENT, **_F1),
     "qqp": Format(
-        "QQP",
-        ("question1", "question2"),
-        "is_duplicate",
-        {"0": "not_duplicate", "1": "duplicate"},
-        score=f1_and_accuracy,
-        best="f1",
-        skips_broken=True,
+        "QQP", ("question1", "question2"), "is_duplicate", _DUPLICATE, skips_broken=True, **_F1
     ),
     "rte": Format("RTE", ("sentence1", "sentence2"), "label", _ENTAILMENT),
     "qnli": Format("QNLI", ("question", "sentence"), "label", _ENTAILMENT),
@@ -135,8 +125,6 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
     `data` is the folder with the task's files, or the one above it that has them in a folder of
     GLUE's name for the task (`SST-2`, `CoLA`, ...).
     """
-    if name not in FORMATS:
-        raise DataError(f"expected a GLUE task, one of {', '.join(FORMATS)}, got {name!r}.")
     fmt = FORMATS[name]
     check_room(tokenizer, sequence_length, pair=len(fmt.sentences) == 2)
     folder, layout = _find(name, fmt, data)
@@ -171,12 +159,9 @@ def _find(name: str, fmt: Format, data: Path) -> tuple[Path, Files]:
     wanted = " or ".join(
         ", ".join(file for files in layout.values() for file in files) for layout in fmt.layouts
     )
-    got = "a file" if data.exists() else "no such folder"
-    if data.is_dir():
-        got = shorten(", ".join(sorted(path.name for path in data.iterdir())) or "an empty folder")
     raise DataError(
-        f"expected the files of {name} in {data} or in {fmt.folder} below it: {wanted}; found "
-        f"{got}. They are those of GLUE's download, https://gluebenchmark.com/tasks."
+        f"expected the files of {name} in {data} or in {fmt.folder} below it: {wanted}, got "
+        "others. They are those of GLUE's download, https://gluebenchmark.com/tasks."
     )
 
 
@@ -214,8 +199,8 @@ def _header(path: Path, fmt: Format, line: str) -> tuple[str, ...]:
     names = tuple(line.removesuffix("\n").split("\t"))
     if missing := [column for column in needed if column not in names]:
         raise DataError(
-            f"{path}, line 1: expected a header with the columns {', '.join(needed)}, "
-            f"separated by tabs; {', '.join(missing)} is not in it: {shorten(line.strip())!r}."
+            f"{path}, line 1: expected a header with the columns {', '.join(needed)} between tabs, "
+            f"got {shorten(line.strip())!r} without {', '.join(missing)}."
         )
     return names
 
@@ -228,11 +213,7 @@ def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
     named = ", ".join(map(str, broken[:NAMED_LINES])) + ", ..." * (len(broken) > NAMED_LINES)
     if len(broken) * BROKEN_SHARE > last:
         raise DataError(
-            f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or "
-            f"with an empty question, as in the official file; {len(broken)} of {last} are: "
-            f"lines {named}."
+            f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or with an "
+            f"empty question, got {len(broken)} of {last}: lines {named}."
         )
-    return [
-        f"{path.name}: left out {len(broken)} of {last} lines, which lack columns or a question: "
-        f"lines {named}"
-    ]
+    return [f"{path.name}: left out {len(broken)} of {last} lines, which lack text: lines {named}"]

@@ -58,8 +58,8 @@ def make(
         if len(tokens) <= sequence_length and (part, validation_share) != ("train", 1):
             raise DataError(
                 f"expected text for at least one window of {sequence_length} + 1 tokens in the "
-                f"part for {part} of {data}, got {len(tokens)} tokens. Give more text, or use a "
-                "shorter `sequence_length` or another `validation_share`."
+                f"part for {part} of {data}, got {len(tokens)} tokens. Give more text, a shorter "
+                "`sequence_length` or another `validation_share`."
             )
     checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
     if joined:

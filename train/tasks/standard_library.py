@@ -23,13 +23,10 @@ VOCABULARY = 256  # the values of a byte
 
 FILE_START = b"\0"  # occurs in no source file
 
+# What is installed below it, what many distributions leave out, and tables in the shape of code.
 SKIPPED_FOLDERS = frozenset(
-    # Not the standard library, though often installed below it.
-    ["site-packages", "dist-packages", "__pycache__"]
-    # Left out by many distributions, so they would make machines differ more than they must.
-    + ["test", "tests", "idlelib", "turtledemo"]
-    # Tables and a manual in the shape of source code: half their bytes are no program text.
-    + ["encodings", "pydoc_data"]
+    "site-packages dist-packages __pycache__ test tests idlelib turtledemo encodings "
+    "pydoc_data".split()
 )
 
 
@@ -75,8 +72,7 @@ def source_files(root: Path) -> list[Path]:
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     if not paths:
         raise DataError(
-            f"expected the source files (*.py) of Python's standard library below {root}, found "
-            "none. Use a Python that was installed with them, such as python.org's."
+            f"expected the source files (*.py) of Python's standard library below {root}, got none."
         )
     return sorted(paths, key=Path.as_posix)
 
@@ -92,9 +88,8 @@ def split_files(
     shuffled, ends = shuffled[:taken], ends[:taken]
     if len(shuffled) < 2:
         raise DataError(
-            f"expected text of at least two files, one to train and one to validate, got "
-            f"{len(shuffled)} of the {len(files)} below {root} within {max_bytes} bytes. Raise "
-            "`corpus_megabytes`."
+            f"expected text of at least two files, got {len(shuffled)} of the {len(files)} below "
+            f"{root} within {max_bytes} bytes. Raise `corpus_megabytes`."
         )
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
     border = min(border, len(shuffled) - 1)
@@ -111,7 +106,7 @@ def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.nda
     if len(text) < sequence_length + 1:
         raise DataError(
             f"expected text for at least one window of {sequence_length} bytes, got {len(text)} "
-            f"bytes in {len(files)} files. Raise `corpus_megabytes`."
+            "bytes. Raise `corpus_megabytes`."
         )
     return np.lib.stride_tricks.sliding_window_view(text, sequence_length + 1)[::sequence_length]
 

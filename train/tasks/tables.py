@@ -61,8 +61,8 @@ def saved_parts(folder: Path) -> dict[str, list[Path]] | None:
         return {"": _files_of(folder)}
     if (folder / INFO).is_file() and any(folder.glob("*.arrow")):
         raise DataError(
-            f"expected a folder that `save_to_disk` of `datasets` has written, got {folder}, with "
-            f"no {STATE}: a part of its cache. Save it by itself: dataset.save_to_disk(DIR)."
+            f"expected a folder that `save_to_disk` of `datasets` has written, got {folder} with "
+            f"no {STATE}: a part of its cache. Save it: dataset.save_to_disk(DIR)."
         )
     return None
 
@@ -78,9 +78,7 @@ def _files_of(folder: Path) -> list[Path]:
 def _listed(path: Path, key: str) -> list[Any]:
     listed = read_object(path, DataError).get(key)
     if not isinstance(listed, list):
-        raise DataError(
-            f"{path}: expected a list `{key}`, as `save_to_disk` writes it, got {listed!r}."
-        )
+        raise DataError(f"{path}: expected a list `{key}`, got {listed!r}.")
     return listed
 
 
@@ -105,9 +103,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
     except (arrow.ArrowException, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise DataError(
-            f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). Fetch "
-            "the file again: of a repository that was cloned without git-lfs there are only "
-            "pointers."
+            f"{path}: expected a table, got {size} bytes that pyarrow cannot read ({error}). A "
+            "repository that was cloned without git-lfs has pointers only."
         ) from error
 
 
@@ -117,7 +114,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"expected pyarrow, which reads {path.name}, got an environment without it ({error}). "
-            "It is the extra `data`: python -m pip install -e '.[train,data]'."
+            f"expected pyarrow, which reads {path.name}, got none ({error}). It is the extra "
+            "`data`: python -m pip install -e '.[train,data]'."
         ) from error
     return pyarrow
