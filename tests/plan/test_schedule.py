@@ -163,10 +163,24 @@ def test_a_rule_says_how_many_leaves_must_be_ripe():
     assert AutoWindow(share=0.01).needed(3) == 1
 
 
-@pytest.mark.parametrize(("window", "expected"), [(3, 48), (AutoWindow(max_interval=5), 80)])
-def test_a_selection_is_every_sixteen_of_the_longest_windows_by_default(window, expected):
-    tx = zenflow_jax.zenflow(1e-2, update_interval=window, window_scaling=None)
-    assert tx.init({"w": jnp.ones((8, 4))}).schedule.select == expected
+@pytest.mark.parametrize(
+    ("options", "name", "expected"),
+    [
+        # A selection is every sixteen of the longest windows.
+        (dict(update_interval=3), "select", 48),
+        (dict(update_interval=AutoWindow(max_interval=5)), "select", 80),
+        # An update arrives a step after its window, or where the next one ends.
+        (dict(update_interval=3), "staleness", 1),
+        (dict(update_interval=3, rolling=False), "staleness", 3),
+        (dict(update_interval=AutoWindow()), "staleness", None),
+        # No provisional step where no window outlasts its step.
+        (dict(update_interval=1, staleness=0, provisional_share=0.5), "provisional_share", None),
+        (dict(update_interval=1, provisional_share=0.5), "provisional_share", 0.5),
+    ],
+)
+def test_what_the_arguments_leave_open_follows_from_the_windows(options, name, expected):
+    tx = zenflow_jax.zenflow(1e-2, window_scaling=None, **options)
+    assert getattr(tx.init({"w": jnp.ones((8, 4))}).schedule, name) == expected
 
 
 @pytest.mark.parametrize("options", [dict(rolling=False), dict(update_interval=AutoWindow())])
