@@ -7,7 +7,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from zenflow_jax._plan.resolve import LeafRules, resolve_specs
 
-MESH = AbstractMesh((2, 4), ("data", "fsdp"))
+# No part is cut along an axis of one.
+MESH = AbstractMesh((2, 4, 1), ("data", "fsdp", "model"))
 
 
 @pytest.mark.parametrize(

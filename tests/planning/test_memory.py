@@ -53,11 +53,11 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(changes, monke
 
     def upload(tree, device):
         nonlocal most
-        found = memory.upload(tree, device)
-        uploaded.extend(map(weakref.ref, jax.tree.leaves(found)))
-        there = [x for x in (ref() for ref in uploaded) if x is not None and not x.is_deleted()]
-        most = max(most, sum(x.nbytes for x in there))
-        return found
+        arrays = memory.upload(tree, device)
+        uploaded.extend(map(weakref.ref, jax.tree.leaves(arrays)))
+        alive = [x for x in (ref() for ref in uploaded) if x is not None and not x.is_deleted()]
+        most = max(most, sum(x.nbytes for x in alive))
+        return arrays
 
     # No selections: hand-overs are uploads, too.
     settings = Settings(**{**vars(SETTINGS), "topk_ratio": 0.0, **changes})

@@ -86,18 +86,17 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
         def step(params, opt_state):
             return params, opt_state
 
-        found = library.plan(jax.jit(step), training.params, state, host_state=host_state)
+        plan = library.plan(jax.jit(step), training.params, state, host_state=host_state)
     need = host_memory(state, host_state=host_state)
-    assert found.host_pinned == need.mail + need.hand_over
-    assert found.host_bytes == found.host_pinned + sum(
-        (need.state, need.sums, need.hand_over, need.saving)
-    )
-    assert found.device["uploads"] == device_memory(state).uploads
+    assert plan.host_pinned == need.mail + need.hand_over
+    pageable = need.state + need.sums + need.hand_over + need.saving
+    assert plan.host_bytes == plan.host_pinned + pageable
+    assert plan.device["uploads"] == device_memory(state).uploads
     blank = jax.tree.leaves((state.mail, state.step_scalars))
     on_device = {id(x): x.nbytes for x in jax.tree.leaves((training.params, state))}
     arrays = sum(on_device.values()) - sum({id(x): x.nbytes for x in blank}.values())
     kept = sum(x.nbytes for leaf in saved for name, x in leaf.items() if name != "before")
-    assert found.checkpoint == pytest.approx(arrays + kept, rel=0.02)
+    assert plan.checkpoint == pytest.approx(arrays + kept, rel=0.02)
 
 
 @pytest.mark.parametrize("rolling", [True, False])
@@ -109,9 +108,10 @@ def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
         tx = zenflow_jax.zenflow(1e-3, update_interval=interval, rolling=rolling)
         return zenflow_jax.find_state(tx.init(params))
 
-    found, expected = with_interval(state(4), window), state(window)
-    assert [x.spec for x in found.leaves] == [x.spec for x in expected.leaves]
-    schedules = [dataclasses.replace(x.schedule, window_scaling=None) for x in (found, expected)]
+    both = with_interval(state(4), window), state(window)
+    specs = [[leaf.spec for leaf in x.leaves] for x in both]
+    assert specs[0] == specs[1]
+    schedules = [dataclasses.replace(x.schedule, window_scaling=None) for x in both]
     assert schedules[0] == schedules[1]
 
 
@@ -182,14 +182,13 @@ def test_the_sentence_names_longer_windows_only_where_the_host_is_too_busy(of_in
 
 def test_a_plan_names_all_that_it_lacks_and_nothing_else():
     small = dataclasses.replace(GPUS["h100"], memory=1000)
-    found = library.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)
+    plan = library.plan(*step_of("zenflow"), device=small, host_memory_bytes=1000)
     both = (
         r"Does not fit: the device lacks [^()]*\(needs [^ ]* GB{}, [^()]*\) and the host lacks "
         r"[^()]*\([^()]*\)\."
     )
-    without = " without gradients and activations"
-    assert re.fullmatch(both.format(without), found.advice)
-    assert re.fullmatch(both.format(""), found.with_peak(2000).advice)
+    assert re.fullmatch(both.format(" without gradients and activations"), plan.advice)
+    assert re.fullmatch(both.format(""), plan.with_peak(2000).advice)
 
 
 def test_a_run_is_advised_of_windows_only_after_a_hundred_steps_beside_a_device(monkeypatch):
@@ -209,19 +208,19 @@ def test_a_finished_run_says_how_busy_its_host_was():
         stats = training.engine.stats
     at = {"steps": 8, "wait_s": 2.0}
     half = dataclasses.replace(stats, work_s=4.0, **at)
-    found = library.hiding(training.state, half, 10.0)
+    hiding = library.hiding(training.state, half, 10.0)
     work = host_work(training.state)
     # The device took eight of the ten seconds, the host four.
-    assert found.busy == pytest.approx(0.5 * work.busiest / work.mean)
-    assert found.of_intervals[4] == found.busy
-    assert found.of_intervals[1] > found.busy
+    assert hiding.busy == pytest.approx(0.5 * work.busiest / work.mean)
+    assert hiding.of_intervals[4] == hiding.busy
+    assert hiding.of_intervals[1] > hiding.busy
     assert library.hiding(training.state, dataclasses.replace(half, steps=7), 10.0) is None
     # Had six of the eight steps been a warm-up, most of the four seconds would be theirs.
     schedule = dataclasses.replace(training.state.schedule, full_warm_up_rounds=6)
     static = dataclasses.replace(training.state.static, schedule=schedule)
     warm = library.hiding(training.state._replace(static=static), half, 10.0)
     of_warm_up = host_work(with_interval(training.state, 1)).mean
-    expected = found.busy * work.mean * 8 / (6 * of_warm_up + 2 * work.mean)
+    expected = hiding.busy * work.mean * 8 / (6 * of_warm_up + 2 * work.mean)
     assert warm.busy == pytest.approx(expected)
 
 
@@ -256,20 +255,19 @@ def test_an_unknown_device_or_way_to_keep_moments_and_a_step_without_jit_are_ref
         library.plan(lambda p, s: (p, s), params, opt_state)
 
 
-@pytest.mark.parametrize(("slope", "now"), [(0.6, 2), (1.0, 500), (1.7, 64)])
-def test_the_largest_batch_is_found_in_few_compilations(slope, now):
+@pytest.mark.parametrize(("slope", "first"), [(0.6, 2), (1.0, 500), (1.7, 64)])
+def test_the_largest_batch_needs_few_compilations(slope, first):
     asked = []
 
     def needs(batch):
         asked.append(batch)
         return 300 + max(slope * batch * 3, 1.1 * slope * batch * 3 - 50)
 
-    found = planning.largest_batch(now, 2, 1000, 250, needs)
+    largest = planning.largest_batch(first, 2, 1000, 250, needs)
     limit = 750 / 3.3 / slope
-    assert len(set(asked) - {now}) <= planning.COMPILATIONS
-    assert 0.95 * limit - 2 <= found <= limit
-    assert found % 2 == 0
-
+    assert len(set(asked) - {first}) <= planning.COMPILATIONS
+    assert 0.95 * limit - 2 <= largest <= limit
+    assert largest % 2 == 0
     assert planning.largest_batch(4, 2, 1000, 900, lambda _: 2000) is None, "weights are too many"
     assert planning.largest_batch(4, 2, 1000, 1100, None) is None, "nothing is compiled"
 
@@ -302,9 +300,9 @@ def test_ways_that_fit_are_few_the_largest_batch_first_and_none_is_more_than_ano
         return planning.Memory(device, host, device <= 24 and host <= 60)
 
     settings = settings_of("llama3", batch_size=36, scan_layers=True)
-    found = planning.ways_that_fit(settings, 4, memory_of)
+    ways = planning.ways_that_fit(settings, 4, memory_of)
     out = {"scan_layers": False}
-    assert [(way.batch_size, way.changes) for way in found] == [
+    assert [(way.batch_size, way.changes) for way in ways] == [
         (16, {"host_state": "compact"} | out | {"remat": True}),
         (16, out | {"update_interval": 2, "remat": True}),
         (8, {"host_state": "compact"} | out),
@@ -347,47 +345,46 @@ def with_compiler(monkeypatch):
     return compiled
 
 
+def reported(tmp_path, *arguments):
+    """What a run with --plan writes as JSON."""
+    file = tmp_path / "plan.json"
+    assert finetune.main([*arguments, "--plan", "--plan-json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
 def test_of_a_deep_model_the_run_itself_is_compiled_and_other_optimizers_by_a_few_layers(
     tmp_path, with_compiler
 ):
     raw = json.loads((FIXTURES / "llama3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 12}))
-    file = tmp_path / "plan.json"
     run = ["--task", "language", "--model", str(tmp_path), "--data", "x", "--batch-size", "16"]
-    run += ["--remat", "--plan", "--plan-json", str(file), "--device", "h100"]
-    run += ["--host-memory", "64", "--no-scan-layers"]
-    assert finetune.main([str(QUICKSTART), *run]) == 0
-    found = json.loads(file.read_text())
-    there = {}
-    for name, plan in found["plans"].items():
-        there[name] = sum(plan["device_bytes"][x] for x in ("weights", "optimizer state"))
-        there[name] += plan["device_bytes"][TEMPORARIES]
-    assert there == {"adamw": 28 * 10**6, "offload": 28 * 10**6, "zenflow": 23 * 10**6}
+    run += ["--remat", "--device", "h100", "--host-memory", "64", "--no-scan-layers"]
+    report = reported(tmp_path, str(QUICKSTART), *run)
+    of_step = ("weights", "optimizer state", TEMPORARIES)
+    peaks = {k: sum(x["device_bytes"][y] for y in of_step) for k, x in report["plans"].items()}
+    assert peaks == {"adamw": 28 * 10**6, "offload": 28 * 10**6, "zenflow": 23 * 10**6}
     assert {name for name, _, layers in with_compiler if layers == 12} == {"zenflow"}
     assert {layers for name, _, layers in with_compiler if name != "zenflow"} == {2, 4}
     assert len(set(with_compiler)) == len(with_compiler) <= 4 + 1 + planning.COMPILATIONS
-    limit = (
-        0.95 * GPUS["h100"].memory - found["plans"]["zenflow"]["device_bytes"]["uploads"]
-    ) / 1e6
-    assert 0.95 * limit - 7 <= found["largest_batch"] <= limit - 7
+    uploads = report["plans"]["zenflow"]["device_bytes"]["uploads"]
+    limit = (0.95 * GPUS["h100"].memory - uploads) / 1e6
+    assert 0.95 * limit - 7 <= report["largest_batch"] <= limit - 7
 
 
 def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_compiler):
     shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
-    file, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    arguments = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--plan"]
-    arguments += ["--plan-json", str(file), "--plan-picture", str(picture), "--device", "a100"]
-    arguments += ["--host-memory", "64", "--scan-layers"]
-    assert finetune.main([str(QUICKSTART), *arguments]) == 0
+    picture = tmp_path / "plan.png"
+    run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--scan-layers"]
+    run += ["--plan-picture", str(picture), "--device", "a100", "--host-memory", "64"]
+    report = reported(tmp_path, str(QUICKSTART), *run)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(file.read_text())
-    assert found["by"] == "shapes"
-    assert list(found["plans"]) == ["adamw", "offload", "zenflow"]
-    assert found["plans"]["zenflow"]["host_bytes_there"] == 64 * 10**9
-    assert found["plans"]["adamw"]["host_bytes"] == {}
-    assert found["largest_batch"] is None
+    assert report["by"] == "shapes"
+    assert list(report["plans"]) == ["adamw", "offload", "zenflow"]
+    assert report["plans"]["zenflow"]["host_bytes_there"] == 64 * 10**9
+    assert report["plans"]["adamw"]["host_bytes"] == {}
+    assert report["largest_batch"] is None
     out = capsys.readouterr().out
-    assert found["advice"] in out.replace("\n", " ")
+    assert report["advice"] in out.replace("\n", " ")
     assert f"The largest batch depends on activations, which {INSTALL} adds." in out
     assert "A100" in out
 
@@ -408,21 +405,18 @@ def room_for(monkeypatch, batch_size, peak=None):
     gpu = dataclasses.replace(GPUS["rtx4090"], memory=int(plan.device_bytes / 0.95) + 1)
     monkeypatch.setitem(GPUS, "rtx4090", gpu)
     host = (plan.host_bytes + HOST_RESERVE + 1) / 1e9  # and what rounding may take
-    return ["--plan", "--device", "rtx4090", "--host-memory", repr(host)]
+    return ["--device", "rtx4090", "--host-memory", repr(host)]
 
 
 def test_a_plan_that_does_not_fit_says_which_commands_do(
     monkeypatch, with_compiler, tmp_path, capsys
 ):
-    planning_it = room_for(monkeypatch, 8, peak=(8 + LAYERS) * 10**6)
-    run = [*RUN, "--batch-size=32"]
-    file = tmp_path / "plan.json"
-    assert finetune.main([*run, *planning_it, "--plan-json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert found["by"] == "compiler"
-    assert "the device lacks" in found["advice"]
-    assert "the host lacks" in found["advice"]
-    commands = [way["command"] for way in found["what_fits"]]
+    room = room_for(monkeypatch, 8, peak=(8 + LAYERS) * 10**6)
+    report = reported(tmp_path, *RUN, "--batch-size=32", *room)
+    assert report["by"] == "compiler"
+    assert "the device lacks" in report["advice"]
+    assert "the host lacks" in report["advice"]
+    commands = [way["command"] for way in report["what_fits"]]
     assert 1 <= len(commands) <= 3
     out = capsys.readouterr().out
     for command in commands:
@@ -431,8 +425,7 @@ def test_a_plan_that_does_not_fit_says_which_commands_do(
         assert program.split()[-1] == "python"
         arguments = shlex.split(rest)
         assert not {x for x in arguments if x.startswith(("--plan", "--device", "--host-mem"))}
-        assert finetune.main([*arguments, *planning_it, "--plan-json", str(file)]) == 0
-        again = json.loads(file.read_text())
+        again = reported(tmp_path, *arguments, *room)
         assert again["plans"]["zenflow"]["fits"]
         assert again["what_fits"] == []
     # It takes nearly all of the memory.
@@ -447,8 +440,8 @@ def test_a_plan_that_does_not_fit_says_which_commands_do(
 def test_without_a_compiler_ways_to_fit_are_searched_by_shapes_and_said_to_be(
     monkeypatch, without_compiler, capsys
 ):
-    planning_it = room_for(monkeypatch, 8)
-    assert finetune.main([*RUN, "--batch-size=32", *planning_it]) == 0
+    room = room_for(monkeypatch, 8)
+    assert finetune.main([*RUN, "--batch-size=32", "--plan", *room]) == 0
     out = capsys.readouterr().out
     assert "What fits (without gradients and activations):" in out
     # Neither the batch nor remat is of any use there.
@@ -460,11 +453,11 @@ def test_without_a_compiler_ways_to_fit_are_searched_by_shapes_and_said_to_be(
 def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
     monkeypatch, with_compiler, tmp_path, capsys
 ):
-    planning_it = room_for(monkeypatch, 8, peak=(8 + LAYERS) * 10**6)
+    room = room_for(monkeypatch, 8, peak=(8 + LAYERS) * 10**6)
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"train_batch_size": 32}))
-    plan = ["--batch-size=32", "--deepspeed", str(config)]
-    assert finetune.main([*RUN, *plan, *planning_it]) == 0
+    run = [*RUN, "--batch-size=32", "--deepspeed", str(config), "--plan"]
+    assert finetune.main([*run, *room]) == 0
     assert "Nor does it with a smaller batch" in capsys.readouterr().out
 
 
