@@ -1,12 +1,8 @@
 """AdamW on NumPy arrays for the deferred channels, and copies of channels in and out.
 
-Two kernels give the same bits. "numba" makes one pass over memory in compiled loops; "numpy" needs
-no compiler and works through tiles that fit the cache. float16 leaves always take the NumPy kernel,
-as Numba has no float16 on CPUs. The engine decides which channels are updated, with which window's
-gradient, and when; this file knows neither windows nor mail.
-
-The bits depend neither on the number of threads nor on the size of the tiles: `numba_loops.py`
-says why.
+Two kernels give the same bits, whatever the number of threads and the size of tiles. "numba" makes
+one pass over memory in compiled loops; "numpy" needs no compiler and works through tiles that fit
+the cache. float16 leaves always take the NumPy kernel, as Numba has no float16 on CPUs.
 
 Letters: every array is a C-contiguous view `(entries, rows, n, tail)`. `entries` is the product of
 the stack axes, `n` the channels in each. "Leading" layout: `rows == 1`, a channel is a contiguous
@@ -19,10 +15,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zenflow_jax._host.arrays import PIECE
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Layout, Moment, Tile, as_matrix, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, flat
@@ -63,9 +61,10 @@ class HostAdam:
     For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
     nobody else may write the arrays, nor read those that it writes. End with `close`.
 
-    `threads` share the work; with 1 it is the caller's. None is one less than the cores this
-    process may use, which leaves one to the training loop. `tile` is how many elements a thread
-    takes at once; None is the best size that was found for the kernel.
+    Args:
+        kernel: "numba" or "numpy".
+        threads: They share the work; None is one less than the cores this process may use.
+        tile: Elements that a thread takes at once; None is the best size found for the kernel.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class HostAdam:
             threads = max(1, available_cores() - 1)
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise ValueError(
-                f"`threads` must be a positive integer or None, got {threads!r}. Pass the number "
-                "of cores the host updates may use, or None for all but one."
+                f"`threads` must be a positive integer, or None for all cores but one, got "
+                f"{threads!r}."
             )
         self.threads = threads
         numpy_tile = _NUMPY_TILE if threads == 1 else _NUMPY_TILE_SHARED
@@ -94,8 +93,7 @@ class HostAdam:
     def accumulate(self, total: np.ndarray, gradients: Sources, *, first: bool) -> None:
         """Adds gradients to `total`, float32, one after the other, each times its factor.
 
-        The bits are those of one call for each gradient, in one pass over memory. `first` replaces
-        what `total` held.
+        `first` replaces what `total` held.
         """
         assert all(total.shape == g.shape for g, _ in gradients)
         kernel = self._kernel_for(*(g for g, _ in gradients))
@@ -123,14 +121,11 @@ class HostAdam:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
         The bits are those of a sum that `accumulate` made first. All are `(entries, rows, n, tail)`
-        but for `steps`, int32, and `active`: `(entries, n)`. `of_window` also says how far `steps`,
-        the Adam steps taken before this one, advance.
+        but for `steps`, int32, and `active`: `(entries, n)`. Inactive channels keep every bit.
 
-        This is a generator, so that the caller can do something else between chunks of some
-        milliseconds each; the step is done when it is exhausted. At its start it reads `steps` and
-        `active`, and writes `steps`. Inactive channels keep every bit of masters, moments and
-        steps, whatever the gradients hold there (the trailing layout may write them with what they
-        hold).
+        A generator, so that the caller can do something else between chunks of some milliseconds
+        each; the step is done when it is exhausted. `steps` and `active` are read, and `steps`
+        written, at its start.
         """
         assert (mu.scales is None) == (nu.scales is None)
         assert mu.shape == nu.shape == masters.shape
@@ -180,10 +175,7 @@ class HostAdam:
             yield
 
     def take(self, arrays: Sequence[Movable], channels: np.ndarray) -> list[np.ndarray]:
-        """Copies some channels, int32 `(entries, k)`, out of masters and moments of one leaf.
-
-        Returns new float32 arrays `(entries, rows, k, tail)`.
-        """
+        """Copies of channels, int32 `(entries, k)`: float32 `(entries, rows, k, tail)`."""
         entries, rows, _, tail = arrays[0].shape
         taken = [np.empty((entries, rows, channels.shape[1], tail), np.float32) for _ in arrays]
         for x, of_array in zip(arrays, taken, strict=True):
@@ -193,10 +185,7 @@ class HostAdam:
     def put(
         self, arrays: Sequence[Movable], channels: np.ndarray, rows: Sequence[np.ndarray]
     ) -> None:
-        """Writes `rows` over some channels of `arrays`; shapes and dtypes as for `take`.
-
-        Of a float16 leaf what is uploaded stays as it is, until the channels' next update.
-        """
+        """Writes `rows` over channels; what float16 leaves upload follows at their next update."""
         for x, of_array in zip(arrays, rows, strict=True):
             self._move_numbers(x, channels, of_array, inward=True)
 
@@ -214,16 +203,13 @@ class HostAdam:
             self._move(x.values, rest, rows, channels, inward=inward)
         elif rows.size:
             codes = Moment.compact(rows.shape, x.values.dtype)
-            assert codes.scales is not None
-            layout = Layout.of(rows.shape)
-            convert = self._kernel.convert(codes, rows, inward=inward)
-            tiles = self._tiles_for(layout, rows.size)
+            tiles = Layout.of(rows.shape).tiles(PIECE)
             if inward:
-                self._run(convert, tiles)
-            self._move(x.values, None, codes.values, channels, inward=inward)
-            self._move(x.scales, None, codes.scales, channels, inward=inward)
+                self._run(partial(codes.write_tile, rows), tiles)
+            for of_leaf, of_rows in zip(x.arrays, codes.arrays, strict=True):
+                self._move(of_leaf, None, of_rows, channels, inward=inward)
             if not inward:
-                self._run(convert, tiles)
+                self._run(partial(codes.read_tile, rows), tiles)
 
     def _move(
         self,
@@ -251,7 +237,7 @@ class HostAdam:
         self._run(move, self._tiles_for(Layout.of(rows.shape), rows.size))
 
     def _tiles_for(self, layout: Layout, size: int) -> list[Tile]:
-        """Tiles for moving channels; one that is ignored for NumPy, which moves them at once."""
+        """Tiles for moving channels; one for NumPy, which moves them at once."""
         if self._kernel is self._portable:
             return [(0, layout.segments, 0, layout.width)]
         return layout.tiles(self._limit(self._kernel, size, 1))
@@ -316,10 +302,9 @@ def _compiled(tile: int) -> "NumbaKernel":
 def compile_loops(
     kernel: str, specs: Iterable[LeafSpec], window: int, *, compact: bool = False
 ) -> None:
-    """Has the compiled kernel ready for updates and hand-overs of these leaves.
+    """Has the loops for updates and hand-overs of these leaves compiled, by a run on few numbers.
 
-    Numba compiles a loop for each set of dtypes and each number of gradients (up to `window`, the
-    longest one's steps) when it first meets them. So this runs all of them on a few numbers.
+    Numba compiles a loop for each set of dtypes and each number of gradients, up to `window`.
     """
     adam = HostAdam(kernel, 1)
     step = window_step(AdamScalars(*[0.0] * len(AdamScalars._fields)), 1, None, np)

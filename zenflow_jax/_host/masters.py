@@ -6,15 +6,13 @@ a signed number they are the way back: `bits of master = (bits of rounded << 16)
 the upper bits are rounded up just where the lower ones are negative.
 
 But for one case: a master exactly halfway above a bfloat16 that ends in 0 is rounded down to it,
-and 32768 is more than int16 has. It becomes 32767. So such a master, one of 131,072 numbers, moves
-towards what it is rounded to, by its last bit, and what is uploaded is the cast of either. A NaN
-stays one of its sign, with other bits. All other numbers come back bit for bit, infinite ones and
-those that are rounded to them, too; `tests/host/test_masters.py` tries all 2**32. What has been
-read and is written again does not move a second time.
+and 32768 is more than int16 has. It becomes 32767: such a master, one of 131,072 numbers, moves by
+its last bit, once, and what is uploaded is the cast of either. (Ties away from zero would keep the
+bit, but jax casts to even.) A NaN stays one of its sign. All other numbers come back bit for bit;
+`tests/host/test_masters.py` tries all 2**32.
 
-The last bit could be kept if ties were rounded away from zero; but then parameters would not be
-what jax casts their masters to. The numbers of float16 are unevenly far apart, so `rest` would not
-do: such a leaf keeps float32 masters, and beside them what is uploaded.
+The numbers of float16 are unevenly far apart, so `rest` would not do: such a leaf keeps float32
+masters, and beside them what is uploaded.
 """
 
 import dataclasses

@@ -1,9 +1,7 @@
 """The two moments of a leaf on the host: float32, or "compact" in codes of 8 bits.
 
 A block of 32 neighbours in a channel has a code for each and one scale, its largest magnitude. So
-the two moments take 1.0625 and 1.125 bytes in place of 4 each. Blocks never span channels: a
-channel that takes no step keeps every bit, and one that is handed over changes nothing of its
-neighbours.
+the two moments take 1.0625 and 1.125 bytes in place of 4 each. Blocks never span channels.
 
 First moment: codes `c` from -127 to 127 stand for `c (|c| + 60) / 23749` of the scale. The steps
 between them grow from near zero to the largest by 4, as those of a softsign curve do (FlashOptim,
@@ -14,10 +12,9 @@ where a second moment is above zero: one that vanished under a first moment woul
 The first moment's scale is a bfloat16, the second's a float32. In bfloat16 it would stand still:
 where `b2` is 0.999 an update lets the root shrink by 1 in 2000, which would be rounded away.
 
-Numbers that were decoded give the same codes and scales again, in the same blocks: the largest has
-the largest code, and that one stands for the scale, exactly. So checkpoints have float32 moments,
-which any mesh can read, and lose nothing. A block whose numbers (or roots) are all below 2**-60 is
-zero, as their squares are in float32. A number that is not finite makes its block NaN or infinite.
+Numbers that were decoded give the same codes and scales again, as the largest code stands for the
+scale, exactly. So checkpoints have float32 moments and lose nothing. A block whose numbers (or
+roots) are all below 2**-60 is zero. A number that is not finite makes its block NaN or infinite.
 """
 
 import dataclasses
@@ -49,8 +46,7 @@ Tile = tuple[int, int, int, int]
 class Layout(NamedTuple):
     """How `(entries, rows, n, tail)` lies in memory, as segments of `width` elements.
 
-    Where channels lead, a segment is one of them. Where they trail, it is a row of all of them,
-    and blocks have 32 rows of an entry.
+    Leading: a segment is a channel. Trailing: it is a row of all of them, and blocks have 32 rows.
     """
 
     segments: int
@@ -107,17 +103,29 @@ class Moment(HostArray):
         return cls(blank(shape, dtype), blank(_shape_of_scales(shape), _SCALES[np.dtype(dtype)]))
 
     def write(self, x: np.ndarray) -> None:
-        x = x.reshape(self.shape)
         if self.scales is None:
-            np.copyto(self.values, x)
+            np.copyto(self.values, x.reshape(self.shape))
             return
+        for tile in Layout.of(self.shape).tiles(PIECE):
+            self.write_tile(x, tile)
+
+    def write_tile(self, x: np.ndarray, tile: Tile) -> None:
+        """Encodes one tile of `x`, float32 of the same size."""
+        numbers, codes, scales, axis = self._tile_of(x, tile)
+        encode(np.array(numbers), axis, codes, scales)
+
+    def read_tile(self, x: np.ndarray, tile: Tile) -> None:
+        """Decodes one tile to its place in `x`."""
+        numbers, codes, scales, axis = self._tile_of(x, tile)
+        decode(codes, spread(scales, axis, codes.shape), numbers)
+
+    def _tile_of(self, x: np.ndarray, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """The tile of `x`, of the codes and of their scales; along which axis blocks lie."""
+        assert self.scales is not None
         layout = Layout.of(self.shape)
-        codes, numbers = (a.reshape(-1, layout.width) for a in (self.values, x))
-        scales = as_matrix(self.scales, layout)
-        for tile in layout.tiles(PIECE):
-            region = slice(*tile[:2]), slice(*tile[2:])
-            block = np.array(numbers[region])
-            encode(block, layout.axis, codes[region], scales[layout.scales(tile)])
+        region = slice(*tile[:2]), slice(*tile[2:])
+        numbers, codes = (a.reshape(-1, layout.width)[region] for a in (x, self.values))
+        return numbers, codes, as_matrix(self.scales, layout)[layout.scales(tile)], layout.axis
 
     def _decoded(self, begin: int, end: int) -> np.ndarray:
         # Whole segments, for blocks may begin and end anywhere in them.
@@ -173,10 +181,9 @@ def encode(
     scales: np.ndarray,
     where: "np.ndarray | bool" = True,
 ) -> None:
-    """Writes codes and scales of numbers, which are garbage afterwards.
+    """Writes codes and scales of numbers, which are garbage afterwards; blocks lie along `axis`.
 
-    Blocks lie along `axis` and begin at its beginning. Where `where`, broadcast to `codes` and
-    `scales`, is False both stay as they are.
+    Where `where`, broadcast to both, is False both stay as they are.
     """
     first = codes.dtype == _FIRST
     with np.errstate(all="ignore"):  # of blocks that are not finite

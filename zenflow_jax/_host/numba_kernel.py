@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host import numba_loops
-from zenflow_jax._host.moments import Layout, Moment, Tile
+from zenflow_jax._host.moments import Layout, Tile
 from zenflow_jax._host.numpy_kernel import (
     GRADIENTS_PER_PASS,
     Step,
@@ -82,15 +82,6 @@ class NumbaKernel:
         return functools.partial(
             loop, _flat(x), _flat(rest), moved, channels, inward or None, *sizes
         )
-
-    def convert(self, moment: Moment, x: np.ndarray, *, inward: bool) -> Callable[[Tile], None]:
-        """The function that decodes a tile of a compact moment to `x`, or encodes it from there."""
-        _, rows, width, trailing = Layout.of(x.shape)
-        loop = numba_loops.convert_trailing if trailing else numba_loops.convert_leading
-        moved = _readable(flat(x)) if inward else flat(x)
-        root = (moment.values.dtype == np.uint8) or None
-        arrays = _flat(moment.values), _flat(moment.scales), moved
-        return functools.partial(loop, *arrays, root, inward or None, rows, width)
 
     def _scratch(self, size: int) -> np.ndarray:
         """A float32 array that belongs to the calling thread; its contents are garbage."""

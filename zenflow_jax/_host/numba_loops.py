@@ -1,23 +1,20 @@
 """Compiled loops: AdamW and the sum of gradients in one pass over memory, and channels that move.
 
-`numba_kernel.py` runs them on each tile. bfloat16 arrives as its bits, in uint16 arrays. float16
-does not arrive, because Numba has none on CPUs. Every operation rounds once, on its own, as IEEE
-754 says: no fastmath flag is set, not even "contract". So the vectorized body of a loop and its
-scalar tail give the same bits, and NumPy gives them too. That costs nothing, because the loops wait
-for memory (`benchmarks/host_adam.py`). Moments in codes (`moments.py`) are decoded to scratch, a
-chunk at a time, take the step there as float32 ones do in place, and are encoded again.
+bfloat16 arrives as its bits, in uint16 arrays; Numba has no float16 on CPUs. Every operation rounds
+once, as IEEE 754 says: no fastmath flag is set, not even "contract". So the vectorized body of a
+loop and its scalar tail give the same bits, and NumPy gives them too. Moments in codes
+(`moments.py`) are decoded to scratch, a chunk at a time, and encoded again after the step.
 
-How loops are written: Numba makes uint64 of the sum of two uint32, so each step of bit arithmetic
-is cast back. It checks in the loop an index that it cannot prove positive, and the check keeps LLVM
-from vectorizing: so indices are unsigned (`np.uintp`), or count over slices from zero. Flags that
-choose a function (`_by_type`) are True or None, which have types of their own.
+Numba makes uint64 of the sum of two uint32, so each step of bit arithmetic is cast back. It checks
+an index that it cannot prove positive, which keeps LLVM from vectorizing: so indices are unsigned
+(`np.uintp`), or count over slices from zero. Flags that choose a function (`_by_type`) are True or
+None, which have types of their own.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flat. Of a split master `p` is the
-rounded one and `rest` what it lacks, like `p` (`masters.py`); else `rest` is None. Of moments in
-codes `m_scales` and `v_scales` are their scales; else None. `gs` are four gradients like `p` and
-`fs` their factors; a missing gradient is None and its factor 0. The first gradient may begin at the
-element `origin` of the others. A tile has the segments `first` to `last`, and of each the elements
-`left` to `right`; it consists of whole blocks.
+rounded one and `rest` what it lacks (`masters.py`), else None; `m_scales` and `v_scales` are those
+of codes, else None. `gs` are four gradients and `fs` their factors; a missing one is None and its
+factor 0. The first gradient may begin at the element `origin` of the others. A tile has the
+segments `first` to `last`, and of each the elements `left` to `right`, in whole blocks.
 """
 
 import inspect
@@ -52,11 +49,7 @@ _LANES = 2048
 
 
 def _compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
-    """Serial machine code that releases the GIL and divides as NumPy does, kept on disk.
-
-    Where Numba can write neither beside this file nor in the user's cache folder, every process
-    compiles for itself.
-    """
+    """Serial machine code that releases the GIL, kept on disk where Numba finds a place for it."""
     function = inspect.unwrap(function)  # jaxtyping's import hook wraps it, in tests
     try:
         return numba.njit(cache=True, **options)(function)
@@ -70,10 +63,7 @@ def _inner(function: Callable) -> Any:
 
 
 def _by_type(place: int, wanted: Any, if_wanted: Callable, otherwise: Callable) -> Callable:
-    """A function that is one of two, by the type of its argument at some place.
-
-    For compiled code to call: Numba would give `x if y is None else z` a type for both.
-    """
+    """A function for compiled code that is one of two, by the type of its argument at a place."""
 
     def chosen(*args: Any) -> Any:
         raise NotImplementedError("compiled code only")
@@ -192,15 +182,14 @@ def _element(p, m, v, g, m_debias, v_debias, scalars):
 def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes, scalars):
     """Takes the step on `size` neighbours, from the elements `at` of masters and `at_m` of moments.
 
-    They are of one channel; or, where `lanes` is True, each of the next one, and every lane is
-    written, with its new or its old value: LLVM vectorizes a branch around the stores only where
-    the machine has masked ones.
+    They are of one channel; or, where `lanes` is True, each of the next one.
     """
     gs, fs, origin = gradients
     active, m_debias, v_debias = channels
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
         c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
+        # Every lane is written: LLVM vectorizes no branch around the stores without masked ones.
         on = True if lanes is None else active[c]
         g = _sum(None, gs, fs, i, origin)
         x = _master(p, rest, i)
@@ -270,7 +259,7 @@ def adamw_trailing(
         for a in range(left, right, lanes):
             size = min(lanes, right - a)
             i, c, k = top * width + a, entry * width + a, _block_of(top, rows) * width + a
-            shape, on = (height, size, width, size), active[c : c + size]
+            shape, on = (height, size, width), active[c : c + size]
             if m_scales is not None:
                 _convert_rows(m[i:], m_scales[k:], wide_m, shape, on, None, None)
                 _convert_rows(v[i:], v_scales[k:], wide_v, shape, on, True, None)
@@ -371,19 +360,19 @@ def _encode_blocks(codes, scales, x, root, inward):
 
 
 def _decode_rows(codes, scales, x, shape, active, root, inward):
-    height, lanes, apart, apart_x = shape
+    height, lanes, apart = shape
     for r in range(height):
         for e in range(lanes):
-            i, j = np.uintp(r * apart + e), np.uintp(r * apart_x + e)
+            i, j = np.uintp(r * apart + e), np.uintp(r * lanes + e)
             x[j] = _decoded(codes[i], _widened(scales[np.uintp(e)]), root)
 
 
 def _encode_rows(codes, scales, x, shape, active, root, inward):
-    height, lanes, apart, apart_x = shape
+    height, lanes, apart = shape
     largest = np.zeros(lanes, np.uint32)
     for r in range(height):
         for e in range(lanes):
-            bits = _magnitude(x[np.uintp(r * apart_x + e)])
+            bits = _magnitude(x[np.uintp(r * lanes + e)])
             largest[e] = bits if bits > largest[e] else largest[e]
     inverse = np.empty(lanes, np.float32)
     for e in range(lanes):
@@ -392,15 +381,15 @@ def _encode_rows(codes, scales, x, shape, active, root, inward):
         scales[e] = scale if active[e] else scales[e]
     for r in range(height):
         for e in range(lanes):
-            i, j = np.uintp(r * apart + e), np.uintp(r * apart_x + e)
+            i, j = np.uintp(r * apart + e), np.uintp(r * lanes + e)
             code = _code(x[j], inverse[e], root)
             codes[i] = code if active[e] else codes[i]
 
 
 # Blocks, a row each.
 _convert_blocks = _by_type(4, numba.none, _decode_blocks, _encode_blocks)
-# The rows of a block; channels that are not `active` keep codes and scales. Each has `lanes`
-# elements; `shape` also has how far apart rows are among codes, and in `x`.
+# The rows of a block, of `lanes` elements each, which are `apart` among the codes. Channels that
+# are not `active` keep codes and scales.
 _convert_rows = _by_type(6, numba.none, _decode_rows, _encode_rows)
 
 
@@ -415,57 +404,37 @@ def _block_of(row, rows):
     return row // rows * _blocks(rows) + row % rows // BLOCK
 
 
-@_compiled
-def convert_leading(codes, scales, x, root, inward, rows, width, tile):
-    first, last, left, right = tile
-    blocks = _blocks(width)
-    i, j = first * width + left, (last - 1) * width + right
-    k = first * blocks + left // BLOCK
-    k_end = (last - 1) * blocks + _blocks(right)
-    _convert(codes[i:j], scales[k:k_end], x[i:j], right - left, root, inward)
-
-
-@_compiled
-def convert_trailing(codes, scales, x, root, inward, rows, width, tile):
-    first, last, left, right = tile
-    every = np.ones(right - left, np.bool_)
-    for top in range(first, last, BLOCK):
-        shape = (min(BLOCK, last - top), right - left, width, width)
-        i, k = top * width + left, _block_of(top, rows) * width + left
-        _convert_rows(codes[i:], scales[k:], x[i:], shape, every, root, inward)
-
-
-# Rows that move: `x` is a leaf's array (or `x` and `rest` its split masters) and `some` has the
+# Rows that move: `x` is a leaf's array (or `x` and `rest` its split masters) and `moved` has the
 # rows of its `channels`, `(entries, k)` of `n`; all are flat. A segment is one of these channels,
 # of `width` elements (leading), or one row of all of them (trailing, `rows` in an entry). `inward`
 # is True to write them to `x`, and None for the other way.
 
 
-def _move_out(x, rest, i, some, j, inward):
-    some[j] = _master(x, rest, i)
+def _move_out(x, rest, i, moved, j, inward):
+    moved[j] = _master(x, rest, i)
 
 
-def _move_in(x, rest, i, some, j, inward):
-    _keep(some[j], x, rest, i, True)
+def _move_in(x, rest, i, moved, j, inward):
+    _keep(moved[j], x, rest, i, True)
 
 
 _move = _by_type(5, numba.none, _move_out, _move_in)
 
 
 @_compiled
-def move_leading(x, rest, some, channels, inward, n, rows, width, tile):
+def move_leading(x, rest, moved, channels, inward, n, rows, width, tile):
     first, last, left, right = tile
     for s in range(first, last):
         entry, c = divmod(s, channels.shape[1])
         i, j = (entry * n + channels[entry, c]) * width, s * width
         for e in range(left, right):
-            _move(x, rest, np.uintp(i + e), some, np.uintp(j + e), inward)
+            _move(x, rest, np.uintp(i + e), moved, np.uintp(j + e), inward)
 
 
 @_compiled
-def move_trailing(x, rest, some, channels, inward, n, rows, width, tile):
+def move_trailing(x, rest, moved, channels, inward, n, rows, width, tile):
     first, last, left, right = tile
     for s in range(first, last):
         index = channels[s // rows]
         for e in range(left, right):
-            _move(x, rest, np.uintp(s * n + index[e]), some, np.uintp(s * width + e), inward)
+            _move(x, rest, np.uintp(s * n + index[e]), moved, np.uintp(s * width + e), inward)

@@ -1,7 +1,7 @@
 """The portable kernel: AdamW in NumPy calls on tiles that fit the cache.
 
-`adam.py` runs it where Numba is not wanted and for float16, which Numba lacks. `numba_loops.py` is
-its twin and gives the same bits. Here too is what both kernels take: a step, and a tile of it.
+`adam.py` runs it where Numba is not wanted and for float16. `numba_loops.py` is its twin and gives
+the same bits. Here too is what both kernels take: a step.
 
 Letters: `p, m, v, g` master, moments and gradient, each `(segments, width)`. Of a split master `p`
 is the rounded one, and `rest` what it lacks (`masters.py`). Of compact moments `m` and `v` are
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zenflow_jax._host.masters import join, split
-from zenflow_jax._host.moments import BLOCK, Layout, Moment, Tile, decode, encode, spread
+from zenflow_jax._host.moments import BLOCK, Layout, Tile, decode, encode, spread
 from zenflow_jax._plan.scalars import AdamScalars
 
 # The kernel leaves inactive channels out, run by run, if runs of active ones have at least this
@@ -80,11 +80,10 @@ class NumpyKernel:
         *,
         inward: bool,
     ) -> Callable[[Tile], None]:
-        """The function that moves rows of channels, all at once, whatever the tile is.
+        """The function that moves all `rows` of channels from `x`, or to it if `inward`.
 
-        Between `x`, `(entries, rows, n, tail)` (and `rest`, where masters are split), and `rows`,
-        `(entries, rows, k, tail)`: float32 of split masters, else of the dtype of `x`. `inward`
-        writes them to `x`.
+        `x` (and `rest`, where masters are split) are `(entries, rows, n, tail)`; `rows` are
+        `(entries, rows, k, tail)`, float32 of split masters, else of the dtype of `x`.
         """
 
         def work(_: Tile) -> None:
@@ -96,17 +95,6 @@ class NumpyKernel:
                 else:
                     # The default mode would fill a buffer of its own first.
                     np.take(x[i], index, axis=1, out=of_entry, mode="clip")
-
-        return work
-
-    def convert(self, moment: Moment, x: np.ndarray, *, inward: bool) -> Callable[[Tile], None]:
-        """The function that decodes all of a compact moment to `x`, or encodes it from there."""
-
-        def work(_: Tile) -> None:
-            if inward:
-                moment.write(x)
-            else:
-                np.copyto(flat(x), moment.range(0, x.size))
 
         return work
 

@@ -1,8 +1,7 @@
 """The state of every deferred channel: masters, moments, counts, and the open window.
 
-NumPy arrays go in and come out; there is no thread and no jax array. `_exchange/worker.py` decides
-when these methods run, and `adam.py` does the arithmetic. Arrays have the leaf's full shape, viewed
-as `(entries, rows, n, tail)`. Rows of selected channels are not current: those are on the device.
+`_exchange/worker.py` decides when these methods run, `adam.py` does the arithmetic. Arrays have the
+leaf's full shape, viewed as `(entries, rows, n, tail)`. Rows of selected channels are not current.
 
 Letters: `entries` of the stack axes, `n` channels in each, `k` of them selected.
 """
@@ -146,8 +145,8 @@ class HostState:
     ) -> None:
         """Continues another run's state; the selected channels are there already.
 
-        Of each leaf `arrays` has "master", "mu", "nu", "steps", and "total" if any step is in it,
-        unless the device adds up; `counted` are the steps in each group's open window.
+        Of each leaf `arrays` has "master", "mu", "nu", "steps", and the open window's "total", if
+        the host has one; `counted` are the steps in each group's open window.
         """
         self.windows, self.scalars = closed, scalars
         for window, steps in zip(self.open, counted, strict=True):
@@ -180,9 +179,8 @@ class HostState:
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         """Adds one step's gradients to the open windows, `factor` times.
 
-        They are kept until their window's update, which adds them up on its way through memory; if
-        there are too many, some are added up now: first where there are as many as the update could
-        take in one pass. That changes no bit.
+        They are kept for their window's update, which adds them up. If there are too many, some are
+        added up now, first those as many as an update could take in one pass. That changes no bit.
         """
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             leaf.keep(gradient, factor)
@@ -244,8 +242,7 @@ class HostState:
     ) -> Iterator[str]:
         """Makes a window's update, a bounded piece at a time; yields the leaf's name before each.
 
-        Calls `finished` with the number and arrays of each leaf that is done. Other methods may run
-        in between, but no hand-over of the same group.
+        Calls `finished` for each leaf that is done. No hand-over of the group may run in between.
         """
         for i, gradients in window.gradients.items():
             leaf = self.leaves[i]
