@@ -1,8 +1,7 @@
 """The deferred half on the device, inside the user's jit (`offload=False`).
 
-Windows, staleness, selection, warm-up and skipped steps are exactly as with an engine, whose tests
-use this mode as their oracle. `flush` is here a function; an engine has it as a method. Every array
-is as large as its leaf, so this mode saves no memory.
+Windows, staleness, selection, warm-up and skipped steps are as with an engine. Every array is as
+large as its leaf, so this mode saves no memory.
 """
 
 from collections.abc import Callable
@@ -73,10 +72,13 @@ def advance(
     """Adds the step's gradients to their sums and does what the boundary asks.
 
     `changes` are those of the selected channels; the result also has those of deferred channels
-    whose update arrives. A window that closes uses `scalars`. `statistics` go into the
-    `ScheduleState`.
+    whose update arrives.
     """
-    schedule, leaves = state.schedule, _collect(_follow(state, weights), gradients, verdict)
+    schedule = state.schedule
+    leaves = [
+        _take_in(*leaf_p_g, state.step == 1, verdict)
+        for leaf_p_g in zip(state.leaves, weights, gradients, strict=True)
+    ]
     open_steps = state.open_steps + verdict.finite.astype(jnp.int32)
     boundaries = [
         schedule.boundary(state.step, state.schedule_state, group)
@@ -109,50 +111,34 @@ def advance(
     return new, changes
 
 
-def _follow(state: ZenFlowState, weights: list[jax.Array]) -> list[LeafState]:
-    """The leaves' states; in the first step their masters are the parameters, which may be loaded.
+def _take_in(
+    leaf: LeafState, p: jax.Array, g: jax.Array, first: jax.Array, verdict: Verdict
+) -> LeafState:
+    """The leaf's state, with the step's gradient in the sum of its window."""
+    half = leaf.deferred
+    if half is None:
+        return leaf
 
-    That step moves no deferred channel.
-    """
-    pairs = [(p, x) for p, x in zip(weights, state.leaves, strict=True) if x.deferred is not None]
-
-    def own(shard: Shard, p: jax.Array) -> jax.Array:
-        return shard.own(p).astype(jnp.float32)
-
-    def follow(masters: list[jax.Array]) -> list[jax.Array]:
-        return [
-            on_each_device(own, leaf.spec, [Layout(leaf.spec).block], Layout(leaf.spec).part)(p)
-            for p, leaf in pairs
-        ]
-
-    masters = [leaf.deferred.master for _, leaf in pairs]
-    masters = iter(jax.lax.cond(state.step == 1, follow, lambda masters: masters, masters))
-    return [
-        leaf
-        if leaf.deferred is None
-        else leaf._replace(deferred=leaf.deferred._replace(master=next(masters)))
-        for leaf in state.leaves
-    ]
-
-
-def _collect(
-    leaves: list[LeafState], gradients: list[jax.Array], verdict: Verdict
-) -> list[LeafState]:
-    """The leaves' states, with the step's gradients in the sums of their windows."""
-
-    def add(shard: Shard, total: jax.Array, g: jax.Array, verdict: Verdict) -> jax.Array:
+    def take(
+        shard: Shard,
+        master: jax.Array,
+        total: jax.Array,
+        p: jax.Array,
+        g: jax.Array,
+        first: jax.Array,
+        verdict: Verdict,
+    ) -> tuple[jax.Array, jax.Array]:
+        # Weights may be loaded until the first step, which moves no deferred channel.
+        own = shard.own(p).astype(jnp.float32)
+        master = jax.lax.cond(first, lambda: own, lambda: master)
         # Rounded to the mail's dtype; the sum of "per_window" has that dtype, too.
-        return add_gradient(total, g.astype(shard.part.mail_dtype), *verdict)
+        return master, add_gradient(total, g.astype(shard.part.mail_dtype), *verdict)
 
-    summed = []
-    for leaf, g in zip(leaves, gradients, strict=True):
-        if leaf.deferred is not None:
-            part = Layout(leaf.spec).part
-            collect = on_each_device(add, leaf.spec, [part, part, REPLICATED], part)
-            total = collect(leaf.deferred.total, g, verdict)
-            leaf = leaf._replace(deferred=leaf.deferred._replace(total=total))
-        summed.append(leaf)
-    return summed
+    block, part = Layout(leaf.spec).block, Layout(leaf.spec).part
+    takes = [part, part, block, part, REPLICATED, REPLICATED]
+    taken = on_each_device(take, leaf.spec, takes, (part, part))
+    master, total = taken(half.master, half.total, p, g, first, verdict)
+    return leaf._replace(deferred=half._replace(master=master, total=total))
 
 
 def _pass_boundary(
@@ -179,8 +165,7 @@ def _pass_boundary(
         return pieces
 
     # Branches, not a `where`: in three steps of four they cost nothing.
-    if schedule.between_boundaries:
-        pieces = jax.lax.cond(boundary.arrives, arrive, stay, pieces)
+    pieces = jax.lax.cond(boundary.arrives, arrive, stay, pieces)
     return jax.lax.cond(boundary.closes, close, stay, pieces)
 
 
@@ -225,11 +210,18 @@ def _arrive(shard: Shard, leaf: LeafState, p: jax.Array, change: jax.Array) -> _
     """Has the pending update of one leaf arrive."""
     half = leaf.deferred
     assert half is not None
-    target = shard.gather(half.master.astype(shard.part.dtype)).astype(jnp.float32)
-    arrives = broadcast_channels(half.pending, shard.block)
+    change = _to_master(shard, half, half.pending, p, change)
     half = half._replace(pending=jnp.zeros_like(half.pending))
-    change = jnp.where(arrives, target - p.astype(jnp.float32), change)
     return leaf._replace(deferred=half), change
+
+
+def _to_master(
+    shard: Shard, half: DeferredState, arrives: jax.Array, p: jax.Array, change: jax.Array
+) -> jax.Array:
+    """`change`, but on channels that arrive the way from `p` to the cast of their masters."""
+    target = shard.gather(half.master.astype(shard.part.dtype)).astype(jnp.float32)
+    arrives = broadcast_channels(arrives, shard.block)
+    return jnp.where(arrives, target - p.astype(jnp.float32), change)
 
 
 def _close(
@@ -243,7 +235,7 @@ def _close(
     *,
     scaling: float | None,
 ) -> _Piece:
-    """Closes the window of one leaf: the pending update arrives, the next one is made."""
+    """Closes the window of one leaf and makes its update; the one before must have arrived."""
     spec, before = shard.part, leaf.deferred
     assert before is not None
     active = ~contains(shard.to_local(leaf.channels), spec.n) & (open_steps > 0)
@@ -261,12 +253,7 @@ def _close(
         )
     half = leaf.deferred
     assert half is not None
-    # Pending channels arrive with their old master, those that do not wait with the new one.
-    at_once = active & ~half.pending
-    arriving = jnp.where(broadcast_channels(at_once, spec), half.master, before.master)
-    target = shard.gather(arriving.astype(spec.dtype)).astype(jnp.float32)
-    arrives = broadcast_channels(before.pending | at_once, shard.block)
-    return leaf, jnp.where(arrives, target - p.astype(jnp.float32), change)
+    return leaf, _to_master(shard, half, active & ~half.pending, p, change)
 
 
 def _update(
@@ -375,20 +362,18 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     if not isinstance(state.skipped_in_a_row, Tracer):
         warn_of_skipped(int(state.skipped_in_a_row), int(state.step))
     boundary = Boundary(closes=True, selects=False, synchronous=True, arrives=True)
+    close_leaf = partial(_close, scaling=state.schedule.window_scaling)
     leaves = []
     for place, leaf in zip(places, state.leaves, strict=True):
         if leaf.deferred is not None:
             p = weights[place]
             changes = jnp.zeros_like(p, jnp.float32)
             for spec in leaf.spec.ranges:
+                of_range = cut(p, spec)
+                piece = _per_leaf(_arrive, cut_state(leaf, spec), cut(changes, spec), of_range)
+                open_steps = state.open_steps[spec.group]
                 part, change = _per_leaf(
-                    partial(_close, scaling=state.schedule.window_scaling),
-                    cut_state(leaf, spec),
-                    cut(changes, spec),
-                    cut(p, spec),
-                    state.scalars,
-                    state.open_steps[spec.group],
-                    boundary,
+                    close_leaf, *piece, of_range, state.scalars, open_steps, boundary
                 )
                 leaf, changes = put_state(leaf, part), put(changes, change, spec)
             weights[place] = (p.astype(jnp.float32) + changes).astype(p.dtype)
