@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from zenflow_jax._device.channels import broadcast_channels, gather_to_channels, positions
+from zenflow_jax._device.channels import (
+    broadcast_channels,
+    gather_to_channels,
+    positions,
+    take,
+)
 from zenflow_jax._device.leaves import as_pure, match_leaves
 from zenflow_jax._device.shards import Layout, Shard, on_each_device
 from zenflow_jax._device.state import LeafState, find_state, leaf_layout
@@ -18,9 +23,8 @@ from zenflow_jax._engine import HostEngine
 def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None) -> Any:
     """The float32 masters of all parameters; low-precision parameters are their casts.
 
-    It waits for an update that is under way and includes it, although that has not reached `params`
-    yet. It leaves out the gradients of an open window. After `engine.flush` (or
-    `zenflow_jax.flush`), result and parameters agree. Where the devices have no room for all
+    It waits for an update that is under way and includes it; it leaves out the gradients of an open
+    window. After a flush, result and parameters agree. Where the devices have no room for all
     masters, take `iter_master_params`.
 
     Args:
@@ -29,8 +33,8 @@ def master_params(params: Any, opt_state: Any, engine: HostEngine | None = None)
         engine: The engine; None for `zenflow(..., offload=False)`.
 
     Returns:
-        A tree like `params` of float32 arrays, placed like them: 4 bytes per parameter on the
-        devices. Leaves that the state does not know (of `optax.masked`) come back as they are.
+        A tree like `params` of float32 arrays, placed like them. Leaves that the state does not
+        know (of `optax.masked`) come back as they are.
 
     Raises:
         RuntimeError: If the engine is closed or has failed.
@@ -86,9 +90,7 @@ def iter_master_params(
             f"masters itself, got {type(engine).__name__}. Leave it out."
         )
     weights, _, places = match_leaves(params, state)
-    of_host = None
-    if engine is not None:
-        of_host = engine._host_masters(params, opt_state)
+    of_host = None if engine is None else engine._host_masters(params, opt_state)
     numbers = itertools.count()  # of the offloaded leaves
     leaf_at = {
         place: (leaf, next(numbers) if leaf.offloaded else None)
@@ -130,9 +132,10 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
         place = positions(shard.to_local(leaf.channels), shard.block.n)
         wide = selected = weight.astype(jnp.float32)
         if leaf.master is not None:
-            selected = gather_to_channels(shard.gather(leaf.master), place, shard.block)
-            fresh = _of_all(leaf.steps == 0, place)
-            selected = jnp.where(broadcast_channels(fresh, shard.block), wide, selected)
+            fresh = broadcast_channels(leaf.steps == 0, shard.block)
+            of_weight = take(wide, shard.to_local(leaf.channels), shard.block)
+            master = jnp.where(fresh, of_weight, shard.gather(leaf.master))
+            selected = gather_to_channels(master, place, shard.block)
         host = shard.gather(host)
         if steps is not None:
             host = jnp.where(broadcast_channels(steps == 0, shard.block), wide, host)
@@ -140,11 +143,3 @@ def _master(weight: Array, leaf: LeafState, host: Array | None, steps: Array | N
 
     takes = [layout.block, leaf_layout(spec, deferred=False), layout.part, layout.channels]
     return on_each_device(one, spec, takes, layout.block)(weight, leaf, host, steps)
-
-
-def _of_all(of_selected: Array, place: Array) -> Array:
-    """Bool (*stack, n): the value of each selected channel; False for the others."""
-    if of_selected.shape[-1] == 0:
-        return jnp.zeros(place.shape, bool)
-    values = jnp.take_along_axis(of_selected, jnp.maximum(place, 0), axis=-1)
-    return values & (place >= 0)

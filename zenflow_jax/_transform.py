@@ -1,9 +1,8 @@
 """`zenflow()`: the optax transformation, which is the device half of the algorithm.
 
 `update` reads top to bottom like the arithmetic in docs/design.md: look at every gradient once,
-decide whether the step counts and by what factor it is clipped, step the selected channels, hand
-the rest on: as mail to the host (`offload=True`, taken in by `_engine.py`), or to
-`_device/in_graph.py`.
+decide whether the step counts, step the selected channels, and hand the rest on: as mail to the
+host (`_engine.py` takes it in), or to `_device/in_graph.py`.
 """
 
 import inspect
@@ -80,16 +79,10 @@ def zenflow(
     at every step the window of some of them closes, and the update made from it reaches the
     parameters one step later, while the device computes that step.
 
-    With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with
-    float32 master weights. Clip with `max_grad_norm`: a transformation in front that needs all
-    gradients at once (`optax.clip_by_global_norm`) keeps the mail from leaving during the backward
-    pass. zenflow skips steps whose gradient is not finite. With an engine, do not let
-    `optax.apply_if_finite` withhold an update, or the engine misses a step.
-
-    Up to `eps` the arguments are those of `optax.adamw`, in its order. Name all others: the fifth
-    of `optax.adamw` is `eps_root`. zenflow lacks `eps_root`, `mu_dtype` and `nesterov`, because
-    each kernel on device and host would need each of them, to the bit. `mu_dtype` saves device
-    memory, which the moments of deferred channels do not take.
+    With `update_interval=1, staleness=0`, or with `topk_ratio=1`, it is `optax.adamw` with float32
+    master weights. Steps whose gradient is not finite are skipped; with an engine, do not let
+    `optax.apply_if_finite` withhold an update. Up to `eps` the arguments are those of
+    `optax.adamw`, in its order. It lacks `eps_root`, `mu_dtype` and `nesterov`.
 
     Args:
         learning_rate: A number, a schedule of the step count (from 0), or a float32 array.
@@ -105,78 +98,67 @@ def zenflow(
             when enough has piled up in it.
         select_interval: Steps between two selections, a multiple of `update_interval`; by default
             16 windows (of the longest, if they adapt). The first selection is at the first
-            boundary. Or an `AutoSelect`, which selects when other channels matter more, or an
-            `EpochSelect`, which selects once per epoch.
+            boundary. Or an `AutoSelect` or an `EpochSelect`.
         full_warm_up_rounds: The first steps, at each of which all channels are updated.
         rolling: True: the offloaded leaves are in `update_interval` groups of nearly equal bytes,
-            one of which closes its window at each step. So host and bus have the same work at every
-            step, and a gradient takes effect 1 to `update_interval` steps later. False, the paper's
-            way: all windows close together, so a gradient takes effect `update_interval` to
-            `2 * update_interval - 1` steps later. Windows that adapt close together always.
+            one of which closes its window at each step. A gradient then takes effect 1 to
+            `update_interval` steps later. False, the paper's way: all windows close together, and
+            that takes up to `2 * update_interval - 1` steps. Windows that adapt close together.
         staleness: After how many steps an update reaches the parameters, counted from the step that
             closed its window; from 0 (the loop waits for it) to `update_interval`. None: 1 if
             `rolling`, else `update_interval`. The host has so many steps to hide its work behind.
         window_scaling: How a window's one step is scaled to the c steps in it that count, after
             Malladi et al. (2022): learning rate times c to this power, betas to the power c, eps
             divided by the root of c, weight decay as in c steps. 0.5 is their rule, 0 scales the
-            betas alone. None, the paper's way, scales nothing. Pass None where windows close
-            together (`rolling=False`, or an `AutoWindow`): their updates are staler, so that longer
-            steps overshoot.
+            betas alone. None, the paper's way, scales nothing; pass it where windows close
+            together, whose updates are staler, so that longer steps overshoot.
         provisional_share: At each step the device moves every deferred weight by this share of the
-            learning rate, against the sign of its gradient, so that the gradients of a window are
-            not all taken at one point. The next update of the weight replaces that. The first step
-            of a run and those of the warm-up move nothing. None, the paper's way: deferred weights
-            stand still between their updates. It costs 0.25 bytes per offloaded parameter on the
-            device during the step.
-        max_grad_norm: Clips as `optax.clip_by_global_norm` in front does, at no cost in overlap.
+            learning rate, against the sign of its gradient, until the next update replaces that.
+            The first step of a run and those of the warm-up move nothing. None, the paper's way:
+            deferred weights stand still between their updates. It costs 0.25 bytes per offloaded
+            parameter on the device during the step.
+        max_grad_norm: Clips as `optax.clip_by_global_norm` does; that in front would keep the mail
+            from leaving during the backward pass.
         channel_axis: Axis of the channels: an int, or a function of (key path, leaf). The default
             is the input axis of an `(in, out)` kernel and the row of an embedding.
         resident: Function of (key path, leaf) that says which further leaves stay wholly on the
             device, beside those with fewer than two axes.
         partition_replicated: Where mesh axes replicate a leaf, whether they divide its optimizer
-            state, as far as its sizes allow (ZeRO): each device then sends, and each process keeps
-            and updates, only its part. A bool, or a function of (key path, leaf).
+            state and the work on it, as far as its sizes allow (ZeRO). A bool, or a function of
+            (key path, leaf).
         param_shardings: Tree of `NamedSharding`s like the parameters, or a function of the
             parameters that returns one. `init` needs it only under jit on a mesh with Auto axes,
             because traced parameters do not know where they are.
         offload: False keeps the deferred half on the device too, in-graph, with the same
-            arithmetic and staleness and without an engine: where memory allows, under `lax.scan`,
-            for an experiment. It takes 12 bytes per parameter and more. Jit the step: outside of
-            jit every update compiles anew.
-        send_gradients: When the gradients of offloaded leaves leave the device. "during_step": the
-            step copies each as soon as the backward pass has made it; best where layers are written
-            out. "after_step": they are copied while the next step runs, with the same bits. That
-            costs the leaf's dtype once more per parameter until then; it is for layers under
-            `lax.scan`, whose gradients are there only at the end. "per_window": the step adds them
-            up, and one sum per window is copied, `update_interval` times fewer bytes. The sum lies
-            on the device (2 bytes per bf16 parameter, twice while one is on its way) in the dtype
-            that it is sent in, and is rounded to it at every step. The other two add up in float32,
-            on the host.
-        transfer_dtype: The dtype in which gradients go to the host. Norms, scores and the step of
-            selected channels use gradients as they arrive. None: bfloat16 for bfloat16 leaves,
-            float32 for float32 and float16 leaves, because float16 has no room for gradients that
-            were divided by a loss scale. `jnp.bfloat16`: all in 2 bytes, rounded; updates of
-            float32 leaves still come back in float32. `jnp.float32`: all unrounded, in twice the
-            bytes, for gradients of bfloat16 leaves that arrive in float32 (sums of micro-batches).
+            arithmetic and staleness and without an engine, for an experiment. It takes 12 bytes per
+            parameter and more. Jit the step: outside of jit every update compiles anew.
+        send_gradients: When the gradients of offloaded leaves leave the device. "during_step": as
+            soon as the backward pass has made each; best where layers are written out.
+            "after_step": while the next step runs, with the same bits; for layers under `lax.scan`,
+            whose gradients are there only at the end. It costs the leaf's dtype once more per
+            parameter. "per_window": the step adds them up, in the dtype that they are sent in, and
+            one sum per window is copied. It costs 2 bytes per bf16 parameter on the device, twice
+            while a sum is on its way.
+        transfer_dtype: The dtype in which gradients go to the host; norms, scores and selected
+            channels use them as they arrive. None: bfloat16 for bfloat16 leaves, else float32.
+            `jnp.bfloat16`: all in 2 bytes, rounded. `jnp.float32`: all unrounded, for gradients of
+            bfloat16 leaves that arrive in float32 (sums of micro-batches).
 
     Returns:
-        A transformation whose `update` needs `params`. It returns a float32 update. With that
+        A transformation whose `update` needs `params`. It returns a float32 update, with which
         `optax.apply_updates` sets selected channels to the float32 master, cast to the leaf's
         dtype, and moves deferred channels by a provisional step, or not at all.
 
-        Let zenflow be the last of its chain, and let nothing else change the parameters. What
-        stands behind it (`optax.scale`, `optax.ema`) misses what the host makes of deferred
-        channels. What else changes parameters (`optax.lookahead`; clipping or loading weights in
-        mid-run) is undone on deferred channels by their next update. Instead put in front what acts
-        on gradients; set the rate by a schedule or `optax.inject_hyperparams`; freeze by
-        `optax.partition`; keep averages of the weights outside; for new weights in mid-run flush,
-        then make a new state and engine. An engine refuses such runs; with `offload=False` nothing
-        does. Before the first step you may load weights at any time.
+        Let zenflow be the last of its chain, and let nothing else change the parameters: the host's
+        updates pass by what stands behind it (`optax.scale`, `optax.ema`), and undo other changes
+        on deferred channels (`optax.lookahead`; clipping weights). An engine refuses such runs;
+        with `offload=False` nothing does. Put in front what acts on gradients, freeze by
+        `optax.partition`, keep averages of the weights outside; for new weights in mid-run flush,
+        then make a new state and engine. Before the first step you may load weights at any time.
 
     Raises:
         ValueError: For values out of range, not finite, or that do not fit each other.
-        TypeError: For numbers that arrive as arrays but shape the state; for arguments that are
-            not there, or not named.
+        TypeError: For numbers that arrive as arrays but shape the state.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -212,7 +194,7 @@ def zenflow(
     rules = LeafRules(topk_ratio, channel_axis, resident, partition_replicated, mail_dtype)
     tell_flax()
 
-    def init(params: Any) -> Any:  # ZenFlowState; optax's protocol knows no such tuple
+    def init(params: Any) -> Any:  # a ZenFlowState
         check_outside_of_shard_map("tx.init")
         specs = resolve_specs(params, rules, param_shardings, mask)
         if offload and topk_ratio < 1:

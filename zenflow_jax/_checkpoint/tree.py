@@ -19,7 +19,7 @@ from zenflow_jax._device.state import ZenFlowState, find_state
 from zenflow_jax._exchange.parts import Part
 from zenflow_jax._exchange.progress import NONE, Counts
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._plan.scalars import AdamScalars
 from zenflow_jax._plan.schedule import Schedule, ScheduleState, first_schedule_state
 
@@ -114,7 +114,7 @@ def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
 
 
 def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
-    lengths = np.zeros(longest(schedule.window) + 1, np.int32)
+    lengths = np.zeros(schedule.longest_window + 1, np.int32)
     for length, count in counts.window_lengths.items():
         lengths[length] = count
     return {

@@ -27,7 +27,6 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import Group, OffloadedLeaves, part_sharding
 from zenflow_jax._host.adam import compile_loops
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import longest
 
 
 class Ahead:
@@ -54,7 +53,7 @@ class Ahead:
         for number, group in reversed(list(enumerate(offloaded.groups))):
             if group.leaves:
                 self._prepare_group(number, group, offloaded.pick(state.leaves), weights, state)
-        specs, window = [part.spec for part in offloaded.parts], longest(state.schedule.window)
+        specs, window = [part.spec for part in offloaded.parts], state.schedule.longest_window
         self._pool.submit(compile_loops, host_kernel, specs, window, compact=compact)
 
     def _prepare_group(

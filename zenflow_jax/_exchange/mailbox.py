@@ -22,7 +22,6 @@ from zenflow_jax._exchange.pinned import IN_FLIGHT
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import USED, StepScalars
 
 # With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
@@ -65,7 +64,7 @@ class Mailbox:
         # same points (`Worker.check`).
         self._unread: deque[Mail | Sums] = deque()
         # With "per_window", two windows' step scalars and two sums.
-        self._most = IN_FLIGHT.get(state.send_gradients, 2 * longest(state.schedule.window) + 2)
+        self._most = IN_FLIGHT.get(state.send_gradients, 2 * state.schedule.longest_window + 2)
         self._running: deque[StepScalars] = deque()  # of steps that the device may still run
         self._last: Mail | None = None
         # Token, and its number, of the state that a flush has replaced since the last step.

@@ -8,7 +8,7 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import OffloadedLeaves
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.rules import SendGradients, longest
+from zenflow_jax._plan.rules import SendGradients
 from zenflow_jax._plan.schedule import Schedule
 
 #: The most mails that may be unread, which lets Python run ahead of the device. With "per_window"
@@ -41,7 +41,7 @@ def most_kept(state: ZenFlowState) -> float:
     """The most mails that would be kept if none were added up, unless the device does that."""
     specs, sizes = _offloaded(state)
     total = max(sum(sizes), 1)
-    window = longest(state.schedule.window)
+    window = state.schedule.longest_window
     if state.schedule.groups == 1:
         return 2.0 * window
     ages = range(1, window + 1)

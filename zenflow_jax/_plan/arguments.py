@@ -16,7 +16,6 @@ from zenflow_jax._plan.rules import (
     SendGradients,
     check_int,
     check_share,
-    longest,
 )
 from zenflow_jax._plan.schedule import Schedule
 
@@ -80,7 +79,7 @@ def _check_select(interval: Any, window: int | AutoWindow) -> int | AutoSelect |
     if isinstance(interval, AutoSelect | EpochSelect):
         return interval
     if interval is None:
-        return 16 * longest(window)
+        return 16 * (window.max_interval if isinstance(window, AutoWindow) else window)
     kinds = "an int, an AutoSelect, an EpochSelect or None"
     interval = check_int("select_interval", interval, 1, kinds, _IF_INJECTED)
     if isinstance(window, int) and interval % window:

@@ -23,10 +23,8 @@ def in_groups(
 ) -> tuple[tuple[LeafSpec, ...], Schedule]:
     """The specs with their groups, and the schedule without groups that would have no leaf.
 
-    Groups have nearly equal bytes: the largest leaf comes first, into the group with the least. Of
-    leaves that are as large, and of groups that have as much, the first comes first. Where this
-    leaves the groups uneven, stacked leaves are cut into ranges of their layers, and each range of
-    a leaf goes into another group.
+    The largest leaf comes first, into the group with the least. Where this leaves the groups
+    uneven, stacked leaves are cut into ranges of their layers, each of which goes into another.
     """
     offloaded = {i: spec for i, spec in enumerate(specs) if not spec.resident}
     if not offloaded:

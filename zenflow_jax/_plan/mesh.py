@@ -1,7 +1,6 @@
 """How a leaf lies on a mesh: which mesh axes divide it, and which divide the work on it.
 
-These facts are static and hashable, and name no device. The state's treedef carries them, and they
-hold on any devices of the same mesh shape. `_device/shards.py` acts on them.
+These facts are static and hashable, and name no device. `_device/shards.py` acts on them.
 
 Words: a device holds a *block* of a parameter. Where several devices hold the same block (data
 parallelism), each works only on its *part* of the block, as in ZeRO. Elsewhere it is the block.

@@ -17,9 +17,8 @@ class AutoWindow:
     channels, and on selected ones. A leaf is ripe when the window's sum of the first is at least
     the window's mean of the second. The window closes when at least `share` of the offloaded leaves
     are ripe, or when it has `max_interval` steps. The decision after step t knows only the steps
-    before it, so that nobody waits for the device; a window that is not cut short thus has at least
-    two steps. Skipped steps count for its length alone. DeepSpeed's "Zen-auto" has the same idea
-    and compares L1 sums.
+    before it, so a window has at least two steps. Skipped steps count for its length alone.
+    DeepSpeed's "Zen-auto" has the same idea and compares L1 sums.
 
     Attributes:
         max_interval: The most steps that a window may have.
@@ -55,13 +54,11 @@ class AutoSelect:
     Each boundary measures which share of the best k channels' score the selected channels hold: a
     ratio for each leaf, weighted by the leaf's size. Below `keep`, the next boundary selects again.
     The `max_windows`-th window since the last selection always does. Scores are sums since the last
-    selection. If the important channels change w windows after it, the next selection thus follows
-    about w / keep + 1 windows after that change, and at the latest two windows after the
-    `max_windows`-th.
+    selection: if the important channels change w windows after it, the next selection follows about
+    w / keep + 1 windows after that change.
 
     Attributes:
-        keep: The share to hold, in [0, 1]. 0 selects every `max_windows` windows and merely
-            measures it.
+        keep: The share to hold, in [0, 1].
         max_windows: The most windows between two selections.
 
     Raises:
@@ -131,11 +128,6 @@ class SendGradients(enum.StrEnum):
     def sums_on_device(self) -> bool:
         """Whether the device adds up a window's gradients."""
         return self is SendGradients.PER_WINDOW
-
-
-def longest(window: int | AutoWindow) -> int:
-    """The most steps that a window may have."""
-    return window.max_interval if isinstance(window, AutoWindow) else window
 
 
 def check_int(

@@ -16,8 +16,7 @@ USED = -1
 class AdamScalars(NamedTuple):
     """Hyperparameters that all leaves share: Python numbers or float32 scalars, traced or not.
 
-    `1 - b` is computed while `b` is still a Python number, as in optax: in float32, 1 - 0.999 is
-    off by 1e-5 of itself.
+    `1 - b` is computed while `b` is a Python number: in float32, 1 - 0.999 is off by 1e-5 of it.
     """
 
     learning_rate: Any
@@ -42,19 +41,9 @@ class WindowStep(NamedTuple):
 def window_step(scalars: AdamScalars, counted: Any, scaling: float | None, xp: Any) -> WindowStep:
     """The step with the mean of `counted` gradients, scaled to be worth that many single ones.
 
-    A mean of c gradients is the gradient of a batch c times larger. So the learning rate is
-    multiplied by c to the power `scaling`, both betas go to the power c, eps is divided by the root
-    of c, and weight decay pulls as in c steps. Nothing is scaled if `scaling` is None.
-
-    Args:
-        scalars: Those of a single step: Python floats, or float32 of `xp`.
-        counted: Steps in the mean, at least 1.
-        scaling: The exponent for the learning rate, or None.
-        xp: `numpy` or `jax.numpy`.
-
-    References:
-        Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
-        https://arxiv.org/abs/2205.10287, 2022.
+    A mean of c gradients is the gradient of a batch c times larger (Malladi et al., 2022).
+    `scaling` is the exponent for the learning rate; None scales nothing. `xp` is `numpy` or
+    `jax.numpy`.
     """
     s = scalars
     if scaling is None:
@@ -93,10 +82,7 @@ class StepFacts(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """A step's scalars in few arrays, because each array costs a copy to host memory.
-
-    Arrays that the step itself copies have leading unit axes, as its mail has.
-    """
+    """A step's scalars in few arrays, because each array costs a copy to host memory."""
 
     floats: Any  # float32 (8,): the fields of AdamScalars, then the clipping factor
     ints: Any  # int32 (3,): step, token, whether the gradient was finite

@@ -1,8 +1,7 @@
 """Decides when a window closes and when channels are selected again.
 
-Only the engine and the in-graph mode ask; neither may assume that windows have equal length. Steps
-count from 1; step t's boundary lies between t and t + 1. Leaves are in groups (`groups.py`), and
-each group has windows of its own.
+Steps count from 1; step t's boundary lies between t and t + 1. Leaves are in groups (`groups.py`),
+and each group has windows of its own.
 
 The same code decides for NumPy numbers (the engine) and for traced ones (in-graph). A decision
 about a step knows only the steps before it: for more, an engine would wait for the device.
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect, longest
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
 
 
 class Boundary(NamedTuple):
@@ -49,8 +48,7 @@ class ScheduleState(NamedTuple):
     ) -> "ScheduleState":
         """The state after a step that closed windows; the step's statistics count for none.
 
-        `first` is the state before the first step. `closes` and `selects`, bool (groups,), say
-        whose windows closed and whose channels were selected; `xp` is `numpy` or `jax.numpy`.
+        `first` is the state before the first step; `closes` and `selects` are bool (groups,).
         """
         windows = xp.where(closes, self.windows + 1, self.windows)
         return first._replace(
@@ -109,10 +107,9 @@ class Schedule:
     provisional_share: float | None = None
 
     def provisional_step(self, step: Any, learning_rate: Any, counts: Any, xp: Any) -> Any:
-        """How far step `step` moves each deferred weight; float32, 0 where it moves none.
+        """How far step `step`, if it `counts`, moves each deferred weight; float32.
 
-        The first step of a run moves none: until it is made, weights may be loaded, and masters
-        follow them. `counts` says whether the step counts; `xp` is `numpy` or `jax.numpy`.
+        The first step of a run moves none: until it is made, weights may be loaded.
         """
         length = xp.float32(self.provisional_share) * xp.asarray(learning_rate, xp.float32)
         moves = counts & (step > max(self.full_warm_up_rounds, 1))
@@ -120,7 +117,8 @@ class Schedule:
 
     @property
     def longest_window(self) -> int:
-        return longest(self.window)
+        """The most steps that a window may have."""
+        return self.window.max_interval if isinstance(self.window, AutoWindow) else self.window
 
     @property
     def needs_statistics(self) -> bool:

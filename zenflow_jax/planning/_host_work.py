@@ -21,7 +21,6 @@ from zenflow_jax._host.moments import bytes_of_moments, new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
 from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.groups import in_groups
-from zenflow_jax._plan.rules import longest
 from zenflow_jax._plan.scalars import AdamScalars, window_step
 from zenflow_jax.planning._memory import FLOAT32, bytes_of_master, offloaded_ranges
 
@@ -47,7 +46,7 @@ def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
     writes masters and moments, and what is uploaded is read again.
     """
     schedule = state.schedule
-    window = longest(schedule.window)
+    window = schedule.longest_window
     on_device = state.send_gradients.sums_on_device
     sums = 0
     if not on_device and most_kept(state) > MAILS_KEPT:
