@@ -234,13 +234,12 @@ class HostAdam:
                 "The optimizer state is damaged, or of other devices: go on from a checkpoint."
             )
         move = self._kernel.move(x, rest, rows, channels, inward=inward)
-        self._run(move, self._tiles_for(Layout.of(rows.shape), rows.size))
-
-    def _tiles_for(self, layout: Layout, size: int) -> list[Tile]:
-        """Tiles for moving channels; one for NumPy, which moves them at once."""
-        if self._kernel is self._portable:
-            return [(0, layout.segments, 0, layout.width)]
-        return layout.tiles(self._limit(self._kernel, size, 1))
+        if self._kernel is self._portable:  # which moves all of them at once
+            move((0, 0, 0, 0))
+            return
+        # Pieces of rows, whose elements are the channels' slices.
+        places = Layout(entries * height, height, channels.shape[1], trailing=True)
+        self._run(move, places.tiles(self._limit(self._kernel, rows.size, 1) // tail))
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from zenflow_jax._host import numba_loops
-from zenflow_jax._host.moments import Layout, Tile
+from zenflow_jax._host.moments import Tile
 from zenflow_jax._host.numpy_kernel import (
     GRADIENTS_PER_PASS,
     Step,
@@ -75,13 +75,9 @@ class NumbaKernel:
         inward: bool,
     ) -> Callable[[Tile], None]:
         """The function that moves one tile of `rows`; see `NumpyKernel.move`."""
-        layout = Layout.of(rows.shape)
-        loop = numba_loops.move_trailing if layout.trailing else numba_loops.move_leading
         moved = _readable(flat(rows)) if inward else _flat(rows)
-        sizes = (x.shape[2], layout.rows, layout.width)
-        return functools.partial(
-            loop, _flat(x), _flat(rest), moved, channels, inward or None, *sizes
-        )
+        arrays = _flat(x), _flat(rest), moved, channels
+        return functools.partial(numba_loops.move, *arrays, inward or None, *x.shape[1:])
 
     def _scratch(self, size: int) -> np.ndarray:
         """A float32 array that belongs to the calling thread; its contents are garbage."""

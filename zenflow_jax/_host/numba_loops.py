@@ -404,10 +404,10 @@ def _block_of(row, rows):
     return row // rows * _blocks(rows) + row % rows // BLOCK
 
 
-# Rows that move: `x` is a leaf's array (or `x` and `rest` its split masters) and `moved` has the
-# rows of its `channels`, `(entries, k)` of `n`; all are flat. A segment is one of these channels,
-# of `width` elements (leading), or one row of all of them (trailing, `rows` in an entry). `inward`
-# is True to write them to `x`, and None for the other way.
+# Rows that move: `x` is a leaf's array (or `x` and `rest` its split masters), `(entries, rows, n,
+# tail)`, and `moved` has the rows of its `channels`, `(entries, k)`; all are flat. A tile has the
+# rows `first` to `last` of all entries, and of each the places `left` to `right` of its channels.
+# `inward` is True to write them to `x`, and None for the other way.
 
 
 def _move_out(x, rest, i, moved, j, inward):
@@ -422,19 +422,12 @@ _move = _by_type(5, numba.none, _move_out, _move_in)
 
 
 @_compiled
-def move_leading(x, rest, moved, channels, inward, n, rows, width, tile):
+def move(x, rest, moved, channels, inward, rows, n, tail, tile):
     first, last, left, right = tile
-    for s in range(first, last):
-        entry, c = divmod(s, channels.shape[1])
-        i, j = (entry * n + channels[entry, c]) * width, s * width
-        for e in range(left, right):
-            _move(x, rest, np.uintp(i + e), moved, np.uintp(j + e), inward)
-
-
-@_compiled
-def move_trailing(x, rest, moved, channels, inward, n, rows, width, tile):
-    first, last, left, right = tile
+    k = channels.shape[1]
     for s in range(first, last):
         index = channels[s // rows]
-        for e in range(left, right):
-            _move(x, rest, np.uintp(s * n + index[e]), moved, np.uintp(s * width + e), inward)
+        for c in range(left, right):
+            i, j = (s * n + index[c]) * tail, (s * k + c) * tail
+            for e in range(tail):
+                _move(x, rest, np.uintp(i + e), moved, np.uintp(j + e), inward)
