@@ -1,14 +1,9 @@
 """Channels: which axis they lie on, how they score, which of them are selected.
 
-This file makes a selection and moves slices along it; `adamw.py` (device) and `_host/state.py`
-(host) use it. It reads a leaf as `(*stack, *rows, n, *tail)`: `n` channels along the channel axis,
-separately in each entry of the stack axes. There are rows only if the channel axis is the last one
-of a matrix, and a tail only if it is not.
-
-On a mesh whose axes divide the channel axis, each piece of it selects the same number of channels,
-among its own. `shards.py` lets the functions below see one device's piece only.
-
-Letters: `n` channels in a stack entry, `k` of them selected.
+A leaf is `(*stack, *rows, n, *tail)`: `n` channels along the channel axis, separately in each entry
+of the stack axes, `k` of them selected. There are rows only if the channel axis is the last one of
+a matrix, and a tail only if it is not. `shards.py` lets these functions see one device's piece
+only, which selects among its own.
 """
 
 import jax

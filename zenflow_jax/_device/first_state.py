@@ -30,7 +30,8 @@ from zenflow_jax._version import LAYOUT_NAME, version_number
 def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> ZenFlowState:
     """The state that `zenflow().init` returns for parameters: arrays, traced or abstract ones."""
     leaves = jax.tree.leaves(params)
-    if static.offload and all(isinstance(x, jax.Array) and not _traced(x) for x in leaves):
+    traced = any(isinstance(x, Tracer) for x in leaves)
+    if static.offload and not traced and all(isinstance(x, jax.Array) for x in leaves):
         check_placement(leaves, specs)
     build = partial(_build, specs=specs, static=static)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -42,7 +43,7 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
         # and wants it back where the per-leaf states are to stand.
         return build(weights)._replace(leaves=params, mail=params if static.offload else None)
     like = next(iter(weights), None)
-    if any(map(_traced, weights)) or all(spec.placement is None for spec in specs):
+    if traced or all(spec.placement is None for spec in specs):
         return commit(build(weights), like)
     # `keep_unused`, here and below: parameters that nobody reads say which devices to use.
     state = jax.jit(partial(build, mail=False), keep_unused=True)(weights)
@@ -59,10 +60,6 @@ def first_state(params: Any, specs: tuple[LeafSpec, ...], static: Static) -> Zen
     )
     scalars = jax.jit(partial(_first_scalars, specs=specs, static=static), keep_unused=True)
     return state._replace(mail=each, step_scalars=scalars(weights))
-
-
-def _traced(x: Any) -> bool:
-    return isinstance(x, Tracer)
 
 
 def _build(
@@ -152,21 +149,22 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec, static: Static) -
 
 def _first_mail(p: jax.Array, spec: LeafSpec, sending: SendGradients, rank: int) -> jax.Array:
     """One leaf's mail before the first step."""
-    lay, dtype = Layout(spec), spec.mail_dtype
-    if sending.in_step and spec.placement is None:
-        return host_zeros(spec.shape, dtype, rank, p)
+    if not sending.in_step:
+        rank = len(spec.shape)
+    elif spec.placement is None:
+        return host_zeros(spec.shape, spec.mail_dtype, rank, p)
 
     def zeros(shard: Shard, _: jax.Array) -> jax.Array:
         # Where the step leaves gradients on the device, this is one element per device: it has the
         # sharding of what the step returns in its place, and is not empty, which some savers
         # refuse.
         whole = sending.in_step or sending.sums_on_device
-        mail = jnp.zeros(shard.part.shape if whole else (1,) * len(spec.shape), dtype)
-        return with_rank(mail, rank) if sending.in_step else mail
+        shape = shard.part.shape if whole else (1,) * len(spec.shape)
+        return with_rank(jnp.zeros(shape, spec.mail_dtype), rank)
 
-    if not sending.in_step:
-        return on_each_device(zeros, spec, [lay.block], lay.part)(p)
-    return to_host(on_each_device(zeros, spec, [lay.block], lay.mail(rank))(p), rank)
+    layout = Layout(spec)
+    mail = on_each_device(zeros, spec, [layout.block], layout.mail(rank))(p)
+    return to_host(mail, rank) if sending.in_step else mail
 
 
 def _first_scalars(
@@ -174,17 +172,18 @@ def _first_scalars(
 ) -> StepScalars:
     """Step scalars of zero, on every device that takes part."""
     sizes = StepScalars.sizes(specs, static.schedule.needs_statistics)
-    in_step, rank = static.send_gradients.in_step, mail_rank(specs)
+    in_step = static.send_gradients.in_step
+    rank = mail_rank(specs) if in_step else 1
     placed = [(p, x) for p, x in zip(weights, specs, strict=True) if x.placement is not None]
     if in_step and not placed:
         like = next(iter(weights), None)
         return StepScalars(*(host_zeros((size,), dtype, rank, like) for size, dtype in sizes))
 
     def zeros(*_: Any) -> list[jax.Array]:
-        return [with_rank(jnp.zeros(size, dtype), rank if in_step else 1) for size, dtype in sizes]
+        return [with_rank(jnp.zeros(size, dtype), rank) for size, dtype in sizes]
 
     if not placed:
         return StepScalars(*zeros())
     p, spec = placed[0]
-    made = on_each_device(zeros, spec, [Layout(spec).block], REPLICATED)(p)
-    return StepScalars(*(to_host(x, rank) if in_step else x for x in made))
+    scalars = on_each_device(zeros, spec, [Layout(spec).block], REPLICATED)(p)
+    return StepScalars(*(to_host(x, rank) if in_step else x for x in scalars))

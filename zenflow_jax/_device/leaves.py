@@ -20,13 +20,9 @@ def as_pure(tree: Any) -> Any:
 
 
 class Places:
-    """Finds the leaves of a state in the trees that callers pass, by key path.
+    """Finds the leaves of a state in the trees that callers pass, which may hold more, by key path.
 
-    A tree may hold more: frozen parameters, batch statistics, dropout keys. `Places` searches once
-    for each structure and keeps the result, because callers pass a tree at every step.
-
-    Args:
-        specs: The state's leaves.
+    It searches once for each structure: callers pass a tree at every step.
     """
 
     def __init__(self, specs: Sequence[LeafSpec]):
@@ -35,11 +31,7 @@ class Places:
         self._known: list[tuple[Any, list[int]]] = []
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, list[int]]:
-        """The leaves of `params`, their structure, and the place of each state leaf among them.
-
-        Raises:
-            ValueError: If `params` lacks a leaf of the state.
-        """
+        """The leaves of `params`, their structure, and the place of each state leaf among them."""
         leaves, treedef = jax.tree.flatten(params)
         for structure, places in self._known:
             if structure == treedef:
@@ -97,11 +89,7 @@ def check_leaves(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
 
 
 def match_leaves(params: Any, state: ZenFlowState) -> tuple[list[Any], Any, list[int]]:
-    """What `Places` returns, after a check that the leaves have the state's shapes and dtypes.
-
-    Raises:
-        ValueError: If a leaf of the state has no counterpart.
-    """
+    """What `Places` returns, after a check that the leaves have the state's shapes and dtypes."""
     specs = [leaf.spec for leaf in state.leaves]
     weights, treedef, places = Places(specs)(params)
     check_leaves([weights[i] for i in places], specs)

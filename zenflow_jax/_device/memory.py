@@ -1,7 +1,7 @@
 """Arrays in pinned host memory, and copies between NumPy and devices.
 
-With "during_step" the user's jitted step copies its mail to the host, as whole arrays (`to_host`).
-Everything else crosses between steps.
+With "during_step" the user's jitted step copies its mail to the host (`to_host`). Everything else
+crosses between steps.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,8 @@ def mail_rank(specs: Sequence[LeafSpec]) -> int:
     """Rank of everything in host memory: above that of any array on the device.
 
     If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
-    dtype in the *other* memory, and the process aborts. Leading unit axes, up to a rank that no
-    leaf has, make such a pair impossible. Users also donate arrays that are in no state (batches,
-    another optimizer's leaves), so the rank is one that those do not have either.
+    dtype in the *other* memory, and the process aborts. Leading unit axes make such a pair
+    impossible. Users also donate batches and the like, so the rank is one that those do not have.
     """
     return max(8, *(1 + len(spec.shape) for spec in specs), 0)
 
@@ -62,8 +61,7 @@ def beside(like: jax.Array, memory_kind: str | None) -> jax.sharding.Sharding:
 def commit(tree: Any, like: Any) -> Any:
     """`tree` with its arrays committed to the device that holds `like`, if that is one device.
 
-    From committed parameters a jitted step returns a committed state. An uncommitted first state
-    would look different, and jit would compile the step twice.
+    A jitted step returns a committed state; jit would compile it twice for an uncommitted first.
     """
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return tree
@@ -91,9 +89,8 @@ def read(x: jax.Array) -> np.ndarray:
     """The first piece that this process has of an array that others still use; read-only.
 
     It is a view if the piece is in host memory: copy what you keep. Unlike `view`, this leaves
-    nothing with the array. jax keeps what it gives to NumPy with the array object that was asked: a
-    host copy always, a view since jax 0.11 (checked on a CPU: 0.10.2 does not, 0.11.2 does). A view
-    that is kept blocks donation, so this function asks another object of the same buffer.
+    nothing with the array, which would block its donation: jax keeps what it gives to NumPy with
+    the array object that was asked (views since jax 0.11), so this asks another object.
     """
     piece = x.addressable_data(0)
     alias = jax.make_array_from_single_device_arrays(piece.shape, piece.sharding, [piece])
@@ -116,7 +113,7 @@ def zeros_like(x: jax.Array, sharding: jax.sharding.Sharding | None = None) -> j
     """Zeros placed as `x` is, unless `sharding` says otherwise; `x` may have been donated."""
     sharding = sharding or x.sharding
     piece = np.zeros(sharding.shard_shape(x.shape), x.dtype)
-    return _put_everywhere([piece], x.shape, sharding)[0]
+    return put_everywhere([piece], x.shape, sharding)[0]
 
 
 def in_host_memory(blank: jax.Array) -> jax.Array:
@@ -126,19 +123,15 @@ def in_host_memory(blank: jax.Array) -> jax.Array:
     return zeros_like(blank, blank.sharding.with_memory_kind(HOST))
 
 
-def put_everywhere(pieces: Sequence[np.ndarray | np.generic], like: jax.Array) -> list[jax.Array]:
-    """For each piece an array like `like`, all of whose pieces it is.
-
-    This asks nothing of other processes; `jax.device_put` would make sure that they do the same.
-    """
-    return _put_everywhere(pieces, like.shape, like.sharding)
-
-
-def _put_everywhere(
+def put_everywhere(
     pieces: Sequence[np.ndarray | np.generic],
     shape: Sequence[int],
     sharding: jax.sharding.Sharding,
 ) -> list[jax.Array]:
+    """For each piece an array, all of whose pieces it is.
+
+    This asks nothing of other processes; `jax.device_put` would make sure that they do the same.
+    """
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return jax.device_put(list(pieces), sharding)
     kind = sharding.memory_kind

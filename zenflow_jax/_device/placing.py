@@ -1,7 +1,7 @@
 """Where parameters and each array of a state belong, and how arrays get back there.
 
-Trainers place optimizer states by rules of their own: on a mesh they may replicate what they have
-no partition spec for. The numbers are right there, but neither device nor host would read its part.
+Trainers may place optimizer states by rules of their own. The numbers are right there, but neither
+device nor host would read its part.
 """
 
 from collections.abc import Sequence
@@ -64,17 +64,13 @@ def check_placement(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> None:
 def _says_host(x: jax.Array) -> bool:
     """Whether a traced function is told that an array in host memory is there.
 
-    jax 0.10.2 tells it that an array on one device is in device memory where it was put together
-    from pieces, as savers do. A function that reads it, as `optax.MultiSteps` does, fails then.
+    jax 0.10.2 says otherwise where an array was put together from pieces, as savers do.
     """
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def with_shardings(state: ZenFlowState, leaves: Sequence[Any]) -> ZenFlowState:
-    """The abstract state with the shardings that a real one has, as far as known.
-
-    `leaves` are the parameters, or their shapes, with their shardings.
-    """
+    """The abstract state with the shardings that one of such parameters has, as far as known."""
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
     if not meshes or not isinstance(meshes[0], Mesh):
         return state
@@ -114,8 +110,8 @@ def put_back(
 ) -> tuple[ZenFlowState, int]:
     """The state with each array where `tx.init` put it, and how many were elsewhere.
 
-    `weights` are where they have been since `tx.init`. `memories` says whether what is in the wrong
-    memory is put back, too: a step takes blank mail from either, but is compiled for each.
+    `memories` says whether what is in the wrong memory is put back, too: a step takes blank mail
+    from either, but is compiled for each.
     """
     moved = 0
     on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)

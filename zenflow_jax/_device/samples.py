@@ -34,11 +34,7 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 
 def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Array]:
-    """A uint32 checksum of the deferred channels of each offloaded leaf.
-
-    Every bit takes part. All devices have the same one, and it is another one if any of them has
-    other values; so it depends on the mesh.
-    """
+    """A uint32 checksum of all bits of each offloaded leaf's deferred channels, on all devices."""
     # A leaf at a time: leaves that are alike share a program.
     return [
         _checksum(weight, leaf.channels, spec=_bare(leaf.spec))
@@ -47,11 +43,7 @@ def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Arr
 
 
 def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
-    """A uint32 checksum of each leaf, its selected channels included.
-
-    Every bit takes part. The same values give it on any mesh; where devices that should hold the
-    same do not, each has its own.
-    """
+    """A uint32 checksum of all bits of each leaf, the same on any mesh."""
     return [_checksum(x, None, spec=_bare(spec)) for x, spec in zip(weights, specs, strict=True)]
 
 
@@ -63,10 +55,7 @@ def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
 
 @partial(jax.jit, static_argnames="specs")
 def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
-    """A few hundred numbers from all over each leaf, or range of a leaf, on each device.
-
-    Float32 rows, which hold any leaf's dtype exactly.
-    """
+    """A few hundred numbers from all over each leaf, or range of one, on each device: float32."""
     rows = each_leaf(
         lambda _, x: sample_row(x),
         specs,

@@ -1,9 +1,8 @@
 """Runs work on leaves of a mesh: each device works on its own part, as on a whole leaf.
 
-`on_each_device` is a `shard_map` that knows leaves. The function that it runs sees the shapes of
-one device, selects among the channels of one device, and names the places where devices talk:
-`Shard.sum`, `Shard.gather`. Nothing else moves between devices. A leaf on one device goes through
-the same code, without a `shard_map`.
+`on_each_device` is a `shard_map` that knows leaves. The function that it runs sees the shapes and
+channels of one device, and names the places where devices talk: `Shard.sum`, `Shard.gather`. A leaf
+on one device goes through the same code, without a `shard_map`.
 """
 
 import dataclasses
@@ -151,15 +150,10 @@ def _psum(x: jax.Array, names: Sequence[str]) -> jax.Array:
 def on_each_device(
     f: Callable[..., Any], spec: LeafSpec, takes: Sequence[Any], gives: Any
 ) -> Callable[..., Any]:
-    """`f(shard, *args)` on every device of the leaf's mesh.
+    """`f(shard, *args)` on every device of the leaf's mesh, where `f` sees one device's pieces.
 
-    Args:
-        f: Pure. Sees one device's pieces of its arguments.
-        spec: The leaf.
-        takes: The partition spec of each argument, or a tree of them that is a prefix of it. It
-            does not matter for an argument, or an entry of one, that is None.
-        gives: The same for the result. Where it says that devices hold the same, `f` must give the
-            same.
+    `takes` has the partition spec of each argument, or a tree of them that is a prefix of it; any
+    for what is None. `gives` is the same for the result.
     """
     shard = Shard(spec)
     place = spec.placement
@@ -213,8 +207,7 @@ def each_leaf(
 def as_its_parameter(g: jax.Array, spec: LeafSpec) -> jax.Array:
     """A traced gradient that the compiler must place as its parameter before anything reads it.
 
-    Left to itself the compiler may place it like the parts that the first reader takes. To get
-    there, it may sum whole gradients over all devices in the backward pass.
+    Left to itself it may sum whole gradients over all devices, to place them as their first reader.
     """
     place = spec.placement
     if place is None or place.explicit or not any(place.shares) or not isinstance(g, Tracer):
@@ -229,11 +222,7 @@ def row(x: jax.Array) -> jax.Array:
 
 
 def join(rows: Sequence[jax.Array]) -> jax.Array:
-    """The rows of several leaves as one array, with a row for each device.
-
-    An array for each leaf would cost a boundary as much as the update itself, in models of hundreds
-    of small leaves.
-    """
+    """The rows of several leaves as one array; one for each would cost as much as the update."""
     return jnp.concatenate(rows, axis=1)
 
 

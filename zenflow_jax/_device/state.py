@@ -1,8 +1,7 @@
 """The state that `zenflow()` keeps between steps: named tuples, with static facts in their treedef.
 
-The engine needs nothing else: the treedef carries, resolved and hashable, which leaves are
-offloaded, their channel axes, and the schedule. Fields are annotated `Any` because trees of
-shardings, shapes and wrapped variables use the same classes.
+The engine needs nothing else. Fields are annotated `Any` because trees of shardings, shapes and
+wrapped variables use the same classes.
 """
 
 import dataclasses
@@ -10,11 +9,8 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array
 
-from zenflow_jax._device.memory import read
 from zenflow_jax._device.shards import REPLICATED, Layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients
@@ -63,8 +59,8 @@ class LeafState(NamedTuple):
 class Reach(NamedTuple):
     """The last provisional steps, of which older ones fade: float32 scalars.
 
-    Those of the last two windows count by more than a third. Scalars, because jit may write the
-    sharding of a vector in another way than it came.
+    Those of the last two windows count by more than a third. Not one vector, of which jit may write
+    the sharding in another way than it came.
     """
 
     total: Any  # the sum of their lengths
@@ -103,12 +99,10 @@ class ZenFlowState(NamedTuple):
             (`_version.py`): the version of zenflow_jax that began the run.
         static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`.
 
-    With `send_gradients="during_step"` the step copies gradients to pinned host memory, where
-    `mail` is, with leading unit axes. With "after_step" the step leaves them on the device, and
-    `exchange` puts one element per device in their place. With "per_window" the step adds them to a
-    sum on the device, and `exchange` takes each window's. With the last two the state has nothing
-    in host memory, and the step copies nothing: copies of a few scalars would be enough for XLA:GPU
-    to keep all layers' activations (benchmarks/LOG.md).
+    With `send_gradients="during_step"` mail is in pinned host memory, with leading unit axes. With
+    "after_step" it stays on the device, where `exchange` puts one element per device in its place;
+    with "per_window" it is a sum there. With the last two the state has nothing in host memory:
+    copies of a few scalars would be enough for XLA:GPU to keep all activations (benchmarks/LOG.md).
 
     Examples:
         >>> import jax.numpy as jnp, zenflow_jax
@@ -133,32 +127,20 @@ class ZenFlowState(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        """When windows close and channels are selected."""
         return self.static.schedule
 
     @property
     def offload(self) -> bool:
-        """Whether the deferred half is with an engine."""
         return self.static.offload
 
     @property
     def send_gradients(self) -> SendGradients:
-        """When gradients leave the device."""
         return self.static.send_gradients
 
     def __repr__(self) -> str:
-        counts = ("step", "skipped", "skipped_in_a_row")
-        head = ", ".join(f"{name}={_in_words(getattr(self, name))}" for name in counts)
         # Not a tuple is a placeholder of something that walks optimizer states.
         leaves = self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
-        return "\n  ".join([f"ZenFlowState({head},", f"{self.static},", *map(repr, leaves)]) + "\n)"
-
-
-def _in_words(x: Any) -> str:
-    """The number that a scalar holds, where it can be read; waits for the step that makes it."""
-    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted():
-        return str(read(x))
-    return str(x) if isinstance(x, np.ndarray | np.generic) else type(x).__name__
+        return "\n  ".join(["ZenFlowState(", f"{self.static},", *map(repr, leaves)]) + "\n)"
 
 
 def leaf_layout(spec: LeafSpec, deferred: bool) -> LeafState:
@@ -244,10 +226,7 @@ def find_state(opt_state: Any) -> ZenFlowState:
 
 @functools.cache
 def tell_flax() -> None:
-    """Has `flax.serialization` write in place of static facts what shapes the arrays beside them.
-
-    It refuses to read them back into a state of other options.
-    """
+    """Has `flax.serialization` save what shapes the arrays, and refuse states of other options."""
     # Not at import: flax takes as long to import as all of this library.
     from flax import serialization
 

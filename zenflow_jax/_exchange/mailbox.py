@@ -186,7 +186,7 @@ class Mailbox:
     def _make_tokens(self, number: int, count: int, like: jax.Array) -> None:
         """The next states' tokens, made from consecutive numbers and placed as `like` is."""
         numbers = [(number + i) & _POSITIVE for i in range(count)]  # never USED, which is negative
-        arrays = put_everywhere([np.int32(x) for x in numbers], like)
+        arrays = put_everywhere([np.int32(x) for x in numbers], like.shape, like.sharding)
         self._tokens = deque(zip(numbers, arrays, strict=True))
 
     def _take_token(self, number: int) -> None:
