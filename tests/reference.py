@@ -104,20 +104,11 @@ class Reference:
     Attributes:
         step_count: Steps so far, skipped ones included.
         skipped: Steps whose gradient was not finite.
-        windows: Windows closed so far: each warm-up step is one, and so is each one that `flush`
-            closed; those that had nothing but skipped steps count too.
+        windows: Windows closed so far, also by a warm-up step or `flush`.
         reselections: Times that channels were chosen, the first choice included.
         turns: How many sets of leaves take turns to close their windows; one is all at once.
         boundaries: For each of them, the steps after which a window closed, `flush` apart.
         kept_share: For each, the share of the best score that was selected, at each of these steps.
-
-    Examples:
-        >>> settings = Settings(topk_ratio=0.5, update_interval=2)
-        >>> ones = np.ones((4, 3), np.float32)
-        >>> reference = Reference([ones], 0.1, settings, channel_axes=[-2])
-        >>> (params,) = reference.step([ones])
-        >>> (params != ones).any(axis=1).tolist()
-        [True, True, False, False]
     """
 
     def __init__(
@@ -197,8 +188,7 @@ class Reference:
     def flush(self) -> list[np.ndarray]:
         """The parameters, copied, after all that is on its way to them; each is its master's cast.
 
-        The open window is closed early, with the mean over the steps it has and the learning rate
-        of the last one. Nothing is selected and the schedule stays where it was.
+        Open windows are closed early. Nothing is selected and the schedule stays where it was.
         """
         for turn in range(self.turns):
             if self._open_steps[turn]:
@@ -209,7 +199,6 @@ class Reference:
 
     @property
     def params(self) -> list[np.ndarray]:
-        """The parameters, copied, in their dtypes."""
         return [leaf.param.copy() for leaf in self._leaves]
 
     @property
@@ -415,12 +404,9 @@ def _take_turns(leaves: Sequence[_Leaf], most: int) -> int:
         ranges = []
         for leaf in leaves:
             layers, count = _layers(leaf), 1
-            while (
-                share is not None
-                and count < min(layers, most)
-                and leaf.param.nbytes * most * share > everything * count
-            ):
-                count += 1
+            if share is not None:
+                wanted = math.ceil(leaf.param.nbytes * most * share / everything)
+                count = max(1, min(wanted, layers, most))
             ends = [layers * i // count for i in range(count + 1)]
             ranges += [(leaf, range(*pair)) for pair in itertools.pairwise(ends)]
         loads, dealt = _deal(ranges, min(most, max(len(ranges), 1)))
@@ -442,21 +428,15 @@ def _deal(
 ) -> tuple[list[int], list[tuple[_Leaf, range, int]]]:
     """The largest first, each to the turn with the fewest bytes that has nothing of its leaf."""
     loads, dealt = [0] * turns, []
-    waiting = [
-        (
-            leaf.param.nbytes * len(layers) // (leaf.param.shape[0] if leaf.stack else 1),
-            leaf,
-            layers,
-        )
-        for leaf, layers in ranges
-    ]
-    while waiting:
-        most = max(size for size, *_ in waiting)
-        i = next(i for i, (size, *_) in enumerate(waiting) if size == most)
-        size, leaf, layers = waiting.pop(i)
+
+    def size(leaf_and_layers: tuple[_Leaf, range]) -> int:
+        leaf, layers = leaf_and_layers
+        return leaf.param.nbytes * len(layers) // _layers(leaf)
+
+    for leaf, layers in sorted(ranges, key=size, reverse=True):  # of equals the first
         taken = [turn for other, _, turn in dealt if other is leaf]
         turn = min((load, turn) for turn, load in enumerate(loads) if turn not in taken)[1]
-        loads[turn] += size
+        loads[turn] += size((leaf, layers))
         dealt.append((leaf, layers, turn))
     return loads, dealt
 
@@ -553,7 +533,7 @@ def _adamw(channel: _Channel, g: Any, lr: np.float32, s: Settings, steps: int = 
 
 
 def _sums_of_squares(gradients: Sequence[np.ndarray]) -> np.ndarray:
-    # Overflow is an answer here, not an accident: the step is skipped.
+    # Where it overflows the step is skipped.
     with np.errstate(over="ignore", invalid="ignore"):
         return np.array([np.sum(g * g, dtype=np.float32) for g in gradients], np.float32)
 

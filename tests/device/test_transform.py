@@ -48,26 +48,14 @@ def test_all_ways_to_init_agree(offload, dtype):
 
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     abstract = jax.eval_shape(lambda: params)
-    for shaped in (jax.eval_shape(tx.init, params), tx.init(abstract)):
+    around = jax.eval_shape(lambda: tx.init(params))
+    for shaped in (jax.eval_shape(tx.init, params), around, tx.init(abstract)):
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shaped))
         assert jax.tree.map(lambda x: (x.shape, x.dtype), shaped) == shapes
 
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_init_under_jit_may_take_its_parameters_from_around_it(offload):
-    tx, params = make(offload=offload), example_params()
-    expected = jax.eval_shape(tx.init, params)
-    assert jax.eval_shape(lambda: tx.init(params)) == expected
-    state = jax.jit(lambda: tx.init(params))()
-    assert jax.tree.structure(state) == jax.tree.structure(expected)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_state_of_numpy_parameters_is_made_of_jax_arrays(offload):
-    params = example_params("bfloat16")
-    state = make(offload=offload).init(jax.tree.map(np.asarray, params))
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
-    assert jax.tree.structure(state) == jax.tree.structure(make(offload=offload).init(params))
+    of_numpy = tx.init(jax.tree.map(np.asarray, params))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(of_numpy))
+    assert jax.tree.structure(of_numpy) == jax.tree.structure(state)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -89,6 +77,16 @@ def test_the_state_is_a_plain_pytree_without_callables(offload):
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state()))
     leaves, treedef = jax.tree.flatten(state())
     assert describe(jax.tree.unflatten(treedef, leaves)) == describe(state())
+
+
+def test_a_state_prints_a_line_for_each_leaf_and_no_content():
+    head, static, *leaves, end = str(make().init(example_params())).splitlines()
+    assert (head, end) == ("ZenFlowState(", ")")
+    assert "Schedule(window=2, " in static
+    assert [line.strip() for line in leaves] == [
+        "['bias'] float32[3], resident",
+        "['weight'] float32[6,3], 2 of 6 channels of axis 0",
+    ]
 
 
 def test_an_in_graph_step_compiles_once_for_parameters_that_no_device_was_named_for():
@@ -149,11 +147,6 @@ def test_nothing_about_the_state_changes_but_its_numbers(offload, dtype, options
     assert update._cache_size() == 1
 
 
-def specs(params=None, **options):
-    state = make(**options).init(example_params() if params is None else params)
-    return {leaf.spec.name: leaf.spec for leaf in state.leaves}
-
-
 NESTED = {"block": {"bias": jnp.zeros(3), "weight": jnp.ones((4, 3))}, "head": jnp.ones((5, 2))}
 
 
@@ -204,9 +197,14 @@ def test_resident_keeps_a_leaf_wholly_on_the_device():
     assert (state.mail[-1], kept.channels, kept.scores) == (None, None, None)
 
 
-def test_scalars_vectors_and_empty_leaves_are_resident():
-    params = {"empty": jnp.zeros((0, 3)), "scalar": jnp.zeros(()), "vector": jnp.zeros(3)}
-    assert all(spec.resident for spec in specs(params, topk_ratio=0.0).values())
+@pytest.mark.parametrize(
+    ("ratio", "shape"),
+    [(0.0, (0, 3)), (0.0, ()), (0.0, (3,)), (1.0, (5, 2)), (0.9, (2, 2)), (0.5, (1, 2))],
+)
+def test_leaves_without_a_deferred_channel_are_resident(ratio, shape):
+    state = make(offload=True, topk_ratio=ratio).init({"x": jnp.ones(shape)})
+    assert state.leaves[0].spec.resident
+    assert state.mail == (None,)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +216,6 @@ def test_the_share_of_selected_channels_is_read_as_a_decimal_and_rounded_up(offl
     state = make(offload=offload, topk_ratio=ratio).init({"x": jnp.ones((n, 2))})
     assert state.leaves[0].channels.tolist() == list(range(k))
     assert state.leaves[0].mu.shape == (k, 2)
-
-
-@pytest.mark.parametrize(("ratio", "n"), [(1.0, 5), (0.9, 2), (0.5, 1)])
-def test_a_leaf_with_every_channel_selected_is_resident(ratio, n):
-    state = make(offload=True, topk_ratio=ratio).init({"x": jnp.ones((n, 2))})
-    assert state.leaves[0].spec.resident
-    assert state.mail == (None,)
 
 
 class Emitted(NamedTuple):
@@ -301,33 +292,16 @@ def test_a_step_that_is_not_finite_emits_zeros_and_is_counted(offload):
                 np.testing.assert_array_equal(getattr(new_leaf, field), getattr(old_leaf, field))
 
 
-def host_leaves(tree):
-    return [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == "pinned_host"]
-
-
-def test_the_mail_is_in_pinned_host_memory_and_the_rest_on_the_device():
-    params = {**example_params(), "stack": jnp.ones((2, 4, 3))}
-    state = make(offload=True).init(params)
-    mail = jax.tree.leaves(state.mail)
-    assert len(mail) == 2
-    ours = {id(x) for x in host_leaves(state)}
-    assert ours == {id(x) for x in jax.tree.leaves((mail, state.step_scalars))}
-    others = {x.sharding.memory_kind for x in jax.tree.leaves(state) if id(x) not in ours}
-    assert others == {DEVICE.default_memory().kind}
-
-
-def test_nothing_in_host_memory_has_the_shape_of_anything_on_the_device():
+def test_the_mail_alone_is_in_host_memory_in_shapes_that_nothing_on_the_device_has():
     # Or a donated buffer could be given to the wrong one of them, which ends the process.
     params = {"a": jnp.ones((1, 8)), "b": jnp.ones((1, 1, 8)), "c": jnp.ones((8, 3))}
     state = make(offload=True).init(params)
-    host = host_leaves(state)
-    ids = {id(x) for x in host}
-    device = [x for x in jax.tree.leaves((params, state)) if id(x) not in ids]
-    assert min(x.ndim for x in host) > max(x.ndim for x in device)
-
-
-def test_the_in_graph_state_has_nothing_in_host_memory():
-    assert not host_leaves(make(offload=False).init(example_params()))
+    mail = jax.tree.leaves((state.mail, state.step_scalars))
+    assert {x.sharding.memory_kind for x in mail} == {"pinned_host"}
+    device = jax.tree.leaves((params, state._replace(mail=None, step_scalars=None)))
+    device += jax.tree.leaves(make(offload=False).init(params))
+    assert {x.sharding.memory_kind for x in device} == {DEVICE.default_memory().kind}
+    assert min(x.ndim for x in mail) > max(x.ndim for x in device)
 
 
 @pytest.mark.parametrize("clip", [None, 0.25], ids=["unclipped", "clipped"])
@@ -363,15 +337,16 @@ def test_flush_warns_where_the_last_steps_of_an_in_graph_run_were_all_skipped(ca
     assert "skipped the last 3 steps, up to step 5" in record.getMessage()
 
 
-def test_gradients_of_float16_leaves_are_looked_at_as_they_arrive():
+def test_gradients_of_float16_leaves_are_looked_at_as_they_arrive_and_squared_in_float32():
     # float16 has infinity above 65,504 and zero below 6e-8: what it has of these gradients would
     # be skipped, or not move anything.
     params = {"bias": jnp.ones(3, jnp.float16), "weight": jnp.ones((6, 3), jnp.float16)}
     for options in ({}, {"topk_ratio": 1.0}):
         tx = make(eps=0.0, max_grad_norm=1e6, **options)
         update = jax.jit(tx.update)
-        for size in (1e5, 1e-9):
-            gradients = {name: jnp.full(p.shape, size) for name, p in params.items()}
+        # The squares of 300 are no finite float16.
+        for size, dtype in ((1e5, "float32"), (1e-9, "float32"), (300, "float16")):
+            gradients = {name: jnp.full(p.shape, size, dtype) for name, p in params.items()}
             updates, state = update(gradients, tx.init(params), params)
             assert int(state.skipped) == 0
             assert np.asarray(updates["bias"]).all()
@@ -380,13 +355,3 @@ def test_gradients_of_float16_leaves_are_looked_at_as_they_arrive():
             np.testing.assert_allclose(leaf.mu, 0.1 * size, rtol=1e-6)
             if leaf.scores is not None:
                 np.testing.assert_allclose(leaf.scores, 3 * size**2, rtol=1e-6)
-
-
-def test_gradients_of_float16_are_squared_in_float32():
-    # Their squares are no finite float16: the step would be skipped.
-    params = {"weight": jnp.ones((6, 3), jnp.float16)}
-    tx = make()
-    gradients = {"weight": jnp.full((6, 3), 300, jnp.float16)}
-    _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
-    assert int(state.skipped) == 0
-    np.testing.assert_allclose(state.leaves[0].scores, 3 * 300**2, rtol=1e-6)

@@ -83,6 +83,19 @@ def test_tree_map_params_reaches_the_state_inside_a_wrapper(wrapper, offload):
     assert (ours.step, ours.skipped) == (0, 0)
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_optax_finds_and_sets_by_name_what_is_in_a_chain(offload):
+    state = optax.chain(optax.clip(1.0), make(offload=offload)).init(example_params())
+    assert optax.tree.get(state, "step") is state[1].step
+    assert optax.tree.get(state, "ZenFlowState") is state[1]
+    assert optax.tree.get(state, "no such name") is None
+    reached = {id(x) for _, x in optax.tree.get_all_with_path(state, "mu")}
+    assert reached >= {id(leaf.mu) for leaf in state[1].leaves}
+    new = optax.tree.set(state, skipped=jnp.int32(3))
+    assert int(optax.tree.get(new, "skipped")) == 3
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
 def test_partition_gives_each_group_its_own_optimizer():
     labels = {"bias": "sgd", "weight": "ours"}
     params, _ = train(optax.partition({"ours": make(), "sgd": optax.sgd(1e-2)}, labels))

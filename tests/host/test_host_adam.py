@@ -286,12 +286,6 @@ def test_a_failure_in_a_thread_reaches_the_caller():
     adam.close()
 
 
-def test_one_core_is_left_to_the_caller(monkeypatch):
-    for cores, threads in (1, 1), (2, 1), (8, 7):
-        monkeypatch.setattr("zenflow_jax._host.adam.available_cores", lambda n=cores: n)
-        assert HostAdam().threads == threads
-
-
 def test_kernels_compile_where_nothing_can_be_cached():
     namespace: dict[str, Any] = {}
     exec("def double(x):\n    return x * 2", namespace)  # Numba finds no file to cache it beside

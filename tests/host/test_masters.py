@@ -78,17 +78,13 @@ def test_what_is_uploaded_is_the_cast_of_the_masters_bit_for_bit(numbers):
             assert bits(masters.to_upload[number]) == bits(cast)
 
 
-def test_numpy_takes_masters_apart_as_compiled_loops_do(numbers):
-    masters = new_masters(numbers, BFLOAT16)
-    p, rest = np.empty(numbers.shape, np.uint16), np.empty(numbers.shape, np.int16)
-
-    @numba.njit
-    def keep_all(x, p, rest):
-        for i in range(x.size):
-            numba_loops._keep(x[i], p, rest, i, True)
-
-    keep_all(numbers, p, rest)
-    assert bits(masters) == bits(p, rest)
+def test_both_kernels_take_masters_apart_alike(numbers):
+    rows, channels = numbers.reshape(1, 1, 1, -1), np.int32([[0]])
+    masters = new_masters(rows, BFLOAT16)
+    for kernel in KERNELS:
+        moved = Masters.zeros(rows.shape, BFLOAT16)
+        HostAdam(kernel, 1).put([moved], channels, [rows])
+        assert bits(moved) == bits(masters)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

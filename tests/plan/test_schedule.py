@@ -10,20 +10,60 @@ import zenflow_jax
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._plan.schedule import Schedule, ScheduleState
 
-# What happens after each step: "." nothing, "c" a window closes, "s" and channels are selected;
-# in capitals where the update reaches the parameters at once.
+
+def letter(boundary):
+    assert boundary.closes or not boundary.selects
+    if not boundary.closes:
+        return "."
+    mark = "s" if boundary.selects else "c"
+    return mark.upper() if boundary.synchronous else mark
+
+
+# What happens after each step: "." nothing, "c" a window closes, "s" and channels are selected; in
+# capitals where the update reaches the parameters at once; "a" where that of the last window
+# arrives while no window closes. Settings are window, select, warm-up, groups, staleness; there is
+# a row for each group.
 BOUNDARIES = [
-    # window, selection, warm-up, overlap
-    ((1, 1, 0, False), "SSSSSS"),
-    ((1, 3, 0, True), "scsccsccs"),  # the first selection is at the first boundary
-    ((2, 2, 0, True), ".s.s.s.s"),
-    ((2, 6, 0, True), ".s.c.s.c.c.s.c"),
-    ((3, 6, 0, False), "..S..S..C..S"),
-    ((2, 4, 1, True), "S.c.s.c.s"),  # with a warm-up, at its end
-    ((3, 6, 2, True), "CS..c..s..c..s"),
-    ((2, 2, 3, False), "CCS.S.S"),
-    ((4, 4, 3, True), "CCS...s...s"),
+    ((1, 1, 0, 1, 0), ["SSSSSS"]),
+    ((1, 3, 0, 1, 1), ["scsccsccs"]),  # the first selection is at the first boundary
+    ((2, 2, 0, 1, 2), [".s.s.s.s"]),
+    ((2, 6, 0, 1, 2), [".s.c.s.c.c.s.c"]),
+    ((3, 6, 0, 1, 0), ["..S..S..C..S"]),
+    ((2, 4, 1, 1, 2), ["S.c.s.c.s"]),  # with a warm-up, at its end
+    ((3, 6, 2, 1, 3), ["CS..c..s..c..s"]),
+    ((2, 2, 3, 1, 0), ["CCS.S.S"]),
+    ((4, 4, 3, 1, 4), ["CCS...s...s"]),
+    # Groups that close their windows one after the other.
+    ((4, 8, 0, 4, 1), ["...sa..sa..c", "..sa..sa..ca", ".sa..sa..ca.", "sa..sa..ca.."]),
+    ((4, 8, 0, 4, 0), ["...S...S...C", "..S...S...C.", ".S...S...C..", "S...S...C..."]),
+    ((4, 8, 0, 4, 4), ["...s...s...c", "..s...s...c.", ".s...s...c..", "s...s...c..."]),
+    # Fewer leaves than steps in a window.
+    ((4, 4, 0, 2, 3), ["...s..as..as", "..s..as..as."]),
+    # One for all, which does not wait a whole window.
+    ((3, 6, 0, 1, 2), ["..s.as.ac"]),
+    ((3, 6, 2, 3, 2), ["CS..c.as.a", "CS.c.as.ac", "CSc.as.ac."]),
+    # Epochs of five steps; and of three, of which a warm-up has had the first.
+    ((2, EpochSelect(5), 0, 2, 2), [".s.c.s.c.s.", "s.c.s.c.c.s"]),
+    ((4, EpochSelect(3), 3, 4, 1), ["CCS...sa.", "CCS..sa..", "CCS.ca..s", "CCSca..sa"]),
 ]
+
+
+@pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
+def test_windows_close_and_channels_are_selected_where_the_table_says(settings, expected):
+    schedule = Schedule(*settings, None)
+    for group, row in enumerate(expected):
+        for kind in int, jnp.int32:
+            letters, waits = "", False
+            for t in range(1, len(row) + 1):
+                boundary = schedule.boundary(kind(t), None, group)
+                # It may say so where nothing waits yet.
+                arrives = waits and bool(boundary.arrives)
+                letters += letter(boundary).replace(".", "a" if arrives else ".")
+                waits = waits and not arrives
+                if boundary.closes:
+                    assert not waits, "the next update would be made before this one arrives"
+                    waits = not boundary.synchronous
+            assert letters == row, group
 
 
 # The same with a state: for each step [its length so far, ripe leaves of four, windows since the
@@ -75,58 +115,6 @@ def at_once(window, select, warm_up, overlap):
     """A schedule with one group, whose updates wait for the next boundary or for nothing."""
     whole = None if isinstance(window, AutoWindow) else window
     return Schedule(window, select, warm_up, 1, whole if overlap else 0, None)
-
-
-def letter(boundary):
-    assert boundary.closes or not boundary.selects
-    if not boundary.closes:
-        return "."
-    mark = "s" if boundary.selects else "c"
-    return mark.upper() if boundary.synchronous else mark
-
-
-@pytest.mark.parametrize(("settings", "expected"), BOUNDARIES, ids=lambda x: str(x))
-def test_windows_close_and_channels_are_selected_where_the_table_says(settings, expected):
-    schedule = at_once(*settings)
-
-    steps = range(1, len(expected) + 1)
-    assert "".join(letter(schedule.boundary(t, None)) for t in steps) == expected
-    assert "".join(letter(schedule.boundary(jnp.int32(t), None)) for t in steps) == expected
-
-
-# (window, select, warm-up, groups, staleness), and what happens to each group after each step; "a"
-# where its last window's update arrives while no window closes.
-IN_TURN = [
-    ((4, 8, 0, 4, 1), ["...sa..sa..c", "..sa..sa..ca", ".sa..sa..ca.", "sa..sa..ca.."]),
-    ((4, 8, 0, 4, 0), ["...S...S...C", "..S...S...C.", ".S...S...C..", "S...S...C..."]),
-    ((4, 8, 0, 4, 4), ["...s...s...c", "..s...s...c.", ".s...s...c..", "s...s...c..."]),
-    # Fewer leaves than steps in a window.
-    ((4, 4, 0, 2, 3), ["...s..as..as", "..s..as..as."]),
-    # One for all, which does not wait a whole window.
-    ((3, 6, 0, 1, 2), ["..s.as.ac"]),
-    ((3, 6, 2, 3, 2), ["CS..c.as.a", "CS.c.as.ac", "CSc.as.ac."]),
-    # Epochs of five steps; and of three, of which a warm-up has had the first.
-    ((2, EpochSelect(5), 0, 2, 2), [".s.c.s.c.s.", "s.c.s.c.c.s"]),
-    ((4, EpochSelect(3), 3, 4, 1), ["CCS...sa.", "CCS..sa..", "CCS.ca..s", "CCSca..sa"]),
-]
-
-
-@pytest.mark.parametrize(("settings", "expected"), IN_TURN, ids=lambda x: str(x))
-def test_groups_close_their_windows_one_after_the_other(settings, expected):
-    schedule = Schedule(*settings, None)
-    for group, row in enumerate(expected):
-        for kind in int, jnp.int32:
-            letters, waits = "", False
-            for t in range(1, len(row) + 1):
-                boundary = schedule.boundary(kind(t), None, group)
-                # It may say so where nothing waits yet.
-                arrives = waits and bool(boundary.arrives)
-                letters += letter(boundary).replace(".", "a" if arrives else ".")
-                waits = waits and not arrives
-                if boundary.closes:
-                    assert not waits, "the next update would be made before this one arrives"
-                    waits = not boundary.synchronous
-            assert letters == row, group
 
 
 @pytest.mark.parametrize(("settings", "known", "expected"), ADAPTIVE, ids=lambda x: str(x))
