@@ -1,7 +1,6 @@
 """Makes `tests/fixtures/`: tiny random models as `transformers` saves them, and what they compute.
 
     python -m tests.make_model_fixtures
-    python -m tests.make_model_fixtures --only qwen3
 
 Needs torch and transformers, which the tests themselves do not. Each model is a folder with
 `config.json`, its weights, and `expected.safetensors`: inputs, and outputs in float32.
@@ -9,7 +8,6 @@ Needs torch and transformers, which the tests themselves do not. Each model is a
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
@@ -22,27 +20,16 @@ POSITIONS = 12
 
 # Small, with sizes that differ from each other, so that none can stand for another; even, so that
 # they can be split over devices.
-DECODER = {
+SIZES = {
     "vocab_size": 62,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
-ENCODER = {
-    "vocab_size": 62,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 20,
-    "type_vocab_size": 2,
-    "pad_token_id": 0,
-}
+DECODER = SIZES | {"num_key_value_heads": 4, "max_position_embeddings": 512}
+DECODER |= {"bos_token_id": 1, "eos_token_id": 2}
+ENCODER = SIZES | {"max_position_embeddings": 20, "type_vocab_size": 2, "pad_token_id": 0}
 
 # Of the pairs of channels of a head as wide as 8, one keeps its speed of rotation, one is on the
 # ramp and two are slowed down.
@@ -56,45 +43,28 @@ LLAMA3_ROPE = {
 }
 
 
-def make_decoders(only: str | None) -> None:
+def make_decoders() -> None:
     import transformers as hf
 
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
-    makers = {
+    few = DECODER | {"num_key_value_heads": 2}
+    llama3 = {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3_ROPE}
+    qwen3 = {"head_dim": 6, "tie_word_embeddings": False}  # heads that are wider than the model
+    mistral = {"num_key_value_heads": 1, "sliding_window": 5}  # shorter than the sequences
+    models = {
         "llama2": hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
         "llama_linear": hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, rope_parameters=linear)),
-        "llama3": hf.LlamaForCausalLM(
-            hf.LlamaConfig(
-                **DECODER | {"num_key_value_heads": 2},
-                head_dim=8,
-                rms_norm_eps=1e-5,
-                rope_parameters=LLAMA3_ROPE,
-            )
-        ),
-        "qwen2": hf.Qwen2ForCausalLM(
-            hf.Qwen2Config(**DECODER | {"num_key_value_heads": 2}, tie_word_embeddings=True)
-        ),
-        # Heads that together are wider than the model.
-        "qwen3": hf.Qwen3ForCausalLM(
-            hf.Qwen3Config(
-                **DECODER | {"num_key_value_heads": 2}, head_dim=6, tie_word_embeddings=False
-            )
-        ),
-        # A window that is shorter than the sequences.
-        "mistral": hf.MistralForCausalLM(
-            hf.MistralConfig(**DECODER | {"num_key_value_heads": 1}, sliding_window=5)
-        ),
+        "llama3": hf.LlamaForCausalLM(hf.LlamaConfig(**few, **llama3)),
+        "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**few, tie_word_embeddings=True)),
+        "qwen3": hf.Qwen3ForCausalLM(hf.Qwen3Config(**few, **qwen3)),
+        "mistral": hf.MistralForCausalLM(hf.MistralConfig(**DECODER | mistral)),
     }
-    for name, model in makers.items():
-        if only not in (None, name):
-            continue
+    for name, model in models.items():
         rng = np.random.default_rng(len(name))
         tokens = rng.integers(0, DECODER["vocab_size"], (2, POSITIONS)).astype(np.int32)
-        inputs = {"input_ids": tokens}
-        if name == "llama3":  # as the originals are: bfloat16, in several files
-            _save(name, model, inputs, bfloat16=True, max_shard_size="12KB")
-        else:
-            _save(name, model, inputs)
+        # As the originals of Llama 3 are: bfloat16, in several files.
+        options = {"bfloat16": True, "max_shard_size": "12KB"} if name == "llama3" else {}
+        _save(name, model, {"input_ids": tokens}, **options)
 
 
 def make_encoders() -> None:
@@ -142,20 +112,9 @@ def _save(name: str, model, inputs: dict[str, np.ndarray], *, bfloat16=False, **
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, **options)
-    save_file(arrays, folder / "expected.safetensors", _versions())
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
+    save_file(arrays, folder / "expected.safetensors")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="one of the decoders")
-    options = parser.parse_args()
-    make_decoders(options.only)
-    if options.only is None:
-        make_encoders()
+    make_decoders()
+    make_encoders()

@@ -13,15 +13,7 @@ TOKENIZERS = {"llama2": write_byte_level, "bert": write_wordpiece}
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Writes the model of a fixture, enlarged to the vocabulary of a tokenizer, into `folder`.
-
-    Args:
-        folder: Is made.
-        name: `llama2` or `bert`.
-
-    Returns:
-        `folder`.
-    """
+    """Writes the model of a fixture, with the vocabulary of a tokenizer, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = TOKENIZERS[name](folder)
     config = json.loads((FIXTURES / name / "config.json").read_text(encoding="utf-8"))

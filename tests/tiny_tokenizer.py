@@ -1,7 +1,6 @@
 """Tokenizers of a few hundred tokens, in folders as Hugging Face has them.
 
-One of each kind that models come with: WordPiece as of BERT, and BPE on bytes as of decoders. Both
-are written down here rather than trained, so every machine and version has the same ids.
+WordPiece and BPE on bytes, written down here, so every machine and version has the same ids.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ TURN, TURN_END = "<|turn|>", "<|turn_end|>"
 
 
 def write_wordpiece(folder: Path) -> int:
-    """Writes BERT's kind of tokenizer into the folder, and makes it; returns its vocabulary.
-
-    In small letters; `[PAD]` is 0. Words that are not in `WORDS` go by letters and digits.
-    """
+    """Writes BERT's kind of tokenizer, whose `[PAD]` is 0; returns its vocabulary."""
     characters = sorted(string.ascii_lowercase + string.digits + ".,!?'-;:")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     pieces = [*special, *characters, *("##" + c for c in characters), *WORDS]
@@ -58,14 +54,9 @@ def write_wordpiece(folder: Path) -> int:
 
 
 def write_byte_level(folder: Path, *, begin: bool = True, also: Sequence[str] = ()) -> int:
-    """Writes a decoder's kind of tokenizer into the folder, and makes it; returns its vocabulary.
+    """Writes a decoder's kind of tokenizer into the folder, without a token to pad with.
 
-    It has an end token and none to pad with, as Llama 3.
-
-    Args:
-        folder: Where to write.
-        begin: Whether a text has a begin token in front, as of Llama, or none, as of Qwen.
-        also: Further special tokens, such as those around the turns of a chat.
+    Texts have a `begin` token in front, as Llama's, or none, as Qwen's; `also` are special tokens.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *(left + right for left, right in MERGES)]

@@ -47,7 +47,6 @@ def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
 
 
 def _options(kind: Any) -> list[str]:
-    """The options of a dataclass and of those within it."""
     names = []
     hints = get_type_hints(kind)
     for field in fields(kind):

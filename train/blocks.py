@@ -59,7 +59,6 @@ def run_blocks(
 
 
 def placed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
-    """`x`, laid out as `sharding` says."""
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 

@@ -46,8 +46,6 @@ class ConversationError(ValueError):
 
 
 class Conversation(NamedTuple):
-    """A conversation as text."""
-
     text: str
     answers: list[tuple[int, int]]  # where in it each answer begins and ends; ascending
 
@@ -112,7 +110,6 @@ class ChatTemplate:
         return Conversation(whole, answers)
 
     def _answer(self, whole, messages, i, tools) -> tuple[int, int]:
-        """Where the answer that is message `i` begins and ends."""
         said = str(messages[i].get("content") or "")
         # Templates of models that think leave out the thoughts of all answers but the last.
         said = said.rpartition("</think>")[2].strip()

@@ -137,7 +137,6 @@ class Checkpoints(SavedCheckpoints):
             raise CheckpointError(self._failed)
 
     def rate(self, step: int, figure: float) -> None:
-        """Sets the figure of the weights after a step."""
         self._figures[step] = figure
 
     def best(self, *, or_step: int) -> int:

@@ -16,8 +16,6 @@ from flax import nnx
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen."""
-
     temperature: float = 0.0  # divides the logits; at 0 the most likely token is taken
     top_k: int | None = None  # only so many of the most likely tokens; None for all
     top_p: float | None = None  # only the most likely ones that together reach this probability

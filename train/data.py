@@ -37,8 +37,6 @@ def check_batch(batch_size: int, examples: int) -> None:
 
 
 class Source(Protocol):
-    """Examples to index at random."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> dict[str, np.ndarray]: ...
@@ -160,7 +158,6 @@ class Sample(_Shuffled):
             yield self._batch(batch, numbers)
 
     def _number(self, n: int) -> int:
-        """The number of the example at place `n`."""
         if self._numbers[n] < 0:
             self._numbers[n] = self._order[n]
         return int(self._numbers[n])

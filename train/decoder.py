@@ -46,8 +46,6 @@ class Llama3Rope(NamedTuple):
 
 
 class DecoderConfig(NamedTuple):
-    """The sizes and options of a model."""
-
     vocabulary: int
     width: int  # of the residual stream
     layers: int
@@ -125,7 +123,6 @@ class Decoder(nnx.Module):
         return self._logits(x)
 
     def empty_cache(self, b: int, s: int) -> Cache:
-        """An empty cache for `b` sequences of at most `s` tokens."""
         config = self.config
         shape = (config.layers, b, s, config.kv_heads, config.head_width)
         dtype = self.embed.dtype

@@ -17,8 +17,6 @@ from train.blocks import embedding, linear, make_blocks, placed, run_blocks
 
 
 class EncoderConfig(NamedTuple):
-    """The sizes of a BERT."""
-
     vocabulary: int
     width: int  # of the residual stream
     layers: int

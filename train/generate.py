@@ -74,7 +74,6 @@ class Options:
     """Dtype of weights and products. Left out: that of the folder."""
 
     def check(self) -> None:
-        """Raises `SettingsError` if a value is impossible."""
         for name, fits, expected in (
             ("max_tokens", self.max_tokens >= 1, "a number of at least 1"),
             ("top_k", self.top_k is None or self.top_k >= 1, "a number of at least 1"),
@@ -94,8 +93,6 @@ class Options:
 
 
 class Prompt(NamedTuple):
-    """A prompt as tokens."""
-
     tokens: list[int]
     ends: frozenset[int]  # tokens that end the continuation
     said: str  # of how it was made

@@ -149,7 +149,6 @@ def _rope(keys: _Keys) -> tuple[float, LinearRope | Llama3Rope | None]:
 
 
 def _window(keys: _Keys, kind: str, layers: int) -> int | None:
-    """The window of attention that all layers have; None for none."""
     raw = keys.raw
     if kind == "llama" or raw.get("sliding_window") is None:
         return None

@@ -54,8 +54,6 @@ CLASSES = {
 
 
 class Entry(NamedTuple):
-    """A tensor that is to be written."""
-
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -162,7 +160,6 @@ def save_folder(
 def _gathered(
     leaves: Iterable[jax.Array | np.ndarray], sources: Iterable[Source], dtypes: Iterable[np.dtype]
 ) -> Iterator[np.ndarray]:
-    """The tensors of all leaves, one after the other."""
     for x, of, dtype in zip(leaves, sources, dtypes, strict=True):
         value = processes.whole(x)
         for one in value if of.stacked else value[None]:

@@ -225,7 +225,6 @@ def _read_header(path: Path) -> list[Tensor]:
 
 
 def _read_index(folder: Path, index: Path) -> list[Tensor]:
-    """The tensors of all files that the index names."""
     if not index.exists():
         raise _no_safetensors(folder)
     files = read_json(index).get("weight_map")

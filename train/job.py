@@ -27,8 +27,6 @@ from zenflow_jax.deepspeed import DeepSpeedOptions
 
 
 class Sources(NamedTuple):
-    """The inputs of a run: settings, data, and the config of a model."""
-
     asked: Settings  # without the values of a DeepSpeed config
     settings: Settings
     deepspeed: DeepSpeedOptions | None
@@ -40,8 +38,6 @@ class Sources(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The model, the data and the compiled functions of a run."""
-
     settings: Settings  # as they are in force
     mesh: Mesh | None
     task: Task

@@ -55,7 +55,6 @@ def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mes
 
 
 def host_bytes() -> int:
-    """The memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -82,7 +81,6 @@ def lack_behind(error: BaseException) -> BaseException | None:
 
 
 def lack_of_memory(error: BaseException, settings: Settings) -> str:
-    """The message for an error that `lack_behind` has returned."""
     host = isinstance(error, MemoryError)
     asked = re.search(r"\d[\d.,]* ?(?:[KMGT]i?B|bytes)\b.*?(?= for|[.:\n]|$)", str(error), re.I)
     kind = jax.local_devices()[0].device_kind

@@ -34,16 +34,12 @@ class Row(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Rates over a stretch of time."""
-
     seconds: float
     tokens_per_s: float
     wait_share: float
 
 
 class Mark(NamedTuple):
-    """A moment, and the tokens that had been trained on by then."""
-
     tokens_done: int
     time_s: float
     waited_s: float
@@ -55,8 +51,6 @@ class Mark(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The engine's counts at the end of an interval."""
-
     windows: int = 0  # that have closed
     steps_in_them: int = 0
     kept_share: float | None = None
@@ -153,7 +147,6 @@ class Meter:
         }
 
     def since_start(self) -> Totals:
-        """The rates from `start` until now."""
         return self._mark().since(self._started)
 
     def _to_next_row(self) -> int:

@@ -32,8 +32,6 @@ CHAT_TEMPLATE = "chat_template.jinja"  # in such a folder
 
 
 class Model(NamedTuple):
-    """A model at the start of a run."""
-
     graphdef: nnx.GraphDef
     params: Any  # its weights, each in its place
     origin: pretrained.Pretrained | None  # the folder of the weights
@@ -185,6 +183,5 @@ def write_weights(file: Path, params: Any, values: Iterator[Any] | None = None) 
 
 
 def dtype_of(origin: pretrained.Pretrained) -> np.dtype:
-    """The dtype of most of the folder's tensors."""
     dtypes = Counter(tensor.dtype for tensor in origin.tensors.values())
     return DTYPES[dtypes.most_common(1)[0][0]]

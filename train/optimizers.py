@@ -69,8 +69,6 @@ def make_optimizer(
 
 
 class SkipState(NamedTuple):
-    """State of `skip_if_not_finite`."""
-
     skipped: jax.Array  # int32: steps that were skipped
     inner: Any
 
@@ -107,7 +105,6 @@ _SHARED = {f.name for f in dataclasses.fields(Settings)} & set(zenflow_jax.STATI
 
 
 def _arguments(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
-    """zenflow's arguments from the settings of the same names."""
     shared = {name: getattr(settings, name) for name in _SHARED}
     if settings.optimizer == "offload":
         sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}

@@ -81,7 +81,6 @@ def show(run_plan: RunPlan, arguments: Sequence[str], console: Console) -> None:
 
 
 def said(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
-    """The plan in sentences."""
     chosen, settings = run_plan.chosen, run_plan.settings
     how = "measured here" if run_plan.measured else "assumed"
     lines = [f"{settings.optimizer}: {chosen.advice}"]
@@ -132,7 +131,6 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
 
 
 def write_json(run_plan: RunPlan, arguments: Sequence[str], path: Path) -> None:
-    """Writes the plan for programs: bytes, seconds, shares."""
     chosen = run_plan.chosen
     content = {
         "device": chosen.gpu.name,

@@ -26,8 +26,6 @@ STEPS, LABELS = 1000, 2
 
 
 class PlannedStep(NamedTuple):
-    """A step, and its arguments as shapes."""
-
     step: Callable
     params: Any
     opt_state: Any

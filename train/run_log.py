@@ -93,7 +93,6 @@ class RunLog:
             show(self._console, line)
 
     def add(self, row: Row) -> None:
-        """Shows and writes the figures of one interval."""
         self.rows.append(row)
         # At once, so that a run can be followed, and one that dies leaves a record.
         _write(self._csv_file, [row])
@@ -107,7 +106,6 @@ class RunLog:
         self.say(f"{self._counted(row.step)}  {figures}{self._time_left(row.step)}")
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
-        """Shows and writes the figures of the parameters after `step` steps."""
         _write(self._validation_file, _lines(step, figures))
         self._board.add("validation", figures, step)
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())

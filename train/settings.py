@@ -279,14 +279,12 @@ _AT_LEAST_ZERO = "seed steps warmup_steps weight_decay save_every evaluate_every
 
 
 def impossible(name: str, expected: str, got: object) -> str:
-    """The message for a setting that has a value which it cannot have."""
     got = repr(got) if got == "" else got
     remedy = f"Change it in the config or pass {flag_of(name)}."
     return f"`{name}`: expected {expected}, got {got}. {remedy}"
 
 
 def flag_of(name: str) -> str:
-    """The option of the command line that has this name."""
     return "--" + name.replace("_", "-")
 
 

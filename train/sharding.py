@@ -106,7 +106,6 @@ def batch_sharding(mesh: Mesh, batch_size: int, micro_batches: int = 1) -> Named
 
 
 def batch_parts(mesh: Mesh | None) -> int:
-    """The number of parts in which a batch is split."""
     return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in BATCH_AXES)
 
 

@@ -70,7 +70,6 @@ def check_finite(figures: Mapping[str, float], remedy: str) -> None:
 
 
 def causes_of_infinity(model: str | None, dtype: str, learning_rate: float) -> str:
-    """The possible causes of losses and gradients that are not finite."""
     weights = "" if model is None else f"a weight in {model}, "
     computed = "" if dtype == "float32" else f", or {dtype} (--dtype float32)"
     return (

@@ -133,7 +133,6 @@ def _leave(number: int, line: str) -> None:
 
 
 def how_to_go_on(signal_number: int, step: int, folder: Path) -> str:
-    """The message of a run that a signal has stopped after `step`."""
     saved = f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved."
     if "SLURM_JOB_ID" in os.environ:
         return f"{saved} Go on with the same sbatch or srun and --run {folder.name}"

@@ -29,8 +29,6 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer(NamedTuple):
-    """A tokenizer and its special tokens."""
-
     tokens: tokenizers.Tokenizer  # as in tokenizer.json, with truncation and padding switched off
     begin: int | None  # put before a text; None where the model was trained without
     end: int | None  # put after a text; None where there is none, as in most encoders

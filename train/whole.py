@@ -114,7 +114,6 @@ def sync_all(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

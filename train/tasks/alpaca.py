@@ -45,7 +45,6 @@ def make(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
 
 
 def prompt(instruction: str, context: str = "") -> str:
-    """The prompt for an instruction, and for its `input`."""
     if context:
         return PROMPT_WITH_INPUT.format(instruction=instruction, input=context)
     return PROMPT.format(instruction=instruction)

@@ -84,7 +84,6 @@ def _conversations(path: Path, template: ChatTemplate) -> Iterator[Conversation]
 
 
 def _messages(where: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a record."""
     if MESSAGES not in record:
         names = ", ".join(map(repr, record)) or "none"
         remedy = next((do for name, do in OTHERS.items() if name in record), "Rename the field")

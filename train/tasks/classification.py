@@ -49,8 +49,6 @@ MANY_CLASSES = 20
 
 
 class Columns(NamedTuple):
-    """The names of the columns."""
-
     text: str
     label: str
     second: str | None = None  # of the other text of a pair

@@ -44,7 +44,6 @@ def f1(predictions: np.ndarray, labels: np.ndarray, of: int = 1) -> float:
 
 
 def f1_and_accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """F1 of class 1, and the accuracy."""
     return {"f1": f1(predictions, labels), **accuracy(predictions, labels)}
 
 
@@ -71,8 +70,6 @@ _MNLI: Files = {
 
 
 class Format(NamedTuple):
-    """The format of a task's files, and its score."""
-
     folder: str  # the task's name in GLUE's download
     sentences: tuple[str, ...]  # names of their columns
     label: str  # name of its column
@@ -151,7 +148,6 @@ def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -
 
 
 def _find(name: str, fmt: Format, data: Path) -> tuple[Path, Files]:
-    """The folder that has the task's files, and their names."""
     for folder in (data, data / fmt.folder):
         for layout in fmt.layouts:
             if all((folder / file).is_file() for files in layout.values() for file in files):

@@ -79,8 +79,6 @@ def make(
 
 
 class Documents(NamedTuple):
-    """Documents, one behind the other."""
-
     tokens: np.ndarray  # (n,), unsigned
     lengths: np.ndarray  # (documents,) int64: how many of the tokens each has
 
@@ -114,7 +112,6 @@ class Windows:
 
 
 def _read(paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str]) -> Documents:
-    """All documents of the files."""
     pieces: list[int] = []  # of each document
     encoded = encode(tokenizer, _pieces_of(paths, field, pieces, notes), special=False)
     starts = encoded.starts[np.concatenate([[0], np.cumsum(pieces)])]

@@ -59,7 +59,6 @@ def make(
 
 
 def folder() -> Path:
-    """The folder that holds the source files of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -112,8 +111,6 @@ def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.nda
 
 
 class Windows:
-    """Windows of tokens as examples."""
-
     def __init__(self, windows: np.ndarray):
         self._windows = windows
 

@@ -25,7 +25,6 @@ ROWS = 256
 
 
 def is_table(path: Path) -> bool:
-    """Whether the name of a file is that of a table."""
     return path.name.lower().endswith(SUFFIXES)
 
 
