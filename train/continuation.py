@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train import Failure
+
 
 class Sampling(NamedTuple):
     temperature: float = 0.0  # divides the logits; at 0 the most likely token is taken
@@ -24,8 +26,8 @@ class Sampling(NamedTuple):
 LIKELIEST = Sampling()
 
 
-class LogitsError(ArithmeticError):
-    """The model gives no finite logits; the message is meant to be shown as it is."""
+class LogitsError(Failure):
+    """The model gives no finite logits."""
 
 
 def continued(

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from train import Failure
 from train.settings import SettingsError
 from train.sharding import batch_sharding, own_rows
 
@@ -24,8 +25,8 @@ Batch = dict[str, Any]  # of NumPy arrays, or on a mesh of arrays over its devic
 ROWS = "rows"
 
 
-class DataError(ValueError):
-    """The data cannot be used; the message is shown as it is."""
+class DataError(Failure):
+    """The data cannot be used."""
 
 
 def check_batch(batch_size: int, examples: int) -> None:

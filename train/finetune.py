@@ -25,28 +25,20 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from train import processes
+from train import Failure, processes
 from train.command_line import PROGRAM, Command, Planning, read_command_line
-from train.data import DataError
 from train.export import export
 from train.job import evaluate, prepare, read
 from train.memory import lack_behind, lack_of_memory
 from train.optimizers import with_deepspeed
 from train.peers import Peers
-from train.pretrained import ModelError
 from train.report import Summary
 from train.run import Run
 from train.run_folder import make_run_folder, run_lock
 from train.run_log import show
-from train.saved_checkpoints import CheckpointError
-from train.settings import Settings, SettingsError
+from train.settings import Settings
 from train.sharding import BATCH_AXES, mesh_axes
-from train.skipping import NotFiniteError
 from train.stopping import Stopped, StopRequest
-from train.tokenizer import TokenizerError
-
-# Errors whose message is all that is shown.
-FAILURES = (SettingsError, DataError, ModelError, TokenizerError, CheckpointError, NotFiniteError)
 
 # Errors of the file system that the user can remedy.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -66,8 +58,8 @@ def train(
 
     With `steps` 0 it shows the figures of a validation, writes nothing and returns None. A `run`
     goes on from its newest whole checkpoint, unless the start is to be `fresh`. `timeline` is a
-    file for the last steps; `force` starts what cannot fit on this machine. Raises one of
-    `FAILURES`, or `Stopped` if a signal has asked for the end.
+    file for the last steps; `force` starts what cannot fit on this machine. Raises
+    `Failure`, or `Stopped` if a signal has asked for the end.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
@@ -139,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while nothing runs that could be saved
         sys.stderr.write("stopped by SIGINT\n")
         return 128 + signal.SIGINT
-    except FAILURES as error:
+    except Failure as error:
         message = str(error)
     except (MemoryError, RuntimeError) as error:  # jax's errors are among these
         lack = lack_behind(error)

@@ -10,6 +10,7 @@ The text goes to stdout as it is made, all else to stderr. How tokens are chosen
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -26,25 +27,18 @@ import tyro
 from flax import nnx
 from tokenizers.decoders import DecodeStream
 
-from train import models, pretrained
+from train import Failure, models, pretrained
 from train.arguments import read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.command_line import load_settings
-from train.continuation import LogitsError, Sampling, continued
-from train.data import DataError
+from train.continuation import Sampling, continued
 from train.memory import lack_behind
-from train.pretrained import ModelError, Pretrained, read_folder
+from train.pretrained import Pretrained, read_folder
 from train.settings import SettingsError
 from train.tasks import alpaca
-from train.tokenizer import Tokenizer, TokenizerError, all_end_tokens, read_tokenizer
+from train.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
 
 PROGRAM = "python -m train.generate"
-
-# Errors whose message is all that is shown.
-FAILURES = (SettingsError, ModelError, TokenizerError, DataError, LogitsError)
-
-# The formats of prompts, by the task of a run.
-FORMATS = {"language": "text", "alpaca": "alpaca", "chat": "chat"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +133,9 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
         reason = f"cut off where the model's {origin.config.positions} positions end"
     else:
         reason = f"cut off by --max-tokens {options.max_tokens}"
-    seconds = time.perf_counter() - times[0]
-    rate = f", {(len(numbers) - 1) / seconds:.1f} tokens/s" if len(numbers) > 1 else ""
-    say(f"{len(numbers)} tokens{rate} after {times[0] - begin:.1f} s for the first: {reason}")
+    rate = (len(times) - 1) / (time.perf_counter() - times[0])
+    begun = f"{times[0] - begin:.1f} s for the first, then {rate:.1f} tokens/s"
+    say(f"{len(numbers)} tokens, {begun}: {reason}")
 
 
 def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
@@ -199,13 +193,11 @@ def _load(origin: Pretrained, dtype: str | None) -> tuple[nnx.GraphDef, dict]:
 def _format_of(folder: Path) -> tuple[str, str]:
     """The format of the prompts that the folder's run was trained on, and the reason."""
     record = folder.absolute().parent / "settings.toml"
-    if folder.absolute().name != models.FOLDER or not record.is_file():
-        return "text", ""
-    try:
-        task = load_settings(record).task
-    except SettingsError:  # of another version, or of something else
-        return "text", ""
-    form = FORMATS.get(task, "text")
+    task = "language"
+    if folder.absolute().name == models.FOLDER and record.is_file():
+        with contextlib.suppress(SettingsError):  # of another version, or of something else
+            task = load_settings(record).task
+    form = task if task in ("alpaca", "chat") else "text"
     return form, "" if form == "text" else f", as the run was trained ({task})"
 
 
@@ -240,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_arguments(Options, arguments, program=PROGRAM)
     try:
         generate(options, write, say)
-    except FAILURES as error:
+    except Failure as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:

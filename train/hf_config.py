@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from train import json_files
+from train import Failure, json_files
 from train.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.encoder import EncoderConfig
 
@@ -51,8 +51,8 @@ ROPE_BASE = 10_000.0
 QWEN3_HEAD_WIDTH = 128
 
 
-class ModelError(ValueError):
-    """A folder does not hold the model that was asked for; the message is shown as it is."""
+class ModelError(Failure):
+    """A folder does not hold the model that was asked for."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -73,9 +73,8 @@ def parameters(settings: Settings, origin: pretrained.Pretrained | None) -> int:
     """The number of a model's parameters, without norms; nothing is made or read."""
     if origin is not None:
         return sum(math.prod(tensor.shape) for tensor in origin.tensors.values())
-    config = own_config(settings)
-    layer = 4 * config.width**2 + 3 * config.width * config.ffn
-    return config.layers * layer + 2 * config.vocabulary * config.width
+    layer = 4 * settings.width**2 + 3 * settings.width * settings.ffn
+    return settings.layers * layer + 2 * standard_library.VOCABULARY * settings.width
 
 
 def vocabulary(origin: pretrained.Pretrained | None) -> int:

@@ -85,8 +85,7 @@ def said(run_plan: RunPlan, arguments: Sequence[str]) -> list[str]:
     how = "measured here" if run_plan.measured else "assumed"
     lines = [f"{settings.optimizer}: {chosen.advice}"]
     if run_plan.largest_batch is not None:
-        batch = run_plan.largest_batch
-        lines.append(f"The largest batch that was found to fit the device: {batch}.")
+        lines.append(f"The largest batch found to fit the device: {run_plan.largest_batch}.")
     elif chosen.by == "compiler":
         lines.append("With these settings no batch fits the device.")
     else:
@@ -216,6 +215,4 @@ def _smallest(plan: Plan) -> str:
 
 
 def _in_gb(nbytes: int) -> str:
-    amount = nbytes / 1e9
-    digits = 1 if amount >= 10 else 3 if amount < 0.1 else 2
-    return f"{amount:,.{digits}f}"
+    return f"{nbytes / 1e9:,.{1 if nbytes >= 1e10 else 3 if nbytes < 1e8 else 2}f}"

@@ -78,12 +78,6 @@ def planned_step(
     return PlannedStep(step, params, opt_state, batch | {"label": array()})
 
 
-def with_batch(planned: PlannedStep, batch_size: int) -> PlannedStep:
-    """The same step of a run without a mesh, for batches of another size."""
-    sizes = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), planned.batch)
-    return planned._replace(batch=sizes)
-
-
 def _at(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 

@@ -21,7 +21,7 @@ from train.command_line import Planning
 from train.memory import host_bytes
 from train.models import own_config
 from train.optimizers import with_values_of
-from train.planned_step import PlannedStep, folder_of_config, planned_step, with_batch
+from train.planned_step import folder_of_config, planned_step
 from train.pretrained import Pretrained
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, mesh_axes, mesh_over
@@ -87,7 +87,8 @@ class _Planner:
         bandwidth = asked.host_bandwidth or ("here" if is_here else None)
         self.measured = bandwidth == "here"
         self.rate = self._rate(bandwidth)
-        self._steps: dict[Settings, PlannedStep] = {}
+        options = {"origin": self.origin, "mesh": self.mesh, "placed": self.by_compiler}
+        self._step = functools.cache(functools.partial(planned_step, **options))
         self._peak_at_depth = functools.cache(self._compile)
 
     def _rate(self, bandwidth: float | str | None) -> float:
@@ -105,7 +106,8 @@ class _Planner:
     def by_shapes(self, run: Settings) -> planning.Plan:
         """The plan of a run without gradients and activations."""
         machine = {"device": self.device, "host_memory_bytes": self.host, "bandwidth": self.rate}
-        return planning.plan(*self._step(run), **machine, host_state=run.host_state)
+        step = self._step(dataclasses.replace(run, host_state="float32"))
+        return planning.plan(*step, **machine, host_state=run.host_state)
 
     def plan(self, run: Settings) -> planning.Plan:
         """The plan of a run, with all that can be known here."""
@@ -127,15 +129,6 @@ class _Planner:
 
     def _compile(self, run: Settings, layers: int) -> int:
         return compiled_peak(*with_layers(run, self.origin, layers), self.mesh)
-
-    def _step(self, run: Settings) -> PlannedStep:
-        if run.mesh is not None:  # which batches of another size divide otherwise
-            return planned_step(run, self.origin, self.mesh, placed=self.by_compiler)
-        # Neither the batch nor what the host keeps changes model and state.
-        like = dataclasses.replace(run, batch_size=run.micro_batches, host_state="float32")
-        if like not in self._steps:
-            self._steps[like] = planned_step(like, self.origin, self.mesh, placed=self.by_compiler)
-        return with_batch(self._steps[like], run.batch_size)
 
 
 def plan_run(

@@ -38,17 +38,12 @@ def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool
         return Path(processes.from_first(""))
     parent = Path(output_dir)
     try:
-        if run is None:
-            folder, names = new_run_folder(parent, label), set()
-        else:
-            folder = parent / run
-            folder.mkdir(parents=True, exist_ok=True)
-            names = {p.name for p in folder.iterdir()}
+        folder = new_run_folder(parent, label) if run is None else parent / run
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {p.name for p in folder.iterdir()}
     except OSError as error:
-        raise SettingsError(
-            f"`output_dir`: expected a folder that can be made and written, got {output_dir} "
-            f"({error.strerror}). Name another --output-dir."
-        ) from error
+        got = f"{output_dir} ({error.strerror}). Name another --output-dir"
+        raise SettingsError(f"`output_dir`: expected a folder to write to, got {got}.") from error
     # Every start has made a lock, which a copy of a run may lack.
     is_run = bool(names & {LOCK, "checkpoints"})
     names.discard(LOCK)

@@ -16,14 +16,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from train import processes
+from train import Failure, processes
 from train.checksums import damage
 from train.run_description import check_same_run
 from train.settings import SettingsError
 
 
-class CheckpointError(Exception):
-    """A checkpoint could not be written or read; the message is shown as it is."""
+class CheckpointError(Failure):
+    """A checkpoint could not be written or read."""
 
 
 class Restored(NamedTuple):
@@ -98,14 +98,14 @@ class SavedCheckpoints:
     def find(self, which: str, *, rival: float = math.nan) -> int | None:
         """Finds a checkpoint by its step, or the "best"; None if `rival` is no worse."""
         newest, steps = self.newest(), self.steps()
+        step = None
         if which != "best":
             step = int(which)
-        else:
-            if newest is not None:
-                self._read_checked(newest)
+        elif newest is not None:
+            self._read_checked(newest)
             step = self._best_of(steps)
-            beaten = step is None or self._sign * self._figures[step] <= self._sign * rival
-            if beaten and not math.isnan(rival):
+        if which == "best" and not math.isnan(rival):
+            if step is None or self._sign * self._figures[step] <= self._sign * rival:
                 return None
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
@@ -114,8 +114,7 @@ class SavedCheckpoints:
                 f"`--export`: expected one of the checkpoints in {self._folder} ({listed}; "
                 f"validated: {rated}), got {which}."
             )
-        if which != "best":
-            self._read_checked(step)
+        self._read_checked(step)
         return step
 
     def weights(self, step: int, like: Any) -> Any:
@@ -168,10 +167,7 @@ class SavedCheckpoints:
                 if (problem := damage(self._folder / str(step))) is None:
                     self._damaged = list(damaged)
                     for newer, what in damaged.items():
-                        self._say(
-                            f"checkpoint {newer} is damaged: {what}. The newest whole one is that "
-                            f"of step {step}."
-                        )
+                        self._say(f"checkpoint {newer} is damaged: {what}. {step} is whole.")
                     return step
                 damaged[step] = problem
         except OSError as error:

@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from train import Failure
 from zenflow_jax import AutoSelect, AutoWindow
 
 
-class SettingsError(Exception):
-    """A mistake in the settings; the message is shown as it is, without traceback."""
+class SettingsError(Failure):
+    """A mistake in the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 
 import jax
 
+from train import Failure
+
 # A count is read when the device is so many steps further: reading it then waits for nothing.
 BEHIND = 4
 
 
-class NotFiniteError(Exception):
-    """A run trains nothing, or will; the message is meant to be shown as it is."""
+class NotFiniteError(Failure):
+    """A run trains nothing, or will."""
 
 
 class SkippedSteps:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from train import Failure
 from train.json_files import read_object
 
 TOKENIZER = "tokenizer.json"
@@ -24,8 +25,8 @@ _NAMED = ("tokenizer_config.json", "special_tokens_map.json")
 _NUMBERED = ("config.json", "generation_config.json")
 
 
-class TokenizerError(ValueError):
-    """A folder has not the tokenizer that is needed; the message is meant to be shown as it is."""
+class TokenizerError(Failure):
+    """A folder has not the tokenizer that is needed."""
 
 
 class Tokenizer(NamedTuple):

@@ -18,7 +18,7 @@ from tests.runs import FEW, Settings, Training
 from train import finetune, memory, models, planning
 from train import settings as of_train
 from train.command_line import read_command_line
-from train.planned_step import folder_of_config, planned_step, with_batch
+from train.planned_step import folder_of_config, planned_step
 from train.pretrained import read_folder
 from train.report import hidden_share
 from zenflow_jax import planning as library
@@ -309,14 +309,6 @@ def test_ways_that_fit_are_few_the_largest_batch_first_and_none_is_more_than_ano
     ]
     assert all(x.batch_size % 4 == 0 for x in asked)
     assert planning.ways_that_fit(settings, 4, lambda _: planning.Memory(1, 1, False)) == []
-
-
-def test_a_step_for_batches_of_another_size_is_the_one_that_is_made_for_them():
-    settings = settings_of("bert", sequence_length=8, scan_layers=True, optimizer="adamw")
-    origin = folder_of_config(settings.model)
-    other = with_batch(planned_step(settings, origin, None), 6)
-    expected = planned_step(dataclasses.replace(settings, batch_size=6), origin, None)
-    assert other[1:] == expected[1:]
 
 
 @pytest.fixture

@@ -197,10 +197,8 @@ def _label(where: str, record: dict[str, Any], column: str, names: list[str] | N
             return label.strip()
         case int() | str() | None:  # -1, say, of the unlabelled
             raise DataError(f"{where}: expected a label in column {column!r}, found none.")
-    raise DataError(
-        f"{where}: expected the label of a class in column {column!r}, got "
-        f"{shorten(repr(label))}. Name another column with --label-column."
-    )
+    got = f"{shorten(repr(label))}. Name another one with --label-column"
+    raise DataError(f"{where}: expected the label of a class in column {column!r}, got {got}.")
 
 
 def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -208,17 +206,18 @@ def _records(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     if not name.endswith((".csv", ".tsv")):
         yield from records(path)
         return
-    read, remedy = (_csv, QUOTE) if name.endswith(".csv") else (_tsv, AS_CSV)
-    rows = read(path, columns)
+    if name.endswith(".csv"):
+        rows, remedy = _csv(path, columns), QUOTE
+    else:
+        tsv = ((n, line.removesuffix("\n").split("\t")) for n, line in lines(path) if line.strip())
+        rows, remedy = ((n, [_unquoted(cell) for cell in cells]) for n, cells in tsv), AS_CSV
     names = [cell.strip() for cell in next(rows, (1, []))[1]]
     _check_header(path, names, columns)
     for number, cells in rows:
         where = f"{path}, line {number}"
         if len(cells) != len(names):
-            raise DataError(
-                f"{where}: expected {len(names)} columns, as the header has, got {len(cells)}: "
-                f"{shorten(repr(cells))}. {remedy}."
-            )
+            wanted = f"{len(names)} columns, as the header has"
+            raise DataError(f"{where}: expected {wanted}, got {len(cells)}. {remedy}.")
         yield where, dict(zip(names, cells, strict=True))
 
 
@@ -226,7 +225,8 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
     """The cells of each row that is not blank, and the line in which it begins."""
     first = next(lines(path), (1, ""))[1]
     needed = {*columns.texts, columns.label}
-    separator = next((s for s in SEPARATORS if needed <= set(_header(first, s))), SEPARATORS[0])
+    headers = {s: {cell.strip(' "\n') for cell in first.split(s)} for s in SEPARATORS}
+    separator = next((s for s in SEPARATORS if needed <= headers[s]), SEPARATORS[0])
     longest = csv.field_size_limit(sys.maxsize)  # for texts of more than 131,072 characters
     # Not one row ahead: the first that is wrong is to be named.
     reader = csv.reader((line for _, line in lines(path)), delimiter=separator, strict=True)
@@ -243,20 +243,6 @@ def _csv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
         ) from error
     finally:
         csv.field_size_limit(longest)
-
-
-def _tsv(path: Path, columns: Columns) -> Iterator[tuple[int, list[str]]]:
-    """As `_csv`, of lines that are rows."""
-    for number, line in lines(path):
-        if line.strip():
-            yield number, [_unquoted(cell) for cell in line.removesuffix("\n").split("\t")]
-
-
-def _header(line: str, separator: str) -> list[str]:
-    try:
-        return [cell.strip() for cell in next(csv.reader([line], delimiter=separator), [])]
-    except csv.Error:
-        return []
 
 
 def _unquoted(cell: str) -> str:
