@@ -190,20 +190,13 @@ def test_only_the_answer_and_its_end_count(tmp_path, decoder):
             assert source.lengths[i] == np.flatnonzero(example["weights"])[-1] + 1
 
 
-def test_prompts_have_alpaca_s_wording_and_an_empty_input_is_none(tmp_path, decoder):
-    end = "completes the request.\n\n### Instruction:\nSay {this}.\n\n### Response:"
-    assert alpaca.prompt("Say {this}.") == (
-        "Below is an instruction that describes a task. Write a response that appropriately " + end
-    )
-    assert alpaca.prompt("Say {this}.", "1 and 2") == (
-        "Below is an instruction that describes a task, paired with an input that provides "
-        "further context. Write a response that appropriately "
-        + end.replace("\n\n### Resp", "\n\n### Input:\n1 and 2\n\n### Resp")
-    )
+def test_an_empty_input_is_none(tmp_path, decoder):
     items = [PLAIN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"}]
     source = alpaca_task(alpaca_folder(tmp_path, *items), decoder).train
     for i in (1, 2):
         np.testing.assert_array_equal(source[i]["tokens"], source[0]["tokens"])
+    assert "paired with an input" in alpaca.prompt("Say {this}.", "1 and 2")
+    assert "### Instruction:\nSay {this}.\n\n### Response:" in alpaca.prompt("Say {this}.")
 
 
 def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_path, decoder):
