@@ -207,22 +207,22 @@ def host_bandwidth(
         ValueError: If `threads` or `host_state` is out of range.
     """
     compact = check_host_state(host_state)
-    specs = [leaf.spec for leaf in leaves if leaf.offloaded]
-    largest = max(specs, key=lambda x: math.prod(x.shape), default=None)
-    dtype = np.dtype(np.float32) if largest is None else largest.dtype
-    mail = np.dtype(np.float32) if largest is None else largest.mail_dtype
-    rows = 4096
-    trailing = largest is not None and largest.view4(1)[3] == 1
-    shape = (1, rows, rows, 1) if trailing else (1, 1, rows, rows)
+    dtype, mail, rows = np.dtype(np.float32), np.dtype(np.float32), 4096
+    shape = (1, 1, rows, rows)
+    if specs := [leaf.spec for leaf in leaves if leaf.offloaded]:
+        largest = max(specs, key=lambda x: math.prod(x.shape))
+        dtype, mail = largest.dtype, largest.mail_dtype
+        if largest.view4(1)[3] == 1:
+            shape = (1, rows, rows, 1)
     masters = Masters.zeros(shape, dtype)
     mu, nu = new_moments(shape, compact=compact)
-    for x in (*masters.arrays, *mu.arrays, *nu.arrays):
+    arrays = (*masters.arrays, *mu.arrays, *nu.arrays)
+    for x in arrays:
         x[...] = 0  # until they are written, pages take no memory
     steps, active = np.zeros((1, rows), np.int32), np.ones((1, rows), bool)
     gradients = [(np.ones(shape, mail), 1.0) for _ in range(GRADIENTS_PER_PASS)]
     step = window_step(AdamScalars(*[0.5] * len(AdamScalars._fields)), 4, None, np)
-    state = sum(x.nbytes for x in (*masters.arrays, *mu.arrays, *nu.arrays))
-    moved = 2 * state + GRADIENTS_PER_PASS * gradients[0][0].nbytes
+    moved = 2 * sum(x.nbytes for x in arrays) + sum(g.nbytes for g, _ in gradients)
     took = []
     with contextlib.closing(HostAdam("numba", threads)) as adam:
         # The first time compiles.
