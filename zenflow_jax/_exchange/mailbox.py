@@ -229,7 +229,7 @@ def _sums_taker(mail: Sequence[Any], specs: Mapping[int, LeafSpec]) -> Any:
         return parts, rests | {i: jnp.zeros_like(x) for i, x in whole.items()}
 
     out_shardings = ({i: placed[i] for i in ranges}, placed)
-    program = jax.jit(split, out_shardings=out_shardings, donate_argnums=0)
+    program = jax.jit(split, out_shardings=out_shardings, donate_argnums=0, keep_unused=True)
 
     def take(mail: Sequence[Any]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         whole = {i: mail[i] for i in specs if i not in ranges}
