@@ -29,14 +29,6 @@ class DataError(Failure):
     """The data cannot be used."""
 
 
-def check_batch(batch_size: int, examples: int) -> None:
-    """Refuses a batch that is larger than the training data."""
-    if batch_size > examples:
-        raise SettingsError(
-            f"`batch_size`: expected at most {examples}, all the training data, got {batch_size}."
-        )
-
-
 class Source(Protocol):
     def __len__(self) -> int: ...
 
@@ -104,6 +96,9 @@ class Batches(_Shuffled):
 
     def __init__(self, source: Source, **options: Any):
         super().__init__(source, **options)
+        if self._size > len(source):
+            most = f"at most {len(source)}, all the training data"
+            raise SettingsError(f"`batch_size`: expected {most}, got {self._size}.")
         # To find the number of an example takes longer than to read it.
         self._order = self._order.repeat()
         self._last: tuple[int, list[int]] = (-1, [])

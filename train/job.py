@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from train import models, processes
 from train.command_line import to_toml
-from train.data import Batches, Sample, check_batch
+from train.data import Batches, Sample
 from train.memory import check_memory
 from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
 from train.pretrained import Pretrained, read_folder
@@ -67,8 +67,6 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         parameters = models.parameters(settings, origin)
         check_memory(settings, parameters, models.vocabulary(origin), mesh)
     task = make_task(settings, origin)
-    if settings.steps != 0:
-        check_batch(settings.batch_size, len(task.train))
     # In micro-batches as well, for which the device has room.
     parts, most = settings.micro_batches, settings.eval_batches
     samples = {

@@ -11,7 +11,6 @@ from tests.tiny_model import write_model
 from tests.train.test_finetuning import validations, write_config
 from train import finetune
 from train.command_line import load_settings
-from train.export import export
 from train.settings import Settings, SettingsError
 
 pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it", "no_picture")
@@ -69,7 +68,7 @@ def test_the_figures_are_those_of_a_run_before_and_after_it(tmp_path, capsys):
 
     # Who exports has neither the data nor its classes, but what the checkpoints say of them.
     (tmp_path / "a.csv").unlink()
-    export(load_settings(tmp_path / "a" / "settings.toml"), "1", tmp_path / "out", print)
+    finetune.export(load_settings(tmp_path / "a" / "settings.toml"), "1", tmp_path / "out", print)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert list(config["id2label"].values()) == ["kind", "so", "unkind"]
     assert load_file(tmp_path / "out" / "model.safetensors")["classifier.bias"].shape == (3,)

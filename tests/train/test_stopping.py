@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from tests.train.scripts import start
-from train.data import check_batch
 from train.memory import check_memory, lack_behind, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest, how_to_go_on
@@ -97,12 +96,6 @@ def test_under_slurm_the_last_line_names_the_run_and_no_command(monkeypatch):
 
 
 # --- memory ---------------------------------------------------------------------------------
-
-
-def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(SettingsError, match="`batch_size`: expected at most 70, .*got 71"):
-        check_batch(71, 70)
-    check_batch(70, 70)
 
 
 def test_a_batch_whose_logits_do_not_fit_is_refused():
