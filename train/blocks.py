@@ -2,8 +2,6 @@
 
 Scanned, every leaf has a leading axis over the layers, and the compiler sees one block. Written
 out, gradients of a layer can leave the device while the backward pass of those before goes on.
-Rematerialized, the forward pass keeps only what goes from block to block: about a third more work
-for a fraction of the memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Chat templates: how the messages of a conversation become one text, and which of it is answers.
 
-A template is a program in Jinja, run here as `transformers` runs it: in a sandbox, with the same
-filters, functions and variables. But the date is always `DATE`, so that examples stay the same when
-a run goes on another day.
-
-Which part an assistant has written, some templates say, with `{% generation %}` around it. Of the
-others it is found by rendering less: the conversation up to an answer, with what asks for it.
+A template is a program in Jinja, run here as `transformers` runs it, in a sandbox; but the date is
+always `DATE`, as examples must stay the same. Which part an assistant has written, some say with
+`{% generation %}`. Of the others it is found by rendering less: the conversation up to an answer.
 """
 
 from __future__ import annotations
@@ -51,11 +48,7 @@ class Conversation(NamedTuple):
 
 
 class ChatTemplate:
-    """A template, ready to be rendered; raises `TokenizerError` if it is none.
-
-    `special` are texts of special tokens by name, such as `eos_token`; `marks` texts of all tokens
-    that stand for no text of their own, such as those that end a turn; `where` is for messages.
-    """
+    """A template; `special` are texts of special tokens by name, `marks` those of all of them."""
 
     def __init__(self, text: str, special: Mapping[str, str], marks: Sequence[str], where: str):
         self.text = text

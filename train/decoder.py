@@ -33,11 +33,7 @@ class LinearRope(NamedTuple):
 
 
 class Llama3Rope(NamedTuple):
-    """Only slow rotations slower by `factor`, fast ones as they were, a ramp between (Llama 3.1).
-
-    A rotation makes fewer than `low` turns over `positions` if it is slow, more than `high` if
-    fast.
-    """
+    """Rotations below `low` turns over `positions` slower by `factor`, up to `high` a ramp."""
 
     factor: float
     low: float
@@ -109,8 +105,8 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """The logits behind each of `tokens` `(b, t)`: float32 `(b, t, vocabulary)`.
 
-        Where several texts share a row, `positions` `(b, t)` has the position of each token in its
-        text, 0 where one begins, and a text sees nothing of the others.
+        With `positions` `(b, t)` of each token in its text, texts of a row see nothing of the
+        others.
         """
         x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
         text = None  # the number of each token's text in its row
@@ -133,8 +129,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """The float32 logits `(b, vocabulary)` behind `tokens` `(b, t)`, and the cache with them.
 
-        The cache has the `start` tokens before them; `start + t` is at most `s`. Only for stacked
-        blocks: otherwise the program of a token would be as long as the model is deep.
+        The cache has the `start` tokens before them; `start + t` is at most `s`. For stacked
+        blocks.
         """
         x = self.embed(tokens.astype(jnp.int32))
         cos, sin = rotations(self.config, (start + jnp.arange(tokens.shape[1]))[None])

@@ -62,10 +62,9 @@ def train(
 ) -> Summary | None:
     """Trains once, or the rest of a run, and leaves the results in the run's folder.
 
-    With `steps` 0 it shows the figures of a validation, writes nothing and returns None. A `run`
-    goes on from its newest whole checkpoint, unless the start is to be `fresh`. `timeline` is a
-    file for the last steps; `force` starts what cannot fit on this machine. Raises
-    `Stopped` if a signal has asked for the end.
+    With `steps` 0 it shows the figures of a validation, and writes nothing. A `run` goes on from
+    its newest whole checkpoint, unless the start is to be `fresh`. `timeline` is a file for the
+    last steps. Raises `Stopped` if a signal has asked for the end.
     """
     begun_s = time.perf_counter()
     say = partial(show, console)
@@ -177,11 +176,7 @@ def show_plan(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code.
-
-    0; 2 after a mistake or a failure that the message explains; 128 and the signal's number if a
-    signal has stopped the run.
-    """
+    """Runs the command; returns its exit code: 0, 2 after a failure, 128 + N after the signal N."""
     arguments = sys.argv[1:] if argv is None else argv
     command = None
     try:

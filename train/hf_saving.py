@@ -1,8 +1,6 @@
 """Writes a trained model as a Hugging Face folder, in the layout that it was read from.
 
-Tensors are written one by one as they are gathered, so that host memory holds one leaf. A file of
-safetensors is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-place of each tensor) and the bytes of all tensors.
+Tensors are written one by one as they are gathered, so that host memory holds one leaf.
 """
 
 from __future__ import annotations
@@ -64,7 +62,10 @@ class Entry(NamedTuple):
 
 
 def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray]) -> None:
-    """Writes a file of safetensors, one of `tensors` after the other, so that memory holds one."""
+    """Writes a file of safetensors, one tensor after the other, so that memory holds one.
+
+    That is the length of the header (8 bytes, little-endian), the header (JSON), and all bytes.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
     # `transformers` loads no file without this.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -69,10 +69,9 @@ class Taken(NamedTuple):
 class Meter:
     """Turns the losses of all steps into one `Row` for every `log_every` of them.
 
-    Call `start` when the first steps, with their compilation, are done; `step` after every step and
-    its exchange; `drain` after the last one. `stats` returns the engine's counts, without waiting
-    for the device. A run that goes on had `steps_done`, and gives what `state` returned after
-    these.
+    Call `start` when the first steps are compiled and done, `step` after every step and its
+    exchange, `drain` after the last one. A run that goes on had `steps_done`, and the `state` of
+    then.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ from zenflow_jax.deepspeed import DeepSpeedOptions, from_deepspeed
 
 
 def weight_dtype(optimizer: str, dtype: str) -> DTypeLike:
-    """The dtype in which the device keeps the model's matrices; products are of `dtype` everywhere.
-
-    optax.adamw has no masters, and would lose small updates of bfloat16 parameters: they are
-    float32.
-    """
+    """The dtype of matrices on the device: adamw, without masters, would lose small updates."""
     return jnp.float32 if optimizer == "adamw" else jnp.dtype(dtype)
 
 
@@ -131,11 +127,7 @@ def _arguments(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any
 
 
 def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpeedOptions | None]:
-    """Reads the DeepSpeed config that the settings name, and puts its values in their place.
-
-    `devices` divide a batch. Two values depend on the number of steps, which may follow from the
-    batch size: see `in_force`. The config is None if the settings name none.
-    """
+    """The settings with the values of the DeepSpeed config that they name, and that config."""
     if settings.deepspeed is None:
         return settings, None
     try:

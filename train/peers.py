@@ -1,10 +1,8 @@
 """Whether the other processes of a run are still there.
 
-A process that is killed leaves the others in a collective, which jax ends after its own time-out,
-with pages of traces. Here every process holds a connection to process 0. The kernel closes those of
-a process that is gone, and keepalives end those of a machine that is. Whoever is left says in one
-line which one it was, and ends. Nothing is waited for: where connections cannot be made, a line
-says so and jax's time-out is what there is.
+A process that is killed leaves the others in a collective, until jax's time-out, with pages of
+traces. Here every process holds a connection to process 0, which the kernel closes, and whoever is
+left says in one line which one is gone, and ends. Where connections cannot be made, a line says so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Plans whether a run fits and hides its host work, for the three optimizers side by side.
 
-No weights are read, and no device is needed. The arithmetic is `zenflow_jax.planning`; here are the
-run's model, the questions to the compiler, and the searches for the largest batch and for ways to
-fit. `plan_report.py` shows the result.
+No weights are read, and no device is needed. The arithmetic is `zenflow_jax.planning`'s.
 """
 
 from __future__ import annotations

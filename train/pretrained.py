@@ -1,8 +1,4 @@
-"""Models from Hugging Face folders: `config.json` and safetensors, without torch.
-
-What the config says is read in `hf_config.py`, tensors and their names in `hf_tensors.py`; folders
-are written in `hf_saving.py`.
-"""
+"""Models from Hugging Face folders: `config.json` and safetensors, without torch."""
 
 from __future__ import annotations
 
@@ -55,11 +51,7 @@ class Pretrained(NamedTuple):
 
 
 def read_folder(folder: Path) -> Pretrained:
-    """Reads and checks `config.json` and the headers of the safetensors files, no weights.
-
-    Raises `ModelError` if a file is missing or damaged, the model is none that is built here, or a
-    tensor is missing, unexpected, or does not have the config's shape.
-    """
+    """Reads and checks `config.json` and the headers of the safetensors files, no weights."""
     if not folder.is_dir():
         got = "which is a file" if folder.is_file() else "where there is none"
         raise ModelError(
@@ -100,13 +92,11 @@ def load_weights(
     anew: Collection[str] = (),
     seed: int = 0,
 ) -> Any:
-    """Reads the weights of the folder as the tree of a model's parameters.
+    """Reads the weights of the folder as the tree of a model's parameters, of these `shapes`.
 
     Leaf by leaf, and only the shards on the devices of this process: host memory needs room for the
-    largest leaf. `shapes` is a tree of `jax.ShapeDtypeStruct`, scanned or not; `shardings` the same
-    tree, None for all on the first device. `anew` are those of `pooler` and `classifier` that are
-    drawn although the folder has them; what it does not have is drawn in any case: kernels normal,
-    biases 0. The draws depend on neither the mesh nor the number of processes.
+    largest leaf. `shardings` None puts all on the first device. `anew` are those of `pooler` and
+    `classifier` that are drawn although the folder has them. The draws depend on `seed` alone.
     """
     if shardings is None:
         first = SingleDeviceSharding(jax.local_devices()[0])

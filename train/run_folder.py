@@ -31,8 +31,7 @@ WRITTEN |= {"metrics.csv", "settings.toml", "summary.json", "validation.csv"}
 def make_run_folder(output_dir: str, run: str | None, *, label: str, fresh: bool) -> Path:
     """The folder of the run below `output_dir`, the same for every process.
 
-    `run` names it, and may hold an earlier start unless `fresh`; None makes a new one, of a number
-    and `label`. Raises `SettingsError` if a run cannot go on, or must not begin, in it.
+    `run` names it, and may hold an earlier start unless `fresh`; None makes one with this `label`.
     """
     if not processes.is_first():
         return Path(processes.from_first(""))

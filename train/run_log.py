@@ -35,8 +35,7 @@ BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
 class RunLog:
     """Metrics of a run, to the screen, the CSV files and TensorBoard. Use with `with`.
 
-    `rows`, as `read_rows` returned them, and `validations` are those of earlier starts. All calls
-    raise `OSError` if a file cannot be written.
+    `rows`, as `read_rows` returned them, and `validations` are those of earlier starts.
     """
 
     def __init__(
@@ -184,10 +183,9 @@ def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
 
 
 class _Board:
-    """TensorBoard's file; from step `purge` on TensorBoard forgets what it knows.
+    """TensorBoard's file, whose readers forget what they know from the step `purge` on.
 
-    On a full disk tensorboardX's `SummaryWriter` waits for ever, and its `EventsWriter` closes
-    nothing.
+    On a full disk tensorboardX's `SummaryWriter` waits for ever; its `EventsWriter` stays open.
     """
 
     def __init__(self, folder: Path, *, purge: int | None):

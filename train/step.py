@@ -64,10 +64,9 @@ def make_train_step(
 ) -> Callable:
     """The jitted step: it knows neither the optimizer nor the number of devices.
 
-    It maps parameters, optimizer state and a batch to the new parameters and state, the loss, and
-    the number of steps of the run that were skipped (int32). Gradients of `micro_batches` are
-    summed in float32, which takes 4 bytes a parameter. `placement` are shardings of the parameters
-    and of the optimizer's state, which the compiler would otherwise be free to change.
+    It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of the
+    run's skipped steps (int32). Gradients of `micro_batches` are summed in float32. `placement` are
+    shardings of parameters and state, which the compiler would otherwise be free to change.
     """
 
     def loss_of(params, batch):

@@ -1,8 +1,7 @@
 """Files and folders that get their names when they are whole.
 
-Until then each has a name that no user gives: `.NAME.`, 16 hexadecimal digits and `.part`, beside
-its place. A kill leaves it behind; the next writer to that place removes it, but not while the
-process that writes it lives.
+Until then they are beside their place, as `.NAME.`, 16 hexadecimal digits and `.part`. What a kill
+leaves behind, the next writer to that place removes.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ _NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 
 @contextmanager
 def made_whole(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Yields a new, empty file or folder beside `path`.
+    """Yields a new, empty file or folder beside `path`, whose name it gets when the block ends.
 
-    When the block ends it is put on the disk and gets its name, in the place of a file or an empty
-    folder that has it. After an error it is removed. The block may remove it, or move it elsewhere.
+    It takes the place of a file or an empty folder. The block may remove it, or move it elsewhere.
     """
     path = path.absolute()
     remove_leftovers(path)

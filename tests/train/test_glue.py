@@ -12,55 +12,51 @@ def tsv(*rows):
     return "".join("\t".join(row) + "\n" for row in rows)
 
 
-# One example of each file, as (columns or none, cells, sentences, id of the label).
-FIRST_EXAMPLES = {
-    "sst2": (("sentence", "label"), ("so good a film ", "1"), ("so good a film",), 1),
-    "cola": (None, ("gj04", "0", "*", "the boy are good"), ("the boy are good",), 0),
-    "mrpc": (
-        ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"),
-        ("1", "12", "34", "the cat sat", "a cat sat"),
-        ("the cat sat", "a cat sat"),
-        1,
-    ),
+# Of each file the columns, one example, where its sentences are, and the id of its label.
+FILES = {
+    "sst2": ("sentence|label", "so good a film |1", [0], 1),
+    "cola": ("", "gj04|0|*|the boy are good", [3], 0),
+    "mrpc": ("Quality|#1 ID|#2 ID|#1 String|#2 String", "1|12|34|the cat sat|a cat sat", [3, 4], 1),
     "qqp": (
-        ("id", "qid1", "qid2", "question1", "question2", "is_duplicate"),
-        ("1", "2", "3", "who is it?", "what is it?", "0"),
-        ("who is it?", "what is it?"),
+        "id|qid1|qid2|question1|question2|is_duplicate",
+        "1|2|3|who is it?|what is it?|0",
+        [3, 4],
         0,
     ),
     "rte": (
-        ("index", "sentence1", "sentence2", "label"),
-        ("0", "the dog ran", "it is a dog", "not_entailment"),
-        ("the dog ran", "it is a dog"),
+        "index|sentence1|sentence2|label",
+        "0|the dog ran|it is a dog|not_entailment",
+        [1, 2],
         1,
     ),
-    "qnli": (
-        ("index", "question", "sentence", "label"),
-        ("0", "who ran?", "the dog ran", "entailment"),
-        ("who ran?", "the dog ran"),
-        0,
-    ),
+    "qnli": ("index|question|sentence|label", "0|who ran?|the dog ran|entailment", [1, 2], 0),
     "mnli": (
-        ("index", "genre", "sentence1", "sentence2", "label1", "gold_label"),
-        ("0", "fiction", "the dog ran", "the dog sat", "neutral", "contradiction"),
-        ("the dog ran", "the dog sat"),
+        "index|genre|sentence1|sentence2|label1|gold_label",
+        "0|fiction|the dog ran|the dog sat|neutral|contradiction",
+        [2, 3],
         2,
     ),
 }
 
 
+def first_rows(name):
+    """The columns, if the file has any, and the cells of its example."""
+    return [row.split("|") for row in FILES[name][:2] if row]
+
+
 def write_glue(folder, name, *, train=None, dev=None):
-    columns, cells, _, _ = FIRST_EXAMPLES[name]
-    usual = tsv(*([columns] if columns else []), cells, cells)
+    rows = first_rows(name)
+    usual = tsv(*rows, rows[-1])
     write(folder / "train.tsv", usual if train is None else train)
     for file in ("dev_matched.tsv", "dev_mismatched.tsv") if name == "mnli" else ("dev.tsv",):
         write(folder / file, usual if dev is None else dev)
     return folder
 
 
-@pytest.mark.parametrize("name", FIRST_EXAMPLES)
+@pytest.mark.parametrize("name", FILES)
 def test_a_glue_example_is_what_the_tokenizer_makes_of_its_sentences(tmp_path, bert, name):
-    _, _, sentences, label = FIRST_EXAMPLES[name]
+    places, label = FILES[name][2:]
+    sentences = [first_rows(name)[-1][i] for i in places]
     task = glue.make(name, write_glue(tmp_path, name), bert, sequence_length=40)
     expected = bert.tokens.encode(*sentences)
     n = len(expected.ids)
@@ -151,9 +147,9 @@ def test_metrics_are_those_of_their_formulas_also_of_a_constant():
 
 
 def test_broken_lines_of_qqp_are_left_out_and_named_as_long_as_they_are_few(tmp_path, bert):
-    header, cells, _, _ = FIRST_EXAMPLES["qqp"]
+    header, cells = first_rows("qqp")
     rows = [header, *[cells] * 2000]
-    rows[7], rows[9] = ("1", "2", "3", "a question"), (*cells[:3], "", *cells[4:])
+    rows[7], rows[9] = ["1", "2", "3", "a question"], [*cells[:3], "", *cells[4:]]
     folder = write_glue(tmp_path, "qqp", train=tsv(*rows))
     task = glue.make("qqp", folder, bert, sequence_length=16)
     assert len(task.train) == 1998

@@ -7,13 +7,14 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.hf_models import FIXTURES, TOLERANCE, load
 from train import models
 from train.data import ROWS, Batches, Sample
 from train.optimizers import make_optimizer, skip_if_not_finite
 from train.settings import Settings, SettingsError
 from train.sharding import committed
 from train.step import make_train_step, make_validate, of_labels, of_tokens
-from train.tasks import Task
+from train.tasks import Task, language
 from train.tasks.standard_library import Windows
 
 F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
@@ -169,6 +170,55 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
     assert first[2] < first[0]
     assert list(losses()) == first
     assert train_step._cache_size() == 1  # checked on jax 0.10.2, 0.11.2
+
+
+# --- texts that share a sequence: of each the same is made as of it alone ---------------------
+
+T = 23
+LENGTHS = (3, 9, 2, 7, 1, 12)  # the last one is cut by the window
+
+
+def packed(lengths):
+    """Documents of such lengths in one sequence, as a batch of one."""
+    tokens = np.random.default_rng(0).integers(0, 62, sum(lengths)).astype(np.uint8)
+    example = language.Windows(language.Documents(tokens, np.array(lengths)), T)[0]
+    return {name: x[None] for name, x in example.items()}
+
+
+def alone(batch, lengths):
+    """The same documents, a row for each, filled up behind."""
+    tokens = np.zeros((len(lengths), T + 1), np.int32)
+    weights = np.zeros((len(lengths), T), np.uint8)
+    start = 0
+    for row, length in enumerate(lengths):
+        text = batch["tokens"][0, start : start + length]
+        tokens[row, : len(text)] = text
+        weights[row, : len(text) - 1] = 1
+        start += length
+    return {"tokens": tokens, "weights": weights}
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone():
+    # With a window of attention, which is shorter than the texts.
+    _, graphdef, params = load(FIXTURES / "mistral", scan_layers=True, remat=True)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, batch):
+        result = of_tokens(nnx.merge(graphdef, params), batch)
+        return result.losses.sum() / result.targets.sum()
+
+    batch = packed(LENGTHS)
+    together, grads = loss(params, batch)
+    expected, wanted = loss(params, alone(batch, LENGTHS))
+    np.testing.assert_allclose(together, expected, rtol=TOLERANCE)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+    # Were they joined, each would see those before it.
+    assert abs(loss(params, {"tokens": batch["tokens"]})[0] - expected) > 0.01
+    only_weights = {name: batch[name] for name in ("tokens", "weights")}
+    assert abs(loss(params, only_weights)[0] - expected) > 0.01
 
 
 # --- validation -----------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """Answers to instructions, as in Stanford's Alpaca: {"instruction", "input", "output"}.
 
 A file is a JSON list of such objects, or has one a line, or is a table with such columns
-(`tables.py`). `input` may be missing, null or empty.
-
-Prompt and answer are tokenized apart, so that the prompt has the tokens that it has when the model
-is asked: `[begin] prompt answer end`. Only the tokens of the answer and the end token count.
+(`tables.py`). Prompt and answer are tokenized apart, so that the prompt has the tokens that it has
+when the model is asked: `[begin] prompt answer end`. Only answer and end count.
 """
 
 from __future__ import annotations

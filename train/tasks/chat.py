@@ -1,9 +1,8 @@
 """Answers in conversations: {"messages": [{"role": "user", "content": "..."}, ...]}.
 
 A file has one such object a line, or, as *.json, is a list of them, or is a table with such columns
-(`tables.py`). The chat template (`chat_template.py`) makes one text of a conversation, in which
-special tokens stand already; roles are those that it knows. Only what the assistant writes counts
-in the loss, with what ends it. An object may also have `tools`, descriptions of functions.
+(`tables.py`). The chat template makes one text of a conversation. Only what the assistant writes
+counts, with what ends it. An object may also have `tools`, descriptions of functions.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """A class for a text, or for a pair of texts, from a file of one's own.
 
-    text,label
-    "a fine film, in all",kind
-    so bad,unkind
-
 A file is CSV or TSV with a header, JSON or JSONL, or a table (`tables.py`). The classes are the
 labels that occur, numbers in their order and others in that of the alphabet; where a table names
-its classes, or the model's head those that it knows, they are those. Labels are compared as text:
-`1` and `1.0` differ.
+its classes, or the model's head those that it knows, they are those. Labels are compared as text.
 
 CSV: commas separate columns, or semicolons, tabs or bars, if only with these the header has the
 columns. TSV: a line is a row; texts in quotation marks lose them, as spreadsheets write them. Rows
-without text are left out, and the notes say which; one without a label is an error.
+without text are left out, and the notes say which.
 """
 
 from __future__ import annotations
@@ -87,8 +82,7 @@ def make(
 ) -> Task:
     """The task of telling the classes of a file; further arguments are those of `task_of_answers`.
 
-    `known` are the classes of the model's head; if all labels are of these, whatever their case,
-    these are the classes.
+    If all labels are `known` to the model's head, whatever their case, its classes are taken.
     """
     check_room(tokenizer, sequence_length, pair=columns.second is not None)
     files = find_files(data, SUFFIXES)

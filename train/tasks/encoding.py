@@ -36,10 +36,9 @@ class Encoded(NamedTuple):
 def encode(
     tokenizer: Tokenizer, texts: Iterable[Text], *, special: bool, longest: int | None = None
 ) -> Encoded:
-    """The texts, all of them one text or all a pair, as tokens; second texts of pairs are marked.
+    """The texts, all one text or all a pair, as tokens; second texts of pairs are marked.
 
-    `special`: whether the tokenizer puts its special tokens around them. What has more than
-    `longest` tokens is cut on the right, of a pair the longer text first.
+    The tokenizer puts its `special` tokens around them, and cuts what is longer than `longest`.
     """
     tokens, cutting = tokenizer.tokens, None
     if longest is not None:

@@ -170,8 +170,7 @@ def task_of_answers(
 ) -> Task:
     """The task of giving the answers of the files of `data`, whose names end in `suffixes`.
 
-    `encode_files` gives the tokens of files, answers marked, and may add to the notes. Examples of
-    more than T + 1 tokens are cut on the right; those of which no token of an answer is left are
+    Examples of more than T + 1 tokens are cut on the right; those without an answer left are
     dropped.
     """
     files = find_files(data, suffixes)

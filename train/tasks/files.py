@@ -30,10 +30,9 @@ class Files(NamedTuple):
 def find_files(data: Path, suffixes: tuple[str, ...]) -> Files:
     """The files, of names that end in one of `suffixes`, of a task that is given as file or folder.
 
-    In a folder, `train*` and `valid*` or `dev*` are the two sides, and all other files are left
-    out; folders in it are not entered. Without files for validation, a share is to be split off: of
-    the `train*` files if there are any, else of all. The parts of a folder that `save_to_disk` of
-    `datasets` has written have the same names.
+    In a folder, or in what `save_to_disk` of `datasets` has written, `train*` and `valid*` or
+    `dev*` are the two sides. Without files for validation a share is to be split off: of the
+    `train*` files if there are any, else of all.
     """
     if data.is_file() and data.name.lower().endswith(suffixes):
         return Files([data], [], [])
@@ -144,8 +143,7 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which examples are to train and which to validate, both ascending; neither empty if n > 1.
 
-    In a drawn order, examples go to validation where they, of `sizes` `(n,)`, still fit in its
-    share of the sum; if none does, the smallest one. With a share of 1 none trains.
+    In a drawn order, those of `sizes` `(n,)` validate that still fit in the share of the sum.
     """
     if validation_share == 1:
         return np.arange(0), np.arange(len(sizes))

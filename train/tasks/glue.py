@@ -117,11 +117,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def make(name: str, data: Path, tokenizer: Tokenizer, *, sequence_length: int) -> Task:
-    """The GLUE task `name`, with examples of `sequence_length` tokens.
-
-    `data` is the folder with the task's files, or the one above it that has them in a folder of
-    GLUE's name for the task (`SST-2`, `CoLA`, ...).
-    """
+    """The GLUE task `name`, in the folder `data` or in GLUE's own (`SST-2`, ...) below it."""
     fmt = FORMATS[name]
     check_room(tokenizer, sequence_length, pair=len(fmt.sentences) == 2)
     folder, layout = _find(name, fmt, data)

@@ -3,15 +3,11 @@
 A document is a text file, a line of JSONL, or a row of a table. Its tokens get an end token behind
 them, and a begin token in front where the model was trained with one. All documents of a side are
 joined and cut into windows of T + 1 tokens that overlap by one: every token is predicted once per
-epoch, and none is padding. In a window documents do not see each other, unless they are `joined`;
-the first token of a document, which nothing foretells, is no target.
+epoch. In a window documents do not see each other, unless they are `joined`; the first token of a
+document is no target. Of a single document the last share validates.
 
-Which documents validate is a matter of file names, or a draw with the seed by document; of a single
-document it is the last share.
-
-A document longer than `PIECE_CHARACTERS` goes to the tokenizer in pieces, cut after a newline or
-else before a space: a tokenizer takes some hundred bytes of memory for each token. Where two pieces
-meet, its tokens may be others.
+A long document goes to the tokenizer in pieces, cut after a newline or else before a space: a
+tokenizer takes some hundred bytes of memory for each token.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Real text that every machine has: the source files of the running Python's standard library.
 
-A byte is a token. All `*.py` files but those in `SKIPPED_FOLDERS` are shuffled with the seed, and
-cut off where the wanted size is reached. From the front of that order files go to validation until
-they hold the wanted share of the bytes. Each side is joined, one zero byte before each file, and
-cut into windows of `sequence_length + 1` bytes that overlap by one.
+A byte is a token. The files are shuffled with the seed, and cut off where the wanted size is
+reached; the first ones validate. Each side is joined, one zero byte before each file.
 """
 
 from __future__ import annotations
