@@ -25,8 +25,7 @@ class EngineStats:
             but one of each group; their mean. None before the first one is read, and unless
             `select_interval` is an `AutoSelect`.
         put_back: Arrays of the state that something else, such as a trainer, had placed anew, and
-            that the engine put back: those that it was made with, and once those after a step. The
-            next time it refuses.
+            that the engine put back: at its start, and once after a step.
         skipped_steps: Steps whose gradient was not finite, among those whose mail has been read.
         skipped_in_a_row: Steps skipped since the last one that counted.
         exchange_s: Seconds that the caller spent in `exchange` and `flush`, its waits included.
@@ -35,13 +34,11 @@ class EngineStats:
         seconds: Seconds of mail, of uploads and of each kind of the worker's work: the sums of the
             spans in the rows "mail", "upload" and "host" of the timeline, by their kind.
         bytes_to_host: Bytes of mail read, and of channels handed over.
-        bytes_to_device: Bytes of updates, and of channels handed over, counted for each device that
-            gets them.
-        host_bytes: Bytes of the NumPy arrays of the deferred half: masters, which have in them what
-            is uploaded, moments, counts, and sums. None of it is pinned.
-        pinned_bytes: Bytes of mail, all of it pinned, that the worker has read and keeps for its
-            windows' updates. Beside it there are mail that is unread or being written, and blank
-            mail in the state.
+        bytes_to_device: Bytes of updates, and of channels handed over, for each device that gets
+            them.
+        host_bytes: Bytes of the NumPy arrays of the deferred half; none of it is pinned.
+        pinned_bytes: Bytes of pinned mail that the worker keeps for its windows' updates. Unread
+            and blank mail come on top.
 
     Examples:
         >>> import jax, jax.numpy as jnp, zenflow_jax

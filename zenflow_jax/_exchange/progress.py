@@ -40,21 +40,14 @@ class Progress:
 
     A decision about a step needs only numbers of earlier steps, so reading them waits for no step
     that was only just dispatched. They are sums over all processes.
-
-    Attributes:
-        step: Steps that have passed.
-        open_steps: Steps in each group's open window, skipped ones included.
-        window_lengths: How many windows had each length.
-        reselections: Selections of a group's channels, the first ones included.
-        shares: For each group, the selected channels' share of the best k channels' score, as last
-            read; NaN before, and if the schedule does not ask for it.
     """
 
     def __init__(self, schedule: Schedule, leaves: int):
-        self.step = 0
-        self.open_steps = [0] * schedule.groups
+        self.step = 0  # steps that have passed
+        self.open_steps = [0] * schedule.groups  # in each open window, skipped ones included
         self.window_lengths: Counter[int] = Counter()
-        self.reselections = 0
+        self.reselections = 0  # of each group's channels, the first ones included
+        # Of each group, the selected channels' share of the best k channels' score; NaN if unknown.
         self.shares = np.full(schedule.groups, np.nan, np.float32)
         self._schedule = schedule
         self._first = self._state = first_schedule_state(schedule, leaves)
