@@ -124,8 +124,8 @@ def test_what_is_written_first_is_saved_first():
         parts = stream.offloaded.parts
         # In the order in which their windows close, at steps 10, 12 and 13.
         assert [parts[i].spec.group for i, _ in stream.snapshot.leaves()] == [0, 2, 1]
-        mine = training.engine._worker.leaves()
-        leaves = dict(enumerate([*mine, *mine[:2]]))
+        host_leaves = training.engine._worker.leaves()
+        leaves = dict(enumerate([*host_leaves, *host_leaves[:2]]))
         snapshot = Snapshot(leaves, max(leaf.nbytes for leaf in leaves.values()))
         saver = snapshot.leaves()
         assert next(saver)[0] == 0
@@ -156,8 +156,8 @@ def test_weights_that_are_loaded_after_a_save_are_not_in_it(tmp_path):
         training.go(1)
         stream.write(tmp_path)
         assert_saved(tmp_path, expected)
-        (now,) = training.engine.state()["leaves"]
-        assert (np.asarray(now["master"]) != expected["leaves"][0]["master"]).any()
+        (live,) = training.engine.state()["leaves"]
+        assert (np.asarray(live["master"]) != expected["leaves"][0]["master"]).any()
 
 
 def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
@@ -173,15 +173,17 @@ def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
         manager.wait_until_finished()
         standard = {name: ocp.args.StandardRestore(x) for name, x in template.items()}
         engine = zenflow_jax.EngineRestore()
-        found = manager.restore(9, args=ocp.args.Composite(engine=engine, **standard))
-        with resumed(whole, (found.params, found.opt_state, found.engine), **KERNEL) as again:
+        restored = manager.restore(9, args=ocp.args.Composite(engine=engine, **standard))
+        with resumed(
+            whole, (restored.params, restored.opt_state, restored.engine), **KERNEL
+        ) as again:
             again.t = 9
             go(again, PLAN, PLAN.steps)
             runs.assert_same_bits(end(again), expected)
     # Other programs read the file, too.
     (path,) = (tmp_path / "9" / "engine").glob("*.safetensors")
     tensors = load_file(path)
-    np.testing.assert_array_equal(tensors["leaves/1/mu@0,0"], found.engine["leaves"][1]["mu"])
+    np.testing.assert_array_equal(tensors["leaves/1/mu@0,0"], restored.engine["leaves"][1]["mu"])
 
 
 def test_a_save_that_fails_says_so_and_holds_nobody_up(tmp_path, monkeypatch):
@@ -339,16 +341,16 @@ def test_what_is_cut_short_cannot_be_read_though_its_end_is_there(tmp_path):
 def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path, monkeypatch):
     with Training(ONE, SETTINGS, **KERNEL) as training:
         save(training, tmp_path)
-        found = read_engine_state(tmp_path)
+        restored = read_engine_state(tmp_path)
         (path,) = tmp_path.iterdir()
         path.unlink()
         told = []  # to the processes that still see the file: without a word they would wait
         with monkeypatch.context() as patch:
             patch.setattr(resume, "agree", lambda refusal, *_: told.append(refusal))
             with pytest.raises(FileNotFoundError, match="as it was when .*, got none"):
-                resumed(training, (training.params, training.state, found), **KERNEL)
+                resumed(training, (training.params, training.state, restored), **KERNEL)
         assert "got none" in told[0]
         training.go(1)  # in the same window: only the sum is another one
         save(training, tmp_path)
         with pytest.raises(ValueError, match="expected .* as it was when .* written since"):
-            np.asarray(found["leaves"][0]["mu"])
+            np.asarray(restored["leaves"][0]["mu"])

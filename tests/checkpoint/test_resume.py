@@ -82,11 +82,11 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, en
 
 @pytest.mark.parametrize("then", ["float32", "compact"])
 def test_a_run_may_go_on_with_its_moments_kept_otherwise(then):
-    now = "compact" if then == "float32" else "float32"
+    kept = "compact" if then == "float32" else "float32"
     with Training(FIRST, SETTINGS, **KERNEL, host_state=then) as training:
         go(training, PLAN, 11)  # with updates on their way
         checkpoint = saved(training)
-    with resumed(training, checkpoint, host_state=now) as again:
+    with resumed(training, checkpoint, host_state=kept) as again:
         # What is saved before the next update is rounded once, at most.
         once = again.engine.state()["leaves"]
         for ours, theirs in zip(once, checkpoint[2]["leaves"], strict=True):
@@ -94,7 +94,7 @@ def test_a_run_may_go_on_with_its_moments_kept_otherwise(then):
                 runs.assert_same_bits(ours[name], theirs[name])
             for name in ("mu", "nu"):
                 x, y = np.asarray(ours[name]), np.asarray(theirs[name])
-                assert (now == "float32") == np.array_equal(x, y)
+                assert (kept == "float32") == np.array_equal(x, y)
                 np.testing.assert_allclose(x, y, rtol=0, atol=0.01 * abs(y).max())
         with resumed(training, saved(again), host_state=then) as back:
             runs.assert_same_bits(back.engine.state()["leaves"], once)
@@ -141,12 +141,12 @@ def test_flax_keeps_a_train_state_in_graph():
         params, state = program(params, state, runs.gradients(ONE, t))
     train_state = TrainState(step=3, apply_fn=None, params=params, tx=tx, opt_state=state)
     fresh = TrainState.create(apply_fn=None, params=runs.initial(ONE, seed=1), tx=tx)
-    found = serialization.from_bytes(fresh, serialization.to_bytes(train_state))
-    runs.assert_same_bits(found.opt_state, state)
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(train_state))
+    runs.assert_same_bits(restored.opt_state, state)
     # Into shapes alone, as into any tree of flax's.
     abstract = jax.eval_shape(tx.init, params)
-    found = serialization.from_state_dict(abstract, serialization.to_state_dict(state))
-    runs.assert_same_bits(found, state)
+    restored = serialization.from_state_dict(abstract, serialization.to_state_dict(state))
+    runs.assert_same_bits(restored, state)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_what_flax_has_written_of_other_options_is_refused(changes, words):
     tx = runs.transformation(ONE, SETTINGS, offload=False)
     other = runs.transformation(ONE, dataclasses.replace(SETTINGS, **changes), offload=False)
     params = runs.initial(ONE)
-    found = serialization.to_state_dict(tx.init(params))
+    restored = serialization.to_state_dict(tx.init(params))
     with pytest.raises(ValueError, match=words):
-        serialization.from_state_dict(other.init(params), found)
+        serialization.from_state_dict(other.init(params), restored)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +228,13 @@ def test_parameters_or_an_engine_state_of_another_step_or_run_are_refused():
 def test_an_engine_and_the_state_that_it_gives_or_goes_on_from_share_nothing():
     with Training(FIRST, SETTINGS, donate=True, **KERNEL) as training:
         go(training, PLAN, 7)
-        given = training.engine.state()
+        saved_tree = training.engine.state()
         params, state, _ = saved(training)
         # In mid-window, with sums; as NumPy arrays, which could be written.
-        values = jax.tree.map(np.array, given)
+        values = jax.tree.map(np.array, saved_tree)
         assert any(leaf["total"].any() for leaf in values["leaves"])
         go(training, PLAN, PLAN.steps)
-        runs.assert_same_bits(jax.tree.map(np.asarray, given), values)
+        runs.assert_same_bits(jax.tree.map(np.asarray, saved_tree), values)
         taken = copy.deepcopy(values)
         with resumed(training, (params, state, taken)) as again:
             again.t = 7

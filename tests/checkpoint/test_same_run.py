@@ -83,8 +83,8 @@ def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_wi
 
 def known(training):
     """By leaf, whether the engine's state has a fingerprint of it."""
-    found = training.engine.state()["counts"]["fingerprints"]
-    return dict(zip(training.params, (found != 0).tolist(), strict=True))
+    sums = training.engine.state()["counts"]["fingerprints"]
+    return dict(zip(training.params, (sums != 0).tolist(), strict=True))
 
 
 def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():

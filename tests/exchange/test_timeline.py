@@ -130,13 +130,13 @@ def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch)
     now = clock(monkeypatch)
     recorder = Recorder()  # at 0
     now.s = 3.0
-    first = recorder.given()
+    first = recorder.step_taken()
     now.s = 4.0
     recorder.called("exchange", 1, 3.0)
     now.s = 5.0
-    second = recorder.given()
-    for now.s, step, given in ((6.0, 1, first), (8.0, 2, second)):
-        recorder.step_ended(step, given)
+    second = recorder.step_taken()
+    for now.s, step, taken in ((6.0, 1, first), (8.0, 2, second)):
+        recorder.step_ended(step, taken)
         now.s += 0.5
         recorder.mail_arrived(step)
     assert set(recorder.timeline().spans) == {

@@ -145,13 +145,13 @@ class Recorder:
         self._waits.append(("wait for host", device_done, end))
         self._wait_s += end - device_done
 
-    def given(self) -> tuple[float, float]:
+    def step_taken(self) -> tuple[float, float]:
         """The caller's: the engine gets a step, which was dispatched between the two times."""
         return self._returned, time.perf_counter()
 
-    def step_ended(self, step: int, given: tuple[float, float]) -> None:
+    def step_ended(self, step: int, taken: tuple[float, float]) -> None:
         """The mail thread's: the step's scalars have arrived."""
-        now, (returned, at) = time.perf_counter(), given
+        now, (returned, at) = time.perf_counter(), taken
         begin = max(self._step_end, returned)
         if at > begin:
             self._spans.append(Span("device", "dispatch", begin, at, step))

@@ -240,8 +240,7 @@ def _words(step: int, names: Sequence[str]) -> str:
         "expected parameters that nothing but zenflow changes, got other values of "
         f"{first_names(names)} after step {step}. Give each step the parameters that the last "
         "`exchange` or `flush` returned, and apply updates by `optax.apply_updates`. Let zenflow "
-        "be the last of its chain: put what acts on gradients in front, a rate that something else "
-        "decides into `learning_rate` by `optax.inject_hyperparams`, and averages of the weights "
-        "outside. To clip, load or reset weights in mid-run call `flush`, change them, and go on "
-        "with a new `tx.init(params)` and a new engine. This engine takes no more steps."
+        "be the last of its chain, with a rate that something else decides in `learning_rate`, by "
+        "`optax.inject_hyperparams`. To change weights in mid-run call `flush`, and go on with a "
+        "new `tx.init(params)` and a new engine. This engine takes no more steps."
     )

@@ -40,7 +40,7 @@ class Mailbox:
 
     def __init__(self, worker: Worker, state: ZenFlowState, number: int):
         self._worker = worker
-        self._given = state.token
+        self._last_token = state.token
         self._token = int(read(state.token))
         # Later tokens come from this: runs that go on from one checkpoint have different ones.
         self._number = number
@@ -78,7 +78,7 @@ class Mailbox:
     def check_new_step(self, state: ZenFlowState) -> None:
         """Refuses a state that no step was made with since it was given."""
         self._check_flushed(state)
-        if state.token is self._given:
+        if state.token is self._last_token:
             raise RuntimeError(
                 "expected the state of a new step, got the one that this engine returned last. "
                 "Call `exchange` once after each step, with what the step returned."
@@ -90,7 +90,7 @@ class Mailbox:
         A step without an update makes a copy: a micro-batch of `optax.MultiSteps`. Waits for it.
         """
         self._check_flushed(state)
-        if state.token is self._given:
+        if state.token is self._last_token:
             return False
         token = int(read(state.token))
         if token == self._token:
@@ -104,7 +104,7 @@ class Mailbox:
 
     def _check_flushed(self, state: ZenFlowState) -> None:
         """Refuses the state that the last flush was called with, a copy, or a step made from it."""
-        if self._replaced is None or state.token is self._given:
+        if self._replaced is None or state.token is self._last_token:
             return
         replaced, token = self._replaced
         if state.token is not replaced:
@@ -151,11 +151,11 @@ class Mailbox:
 
     def renew(self, state: ZenFlowState) -> ZenFlowState:
         """The state with a new token, after a flush: nobody can go on from the old one."""
-        self._replaced = (self._given, self._token)
+        self._replaced = (self._last_token, self._token)
         number = self._token + 500_009
         self._make_tokens(number, 1, state.token)
         self._take_token(number)
-        return state._replace(token=self._given)
+        return state._replace(token=self._last_token)
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
         """The state for the next step: `leaves`, buffers for its mail, and a token."""
@@ -168,7 +168,7 @@ class Mailbox:
         if self._sending.sums_on_device:
             mail = state.mail
         return state._replace(
-            leaves=tuple(leaves), mail=mail, token=self._given, step_scalars=step_scalars
+            leaves=tuple(leaves), mail=mail, token=self._last_token, step_scalars=step_scalars
         )
 
     def drain(self) -> None:
@@ -191,7 +191,7 @@ class Mailbox:
 
     def _take_token(self, number: int) -> None:
         """Gives the next state the token that was made from `number`."""
-        self._token, self._given = self._tokens.popleft()
+        self._token, self._last_token = self._tokens.popleft()
         assert self._token == number & _POSITIVE, "tokens are of consecutive steps"
 
     def _post(self, mail: Mail | Sums) -> None:

@@ -46,17 +46,16 @@ class Mail(_Message):
         if token == USED:
             raise RuntimeError(
                 f"two steps were made without `exchange` between them (at step {step}), so the "
-                "first one's mail is lost and deferred channels would not learn. Call `params, "
-                "opt_state = engine.exchange(params, opt_state)` after every step, and give the "
-                "next step what it returned."
+                "first one's mail is lost. Call `params, opt_state = engine.exchange(params, "
+                "opt_state)` after every step, and give the next step what it returned."
             )
         if step == 0:  # scalars that no step has written
             raise RuntimeError(
                 f"expected the mail of step {self.step}, got a state that `update` had no part in: "
                 "a wrapper withheld it (`optax.MultiSteps`, `optax.apply_if_finite`, a `lax.cond` "
-                "around `tx.update`), or `tx.init` has just made it. Sum micro-batches inside the "
-                "step, or call `exchange` only where `multi_steps.has_updated(opt_state)`; steps "
-                "that are not finite are skipped without `apply_if_finite`."
+                "around `tx.update`), or `tx.init` has just made it. Call `exchange` only where "
+                "`multi_steps.has_updated(opt_state)`, and leave `apply_if_finite` out: steps that "
+                "are not finite are skipped without it."
             )
         if (step, token) != (self.step, self.token):
             raise RuntimeError(
@@ -108,7 +107,7 @@ class Receiver:
     def receive(self, item: Mail | Sums, arrived: Callable[[], None]) -> None:
         """Begins to wait for a message's arrays, and calls `arrived` when they are there."""
         if isinstance(item, Mail):
-            item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.given())
+            item.arrived = self._mail.submit(self._receive_mail, item, self._recorder.step_taken())
         else:
             item.arrived = self._sums.submit(self._receive_sums, item)
         item.arrived.add_done_callback(lambda _: arrived())
