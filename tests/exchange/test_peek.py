@@ -104,23 +104,6 @@ def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(sending, st
         runs.assert_same_bits(training.values(), expected.values())
 
 
-def test_calls_between_steps_want_what_the_last_exchange_returned():
-    with Training(FIRST, SETTINGS) as training:
-        training.go(2)
-        earlier = jax.tree.map(jnp.copy, training.state)
-        training.go(1)
-        for call in (training.engine.flush, training.engine.peek):
-            with pytest.raises(
-                RuntimeError, match="one of another step or run. Call `.*` with the"
-            ):
-                call(training.params, earlier)
-        training.step()
-        with pytest.raises(RuntimeError, match="Call `exchange` first, then `peek`"):
-            peek(training)
-        training.exchange()
-        peek(training)
-
-
 class Model(nnx.Module):
     def __init__(self):
         for leaf in FIRST:
