@@ -1,8 +1,6 @@
 """One AdamW step on float32 arrays with a step count per channel, and the sum of gradients.
 
-The functions are pure and elementwise. The caller decides which channels a call is for: the
-selected ones at every step, or, in-graph, the deferred ones once per window. `_host/adam.py` is the
-twin on NumPy arrays.
+The functions are pure and elementwise. `_host/adam.py` is the twin on NumPy arrays.
 """
 
 import jax
@@ -41,18 +39,10 @@ def adamw(
     decay: bool,
     single: AdamScalars | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """The change of `p` and the new moments, as `optax.adamw` computes them.
+    """The change of the masters `p` and the new moments, as `optax.adamw` computes them.
 
-    Args:
-        p: Masters; they, the gradient and the moments are float32.
-        g: The gradient.
-        mu: First moment.
-        nu: Second moment.
-        steps: int32 Adam steps of each channel, this one included; broadcasts against `p`.
-        scalars: Hyperparameters.
-        decay: Whether weight decay applies.
-        single: Hyperparameters of a single step, whose betas the bias corrections take to the power
-            of `steps`. None: they are `scalars`.
+    All are float32. `steps`, int32, are the Adam steps of each channel, this one included; `single`
+    are the hyperparameters of a single step, for the bias corrections, where `scalars` are not.
     """
     mu = scalars.b1 * mu + scalars.one_minus_b1 * g
     nu = scalars.b2 * nu + scalars.one_minus_b2 * jnp.square(g)

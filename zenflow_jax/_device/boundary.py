@@ -1,7 +1,7 @@
 """Device programs that the engine runs between steps: merge, compare, choose, enter, measure.
 
-Each is one program for all leaves, so a boundary costs a few dispatches however many leaves there
-are. On a mesh, a part's update moves to every device that holds its block; nothing else moves.
+Each is one program for all leaves. Parameters are of whole leaves; where `specs` are those of
+ranges, everything else is of ranges.
 """
 
 import math
@@ -94,8 +94,8 @@ def _merge(
 ) -> Merged:
     """The parameters, of whole leaves, with a window's update on the channels that it covers.
 
-    `used_up` and `others` are casts of the masters, in parts, as `uploads_in_two` gives them, and
-    `specs` those of leaves or of ranges. `window` is the most steps of a window.
+    `used_up` and `others` are as `uploads_in_two` gives them, `specs` those of leaves or of ranges,
+    `window` the most steps of a window.
     """
 
     def one(
@@ -162,10 +162,7 @@ def _selected(shard: Shard, since: SinceMerge) -> Array:
 
 
 def _changed(shard: Shard, weight: Array, selected: Array, since: SinceMerge, window: int) -> Array:
-    """How many samples of deferred channels are not where a step may have left them.
-
-    Without provisional steps they are as they were last merged.
-    """
+    """How many samples of deferred channels are not where a step may have left them."""
     moved = sample_row(jnp.broadcast_to(selected, weight.shape)).astype(bool)
     new = sample_row(weight)
     changed = differ(new, since.samples, weight.dtype) & ~moved
@@ -204,10 +201,7 @@ def choose(
     *,
     specs: Specs,
 ) -> tuple[Arrays, Array, Arrays, Arrays]:
-    """The channels to select, also as rows; masters of those selected so far; zero scores.
-
-    If `specs` are those of ranges, all but the parameters is of ranges.
-    """
+    """The channels to select, also as rows; masters of those selected so far; zero scores."""
 
     def one(
         shard: Shard, weight: Array, scores: Array, channels: Array, master: Array | None
@@ -233,10 +227,7 @@ def choose(
 
 @partial(jax.jit, static_argnames="specs")
 def enter(weights: Arrays, masters: Arrays, channels: Arrays, *, specs: Specs) -> Arrays:
-    """The parameters, with the masters' casts on the selected channels.
-
-    If `specs` are those of ranges, all but the parameters is of ranges.
-    """
+    """The parameters, with the masters' casts on the selected channels."""
 
     def one(shard: Shard, weight: Array, master: Array, channels: Array) -> Array:
         place = positions(shard.to_local(channels), shard.block.n)

@@ -69,11 +69,6 @@ def gather_to_channels(
     return take(x, jnp.maximum(place, 0), spec)
 
 
-def first_channels(spec: LeafSpec) -> Int[Array, "... k"]:
-    """The first k channels, which stand in until the first selection."""
-    return jnp.broadcast_to(jnp.arange(spec.k, dtype=jnp.int32), (*spec.stack, spec.k))
-
-
 def top_channels(scores: Float[Array, "... n"], k: int) -> Int[Array, "... k"]:
     """The k channels with the highest score, ascending; of equal scores the lower index."""
     # lax.top_k puts the lower index first among equal values.

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zenflow_jax._device import in_graph
-from zenflow_jax._device.channels import first_channels, take
+from zenflow_jax._device.channels import take
 from zenflow_jax._device.memory import commit, host_zeros, mail_rank, to_host, with_rank
 from zenflow_jax._device.placing import check_placement, with_shardings
 from zenflow_jax._device.samples import fingerprints
@@ -134,7 +134,8 @@ def _first_leaf(shard: Shard, p: jax.Array, *, spec: LeafSpec, static: Static) -
             deferred=None,
             spec=spec,
         )
-    first = first_channels(part)
+    # The first channels stand in until the first selection.
+    first = jnp.broadcast_to(jnp.arange(part.k, dtype=jnp.int32), (*part.stack, part.k))
     return LeafState(
         channels=shard.to_global(first),
         steps=jnp.zeros((*part.stack, part.k), jnp.int32),

@@ -1,9 +1,7 @@
 """Shows whether anything but zenflow has changed the parameters.
 
-The host has the masters of deferred channels, so the next update undoes other changes of these
-parameters. Before the first step the parameters are right, and the masters follow them.
-
-Subnormal numbers and both zeros count as equal: adding a zero may turn one into another.
+The next update would undo other changes of deferred channels. Subnormal numbers and both zeros
+count as equal: adding a zero may turn one into another.
 """
 
 import dataclasses
@@ -118,8 +116,7 @@ def strays(new: Array, before: Array, reach: Reach, dtype: Any, window: int) -> 
     """Bool: where a weight is not where provisional steps since its last update can have left it.
 
     These are steps of nearly one length, up or down: a weight has moved by a multiple of it. In low
-    precision each step is rounded, by more than its length if that is short. `new` and `before` are
-    float32 values of a leaf of `dtype`; `window` is the most steps of a window.
+    precision each step is rounded, by more than its length if that is short.
     """
     steps, kind = 2 * window, jnp.finfo(dtype)
     far, last = jnp.abs(new - before), reach.last

@@ -22,43 +22,33 @@ from zenflow_jax._plan.mesh import MeshAxes, partition_spec
 REPLICATED = PartitionSpec()
 
 
-@dataclasses.dataclass(frozen=True)
 class Layout:
-    """The partition specs of a leaf's arrays; all `REPLICATED` for a leaf on one device."""
+    """The partition specs of a leaf's arrays; all `REPLICATED` for a leaf on one device.
 
-    spec: LeafSpec
+    Attributes:
+        block: Of the parameter, and of what is added to it.
+        part: Of gradients, masters and moments, whole or selected.
+        channels: Of arrays with one entry per channel, `(*stack, n)` or `(*stack, k)`.
+        each_device: Of what differs on every device, joined along the first axis.
+    """
 
-    @property
-    def block(self) -> PartitionSpec:
-        """For the parameter, and for what is added to it."""
-        place = self.spec.placement
-        return REPLICATED if place is None else partition_spec(place.block)
-
-    @property
-    def part(self) -> PartitionSpec:
-        """For gradients, masters and moments, whole or selected."""
-        place = self.spec.placement
-        return REPLICATED if place is None else partition_spec(place.part)
-
-    @property
-    def channels(self) -> PartitionSpec:
-        """For arrays with one entry per channel, `(*stack, n)` or `(*stack, k)`."""
-        place, spec = self.spec.placement, self.spec
-        if place is None or spec.axis is None:
-            return REPLICATED
-        return partition_spec((*place.block[: len(spec.stack)], place.block[spec.axis]))
-
-    @property
-    def each_device(self) -> PartitionSpec:
-        """For what differs on every device, joined along the first axis."""
-        place = self.spec.placement
-        return REPLICATED if place is None else PartitionSpec(tuple(place.mesh.axis_names))
+    def __init__(self, spec: LeafSpec):
+        place = spec.placement
+        self._place, self._rank = place, len(spec.shape)
+        self.block = self.part = self.channels = self.each_device = REPLICATED
+        if place is None:
+            return
+        self.block, self.part = partition_spec(place.block), partition_spec(place.part)
+        self.each_device = PartitionSpec(tuple(place.mesh.axis_names))
+        if spec.axis is not None:
+            stack = place.block[: len(spec.stack)]
+            self.channels = partition_spec((*stack, place.block[spec.axis]))
 
     def mail(self, rank: int) -> PartitionSpec:
         """For a part with the leading unit axes of mail."""
-        place = self.spec.placement
-        lead = rank - len(self.spec.shape)
-        return REPLICATED if place is None else partition_spec(place.part, lead)
+        if self._place is None:
+            return REPLICATED
+        return partition_spec(self._place.part, rank - self._rank)
 
 
 class Shard:

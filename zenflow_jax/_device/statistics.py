@@ -1,7 +1,7 @@
 """Statistics by which adaptive windows and selections decide, from numbers that a step has anyway.
 
-The sums of squares per channel, by which scores grow, say how much gradient is deferred and how
-much selected. The scores say which share of the best score is selected. No gradient is read again.
+The sums of squares per channel say how much gradient is deferred and how much selected, the scores
+which share of the best score is selected.
 """
 
 import math
@@ -18,14 +18,11 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 
 def window_statistics(
-    squares: Sequence[jax.Array],
-    leaves: Sequence[LeafState],
-    verdict: Verdict,
+    squares: Sequence[jax.Array], leaves: Sequence[LeafState], verdict: Verdict
 ) -> jax.Array:
     """What a step adds to a `ScheduleState`: float32 [counted, *deferred, *selected].
 
-    Zeros if the step is skipped. `squares` are each leaf's sums of squares of its channels,
-    `(*stack, n)`, before clipping. Resident leaves do not count.
+    Zeros if the step is skipped. `squares` are sums per channel, before clipping.
     """
     per_leaf = [
         _root_mean_squares(s, leaf.channels, verdict.factor, leaf.spec)

@@ -45,10 +45,9 @@ class GradientParts(NamedTuple):
 def split_gradient(
     g: jax.Array, leaf: LeafState, sending: SendGradients, rank: int, *, signs: bool
 ) -> GradientParts:
-    """Does everything that reads a whole gradient; `rank` is that of mail in host memory.
+    """Does everything that reads a whole gradient, in the dtype in which it arrives.
 
-    It reads the gradient in the dtype in which it arrives, and rounds the mail alone, to its dtype.
-    `signs` asks for what tells the gradient's signs, for a provisional step.
+    `rank` is that of mail in host memory; `signs` asks for signs, for a provisional step.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     offloaded = leaf.offloaded
@@ -142,10 +141,7 @@ def judge(squares: list[jax.Array], max_grad_norm: jax.typing.ArrayLike | None) 
 
 
 def next_reach(reach: Reach, length: jax.Array, window: int) -> Reach:
-    """What is known of the last provisional steps after one of this length; 0 is none.
-
-    `window` is the most steps of a window.
-    """
+    """What is known of the last provisional steps after one more; `window` has the most steps."""
     length = jnp.abs(length)
     fade = 1 - 1 / (2 * window)
     last = jnp.where(length > 0, length, reach.last)
@@ -163,7 +159,7 @@ def step_selected(
 ) -> tuple[jax.Array, LeafState]:
     """The float32 change of the whole leaf, and its state, after AdamW on what is selected.
 
-    `length` is that of the provisional step on what is deferred; None for no such step.
+    `length` is that of a provisional step on what is deferred.
     """
     lay, state = Layout(leaf.spec), leaf_layout(leaf.spec, deferred=False)
     parts = GradientParts(lay.channels, lay.part, lay.part, mail=None)
