@@ -258,6 +258,7 @@ FLOAT0 = with_weight(np.zeros((6, 3), jax.dtypes.float0))  # gradients of intege
     (lambda: update(params={"bias": PARAMS["bias"]}), ValueError, "`params` must have the 2"),
     (lambda: update({**PARAMS, "more": jnp.ones(2)}), ValueError, "`gradients` must have the 2"),
     (lambda: update({"a": PARAMS["bias"], "weight": jnp.ones((6, 3))}), ValueError, "['a']"),
+    (lambda: update(params=list(PARAMS.values())), ValueError, "got [0]"),
     (lambda: update(params=SQUARE), ValueError, "(3, 6)"),
     (lambda: update(SQUARE), ValueError, "(3, 6)"),
     (lambda: update(with_weight(jnp.ones((2, 6, 3)))), ValueError, "(2, 6, 3)"),

@@ -12,7 +12,6 @@ import pytest
 import zenflow_jax
 from zenflow_jax._device.samples import strays
 from zenflow_jax._device.state import Reach
-from zenflow_jax._device.step import _pack_signs, _unpack_signs
 
 RATE, SHARE = 2.0**-6, 0.5
 OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "offload": False, "provisional_share": SHARE}
@@ -68,14 +67,6 @@ def test_the_first_step_a_warm_up_and_a_skipped_step_move_no_deferred_weight():
         trained(params, [ones] * 3, full_warm_up_rounds=3, provisional_share=x) for x in (1.0, 0.0)
     ]
     np.testing.assert_array_equal(*warm)
-
-
-@pytest.mark.parametrize("shape", [(4,), (5,), (1, 1), (3, 8), (2, 7, 5)], ids=str)
-def test_signs_come_out_of_two_bits_as_they_went_in(shape):
-    g = np.random.default_rng(0).integers(-1, 2, shape).astype(np.float32) * 1e-3
-    for axis, size in enumerate(shape):
-        signs = _unpack_signs(_pack_signs(jnp.asarray(g), axis), axis, size)
-        np.testing.assert_array_equal(signs, np.sign(g))
 
 
 def test_a_weight_that_was_rounded_far_away_and_came_back_is_no_stray():
