@@ -147,17 +147,13 @@ def file_name(process: int | str, processes: int | str) -> str:
 class StoredArray:
     """An array of a saved state that is read when it is asked for, by NumPy's slices."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype):
-        self._name = name
+    def __init__(self, leaf: int, name: str, shape: tuple[int, ...], dtype: np.dtype):
+        self._name = f"leaves/{leaf}/{name}"
         self.shape = shape
         self.dtype = dtype
         self.pieces: dict[tuple[int, ...], _Tensor] = {}  # by where they begin
-        #: Whether what is in no file is zero: sums of windows without a step are not written.
-        self.zero_elsewhere = False
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+        # Sums of windows without a step are not written.
+        self._zero_elsewhere = name == "total"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """Some of it: a slice with start and stop for each axis."""
@@ -171,7 +167,7 @@ class StoredArray:
                 place = _slices(low, high, [s.start for s in index])
                 piece.read(_slices(low, high, start), out[place])
                 read += out[place].size
-        if read != out.size and not self.zero_elsewhere:
+        if read != out.size and not self._zero_elsewhere:
             raise ValueError(
                 f"expected all of {self._name} in the files of the engine's state, got {read} of "
                 f"{out.size} elements of {index}. Take another checkpoint."
@@ -192,14 +188,11 @@ def read_engine_state(folder: Path) -> dict[str, Any]:
     _check_files(folder, paths, int(headers[0][0]["processes"]) if headers else 1)
     leaves: list[dict[str, Any]] = [
         {
-            name: StoredArray(f"leaves/{i}/{name}", tuple(shape), np.dtype(dtype))
+            name: StoredArray(i, name, tuple(shape), np.dtype(dtype))
             for name, (dtype, shape) in leaf.items()
         }
         for i, leaf in enumerate(json.loads(headers[0][0]["leaves"]))
     ]
-    for leaf in leaves:
-        if "total" in leaf:
-            leaf["total"].zero_elsewhere = True
     tree: dict[str, Any] = {"leaves": leaves}
     moments = set()
     for _, tensors in headers:
