@@ -16,8 +16,7 @@ ATOL = 1e-6
 
 DEVICE = jax.devices()[0]
 STEPS = 5
-LOW_PRECISION = ["bfloat16", "float16"]
-DTYPES = ["float32", *LOW_PRECISION]
+DTYPES = ["float32", "bfloat16", "float16"]
 SETTINGS = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2, "offload": False}
 # What each key of a run's parameters is: of "weight", 2 of 6 channels are selected.
 SHAPES = {"bias": (3,), "weight": (6, 3)}

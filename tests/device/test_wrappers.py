@@ -248,7 +248,7 @@ def test_jit_equals_eager(offload):
     # A boundary at every step, so that one step has all there is.
     tx = make(offload=offload, update_interval=1, select_interval=1, max_grad_norm=1.0)
     params = example_params()
-    eager = tx.update(gradients_at(1), tx.init(params), params)
+    eager = tx.update(gradients_at(1), tx.init(params), params, value=1.0)  # for others in a chain
     compiled = jax.jit(tx.update)(gradients_at(1), tx.init(params), params)
     assert jax.tree.structure(compiled) == jax.tree.structure(eager)
     for a, b in zip(jax.tree.leaves(compiled), jax.tree.leaves(eager), strict=True):

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zenflow_jax
@@ -171,3 +172,33 @@ def test_a_state_made_under_jit_that_was_not_told_where_parameters_are_is_refuse
     state = jax.jit(runs.transformation(LEAVES, STALE).init)(params)
     with pytest.raises(ValueError, match="param_shardings"):
         zenflow_jax.HostEngine(params, state, host_kernel="numpy")
+
+
+class Model(nnx.Module):
+    def __init__(self, params):
+        for name, value in params.items():
+            setattr(self, name, nnx.Param(value))
+
+
+def test_an_nnx_module_trains_as_the_functional_form_does_where_it_was():
+    shardings = meshes.shardings(meshes.make_mesh("three", EXPLICIT), "both")
+    options = {"threads": 1, "host_kernel": "numpy", "donate": True}
+    with (
+        runs.Training(LEAVES, STALE, shardings=shardings, **options) as expected,
+        jax.set_mesh(shardings["rows"].mesh),
+    ):
+        model = Model(runs.place(runs.initial_values(LEAVES), shardings))
+        optimizer = nnx.Optimizer(model, expected.tx, wrt=nnx.Param)
+        state, step = optimizer.opt_state, nnx.jit(runs.update_nnx)
+        with zenflow_jax.HostEngine(nnx.state(model), state, host_kernel="numpy") as engine:
+            for t in range(1, 14):
+                expected.go(1)
+                step(model, optimizer, runs.place(runs.gradients(LEAVES, t), shardings))
+                engine.exchange_nnx(model, optimizer)
+                runs.assert_same_bits(nnx.to_pure_dict(nnx.state(model)), expected.params)
+            expected.flush()
+            engine.flush_nnx(model, optimizer)
+        trained = nnx.to_pure_dict(nnx.state(model))
+        runs.assert_same_bits(trained, expected.params)
+        for name, x in trained.items():
+            assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
