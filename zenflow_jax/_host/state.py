@@ -37,11 +37,6 @@ class ClosedWindow:
     # Bool (entries, n): channels to update. Those that enter before the update are taken out.
     active: dict[int, np.ndarray]
 
-    @property
-    def scale(self) -> float:
-        """Makes a mean of a sum."""
-        return 1 / max(self.counted, 1)
-
 
 @dataclasses.dataclass
 class OpenWindow:
@@ -289,7 +284,8 @@ class HostState:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
         gradients = window.gradients[i].sources
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
-        return self._adam.adamw(*arrays, gradients, window.scale, active, step)
+        scale = 1 / max(window.counted, 1)  # of the mean
+        return self._adam.adamw(*arrays, gradients, scale, active, step)
 
 
 def _keep_staying(
