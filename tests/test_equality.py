@@ -133,6 +133,7 @@ AGREEMENTS = {
             staleness=2,
             window_scaling=0.5,
             provisional_share=0.5,
+            eps=0.01,  # by default too small to be seen
             transfer_dtype="bfloat16",
         ),
         Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
