@@ -267,8 +267,8 @@ class Training:
 
     Where `offload` is False there is no engine, and `exchange` does nothing. `shardings` are of
     each leaf, None is one device; where devices hold the same, `partition` has them share the work.
-    `gradients` and `initial` take the places of the functions of these names. What is left are
-    arguments of the engine.
+    `gradients` takes the place of the function of this name. What is left are arguments of the
+    engine.
     """
 
     def __init__(
@@ -283,7 +283,6 @@ class Training:
         partition: bool = True,
         send_gradients: str | None = None,
         gradients: Callable[..., dict[str, np.ndarray]] = gradients,
-        initial: Callable[..., dict[str, np.ndarray]] = initial_values,
         **engine: Any,
     ):
         if send_gradients is not None:
@@ -293,7 +292,7 @@ class Training:
         self.tx, self.program = programs(
             leaves, settings, offload, donate, partition, processes.optimized
         )
-        self.params = place(initial(leaves, seed), shardings)
+        self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
         if offload and shardings is not None:  # else as most users call it, outside of jit
             placed = tuple((leaf.name, shardings[leaf.name]) for leaf in leaves)
@@ -432,11 +431,10 @@ def reference(
     seed: int = 0,
     shards: Any = None,
     gradients: Callable[..., dict[str, np.ndarray]] = gradients,
-    initial: Callable[..., dict[str, np.ndarray]] = initial_values,
     host_state: str = "float32",
 ) -> tuple[History, Any]:
     """The run of the slow NumPy reference, and the reference itself for its counts."""
-    weights = initial(leaves, seed)
+    weights = initial_values(leaves, seed)
     slow = Reference(
         [weights[x.name] for x in leaves],
         rate,
@@ -533,9 +531,7 @@ def assert_agree(ours: History, theirs: History) -> None:
             np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name)
 
 
-def assert_agree_where_rounded(
-    ours: History, theirs: History, another_code: float = ANOTHER_CODE
-) -> None:
+def assert_agree_where_rounded(ours: History, theirs: History) -> None:
     """As `assert_agree`, with moments in 8 bits: a few get the next code, and change more."""
     assert ours.skipped == theirs.skipped
     for selected, expected in zip(ours.selected, theirs.selected, strict=True):
@@ -551,7 +547,7 @@ def assert_agree_where_rounded(
             scale = 1 if tolerance == ATOL else largest
             apart += np.count_nonzero(np.abs(x - y) > tolerance * scale)
             total += x.size
-    assert apart <= another_code * total, f"{apart} of {total} numbers differ"
+    assert apart <= ANOTHER_CODE * total, f"{apart} of {total} numbers differ"
 
 
 def assert_same_bits(ours: Any, theirs: Any) -> None:

@@ -141,16 +141,11 @@ def test_two_runs_that_go_on_from_one_checkpoint_are_two():
 
 
 def test_numbers_that_are_not_finite_are_compared_as_well():
-    with HERE(FIRST, SETTINGS, initial=with_a_nan) as training:
+    with HERE(FIRST, SETTINGS) as training:
+        training.params["rows"] = training.params["rows"].at[7].set(jnp.nan)
         training.go(11)
         params, state, engine_state = saved(training)
         resumed(training, (params, state, engine_state)).engine.close()
         assert np.isnan(np.asarray(params["rows"])).any()
         mixed = params | {"rows": jnp.nan_to_num(params["rows"])}
         refused(training, (mixed, state, engine_state), of("rows"))
-
-
-def with_a_nan(leaves, seed):
-    values = runs.initial_values(leaves, seed)
-    values["rows"][7] = np.nan
-    return values
