@@ -394,10 +394,7 @@ class HostEngine:
         return nnx_pair.copy_with(model, optimizer, self.peek)
 
     def close(self) -> None:
-        """Ends the thread and frees the host memory. Safe twice, and during work.
-
-        Updates that have not been flushed are dropped.
-        """
+        """Ends the thread and frees the host memory; drops updates. Safe twice, and during work."""
         self._worker.stop()
         self._mailbox.close()
         self._ahead.close()
@@ -432,6 +429,8 @@ class HostEngine:
         self.close()
         if not lost or closed:
             return
+        if error is None and not self._worker.told:
+            self._worker.check()
         if error is not None:  # it goes on as it is, with this below it
             error.add_note(
                 f"zenflow_jax: {lost} Training goes on from the last checkpoint that has the "

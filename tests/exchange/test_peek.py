@@ -205,3 +205,14 @@ def test_an_exception_leaves_the_with_block_as_it_is_with_a_note_of_what_is_lost
     notes = getattr(error, "__notes__", [])
     assert len(notes) == bool(words)
     assert all(word in note for note in notes for word in words)
+
+
+def test_a_failure_that_the_caller_has_not_heard_of_is_raised_where_the_block_ends():
+    def leave():
+        with training.engine:
+            training.go(7)
+            fail(training)
+
+    training = Training(FIRST, SETTINGS)
+    with pytest.raises(RuntimeError, match="process 1 failed: the memory is gone"):
+        leave()

@@ -65,6 +65,7 @@ class Worker:
         self._condition = threading.Condition()
         self._stop: _Stop | None = None  # why the thread is to end
         self._failure: tuple[str, BaseException] | None = None  # why it has ended, if not closed
+        self.told = False  # whether the caller has heard of the failure
         self._where = "the first mail"  # what the thread does, for messages
         self._snapshots: list[Snapshot] = []  # which somebody may still be saving
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
@@ -124,6 +125,7 @@ class Worker:
             self._peers.passed()
             return
         self._peers.raised()
+        self.told = True
         reason, error = self._failure
         raise RuntimeError(
             f"{reason}. Deferred channels are not up to date and this engine takes no more work; "
