@@ -45,6 +45,8 @@ def test_every_bit_of_a_parameter_is_in_its_fingerprint(dtype):
         for bit in range(8 * params["w"].dtype.itemsize):
             assert fingerprint(runs.with_a_bit(params["w"], place, bit)) != expected
     assert fingerprint(params["w"][::-1]) != expected
+    swapped = params["w"].at[(0, 1), (1, 0)].set(params["w"][(1, 0), (0, 1)])
+    assert fingerprint(swapped) != expected
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,9 @@ def test_parameters_on_other_devices_than_their_state_are_refused():
     state = tx.init(jax.device_put(params, forwards))
     with pytest.raises(ValueError, match=r"\['w'\] on the devices of its state"):
         zenflow_jax.HostEngine(jax.device_put(params, backwards), state)
+    apart = [jax.device_put(params, device) for device in devices[:2]]
+    with pytest.raises(ValueError, match="all leaves on the same devices"):
+        tx.init(apart)
 
 
 def test_parameters_that_are_not_where_their_state_takes_them_to_be_are_refused():

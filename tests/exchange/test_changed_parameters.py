@@ -12,7 +12,8 @@ import zenflow_jax
 from tests import runs
 from tests.runs import FIRST, Plan, Settings, Training
 
-SETTINGS = Settings(topk_ratio=0.3, update_interval=2, select_interval=4, weight_decay=0.1)
+WINDOWS = {"update_interval": 2, "select_interval": 4}
+SETTINGS = Settings(topk_ratio=0.3, weight_decay=0.1, provisional_share=None, **WINDOWS)
 TOGETHER = dataclasses.replace(SETTINGS, rolling=False)
 MOVING = dataclasses.replace(SETTINGS, provisional_share=0.5)
 REFUSED = "nothing but zenflow changes, got other values of"
@@ -117,8 +118,9 @@ PARAMS = {
 }
 WITHOUT_RESIDENT = {name: p for name, p in PARAMS.items() if p.ndim > 1}
 FROZEN = {"bias": False, "low": False, "wide": True}
-OPTIONS = {"topk_ratio": 0.25, "update_interval": 2, "select_interval": 4}
-NONE_SELECTED = {"topk_ratio": 0.0, "provisional_share": 0.5}
+OPTIONS = {"topk_ratio": 0.25, "provisional_share": None, **WINDOWS}
+MOVES = {"provisional_share": 0.5}
+NONE_SELECTED = {"topk_ratio": 0.0, **MOVES}
 
 
 def train(behind=(), params=PARAMS, between=lambda t, params: params, **options):
@@ -172,7 +174,7 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
         return params | {"wide": seen[t - 4]} if t == 14 else params
 
     with pytest.raises(RuntimeError, match=f"{REFUSED} .'wide'."):
-        train(between=some_steps_ago, update_interval=4, rolling=False)
+        train(between=some_steps_ago, update_interval=4, rolling=False, **MOVES)
 
 
 @pytest.mark.parametrize(
