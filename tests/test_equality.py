@@ -209,11 +209,14 @@ AGREEMENTS = {
 }
 
 
+COMMON = {"weight_decay": 0.1, "provisional_share": None}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGREEMENTS)
 def test_engine_and_in_graph_mode_equal_the_reference(name):
     leaves, options, plan = AGREEMENTS[name]
-    options = Settings(weight_decay=0.1, **options)
+    options = Settings(**COMMON | options)
     for seed in SEEDS:
         expected, slow = runs.reference(leaves, options, plan, seed)
         assert expected.skipped == len(plan.bad)
@@ -237,7 +240,7 @@ def test_engine_and_in_graph_mode_equal_the_reference(name):
 )
 def test_an_engine_with_compact_moments_equals_the_reference_that_rounds_them(name):
     leaves, options, plan = AGREEMENTS[name]
-    options = Settings(weight_decay=0.1, **options)
+    options = Settings(**COMMON | options)
     expected, _ = runs.reference(leaves, options, plan, host_state="compact")
     exact, _ = runs.reference(leaves, options, plan)
     with pytest.raises(AssertionError, match="numbers differ"):
@@ -248,7 +251,7 @@ def test_an_engine_with_compact_moments_equals_the_reference_that_rounds_them(na
 
 def test_an_engine_with_compact_moments_gives_the_same_bits_with_either_kernel():
     leaves, options, _ = AGREEMENTS["all windows at once, two of four steps stale"]
-    options = Settings(weight_decay=0.1, **options)
+    options = Settings(**COMMON | options)
     # Each window has two gradients that count, as in `test_moments.py`: Numba takes seconds for
     # each number of them. After the second one channels are selected anew.
     plan = Plan(19, bad=(1, 2, 3, 4, 5, 6, 8, 10, 13, 15, 16, 18, 19))
