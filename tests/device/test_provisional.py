@@ -12,6 +12,7 @@ import pytest
 import zenflow_jax
 from zenflow_jax._device.samples import strays
 from zenflow_jax._device.state import Reach
+from zenflow_jax._device.step import next_reach
 
 RATE, SHARE = 2.0**-6, 0.5
 OPTIONS = {"topk_ratio": 0.25, "update_interval": 4, "offload": False, "provisional_share": SHARE}
@@ -77,3 +78,11 @@ def test_a_weight_that_was_rounded_far_away_and_came_back_is_no_stray():
     assert (now != before).any()
     assert not strays(jnp.asarray(now), jnp.asarray(before), reach, np.float32, 4).any()
     assert strays(jnp.asarray(now + length / 3), jnp.asarray(before), reach, np.float32, 4).all()
+
+
+def test_a_weight_that_is_further_away_than_the_last_windows_steps_reach_is_a_stray():
+    reach = Reach(*jnp.zeros(3))
+    for t in range(100):
+        reach = next_reach(reach, jnp.float32(1.0 if t < 8 else 2**-7), 4)
+    before, steps = jnp.zeros(2), jnp.array([8.0, 64.0])
+    assert strays(steps * 2**-7, before, reach, np.float32, 4).tolist() == [False, True]
