@@ -9,7 +9,7 @@ import pytest
 from tests.host.test_host_adam import BFLOAT16, DTYPES, KERNELS, bits, new_masters
 from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.arrays import PIECE
+from zenflow_jax._host.arrays import ALIGNMENT, PIECE, blank
 from zenflow_jax._host.masters import Masters
 
 
@@ -116,3 +116,9 @@ def test_a_master_halfway_above_an_even_number_moves_once_where_channels_change_
         (rows,) = adam.take([masters], channels)
         assert rows.ravel().tolist() == [below, below]
         assert masters.to_upload[0, 0, :, 0].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("size", [1, 33, 10**5])
+def test_arrays_are_where_jax_takes_them_over_without_a_copy(size):
+    arrays = [blank((size,), dtype) for dtype in DTYPES for _ in range(9)]
+    assert {x.ctypes.data % ALIGNMENT for x in arrays} == {0}
