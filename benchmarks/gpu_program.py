@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.collectives import Collective, collectives
-from zenflow_jax import planning
+from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
 from zenflow_jax._device.samples import abstract_samples
 from zenflow_jax._exchange.parts import part_sharding
@@ -109,7 +109,7 @@ def loss(shape: Shape, mesh: Mesh, params: dict[str, Any], tokens: jax.Array) ->
 
     x = placed(params["embedding"][tokens[:, :-1]])
     if isinstance(params["layers"], dict):
-        x, _ = jax.lax.scan(lambda x, w: (placed(layer(x, w)), None), x, params["layers"])
+        x, _ = streaming.scan_layers(lambda x, w: (placed(layer(x, w)), None), x, params["layers"])
     else:
         for w in params["layers"]:
             x = placed(layer(x, w))
@@ -162,6 +162,7 @@ def zenflow_step(
     max_grad_norm: float | None,
     front: bool = False,
     scanned: bool = False,
+    streamed: bool = False,
     partition: bool = True,
     **options: Any,
 ) -> Program:
@@ -177,12 +178,14 @@ def zenflow_step(
         tx = optax.chain(optax.clip_by_global_norm(max_grad_norm), tx)
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(params, tokens)
+        weights = streaming.stream(params, opt_state) if streamed else params
+        value, gradients = jax.value_and_grad(partial(loss, shape, mesh))(weights, tokens)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     # On one device of a mesh as on a device without one: no placement to think about.
-    return Program(step, tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init), scanned)
+    init = tx.init if mesh.size > 1 else partial(jax.eval_shape, tx.init)
+    return Program(step, init, scanned or streamed)
 
 
 class Report(NamedTuple):
@@ -345,7 +348,8 @@ def one_device(shape: Shape) -> None:
         "zenflow(max_grad_norm=1)": zenflow_step(shape, mesh, 1.0),
         "zenflow behind clip_by_global_norm": zenflow_step(shape, mesh, 1.0, front=True),
         "zenflow(max_grad_norm=1), scanned": zenflow_step(shape, mesh, 1.0, scanned=True),
-        "the same, after_step": zenflow_step(
+        "the same, streamed": zenflow_step(shape, mesh, 1.0, streamed=True),
+        "scanned, after_step": zenflow_step(
             shape, mesh, 1.0, scanned=True, send_gradients="after_step"
         ),
         "the same, per_window": zenflow_step(

@@ -19,7 +19,6 @@ from zenflow_jax._device import in_graph
 from zenflow_jax._device.first_state import first_state
 from zenflow_jax._device.leaves import check_outside_of_shard_map, check_update
 from zenflow_jax._device.memory import mail_rank, to_host
-from zenflow_jax._device.shards import as_its_parameter
 from zenflow_jax._device.state import Static, ZenFlowState, tell_flax
 from zenflow_jax._device.statistics import window_statistics
 from zenflow_jax._device.step import (
@@ -31,6 +30,7 @@ from zenflow_jax._device.step import (
     split_gradient,
     step_selected,
 )
+from zenflow_jax._device.streamed import is_streamed, misused, parts_of
 from zenflow_jax._plan.arguments import (
     NUMBERS,
     check_bool,
@@ -226,16 +226,15 @@ def _update(
     max_grad_norm: jax.typing.ArrayLike | None,
 ) -> tuple[Any, ZenFlowState]:
     schedule, step = state.schedule, state.step + 1
-    gradients, treedef = jax.tree.flatten(updates)
-    gradients = [
-        as_its_parameter(g, leaf.spec) for g, leaf in zip(gradients, state.leaves, strict=True)
-    ]
+    gradients, treedef = jax.tree.flatten(updates, is_leaf=is_streamed)
     rank = mail_rank([leaf.spec for leaf in state.leaves])
 
     # Everything that reads a whole gradient, leaf by leaf as the backward pass makes them.
     moves = schedule.provisional_share is not None
     seen = [
-        split_gradient(g, leaf, state.send_gradients, rank, signs=moves)
+        parts_of(g)
+        if is_streamed(g)
+        else split_gradient(g, leaf, state.send_gradients, rank, signs=moves)
         for g, leaf in zip(gradients, state.leaves, strict=True)
     ]
     verdict = judge([s.squares for s in seen], max_grad_norm)
@@ -265,6 +264,7 @@ def _update(
         # silently stop learning. A jitted update cannot raise; NaN is seen.
         lost = state.token == USED
         _raise_if_lost(lost)
+        lost |= misused(gradients)
         changes = [jnp.where(lost, jnp.nan, change) for change in changes]
         facts = StepFacts(scalars, verdict.factor, step, state.token, verdict.finite)
         packed = StepScalars.pack(facts, statistics)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zenflow_jax._device.state import ZenFlowState
+from zenflow_jax._device.streamed import is_streamed
 from zenflow_jax._plan.leaf import LeafSpec, plain_name
 
 
@@ -110,7 +111,7 @@ def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[A
         )
     specs = [leaf.spec for leaf in state.leaves]
     for what, tree in (("gradients", updates), ("params", params)):
-        leaves = jax.tree.leaves_with_path(tree)
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=is_streamed)
         if len(leaves) != len(specs):
             raise ValueError(
                 f"`{what}` must have the {len(specs)} leaves that `init` saw, got {len(leaves)}."
@@ -126,6 +127,11 @@ def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[A
                 raise ValueError(
                     f"`params` must be {spec.dtype.name} at {name}, as `init` saw it, got "
                     f"{x.dtype}."
+                )
+            if is_streamed(x) and what == "params":
+                raise ValueError(
+                    f"expected the parameters themselves as `params`, got {name} as "
+                    "`streaming.stream` returns it."
                 )
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise ValueError(f"`{what}` must be real floating point, got {x.dtype} at {name}.")

@@ -5,7 +5,7 @@ crosses between steps.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,32 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 HOST = "pinned_host"
 
+T = TypeVar("T")
+
 
 def mail_rank(specs: Sequence[LeafSpec]) -> int:
     """Rank of everything in host memory: above that of any array on the device.
 
     If shardings are left to jit, XLA may alias a donated buffer to an output of the same shape and
-    dtype in the *other* memory, and the process aborts. Leading unit axes make such a pair
-    impossible. Users also donate batches and the like, so the rank is one that those do not have.
+    dtype in the *other* memory, and the process aborts. Unit axes make such a pair impossible.
+    Users also donate batches and the like, so the rank is one that those do not have.
     """
     return max(8, *(1 + len(spec.shape) for spec in specs), 0)
 
 
 def with_rank(x: jax.Array, rank: int) -> jax.Array:
-    """`x` with leading unit axes."""
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+    """`x` with unit axes."""
+    return x.reshape(shape_with_rank(x.shape, rank))
+
+
+def shape_with_rank(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """In front of the last two axes, so that the axis that a scan stacks stays the first."""
+    return (*shape[:-2], *[1] * (rank - len(shape)), *shape[-2:])
+
+
+def without_units(entries: Sequence[T], rank: int) -> tuple[T, ...]:
+    """The entries, one for each axis of mail, of the axes of a leaf of this rank."""
+    return (*entries[: rank - 2], *entries[-2:])
 
 
 def to_host(x: jax.Array, rank: int) -> jax.Array:
@@ -39,7 +51,7 @@ def to_host(x: jax.Array, rank: int) -> jax.Array:
 
 def host_zeros(shape: tuple[int, ...], dtype: Any, rank: int, like: Any) -> jax.Array:
     """Zeros in pinned host memory, beside the device that holds `like`."""
-    shape = (1,) * (rank - len(shape)) + shape
+    shape = shape_with_rank(shape, rank)
     if isinstance(like, Tracer) or not isinstance(like, jax.Array):
         return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
     return jax.device_put(np.zeros(shape, dtype), beside(like, HOST))

@@ -45,10 +45,11 @@ class Layout:
             self.channels = partition_spec((*stack, place.block[spec.axis]))
 
     def mail(self, rank: int) -> PartitionSpec:
-        """For a part with the leading unit axes of mail."""
+        """For a part with the unit axes of mail, as `memory.with_rank` puts them."""
         if self._place is None:
             return REPLICATED
-        return partition_spec(self._place.part, rank - self._rank)
+        part, unit = self._place.part, ((),) * (rank - self._rank)
+        return partition_spec((*part[:-2], *unit, *part[-2:]))
 
 
 class Shard:

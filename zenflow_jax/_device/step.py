@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zenflow_jax._device.adamw import adamw, add_gradient
 from zenflow_jax._device.channels import (
@@ -19,7 +20,13 @@ from zenflow_jax._device.channels import (
     take,
 )
 from zenflow_jax._device.memory import to_host, with_rank
-from zenflow_jax._device.shards import REPLICATED, Layout, Shard, on_each_device
+from zenflow_jax._device.shards import (
+    REPLICATED,
+    Layout,
+    Shard,
+    as_its_parameter,
+    on_each_device,
+)
 from zenflow_jax._device.state import LeafState, Reach, leaf_layout
 from zenflow_jax._plan.leaf import LeafSpec
 from zenflow_jax._plan.rules import SendGradients
@@ -38,16 +45,23 @@ class GradientParts(NamedTuple):
 
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
     gradient: Any  # float32, selected channels
-    signs: Any  # of the whole gradient, as `_pack_signs` packs them, or itself; None if not needed
+    signs: Any  # of the whole gradient, packed by `_pack_signs`, or itself; None if not needed
     mail: Any  # None if nothing is offloaded
 
 
 def split_gradient(
-    g: jax.Array, leaf: LeafState, sending: SendGradients, rank: int, *, signs: bool
+    g: jax.Array,
+    leaf: LeafState,
+    sending: SendGradients,
+    rank: int,
+    *,
+    signs: bool,
+    packing: type | None = None,
 ) -> GradientParts:
     """Does everything that reads a whole gradient, in the dtype in which it arrives.
 
-    `rank` is that of mail in host memory; `signs` asks for signs, for a provisional step.
+    `rank` is that of mail in host memory. `signs` asks for signs, for a provisional step, and
+    `packing` for the dtype that they are packed in.
     """
     spec, layout = leaf.spec, Layout(leaf.spec)
     offloaded = leaf.offloaded
@@ -56,14 +70,15 @@ def split_gradient(
         rank = len(spec.shape)
     signs = signs and not spec.resident
     # The gradient of a stack is there as a whole when its scan ends: packing it saves nothing.
-    packs = crosses and not spec.stack
+    if packing is None and crosses and not spec.stack:
+        packing = jnp.uint8
     see = on_each_device(
-        partial(_split, rank=rank if offloaded else None, signs=signs, packs=packs),
+        partial(_split, rank=rank if offloaded else None, signs=signs, packing=packing),
         spec,
         [layout.part, layout.channels],
         GradientParts(layout.channels, layout.part, layout.part, layout.mail(rank)),
     )
-    seen = see(g, leaf.channels)
+    seen = see(as_its_parameter(g, spec), leaf.channels)
     return seen._replace(mail=to_host(seen.mail, rank)) if crosses else seen
 
 
@@ -74,7 +89,7 @@ def _split(
     *,
     rank: int | None,
     signs: bool,
-    packs: bool,
+    packing: type | None,
 ) -> GradientParts:
     spec = shard.part
     squares = sum_squares(g, spec)
@@ -84,7 +99,7 @@ def _split(
     if rank is None:
         return GradientParts(shard.sum(squares), selected, g if signs else None, None)
     # All that stays of the gradient until it is known whether the step counts.
-    sign = _pack_signs(g, _packed_axis(shard)) if signs and packs else None
+    sign = _pack_signs(g, _packed_axis(shard), packing) if signs and packing else None
     # The barrier makes the copy the gradient's last use. The copy's end then frees the gradient, so
     # the scheduler starts it as soon as the backward pass has made the leaf. Without the barrier
     # XLA:GPU leaves some models' copies, and all their gradients, for after the last matmul
@@ -92,35 +107,45 @@ def _split(
     # the program, and so its bits, are the same up to the copies.
     g, squares, selected, sign = jax.lax.optimization_barrier((g, squares, selected, sign))
     mail = with_rank(g.astype(spec.mail_dtype), rank)
-    sign = g if signs and not packs else sign
+    sign = g if signs and not packing else sign
     return GradientParts(shard.sum(squares), selected, sign, mail)
 
 
 def _packed_axis(shard: Shard) -> int:
-    """The axis along which signs are packed: the longest of those that devices do not share."""
+    """The axis along which signs are packed: the longest of those that devices do not share.
+
+    Never a stack axis, so that the signs of a stack's entries are those of the stack.
+    """
     shape, shares = shard.part.shape, shard.shares
-    return max(range(len(shape)), key=lambda axis: (not shares[axis], shape[axis]))
+    axes = range(len(shard.part.stack), len(shape))
+    return max(axes, key=lambda axis: (not shares[axis], shape[axis]))
 
 
-def _pack_signs(g: jax.Array, axis: int) -> jax.Array:
-    """The signs of `g`, uint8, in two bits each: four pieces along an axis, superposed."""
-    quarter = -(-g.shape[axis] // 4)
-    codes = (g > 0).astype(jnp.uint8) | (g < 0).astype(jnp.uint8) << 1
-    beyond = [(0, 4 * quarter - n if i == axis else 0) for i, n in enumerate(g.shape)]
-    pieces = jnp.split(jnp.pad(codes, beyond), 4, axis)
-    return pieces[0] | pieces[1] << 2 | pieces[2] << 4 | pieces[3] << 6
+#: How many signs are packed in a number of each dtype; a float holds whole numbers below 2**24.
+_SIGNS = {np.dtype(np.uint8): 5, np.dtype(np.uint32): 15, np.dtype(np.float32): 15}
+
+
+def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> jax.Array:
+    """The signs of `g`, as digits to the base of three: pieces along an axis, superposed."""
+    count = _SIGNS[np.dtype(dtype)]
+    size = -(-g.shape[axis] // count)
+    digits = (g > 0).astype(dtype) + 2 * (g < 0).astype(dtype)
+    beyond = [(0, count * size - n if i == axis else 0) for i, n in enumerate(g.shape)]
+    pieces = jnp.split(jnp.pad(digits, beyond), count, axis)
+    return sum((piece * 3**i for i, piece in enumerate(pieces)), start=jnp.zeros((), dtype))
 
 
 def _unpack_signs(packed: jax.Array, axis: int, size: int) -> jax.Array:
-    """The inverse of `_pack_signs`, int8, for an axis of `size`."""
-    codes = jnp.concatenate([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis)
-    codes = jax.lax.slice_in_dim(codes, 0, size, axis=axis)
-    return (codes & 1).astype(jnp.int8) - (codes >> 1).astype(jnp.int8)
+    """The inverse of `_pack_signs`, int8, for an axis of `size`; of whole numbers."""
+    count = _SIGNS[np.dtype(packed.dtype)]
+    digits = jnp.concatenate([packed // 3**i % 3 for i in range(count)], axis)
+    digits = jax.lax.slice_in_dim(digits, 0, size, axis=axis).astype(jnp.int8)
+    return digits - 3 * (digits >> 1)
 
 
 def _signs_of_block(shard: Shard, signs: jax.Array) -> jax.Array:
     """The signs of a block's gradient, int8, from what `_split` kept of the part's."""
-    if signs.dtype != jnp.uint8:
+    if jnp.issubdtype(signs.dtype, jnp.floating):
         return shard.gather(jnp.sign(signs).astype(jnp.int8))
     axis = _packed_axis(shard)
     size = shard.part.shape[axis]

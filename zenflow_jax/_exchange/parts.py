@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zenflow_jax._device.memory import read
+from zenflow_jax._device.memory import read, shape_with_rank, without_units
 from zenflow_jax._device.shards import Layout, Shard
 from zenflow_jax._device.state import LeafState, ZenFlowState
 from zenflow_jax._plan.groups import of_group
@@ -48,8 +48,8 @@ class Part:
         return piece[self.index[0]]
 
     def of_mail(self, piece: np.ndarray) -> np.ndarray:
-        """Its range of a piece of mail, without the unit axes in front."""
-        return self.cut(piece.reshape(piece.shape[piece.ndim - len(self.spec.shape) :]))
+        """Its range of a piece of mail, without the unit axes of mail."""
+        return self.cut(piece.reshape(without_units(piece.shape, len(self.spec.shape))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,15 +136,14 @@ def parts_of(specs: Sequence[LeafSpec], mail: Sequence[Any]) -> list[Part]:
     for number, (spec, sent) in enumerate(zip(specs, mail, strict=True)):
         axis = spec.axis
         assert axis is not None
-        units = sent.ndim - len(spec.shape)
         # Not the shards' own indices: before a step mail may be smaller than the leaf.
-        shape = sent.shape[:units] + spec.shape
+        shape = shape_with_rank(spec.shape, sent.ndim)
         indices = sent.sharding.addressable_devices_indices_map(shape)
         holders: dict[tuple[tuple[int, int], ...], list[tuple[int, Any, int]]] = {}
         for position, shard in enumerate(sent.addressable_shards):
             index = indices[shard.device]
             ranges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-            key = tuple(ranges[units:])
+            key = without_units(ranges, len(spec.shape))
             holders.setdefault(key, []).append((position, shard.device, shard.replica_id))
         for key, held in holders.items():
             positions, devices, replicas = zip(*held, strict=True)

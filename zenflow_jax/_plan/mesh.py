@@ -104,10 +104,10 @@ def divide_blocks(placement: Placement, shape: Sequence[int], axes: Sequence[int
     return dataclasses.replace(placement, part=tuple(map(tuple, part)))
 
 
-def partition_spec(axes: MeshAxes, lead: int = 0) -> PartitionSpec:
-    """The axes as jax writes them, behind `lead` unit axes."""
+def partition_spec(axes: MeshAxes) -> PartitionSpec:
+    """The axes as jax writes them."""
     # jit writes the shardings of its outputs so: a lone name without a tuple, no trailing None.
     entries = [names[0] if len(names) == 1 else names or None for names in axes]
     while entries and entries[-1] is None:
         entries.pop()
-    return PartitionSpec(*[None] * lead, *entries) if entries else PartitionSpec()
+    return PartitionSpec(*entries)

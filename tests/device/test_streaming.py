@@ -1,0 +1,179 @@
+"""Layers whose gradients leave inside the backward scan: the same run, to the bit, or an error."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zenflow_jax
+from tests.runs import OPTIMIZED, assert_same_bits
+from zenflow_jax import streaming
+
+LAYERS, WIDTH, INNER = 3, 16, 36  # 36: the last number of packed signs is not full
+OPTIONS = {
+    "topk_ratio": 0.2,
+    "update_interval": 3,
+    "select_interval": 6,
+    "full_warm_up_rounds": 2,
+    "max_grad_norm": 0.5,
+}
+
+
+def model(dtype):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"up": (LAYERS, WIDTH, INNER), "down": (LAYERS, INNER, WIDTH)}
+    layers = {
+        name: (jax.random.normal(key, shape) / 6).astype(dtype)
+        for key, (name, shape) in zip(keys[:2], shapes.items(), strict=True)
+    }
+    layers["scale"] = jnp.ones((LAYERS, WIDTH), dtype)
+    head = jax.random.normal(keys[2], (WIDTH, 5)).astype(dtype)
+    return jax.device_put({"layers": layers, "head": head}, jax.devices()[0])
+
+
+def block(x, layer):
+    return x + jnp.tanh((x * layer["scale"][None]) @ layer["up"]) @ layer["down"], None
+
+
+def loss(params, x, y, body=block):
+    x, _ = streaming.scan_layers(body, x, params["layers"])
+    logits = (x @ params["head"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def batches(steps, dtype):
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        y = rng.integers(0, 5, 32)
+        x = rng.normal(size=(32, WIDTH)) + y[:, None]
+        yield jnp.asarray(x, dtype), jnp.asarray(y)
+
+
+def run(dtype, *, stream, body=block, steps=14, bad=None, shardings=None, front=None, **options):
+    """Parameters and the state of their leaves after some steps, the window's rest flushed."""
+    tx = zenflow_jax.zenflow(3e-2, **(OPTIONS | options))
+    tx = tx if front is None else optax.chain(front, tx)
+    params = model(dtype)
+    if shardings is not None:
+        params = jax.device_put(params, shardings)
+    opt_state = tx.init(params)
+
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
+    def step(params, opt_state, x, y):
+        weights = streaming.stream(params, opt_state) if stream else params
+        gradients = jax.grad(loss)(weights, x, y, body)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        zenflow_jax.HostEngine(params, opt_state) as engine,
+    ):
+        for i, (x, y) in enumerate(batches(steps, dtype)):
+            x = x.at[0, 0].set(jnp.nan) if i == bad else x
+            params, opt_state = step(params, opt_state, x, y)
+            params, opt_state = engine.exchange(params, opt_state)
+        params, opt_state = engine.flush(params, opt_state)
+    return params, zenflow_jax.find_state(opt_state).leaves
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("bfloat16", {}),
+        ("bfloat16", {"body": jax.checkpoint(block, prevent_cse=False), "bad": 7}),
+        ("float32", {"rolling": False, "window_scaling": None, "provisional_share": None}),
+        ("float32", {"transfer_dtype": jnp.bfloat16}),
+    ],
+    ids=["default", "rematerialized, a step skipped", "the paper's", "rounded mail"],
+)
+def test_a_run_whose_layers_stream_has_the_bits_of_one_whose_layers_do_not(dtype, options):
+    assert_same_bits(run(dtype, stream=True, **options), run(dtype, stream=False, **options))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_backward_scan_stacks_gradients_in_host_memory_alone(stream):
+    params = model("float32")
+    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.1)
+
+    def step(params, opt_state, x, y):
+        weights = streaming.stream(params, opt_state) if stream else params
+        return tx.update(jax.grad(loss)(weights, x, y), opt_state, params)
+
+    program = jax.make_jaxpr(step)(params, tx.init(params), *next(batches(1, "float32")))
+    stacked = [
+        x.aval
+        for equation in program.eqns
+        if equation.primitive.name == "scan"
+        for x in equation.outvars
+        if x.aval.size == params["layers"]["up"].size
+    ]
+    assert len(stacked) == 2
+    kind = jax.memory.Space.Host if stream else jax.memory.Space.Device
+    assert all(x.memory_space == kind for x in stacked)
+
+
+def test_gradients_that_are_scaled_in_front_end_the_run():
+    # The norms and the mail were made before.
+    with pytest.raises(RuntimeError, match="nothing but zenflow changes, got other values"):
+        run("float32", stream=True, front=optax.scale(0.5), steps=4)
+
+
+def test_a_norm_of_streamed_gradients_is_an_error():
+    with pytest.raises(ValueError, match="memory_space"):
+        run("float32", stream=True, front=optax.clip_by_global_norm(1e6), steps=1)
+
+
+def test_layers_that_are_used_twice_end_the_run():
+    def loss_of_two(params, x, y):
+        return loss(params, x, y) + loss(params, 2 * x, y)
+
+    params, tx = model("float32"), zenflow_jax.zenflow(1e-2, **OPTIONS)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, x, y):
+        gradients = jax.grad(loss_of_two)(streaming.stream(params, opt_state), x, y)
+        return tx.update(gradients, opt_state, params)[0]
+
+    updates = step(params, opt_state, *next(batches(1, "float32")))
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"send_gradients": "per_window"}, "got send_gradients='per_window'"),
+        ({"offload": False}, "got offload=False"),
+    ],
+)
+def test_other_ways_for_gradients_are_refused_by_name(options, word):
+    params = model("float32")
+    with pytest.raises(ValueError, match=word):
+        streaming.stream(params, zenflow_jax.zenflow(1e-2, **options).init(params))
+
+
+def test_where_takes_layers_alone():
+    params = model("float32")
+    state = zenflow_jax.zenflow(1e-2).init(params)
+    with pytest.raises(ValueError, match="stacked along a first axis, got .*head"):
+        streaming.stream(params, state, where=lambda path, leaf: True)
+    some = streaming.stream(params, state, where=lambda path, leaf: "up" in str(path))
+    kinds = {name: type(x).__name__ for name, x in some["layers"].items()}
+    assert kinds["up"] == "Streamed"
+    assert kinds["down"] == kinds["scale"] == "ArrayImpl"
+    with pytest.raises(TypeError):
+        some["layers"]["up"] @ jnp.ones((INNER, 2))
+
+
+def test_streamed_weights_are_no_parameters():
+    params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
+    state = tx.init(params)
+    weights = streaming.stream(params, state)
+    with pytest.raises(
+        ValueError, match=r"expected the parameters themselves .* `streaming.stream`"
+    ):
+        tx.update(params, state, weights)

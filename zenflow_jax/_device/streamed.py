@@ -1,0 +1,143 @@
+"""Layers whose gradients are read inside the backward scan: what stands for such a leaf.
+
+A `Streamed` has the weights of all layers and *probes* beside them, zeros in the shapes of what a
+step takes from a gradient. A layer's weights leave it through a function with a derivative of its
+own, whose backward pass makes the probes' gradients from the layer's gradient, right there. So what
+`jax.grad` stacks are these, and the weights' own gradient is never there as a whole.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zenflow_jax._device.state import LeafState
+from zenflow_jax._device.step import GradientParts, split_gradient
+from zenflow_jax._plan.leaf import LeafSpec
+from zenflow_jax._plan.rules import SendGradients
+
+
+class Probes(NamedTuple):
+    """The gradient of a `Streamed`, of one layer or stacked."""
+
+    passed: Any  # float32 (); `_ONCE` for each time that the layer's weights were used
+    squares: Any  # the rest as in `GradientParts`
+    gradient: Any
+    signs: Any  # packed in whole numbers of float32: a gradient must be a float
+    mail: Any
+
+
+#: So large that a norm of gradients in front of zenflow, which would not be theirs, is infinite.
+_ONCE = 1e30
+
+
+class _Sending(NamedTuple):
+    """What the backward pass makes of a layer's gradient."""
+
+    spec: LeafSpec  # of one layer
+    signs: bool  # whether its signs are needed
+    rank: int  # of its mail
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weights", "channels", "probes"),
+    meta_fields=("sending",),
+)
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """Stacked layers for `scan_layers`, or their gradient, or one layer inside of it.
+
+    It is no array: whatever reads it otherwise fails.
+    """
+
+    weights: Any
+    channels: Any  # float32 copy of the selected ones: jax.grad wants floats
+    probes: Probes
+    sending: _Sending
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weights.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.weights.dtype
+
+
+def is_streamed(x: Any) -> bool:
+    return isinstance(x, Streamed)
+
+
+def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> Streamed:
+    """A leaf of stacked layers as `scan_layers` takes it; `rank` is that of mail.
+
+    Nothing reads the values of the probes, so the compiler leaves them out.
+    """
+    spec = layer_spec(leaf.spec)
+    sending = _Sending(spec, signs, rank - 1)
+    layer = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+    made = jax.eval_shape(partial(_probes, sending), leaf.channels[0], layer)
+    zeros = jax.tree.map(lambda x: jnp.zeros((len(weights), *x.shape), x.dtype), made)
+    zeros = zeros._replace(mail=jax.device_put(zeros.mail, jax.memory.Space.Host))
+    return Streamed(weights, leaf.channels.astype(jnp.float32), zeros, sending)
+
+
+def layer_spec(spec: LeafSpec) -> LeafSpec:
+    """The spec of one entry of a leaf's first stack axis, as a leaf of its own."""
+    assert spec.axis is not None
+    place = spec.placement
+    if place is not None:
+        place = dataclasses.replace(place, block=place.block[1:], part=place.part[1:])
+    return dataclasses.replace(
+        spec.anonymous, shape=spec.shape[1:], axis=spec.axis - 1, placement=place
+    )
+
+
+def layer_weights(layer: Streamed) -> jax.Array:
+    """The weights of one layer, whose gradient goes to the probes."""
+    return _passed(layer.sending, layer.weights, layer.channels, layer.probes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _passed(sending: _Sending, weights: Any, channels: Any, probes: Any) -> Any:
+    return weights
+
+
+def _forward(sending: _Sending, weights: Any, channels: Any, probes: Any) -> Any:
+    return weights, channels
+
+
+def _backward(sending: _Sending, channels: Any, g: Any) -> Any:
+    return None, None, _probes(sending, channels, g)
+
+
+_passed.defvjp(_forward, _backward)
+
+
+def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
+    leaf = LeafState(*[None] * len(LeafState._fields))
+    leaf = leaf._replace(channels=channels.astype(jnp.int32), spec=sending.spec)
+    how, rank, signs = SendGradients.DURING_STEP, sending.rank, sending.signs
+    seen = split_gradient(g, leaf, how, rank, signs=signs, packing=jnp.float32)
+    return Probes(jnp.full((), _ONCE), *seen)
+
+
+def parts_of(g: Streamed) -> GradientParts:
+    """What a step takes from the gradient of a streamed leaf."""
+    probes = g.probes
+    signs = None if probes.signs is None else probes.signs.astype(jnp.uint32)
+    return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
+
+
+def misused(gradients: Sequence[Any]) -> jax.Array:
+    """Whether some layer was not used exactly once, or something has changed its gradient.
+
+    Its mail is then not the gradient.
+    """
+    counts = [g.probes.passed for g in gradients if is_streamed(g)]
+    return jnp.any(jnp.concatenate([jnp.full(1, _ONCE), *counts]) != np.float32(_ONCE))

@@ -1,0 +1,117 @@
+"""Lets the gradients of scanned layers leave the device inside the backward scan.
+
+`jax.lax.scan` stacks the gradients of all layers, so that they lie on the device together when it
+ends. With `scan_layers` each layer's gradient is read and sent to the host in the scan's body, and
+`jax.grad` returns what the step needs of it in its place. Windows, selections and arithmetic are
+those of a step without it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.memory import mail_rank
+from zenflow_jax._device.state import find_state
+from zenflow_jax._device.streamed import is_streamed, layer_weights, streamed
+
+
+def stream(
+    params: Any,
+    opt_state: Any,
+    *,
+    where: Callable[[tuple[Any, ...], Any], bool] | None = None,
+) -> Any:
+    """The parameters, with scanned layers in a form that `scan_layers` takes.
+
+    Differentiate with respect to the result, and pass the gradients to `tx.update` as they come.
+
+    Args:
+        params: Parameters, under jit.
+        opt_state: The optimizer's state, which `zenflow` made with `send_gradients="during_step"`.
+        where: Function of (key path, leaf) that says which leaves are layers for `scan_layers`; by
+            default all whose channels are selected in each entry of a first axis.
+
+    Returns:
+        A tree like `params`, with a `Streamed` in the place of each such leaf. Only `scan_layers`
+        can read it.
+
+    Raises:
+        ValueError: If the state has no engine, sends gradients in another way, or a mesh divides
+            the axis of layers; if `where` names a leaf that is not one of stacked layers.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax, zenflow_jax
+        >>> from zenflow_jax import streaming
+        >>> params = {"layers": jnp.ones((3, 8, 8)) / 8}
+        >>> tx = zenflow_jax.zenflow(1e-2)
+        >>> def loss(params, x):
+        ...     x, _ = streaming.scan_layers(lambda x, w: (x @ w, None), x, params["layers"])
+        ...     return jnp.sum(x**2)
+        >>> @jax.jit
+        ... def step(params, opt_state, x):
+        ...     gradients = jax.grad(loss)(streaming.stream(params, opt_state), x)
+        ...     updates, opt_state = tx.update(gradients, opt_state, params)
+        ...     return optax.apply_updates(params, updates), opt_state
+        >>> params, opt_state = step(params, tx.init(params), jnp.ones((2, 8)))
+    """
+    state = find_state(opt_state)
+    if not state.offload or not state.send_gradients.in_step:
+        how = f"send_gradients={state.send_gradients.value!r}" if state.offload else "offload=False"
+        raise ValueError(
+            "expected the state of `zenflow` with offload=True, send_gradients='during_step', as "
+            f"layers send their gradients in the backward pass, got {how}."
+        )
+    weights, treedef, places = match_leaves(params, state)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    signs = state.schedule.provisional_share is not None
+    rank = mail_rank([leaf.spec for leaf in state.leaves])
+    for place, leaf in zip(places, state.leaves, strict=True):
+        stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
+        if where is None:
+            chosen = stacked
+        elif (chosen := where(paths[place], weights[place])) and not stacked:
+            raise ValueError(
+                f"expected `where` to name layers, offloaded and stacked along a first axis, got "
+                f"{leaf!r} at {leaf.spec.name}."
+            )
+        if chosen:
+            weights[place] = streamed(weights[place], leaf, rank, signs=signs)
+    return jax.tree.unflatten(treedef, weights)
+
+
+def scan_layers(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, **options: Any
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` over layers, whose gradients leave in the backward scan.
+
+    Args:
+        body: Function of (carry, layer) that returns the new carry and an output, as for
+            `jax.lax.scan`. It may be wrapped in `jax.checkpoint`.
+        carry: What goes into the first layer.
+        layers: A tree of arrays stacked along axis 0, as `stream` returns it. Arrays that it has
+            left alone are scanned as `jax.lax.scan` does.
+        options: `reverse`, `unroll`, `length` of `jax.lax.scan`.
+
+    Returns:
+        The carry after the last layer, and the stacked outputs.
+    """
+
+    def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
+        return body(carry, jax.tree.map(_weights, layer, is_leaf=is_streamed))
+
+    layers = jax.tree.map(_still, layers, is_leaf=is_streamed)
+    return jax.lax.scan(streaming_body, carry, layers, **options)
+
+
+def _weights(x: Any) -> Any:
+    return layer_weights(x) if is_streamed(x) else x
+
+
+def _still(x: Any) -> Any:
+    """Without a derivative by the weights, which `jax.grad` would stack for nobody."""
+    if not is_streamed(x):
+        return x
+    return dataclasses.replace(x, weights=jax.lax.stop_gradient(x.weights))
