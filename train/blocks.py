@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
 
+from zenflow_jax import streaming
+
 INIT_STD = 0.02  # `initializer_range` of nearly every model here
 
 
@@ -47,7 +49,7 @@ def run_blocks(
         if remat:
             # Inside a scan the compiler cannot merge the two computations.
             body = jax.checkpoint(body, prevent_cse=False)
-        return jax.lax.scan(body, x, stacks)[0]
+        return streaming.scan_layers(body, x, stacks)[0]
 
     for block in blocks:
         graphdef, params = nnx.split(block)

@@ -108,9 +108,13 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     opt_state = committed(tx.init(model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
-    parts = settings.micro_batches
     train_step = make_train_step(
-        model.graphdef, tx, per_example, micro_batches=parts, placement=placement
+        model.graphdef,
+        tx,
+        per_example,
+        micro_batches=settings.micro_batches,
+        stream=settings.stream == "gradients",
+        placement=placement,
     )
     validate = make_validate(model.graphdef, per_example, task, sources.samples, check)
     job = Job(settings, mesh, task, sources.texts, batches, model, train_step, validate, notes)

@@ -65,7 +65,12 @@ def planned_step(
         params, opt_state = planning.placed((params, opt_state), mesh)
     placement = divided and jax.tree.map(lambda x: x.sharding, (params, opt_state))
     step = make_train_step(
-        graphdef, tx, PER_EXAMPLE[kind], micro_batches=parts, placement=placement
+        graphdef,
+        tx,
+        PER_EXAMPLE[kind],
+        micro_batches=parts,
+        stream=settings.stream == "gradients",
+        placement=placement,
     )
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:

@@ -142,7 +142,12 @@ def plan_run(
     if planner.origin is not None:
         check_length(settings.sequence_length, planner.origin)
     plans = {
-        name: planner.plan(dataclasses.replace(settings, optimizer=name)) for name in OPTIMIZERS
+        name: planner.plan(
+            settings
+            if name == settings.optimizer
+            else dataclasses.replace(settings, optimizer=name, stream="none")
+        )
+        for name in OPTIMIZERS
     }
     plan = plans[settings.optimizer]
     parts = batch_parts(planner.mesh if settings.mesh else None)
@@ -236,7 +241,7 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
     choices: list[tuple[str, Any]] = []
     if settings.optimizer != "adamw" and settings.host_state != "compact":
         choices.append(("host_state", "compact"))
-    if settings.scan_layers:
+    if settings.scan_layers and settings.stream == "none":
         choices.append(("scan_layers", False))
     interval = settings.update_interval
     if settings.optimizer == "zenflow" and isinstance(interval, int):

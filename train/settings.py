@@ -166,6 +166,9 @@ class Settings:
     """When gradients leave the device: during the backward pass; for scanned layers, while the next
     step runs; or as one sum per window, which needs room on the device. For offload micro_batches
     do the same as the last."""
+    stream: Literal["none", "gradients"] = "none"
+    """gradients: those of scanned layers leave inside the backward pass, one layer after the other,
+    so that those of all layers never lie on the device together."""
     transfer_dtype: Literal["bfloat16"] | None = None
     """Send the gradients of float32 weights in half the bytes, rounded."""
     host_kernel: Literal["numba", "numpy"] = "numba"
@@ -231,6 +234,10 @@ class Settings:
         self._check("run", bool(is_name), folder)
         divisor = f"a number that divides batch_size, {self.batch_size}"
         self._check("micro_batches", self.batch_size % self.micro_batches == 0, divisor)
+        if self.stream == "gradients":
+            for name, expected in _OF_STREAMS.items():
+                allowed = f"{expected!r}, as stream is 'gradients'"
+                self._check(name, getattr(self, name) in (expected, None), allowed)
         # Each head turns pairs of numbers.
         multiple = f"a multiple of {2 * self.heads}, twice the number of heads"
         self._check("width", self.width % (2 * self.heads) == 0, multiple)
@@ -275,6 +282,13 @@ _ABOVE_ZERO = (
     "ffn epochs learning_rate eps "
     "max_grad_norm threads log_every eval_batches keep max_skipped"
 ).split()
+
+_OF_STREAMS = {
+    "optimizer": "zenflow",
+    "scan_layers": True,
+    "micro_batches": 1,
+    "send_gradients": "during_step",
+}
 
 _AT_LEAST_ZERO = "seed steps warmup_steps weight_decay save_every evaluate_every".split()
 

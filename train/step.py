@@ -19,6 +19,7 @@ from train import processes
 from train.data import ROWS, Batch
 from train.optimizers import skipped_steps
 from train.tasks import Task
+from zenflow_jax import streaming
 
 # Batches of a validation that are dispatched before the first of them is read.
 AHEAD = 8
@@ -60,13 +61,15 @@ def make_train_step(
     per_example: Callable[[nnx.Module, Batch], PerExample],
     *,
     micro_batches: int = 1,
+    stream: bool = False,
     placement: Any = None,
 ) -> Callable:
     """The jitted step: it knows neither the optimizer nor the number of devices.
 
     It maps parameters, optimizer state and a batch to the new ones, the loss, and the number of the
-    run's skipped steps (int32). Gradients of `micro_batches` are summed in float32. `placement` are
-    shardings of parameters and state, which the compiler would otherwise be free to change.
+    run's skipped steps (int32). Gradients of `micro_batches` are summed in float32. With `stream`
+    those of scanned layers leave one layer after the other. `placement` are shardings of parameters
+    and state, which the compiler would otherwise be free to change.
     """
 
     def loss_of(params, batch):
@@ -98,7 +101,8 @@ def make_train_step(
         )
 
     def train_step(params, opt_state, batch):
-        loss, grads = gradient(params, batch)
+        weights = streaming.stream(params, opt_state) if stream else params
+        loss, grads = gradient(weights, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, skipped_steps(opt_state)
 

@@ -15,7 +15,7 @@ import jax
 from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import mail_rank
 from zenflow_jax._device.state import find_state
-from zenflow_jax._device.streamed import is_streamed, layer_weights, streamed
+from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
 
 
 def stream(
@@ -39,8 +39,9 @@ def stream(
         can read it.
 
     Raises:
-        ValueError: If the state has no engine, sends gradients in another way, or a mesh divides
-            the axis of layers; if `where` names a leaf that is not one of stacked layers.
+        ValueError: If the state has no engine or sends gradients in another way; if no leaf is
+            stacked, or one that `where` names is not; if a mesh divides the axis of layers or has
+            Explicit axes.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -78,7 +79,13 @@ def stream(
                 f"{leaf!r} at {leaf.spec.name}."
             )
         if chosen:
+            check_layers_whole(leaf.spec)
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
+    if not any(map(is_streamed, weights)):
+        raise ValueError(
+            "expected leaves of layers, stacked along a first axis as `jax.lax.scan` takes them, "
+            f"got none among {len(weights)} leaves."
+        )
     return jax.tree.unflatten(treedef, weights)
 
 

@@ -87,6 +87,19 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
     return Streamed(weights, leaf.channels.astype(jnp.float32), zeros, sending)
 
 
+def check_layers_whole(spec: LeafSpec) -> None:
+    """Refuses leaves that are not in one piece along their first axis, or on Explicit axes."""
+    place = spec.placement
+    if place is not None and (place.block[0] or place.explicit):
+        how = (
+            "Explicit mesh axes" if place.explicit else f"its layers divided over {place.block[0]}"
+        )
+        raise ValueError(
+            f"expected streamed layers whole along their first axis, on Auto mesh axes, got {how} "
+            f"at {spec.name}."
+        )
+
+
 def layer_spec(spec: LeafSpec) -> LeafSpec:
     """The spec of one entry of a leaf's first stack axis, as a leaf of its own."""
     assert spec.axis is not None
