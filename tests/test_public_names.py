@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import zenflow_jax
-from zenflow_jax import attach
+from zenflow_jax import attach, streaming
 
 
 def test_the_leading_arguments_and_defaults_are_those_of_adamw():
@@ -24,13 +24,14 @@ def test_the_leading_arguments_and_defaults_are_those_of_adamw():
 
 PUBLIC = {name: getattr(zenflow_jax, name) for name in zenflow_jax.__all__}
 PUBLIC |= {"attach": attach.attach, "AttachedStep": attach.AttachedStep}
+PUBLIC |= {"stream": streaming.stream, "scan_layers": streaming.scan_layers}
 CALLS = [name for name, x in PUBLIC.items() if inspect.isroutine(x)]
 CLASSES = [name for name, x in PUBLIC.items() if inspect.isclass(x)]
 MADE_BY_USERS = [name for name in CLASSES if name != "AttachedStep"]  # `attach` makes that one
 
 
 def test_the_public_names_are_few_and_what_dir_lists():
-    modules = {"attach", "deepspeed", "integrations", "planning"}
+    modules = {"attach", "deepspeed", "integrations", "planning", "streaming"}
     assert {n for n in dir(zenflow_jax) if n[0] != "_"} == {*zenflow_jax.__all__, *modules}
     assert len(zenflow_jax.__all__) <= 20
     assert all(inspect.ismodule(getattr(zenflow_jax, name)) for name in modules)

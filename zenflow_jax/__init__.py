@@ -47,7 +47,7 @@ __all__ = [
 
 # Imported by their first use: the handler imports orbax, which takes long.
 _OF_HANDLER = ("EngineCheckpointHandler", "EngineRestore", "EngineSave")
-_MODULES = ("attach", "deepspeed", "integrations", "planning")
+_MODULES = ("attach", "deepspeed", "integrations", "planning", "streaming")
 
 
 def __getattr__(name: str) -> Any:

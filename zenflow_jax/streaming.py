@@ -104,6 +104,13 @@ def scan_layers(
 
     Returns:
         The carry after the last layer, and the stacked outputs.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from zenflow_jax import streaming
+        >>> layers = jnp.ones((3, 2, 2))  # not of `stream`: as `jax.lax.scan`
+        >>> streaming.scan_layers(lambda x, w: (x @ w, None), jnp.ones(2), layers)[0]
+        Array([8., 8.], dtype=float32)
     """
 
     def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:

@@ -172,6 +172,26 @@ def test_the_step_compiles_once_and_a_run_is_a_function_of_its_settings():
     assert train_step._cache_size() == 1  # checked on jax 0.10.2, 0.11.2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "bert"])
+def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not(name):
+    _, graphdef, params = load(FIXTURES / name, scan_layers=True, remat=True)
+    tx = make_optimizer(Settings(scan_layers=True, stream="gradients", max_grad_norm=0.1, steps=10))
+    rows = np.arange(18).reshape(2, 9) % 50
+    batch, per_example = {"tokens": rows}, of_tokens
+    if name == "bert":
+        batch |= {"types": rows * 0, "mask": rows >= 0, "label": rows[:, 0] % 2}
+        per_example = of_labels
+
+    def after_one_step(stream):
+        state = committed(tx.init(committed(params)))
+        step = make_train_step(graphdef, tx, per_example, stream=stream)
+        return step(committed(jax.tree.map(jnp.copy, params)), state, batch)
+
+    for one, other in zip(*map(jax.tree.leaves, map(after_one_step, (True, False))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=1e-6)
+
+
 # --- texts that share a sequence: of each the same is made as of it alone ---------------------
 
 T = 23
