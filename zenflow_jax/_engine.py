@@ -350,7 +350,7 @@ class HostEngine:
     def stream(self, copy_bytes: int | None = None) -> EngineStream:
         """Takes the state as `state` does, to be written while the run goes on; for `EngineSave`.
 
-        It must be written or closed, or the run waits for ever.
+        It must be written or closed, or the run waits for ever. `copy_bytes` is `EngineSave`'s.
         """
         self._settle()
         return self._saver.stream(copy_bytes)
