@@ -223,6 +223,9 @@ def test_parameters_or_an_engine_state_of_another_step_or_run_are_refused():
             zenflow_jax.HostEngine(params, state)
         with pytest.raises(ValueError, match="expected `engine_state` with the structure"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state["leaves"])
+        low = jax.tree.map(lambda x: x.astype(np.float16), engine_state["leaves"])
+        with pytest.raises(ValueError, match=r"expected int32 \(.* at \['leaves'\].*, got float16"):
+            zenflow_jax.HostEngine(params, state, engine_state=engine_state | {"leaves": low})
 
 
 def test_an_engine_and_the_state_that_it_gives_or_goes_on_from_share_nothing():
