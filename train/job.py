@@ -23,6 +23,7 @@ from train.skipping import causes_of_infinity, check_finite
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.chosen import make_task
+from zenflow_jax import streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
 
@@ -108,6 +109,8 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     opt_state = committed(tx.init(model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
     per_example = PER_EXAMPLE[task.kind]
+    if settings.stream == "gradients" and jax.default_backend() != "cpu":
+        streaming.check_device()
     train_step = make_train_step(
         model.graphdef,
         tx,

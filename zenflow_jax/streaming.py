@@ -8,14 +8,18 @@ those of a step without it.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import mail_rank
 from zenflow_jax._device.state import find_state
 from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
+from zenflow_jax._transform import zenflow
 
 
 def stream(
@@ -118,6 +122,55 @@ def scan_layers(
 
     layers = jax.tree.map(_still, layers, is_leaf=is_streamed)
     return jax.lax.scan(streaming_body, carry, layers, **options)
+
+
+def check_device() -> None:
+    """Compares, on the default device, what a small scan streams with what a plain one makes.
+
+    It takes some seconds, most of them to compile. XLA has had errors in what it makes of arrays in
+    host memory inside loops (openxla/xla#46231), and no GPU has run this yet.
+
+    Raises:
+        RuntimeError: If they differ by more than rounding.
+
+    Examples:
+        >>> from zenflow_jax import streaming
+        >>> streaming.check_device()
+    """
+    # Without masters of their own: float32 leaves, whose updates tell all that changes.
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"up": (8, 64, 96), "down": (8, 96, 64)}
+    params = {
+        name: jax.random.normal(key, shape) / 8
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    tx = zenflow(1e-2, max_grad_norm=1.0)
+    # The first step of a run makes no provisional ones.
+    opt_state = tx.init(params)._replace(step=jnp.int32(1))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(scan_layers(layer, x, params)[0] ** 2)
+
+    @partial(jax.jit, static_argnames="streams")
+    def step(params: Any, opt_state: Any, x: jax.Array, streams: bool) -> Any:
+        weights = stream(params, opt_state) if streams else params
+        updates, new = tx.update(jax.grad(loss)(weights, x), opt_state, params)
+        return updates, new.mail
+
+    x = jax.random.normal(keys[2], (16, 64))
+    ours, expected = (jax.device_get(step(params, opt_state, x, flag)) for flag in (True, False))
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        wrong = np.mean(np.abs(one - other)) / np.mean(np.abs(other))
+        if not wrong < 1e-2:
+            raise RuntimeError(
+                "expected streamed gradients to be those of a plain scan, got ones that differ by "
+                f"{wrong:.1%}, on {jax.devices()[0].device_kind} with jax {jax.__version__}: do "
+                'not stream here (script: `--stream none`); send_gradients="after_step" is the '
+                "other way for scanned layers."
+            )
 
 
 def _weights(x: Any) -> Any:

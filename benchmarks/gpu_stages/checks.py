@@ -30,6 +30,7 @@ from benchmarks.gpu_stages.__main__ import NO_GPU
 from tests import runs
 from tests.reference import Settings
 from tests.runs import SCANNED, SECOND, THIRD, Leaf, Leaves, Plan, Training
+from zenflow_jax import streaming
 
 #: Float32 of another machine, whose powers and roots round otherwise: twice what a CPU is allowed.
 TOLERANCE = 2e-6
@@ -224,6 +225,7 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
             ((0, 1, 2), "per_window"),
         )
     },
+    "scanned layers that stream: those of a plain scan": lambda _: streaming.check_device(),
     "donated: nnx.jit": donation_by_nnx_jit_changes_no_bit,
 }
 

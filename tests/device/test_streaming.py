@@ -169,6 +169,14 @@ def test_where_takes_layers_alone():
         some["layers"]["up"] @ jnp.ones((INNER, 2))
 
 
+def test_a_device_that_streams_wrong_gradients_is_refused(monkeypatch):
+    streaming.check_device()
+    right = streaming.layer_weights
+    monkeypatch.setattr(streaming, "layer_weights", lambda layer: 2 * right(layer))
+    with pytest.raises(RuntimeError, match=r"differ by .*%.* `--stream none`"):
+        streaming.check_device()
+
+
 def test_streamed_weights_are_no_parameters():
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2)
     state = tx.init(params)
