@@ -251,6 +251,7 @@ NEVER = EpochSelect(2**31 - 1)
         ("epoch", 0, {}, 100, NEVER),
         ("step", 0, {}, None, NEVER),
         ("step", 8, {}, 100, 8),
+        ("step", 4, {}, None, 4),  # as long as a window
         ("step", 10, {}, None, EpochSelect(10)),  # no multiple of the window
         ("step", 8, {"full_warm_up_rounds": 3}, None, EpochSelect(8)),  # counted from step 1
         ("step", 10, {"update_interval": "auto"}, None, 10),

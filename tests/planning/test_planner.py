@@ -125,6 +125,11 @@ def test_the_hosts_work_is_that_of_the_log():
     assert work.steps == 1
     long = host_work(with_interval(state, 16))
     assert long.mean < work.mean
+    tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, rolling=False, window_scaling=None)
+    together = host_work(zenflow_jax.find_state(tx.init(params)))
+    # Eight mails are too many to keep: a float32 sum is written and read.
+    assert together.mean == work.mean + 8 * 64**2 * 8 / 4
+    assert (together.busiest, together.steps) == (4 * together.mean, 4)
 
 
 def test_an_updates_time_is_its_staleness_whether_or_not_leaves_take_turns():
@@ -222,6 +227,11 @@ def test_a_finished_run_says_how_busy_its_host_was():
     of_warm_up = host_work(with_interval(training.state, 1)).mean
     expected = hiding.busy * work.mean * 8 / (6 * of_warm_up + 2 * work.mean)
     assert warm.busy == pytest.approx(expected)
+
+
+def test_a_servers_memory_grows_with_its_gpus_and_its_bandwidth_to_four_times():
+    assert GPUS["h100"].host_beside(8) == (4 * 100e9, 8 * 256 * 10**9)
+    assert GPUS["rtx4090"].host_beside(8) == (50e9, 128 * 10**9)
 
 
 def test_gpus_are_known_by_their_drivers_names(monkeypatch):
