@@ -3,14 +3,12 @@
 import functools
 from typing import Any
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests.device.small_runs import (
@@ -192,22 +190,6 @@ def test_multi_steps_makes_one_step_of_several_and_none_in_between(dtype):
             assert int(zenflow_jax.find_state(state).step) == (t if last else t - 1)
     expected, _ = train(PLAIN, 3, params=example_params(dtype), gradients=gradients)
     assert_close(params, expected)
-
-
-def test_an_engine_serves_a_linen_train_state():
-    model = flax.linen.Dense(3)
-    tx = make(offload=True)
-    state = TrainState.create(apply_fn=model.apply, params=example_params(), tx=tx)
-    step = jax.jit(lambda state, gradients: state.apply_gradients(grads=gradients))
-    with zenflow_jax.HostEngine(
-        state.params, state.opt_state, host_kernel="numpy", threads=1
-    ) as engine:
-        for t in range(1, STEPS + 1):
-            state = step(state, gradients_at(t))
-            params, opt_state = engine.exchange(state.params, state.opt_state)
-            state = state.replace(params=params, opt_state=opt_state)
-        assert_close(state.params, alone())
-        engine.flush(state.params, state.opt_state)
 
 
 class Model(nnx.Module):
