@@ -106,6 +106,7 @@ class Moment(HostArray):
         if self.scales is None:
             np.copyto(self.values, x.reshape(self.shape))
             return
+        x = np.ascontiguousarray(x)
         for tile in Layout.of(self.shape).tiles(PIECE):
             self.write_tile(x, tile)
 
@@ -122,6 +123,7 @@ class Moment(HostArray):
     def _tile_of(self, x: np.ndarray, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """The tile of `x`, of the codes and of their scales; along which axis blocks lie."""
         assert self.scales is not None
+        assert x.flags.c_contiguous  # else `reshape` would copy, and what is read be lost
         layout = Layout.of(self.shape)
         region = slice(*tile[:2]), slice(*tile[2:])
         numbers, codes = (a.reshape(-1, layout.width)[region] for a in (x, self.values))
