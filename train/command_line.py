@@ -178,9 +178,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         near = did_you_mean(path.stem, [file.stem for file in path.parent.glob("*.toml")])
-        raise SettingsError(
-            f"{path}: expected a config file, got: {error.strerror}.{near}"
-        ) from None
+        got = f"{error.strerror}.{near}"
+        raise SettingsError(f"{path}: expected a config file, got: {got}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: expected TOML, got what cannot be read: {error}.") from None
 

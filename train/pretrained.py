@@ -65,7 +65,8 @@ def read_folder(folder: Path) -> Pretrained:
     unused = UNUSED[architecture]
     if isinstance(config, DecoderConfig) and config.tied:
         unused += r"|^lm_head\.weight$"  # the embedding once more
-    if architecture == "encoder" and "BertForSequenceClassification" not in _classes(raw):
+    classes = raw.get("architectures") or ["BertForSequenceClassification"]
+    if architecture == "encoder" and "BertForSequenceClassification" not in classes:
         unused += r"|^classifier\."  # of tokens, or of choices
     tensors = {name: tensor for name, tensor in headers.items() if not re.search(unused, name)}
     head = tensors.get("classifier.bias")
@@ -112,7 +113,7 @@ def load_weights(
                 return jax.make_array_from_callback(leaf.shape, sharding, lambda i: value[i])
             of = source(pretrained.architecture, name, leaf.shape)
             tensors = [pretrained.tensors[name] for name in of.names]
-            _check_shapes(pretrained, tensors, of.shape)
+            _check_shapes(tensors, of.shape)
             return jax.make_array_from_callback(
                 leaf.shape, sharding, lambda index: reader.read(tensors, of, dtype, index)
             )
@@ -162,10 +163,10 @@ def _check_tensors(pretrained: Pretrained) -> None:
             f"alone, got {first_of(tensors[name].name for name in extra)} besides."
         )
     for name, shape in expected.items():
-        _check_shapes(pretrained, [tensors[name]], shape)
+        _check_shapes([tensors[name]], shape)
 
 
-def _check_shapes(pretrained: Pretrained, tensors: list[Tensor], shape: tuple[int, ...]) -> None:
+def _check_shapes(tensors: list[Tensor], shape: tuple[int, ...]) -> None:
     for tensor in tensors:
         if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ModelError(
@@ -184,8 +185,3 @@ def _shapes(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
         return nnx.as_pure(nnx.split(model)[1])
 
     return jax.eval_shape(params)
-
-
-def _classes(raw: Mapping[str, Any]) -> list[str]:
-    """The classes of `transformers` that the folder says to be of."""
-    return raw.get("architectures") or ["BertForSequenceClassification"]

@@ -18,7 +18,7 @@ from tests.runs import FEW, Settings, Training
 from train import finetune, memory, models, planning
 from train import settings as of_train
 from train.command_line import read_command_line
-from train.planned_step import folder_of_config, planned_step
+from train.planning import folder_of_config, planned_step
 from train.pretrained import read_folder
 from train.report import hidden_share
 from zenflow_jax import planning as library
