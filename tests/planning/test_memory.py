@@ -93,6 +93,12 @@ def test_a_bfloat16_leaf_takes_twelve_bytes_or_six_and_an_eighth():
         assert host_memory(state, host_state=host_state).state == nbytes * 512**2 + counts
 
 
+def test_a_hand_over_takes_masters_and_moments_of_what_is_selected():
+    params = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)]
+    state = zenflow_jax.find_state(zenflow_jax.zenflow(1e-3, topk_ratio=0.25).init(params))
+    assert host_memory(state).hand_over == 12 * 128 * 512
+
+
 @pytest.mark.parametrize(("window", "sums"), [(4, 0), (16, 8)])
 def test_only_long_windows_of_leaves_in_turn_need_sums(window, sums):
     params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(32)]
