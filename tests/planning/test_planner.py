@@ -57,6 +57,15 @@ def test_the_products_of_a_loop_count_for_every_round_and_on_its_way_back():
     assert moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
 
 
+def test_the_products_of_a_convolution_are_those_of_its_inputs_under_a_window():
+    def f(x, w):
+        of = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=of)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 8, 8, 3), (5, 5, 3, 16))]
+    assert products(jax.jit(f).trace(*shapes).jaxpr.jaxpr)[0] == 2 * (2 * 8 * 8 * 16) * 5 * 5 * 3
+
+
 def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says():
     settings = settings_of("llama3", scan_layers=True, sequence_length=8)
     planned = planned_step(settings, folder_of_config(settings.model), None)
