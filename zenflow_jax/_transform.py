@@ -264,7 +264,7 @@ def _update(
         # silently stop learning. A jitted update cannot raise; NaN is seen.
         lost = state.token == USED
         _raise_if_lost(lost)
-        lost |= misused(gradients)
+        lost |= misused(gradients, state.leaves)
         changes = [jnp.where(lost, jnp.nan, change) for change in changes]
         facts = StepFacts(scalars, verdict.factor, step, state.token, verdict.finite)
         packed = StepScalars.pack(facts, statistics)

@@ -13,6 +13,7 @@ from tests.runs import OPTIMIZED, assert_same_bits
 from zenflow_jax import streaming
 
 LAYERS, WIDTH, INNER = 3, 16, 36  # 36: the last number of packed signs is not full
+HALVES = slice(None, 2), slice(2, None)
 OPTIONS = {
     "topk_ratio": 0.2,
     "update_interval": 3,
@@ -127,20 +128,89 @@ def test_a_norm_of_streamed_gradients_is_an_error():
         run("float32", stream=True, front=optax.clip_by_global_norm(1e6), steps=1)
 
 
-def test_layers_that_are_used_twice_end_the_run():
-    def loss_of_two(params, x, y):
-        return loss(params, x, y) + loss(params, 2 * x, y)
+def of_two_batches(weights, x, y):
+    return jax.grad(loss)(weights, x[:16], y[:16]), jax.grad(loss)(weights, x[16:], y[16:])
 
+
+def of_a_mean(weights, x, y):
+    return jax.tree.map(lambda *g: sum(g) / 2, *of_two_batches(weights, x, y))
+
+
+def of_a_layer_used_twice(weights, x, y):
+    return jax.grad(lambda w: loss(w, x, y) + loss(w, 2 * x, y))(weights)
+
+
+def of_a_penalty(weights, x, y):
+    def penalized(weights):
+        matrices = [w for w in jax.tree.leaves(weights["layers"]) if w.ndim == 3]
+        return loss(weights, x, y) + sum(jnp.sum(w**2) for w in matrices)
+
+    return jax.grad(penalized)(weights)
+
+
+def of_moved_weights(weights, x, y):
+    first = jax.grad(loss)(weights, x, y)
+    return jax.grad(loss)(jax.tree.map(lambda w, g: w - 0.1 * g, weights, first), x, y)
+
+
+def updates_from(gradients_of, opt_state_of_gradients=None):
     params, tx = model("float32"), zenflow_jax.zenflow(1e-2, **OPTIONS)
     opt_state = tx.init(params)
+    before = (opt_state_of_gradients or (lambda s: s))(opt_state)
 
     @jax.jit
-    def step(params, opt_state, x, y):
-        gradients = jax.grad(loss_of_two)(streaming.stream(params, opt_state), x, y)
+    def step(params, opt_state, before, x, y):
+        gradients = gradients_of(streaming.stream(params, before), x, y)
         return tx.update(gradients, opt_state, params)[0]
 
-    updates = step(params, opt_state, *next(batches(1, "float32")))
-    assert all(np.isnan(x).all() for x in jax.tree.leaves(updates))
+    return jax.tree.leaves(step(params, opt_state, before, *next(batches(1, "float32"))))
+
+
+@pytest.mark.parametrize(
+    "gradients_of", [of_a_mean, of_a_layer_used_twice, of_a_penalty, of_moved_weights]
+)
+def test_gradients_that_are_not_those_of_one_use_end_the_run(gradients_of):
+    assert all(np.isnan(x).all() for x in updates_from(gradients_of))
+
+
+def test_gradients_of_other_selected_channels_end_the_run():
+    def other_channels(state):
+        leaves = [
+            leaf if leaf.channels is None else leaf._replace(channels=leaf.channels + 1)
+            for leaf in state.leaves
+        ]
+        return state._replace(leaves=tuple(leaves))
+
+    assert all(np.isnan(x).all() for x in updates_from(jax.grad(loss), other_channels))
+
+
+def test_layers_may_go_through_several_scans_in_parts():
+    def in_halves(weights, x, y):
+        layers, head = weights["layers"], weights["head"]
+        first, rest = (jax.tree.map(lambda w, part=part: w[part], layers) for part in HALVES)
+        x, _ = streaming.scan_layers(block, x, first)
+        return loss({"layers": rest, "head": head}, x, y)
+
+    whole, halves = updates_from(jax.grad(loss)), updates_from(jax.grad(in_halves))
+    for x, y in zip(whole, halves, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+
+
+def test_a_derivative_by_what_stream_takes_is_an_error():
+    # It would be zero.
+    params = model("float32")
+    state, batch = zenflow_jax.zenflow(1e-2).init(params), next(batches(1, "float32"))
+    with pytest.raises(ValueError, match=r"with respect to what `streaming.stream` returns"):
+        jax.grad(lambda params: loss(streaming.stream(params, state), *batch))(params)
+
+
+def test_layers_that_are_cast_before_the_scan_are_an_error():
+    # Channels above 256 are no numbers in bfloat16.
+    params = model("float32")
+    weights = streaming.stream(params, zenflow_jax.zenflow(1e-2).init(params))
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+    with pytest.raises(ValueError, match="cast or reshaped before the scan"):
+        jax.grad(loss)(weights, *next(batches(1, "bfloat16")))
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,18 @@ class Probes(NamedTuple):
     """The gradient of a `Streamed`, of one layer or stacked."""
 
     passed: Any  # float32 (); `_ONCE` for each time that the layer's weights were used
+    norms: Any  # roots of `squares`: a mean of several gradients has others
     squares: Any  # the rest as in `GradientParts`
     gradient: Any
     signs: Any  # packed in whole numbers of float32: a gradient must be a float
     mail: Any
 
+
+#: A norm is the root of its squares to this, whatever compilers do. Means of gradients are further
+#: off in some channel.
+_OF_NORM = 1e-4
+#: Gradients so small are not looked at: their squares may be zero.
+_SMALL = 1e-18
 
 #: So large that a norm of gradients in front of zenflow, which would not be theirs, is infinite.
 _ONCE = 1e30
@@ -78,13 +85,28 @@ def streamed(weights: jax.Array, leaf: LeafState, rank: int, *, signs: bool) -> 
 
     Nothing reads the values of the probes, so the compiler leaves them out.
     """
-    spec = layer_spec(leaf.spec)
+    spec, weights = layer_spec(leaf.spec), _with_no_derivative(weights)
     sending = _Sending(spec, signs, rank - 1)
     layer = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     made = jax.eval_shape(partial(_probes, sending), leaf.channels[0], layer)
     zeros = jax.tree.map(lambda x: jnp.zeros((len(weights), *x.shape), x.dtype), made)
     zeros = zeros._replace(mail=jax.device_put(zeros.mail, jax.memory.Space.Host))
     return Streamed(weights, leaf.channels.astype(jnp.float32), zeros, sending)
+
+
+@jax.custom_jvp
+def _with_no_derivative(weights: Any) -> Any:
+    """Weights by which, through `stream`, the derivative would be zero."""
+    return weights
+
+
+@_with_no_derivative.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "expected a derivative with respect to what `streaming.stream` returns, as in "
+        "`jax.grad(loss)(streaming.stream(params, opt_state))`, got one with respect to what it "
+        "was given: call it outside of the function that you differentiate."
+    )
 
 
 def check_layers_whole(spec: LeafSpec) -> None:
@@ -113,6 +135,13 @@ def layer_spec(spec: LeafSpec) -> LeafSpec:
 
 def layer_weights(layer: Streamed) -> jax.Array:
     """The weights of one layer, whose gradient goes to the probes."""
+    spec, weights = layer.sending.spec, layer.weights
+    if (weights.shape, weights.dtype, layer.channels.dtype) != (spec.shape, spec.dtype, np.float32):
+        raise ValueError(
+            f"expected layers of {spec.dtype} {spec.shape} as `streaming.stream` returns them, got "
+            f"{weights.dtype} {weights.shape}, which something has cast or reshaped before the "
+            "scan. Do that with the arrays that the scan's body gets."
+        )
     return _passed(layer.sending, layer.weights, layer.channels, layer.probes)
 
 
@@ -126,7 +155,8 @@ def _forward(sending: _Sending, weights: Any, channels: Any, probes: Any) -> Any
 
 
 def _backward(sending: _Sending, channels: Any, g: Any) -> Any:
-    return None, None, _probes(sending, channels, g)
+    # Channels come back, so that the step sees whether they are still the state's.
+    return None, channels, _probes(sending, channels, g)
 
 
 _passed.defvjp(_forward, _backward)
@@ -137,7 +167,7 @@ def _probes(sending: _Sending, channels: Any, g: Any) -> Probes:
     leaf = leaf._replace(channels=channels.astype(jnp.int32), spec=sending.spec)
     how, rank, signs = SendGradients.DURING_STEP, sending.rank, sending.signs
     seen = split_gradient(g, leaf, how, rank, signs=signs, packing=jnp.float32)
-    return Probes(jnp.full((), _ONCE), *seen)
+    return Probes(jnp.full((), _ONCE), jnp.sqrt(seen.squares), *seen)
 
 
 def parts_of(g: Streamed) -> GradientParts:
@@ -147,10 +177,22 @@ def parts_of(g: Streamed) -> GradientParts:
     return GradientParts(probes.squares, probes.gradient, signs, probes.mail)
 
 
-def misused(gradients: Sequence[Any]) -> jax.Array:
+def misused(gradients: Sequence[Any], leaves: Sequence[LeafState]) -> jax.Array:
     """Whether some layer was not used exactly once, or something has changed its gradient.
 
     Its mail is then not the gradient.
     """
-    counts = [g.probes.passed for g in gradients if is_streamed(g)]
-    return jnp.any(jnp.concatenate([jnp.full(1, _ONCE), *counts]) != np.float32(_ONCE))
+    pairs = [(g, leaf) for g, leaf in zip(gradients, leaves, strict=True) if is_streamed(g)]
+    return jnp.any(jnp.stack([jnp.zeros((), bool), *(_misused(*pair) for pair in pairs)]))
+
+
+def _misused(g: Streamed, leaf: LeafState) -> jax.Array:
+    norms = g.probes.norms
+    apart = jnp.abs(norms - jnp.sqrt(g.probes.squares)) > _OF_NORM * norms + _SMALL
+    wrong = [
+        g.probes.passed != np.float32(_ONCE),
+        apart,  # a NaN is not: the step is skipped
+        g.channels != leaf.channels.astype(jnp.float32),  # of other weights, or of another state
+        g.weights != 0,  # read elsewhere; else zeros, which compilers know
+    ]
+    return jnp.any(jnp.stack([jnp.any(x) for x in wrong]))
