@@ -58,7 +58,7 @@ class _Shuffled:
         self._source = source
         self._order = grain.MapDataset.range(len(source)).shuffle(seed=seed)
         self._padded = source if isinstance(source, Padded) else None
-        self._part = math.ceil(source.longest / buckets) if self._padded else 0
+        self._part = 0 if self._padded is None else math.ceil(self._padded.longest / buckets)
         self._size = batch_size
         self._sharding = mesh and batch_sharding(mesh, batch_size)
         # The rows of a batch that lie on this process.

@@ -146,7 +146,7 @@ def check_device() -> None:
     }
     tx = zenflow(1e-2, max_grad_norm=1.0)
     # The first step of a run makes no provisional ones.
-    opt_state = tx.init(params)._replace(step=jnp.int32(1))
+    opt_state = find_state(tx.init(params))._replace(step=jnp.int32(1))
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
@@ -158,7 +158,7 @@ def check_device() -> None:
     def step(params: Any, opt_state: Any, x: jax.Array, streams: bool) -> Any:
         weights = stream(params, opt_state) if streams else params
         updates, new = tx.update(jax.grad(loss)(weights, x), opt_state, params)
-        return updates, new.mail
+        return updates, find_state(new).mail
 
     x = jax.random.normal(keys[2], (16, 64))
     ours, expected = (jax.device_get(step(params, opt_state, x, flag)) for flag in (True, False))
