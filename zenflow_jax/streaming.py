@@ -45,7 +45,7 @@ def stream(
     Raises:
         ValueError: If the state has no engine or sends gradients in another way; if no leaf is
             stacked, or one that `where` names is not; if a mesh divides the axis of layers or has
-            Explicit axes.
+            Explicit axes; where something differentiates through this call.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
@@ -108,6 +108,9 @@ def scan_layers(
 
     Returns:
         The carry after the last layer, and the stacked outputs.
+
+    Raises:
+        ValueError: If something has cast or reshaped the arrays of `stream`; cast in the body.
 
     Examples:
         >>> import jax.numpy as jnp
