@@ -125,10 +125,8 @@ class UserSequences(RuleBasedStateMachine):
     @rule(times=st.integers(2, 6))
     def train_on(self, times: int) -> None:
         for _ in range(times):
-            if self.over:
-                break
-            self._step()
-            self._exchange()
+            if not self.over:
+                self.step_and_exchange("plain")
 
     @precondition(lambda self: self._ready() and not self.unmailed)
     @rule()
@@ -215,9 +213,8 @@ class UserSequences(RuleBasedStateMachine):
         kept = self.params, self.state
         if self.world.offload:
             self._note("a run that goes on from before a flush")
-        with self._may_refuse():
-            self._call("flush")
-            self.params, self.state = kept
+        self._apply("flush")
+        self.params, self.state = kept
 
     @precondition(lambda self: not self.over)
     @rule(what=st.sampled_from(["state", "params"]))
@@ -279,14 +276,14 @@ class UserSequences(RuleBasedStateMachine):
         self.engine = None
 
     def _resume(self, of_params: Checkpoint, of_state: Checkpoint, of_engine: Checkpoint) -> None:
-        misuse = ""
+        misuse, arrays = "", jax.tree.leaves((of_params.params, of_params.state))
         if not (of_params is of_state is of_engine):
             misuse = "parameters, state and engine of several checkpoints"
         elif of_params.torn:
             misuse = "a checkpoint made between a step and its exchange"
         elif of_params.misuse:
             misuse = f"a checkpoint after {of_params.misuse}"
-        elif self.world.offload and on_the_host((of_params.params, of_params.state)):
+        elif self.world.offload and any(isinstance(x, np.ndarray) for x in arrays):
             misuse = "a checkpoint of NumPy arrays"
         self._begin(of_params.run, misuse, of_params.torn)
         # Where the parts differ without harm, they are those of any.
@@ -354,18 +351,14 @@ class UserSequences(RuleBasedStateMachine):
             self._check(f"flush ({misuse})" if misuse else "flush")
 
     def _apply(self, name: str) -> None:
-        with self._may_refuse():
-            self.params, self.state = self._call(name)
-
-    def _call(self, name: str) -> tuple[Any, Any]:
         call = zenflow_jax.flush if self.engine is None else getattr(self.engine, name)
-        return call(self.params, self.state)
+        with self._may_refuse():
+            self.params, self.state = call(self.params, self.state)
 
     def _check(self, after: str) -> None:
         """The parameters are the reference's, unless something wrong may still be noticed."""
-        if self.over or self.misuse:
-            return
-        self._compare(self.params, self.reference.params, after)
+        if not (self.over or self.misuse):
+            self._compare(self.params, self.reference.params, after)
 
     def _compare(self, params: dict[str, Any], expected: Any, after: str) -> None:
         theirs = dict(zip(params, map(np.array, expected), strict=True))
@@ -386,10 +379,6 @@ class UserSequences(RuleBasedStateMachine):
             if not self.misuse or not isinstance(error, REFUSALS):
                 raise
             self._close()
-
-
-def on_the_host(tree: Any) -> bool:
-    return any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree))
 
 
 UserSequences.TestCase.settings = settings(
