@@ -12,6 +12,36 @@ from typing import Any, get_type_hints
 
 import tyro
 
+# The names of our options in transformers' Trainer, torchtune, TRL and DeepSpeed.
+THEIRS = {
+    "adam-beta1": "b1",
+    "adam-beta2": "b2",
+    "adam-epsilon": "eps",
+    "bf16": "dtype",
+    "dataset": "data",
+    "dataset-name": "data",
+    "eval-steps": "evaluate-every",
+    "gradient-accumulation-steps": "micro-batches",
+    "gradient-checkpointing": "remat",
+    "gradient-clipping": "max-grad-norm",
+    "load-best-model-at-end": "keep-best",
+    "logging-steps": "log-every",
+    "lr": "learning-rate",
+    "max-length": "sequence-length",
+    "max-seq-length": "sequence-length",
+    "max-steps": "steps",
+    "model-name-or-path": "model",
+    "num-train-epochs": "epochs",
+    "optim": "optimizer",
+    "per-device-train-batch-size": "batch-size",
+    "resume-from-checkpoint": "run",
+    "save-steps": "save-every",
+    "save-total-limit": "keep",
+    "train-batch-size": "batch-size",
+    "train-file": "data",
+    "warmup-ratio": "warmup-share",
+}
+
 
 def read_arguments(
     kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
@@ -41,8 +71,12 @@ def read_arguments(
 
 def did_you_mean(name: str, known: Sequence[str], *, prefix: str = "") -> str:
     """A question that names which of the `known` may be meant; "" if none is similar."""
-    name = name.lstrip("-").partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    # As in an option, a key of a file, or `--name=value`.
+    name = name.lstrip("-").partition("=")[0].replace("_", "-")
+    ours = THEIRS.get(name, name)
+    if not prefix:
+        name, ours = name.replace("-", "_"), ours.replace("-", "_")
+    near = [ours] if ours in known else difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(f'{prefix}{x}' for x in near)}?" if near else ""
 
 

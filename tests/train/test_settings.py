@@ -25,6 +25,7 @@ def config_file(folder: Path, text: str) -> Path:
     ("text", "expected"),
     [
         ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
+        ("max_steps = 5", "`max_steps`.*Did you mean `?steps"),
         ("zzz = 1", r"got `zzz`\..*learning_rate"),
         ('steps = "30"', r"`steps`: expected a whole number, got '30' \(a string\)"),
         ("steps = 30.0", r"`steps`: expected a whole number, got 30\.0"),
@@ -83,6 +84,7 @@ def test_a_command_without_a_config_file_says_how_to_call_it(argv, capsys):
         (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
         (["--select-interval", "often"], "{auto,epoch}"),
+        (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
         (["--qqq"], "unknown option --qqq. All are in"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
         (["--timeline", "none/x.png"], "`--timeline`: expected a file that ends in"),

@@ -17,10 +17,12 @@ from tests.train import scripts
 from tests.train.scripts import rows, summary
 from train import finetune, job, models
 from train.command_line import load_settings
+from train.data import Batches
 from train.optimizers import decayed, make_optimizer, weight_dtype
 from train.run_folder import WRITTEN, new_run_folder
 from train.settings import Settings
 from train.tasks import standard_library
+from train.tasks.standard_library import Windows
 from zenflow_jax import find_state
 
 TINY = scripts.TINY | {"steps": 13, "warmup_steps": 2, "log_every": 4, "update_interval": 2}
@@ -162,6 +164,25 @@ def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
     assert "mean window length" in shown
     assert f"timeline of the last steps: {picture}" in shown
     assert "<svg" in picture.read_text(encoding="utf-8")[:1000]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
+def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
+    changed = {"corpus_megabytes": 0.02, "steps": 9, "log_every": 1, "update_interval": 1}
+    root = standard_library.folder()
+    split = standard_library.split_files(
+        root, standard_library.source_files(root), seed=0, max_bytes=20_000, validation_share=0.1
+    )
+    windows = standard_library.windows(root, split.train, TINY["sequence_length"])
+    # So large that it takes four batches, the last of them not full, whatever this Python's text.
+    changed["batch_size"] = len(windows) // 4 + 1
+    assert Batches(Windows(windows), batch_size=changed["batch_size"], seed=0).per_epoch == 4
+
+    assert finetune.main(tiny_command(tmp_path, select_interval="epoch", **changed)) == 0
+    metrics = rows(tmp_path / "runs" / "001-zenflow" / "metrics.csv")
+    # Also after the first step, because the channels that a run starts with were chosen by nobody.
+    assert [int(row["reselections"]) for row in metrics] == [1, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
 @pytest.mark.slow
