@@ -83,8 +83,7 @@ def watches() -> bool:
 
 def has_left(engine: Engine, process: int) -> bool:
     """Whether that process has left the engine, as the others see it."""
-    entries = engine.watch._client.key_value_dir_get(engine.watch._directory)
-    return any(key.endswith(f"/{process}/left") for key, _ in entries)
+    return any(news[:2] == (process, "left") for news in engine.watch._store.read())
 
 
 def go_on(me: int, port: int) -> None:
@@ -201,14 +200,14 @@ def store(monkeypatch):
 
 def test_the_failure_of_another_process_reaches_the_engine_and_is_announced(store, capfd):
     engine = Engine("engine", NEVER_S)
-    store.entries[f"{engine.watch._directory}1/failed"] = "the moments ran away"
+    store.entries[f"{engine.watch._store.directory}1/failed"] = "the moments ran away"
     with pytest.raises(RuntimeError, match=r"^process 1 failed: the moments ran away"):
         engine.future.result(TIMEOUT_S)
     said = []
     wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
     assert "Process 0 will be ended with code 1, by `os._exit`" in "".join(said)
     engine.watch.close()
-    store.entries[f"{engine.watch._directory}1/left"] = CLOSED
+    store.entries[f"{engine.watch._store.directory}1/left"] = CLOSED
     wait_until(lambda: not watches())
 
 
@@ -220,8 +219,8 @@ def test_a_watch_survives_a_service_that_is_away_for_a_while(store):
     assert not store.entries
     store.broken = False
     wait_until(lambda: store.entries)
-    assert store.entries == {f"{engine.watch._directory}0/failed": "the moments ran away"}
-    store.entries[f"{engine.watch._directory}1/left"] = CLOSED
+    assert store.entries == {f"{engine.watch._store.directory}0/failed": "the moments ran away"}
+    store.entries[f"{engine.watch._store.directory}1/left"] = CLOSED
     engine.watch.close()
     wait_until(lambda: not watches())
 
@@ -241,7 +240,7 @@ def test_a_watch_ends_with_the_service_once_its_engine_is_closed(store):
 def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left, other):
     engine = Engine("engine", SOON_S, exit_if_stuck=False)
     if other is not None:
-        store.entries[f"{engine.watch._directory}1/left"] = other
+        store.entries[f"{engine.watch._store.directory}1/left"] = other
     engine.watch.report("the moments ran away")
     if left:
         engine.raised(7)
@@ -258,7 +257,7 @@ def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left
 
 def test_a_failure_that_all_raise_together_is_not_announced(store, capfd):
     engine = Engine("engine", NEVER_S)
-    store.entries[f"{engine.watch._directory}1/left"] = "point 7"
+    store.entries[f"{engine.watch._store.directory}1/left"] = "point 7"
     engine.watch.report("the moments ran away")
     engine.raised(7)
     wait_until(lambda: not watches())

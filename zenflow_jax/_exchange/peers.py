@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -64,10 +64,9 @@ class PeerMonitor:
         if self._idle:
             return
         self._me = jax.process_index()
-        self._client = _connect()
         # Engines of other sets of processes may have the same names.
         members = hashlib.sha256(repr(sorted(self._processes)).encode()).hexdigest()[:16]
-        self._directory = f"zenflow_jax/{members}/{name}/"
+        self._store = _Store(f"zenflow_jax/{members}/{name}/")
         self._poll_s, self._grace_s = poll_s, grace_s
         self._exit_if_stuck = exit_if_stuck
         # News (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
@@ -192,14 +191,12 @@ class PeerMonitor:
         for kind in ("failed", "left"):
             text = self._known(kind).get(self._me)
             if text is not None and kind not in self._told:
-                # Overwrites, because a request that failed may have arrived.
-                self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
+                self._store.write(self._me, kind, text)
                 self._told.add(kind)
 
     def _look(self) -> None:
-        for key, text in self._client.key_value_dir_get(self._directory):
-            process, kind = key.removeprefix(self._directory).split("/")
-            self._known(kind).setdefault(int(process), text)
+        for process, kind, text in self._store.read():
+            self._known(kind).setdefault(process, text)
 
     def _known(self, kind: str) -> dict[int, str]:
         return self._failed if kind == "failed" else self._left
@@ -243,6 +240,23 @@ class PeerMonitor:
             "all again, from the last checkpoint. The threads of this one now:\n"
         )
         faulthandler.dump_traceback(2)
+
+
+class _Store:
+    """The news of all processes of one engine, in a directory of JAX's coordination service."""
+
+    def __init__(self, directory: str):
+        self.directory = directory
+        self._client = _connect()
+
+    def write(self, process: int, kind: str, text: str) -> None:
+        # Overwrites, because a request that failed may have arrived.
+        self._client.key_value_set(f"{self.directory}{process}/{kind}", text, True)
+
+    def read(self) -> Iterator[tuple[int, str, str]]:
+        for key, text in self._client.key_value_dir_get(self.directory):
+            process, kind = key.removeprefix(self.directory).split("/")
+            yield int(process), kind, text
 
 
 def _say(text: str) -> None:

@@ -64,8 +64,7 @@ class Worker:
         self._updates: deque[_Update] = deque()  # begun, in order
         self._condition = threading.Condition()
         self._stop: _Stop | None = None  # why the thread is to end
-        self._failure: tuple[str, BaseException] | None = None  # why it has ended, if not closed
-        self.told = False  # whether the caller has heard of the failure
+        self._failure: _Failure | None = None  # why it has ended, if not closed
         self._where = "the first mail"  # what the thread does, for messages
         self._snapshots: list[Snapshot] = []  # which somebody may still be saving
         # A daemon, so that a forgotten engine cannot keep the interpreter from ending.
@@ -117,7 +116,12 @@ class Worker:
     @property
     def reason(self) -> str:
         """Why the thread has failed; empty if it has not."""
-        return "" if self._failure is None else self._failure[0]
+        return "" if self._failure is None else self._failure.reason
+
+    @property
+    def told(self) -> bool:
+        """Whether the caller has heard of the failure."""
+        return self._failure is not None and self._failure.told
 
     def check(self) -> None:
         """Raises what ended the thread, if anything did."""
@@ -125,12 +129,11 @@ class Worker:
             self._peers.passed()
             return
         self._peers.raised()
-        self.told = True
-        reason, error = self._failure
+        self._failure.told = True
         raise RuntimeError(
-            f"{reason}. Deferred channels are not up to date and this engine takes no more work; "
-            "go on from the last checkpoint."
-        ) from error
+            f"{self._failure.reason}. Deferred channels are not up to date and this engine takes "
+            "no more work; go on from the last checkpoint."
+        ) from self._failure.error
 
     def leaves(self) -> list[HostLeaf]:
         """The host's arrays of each part, which live as long as this list does."""
@@ -191,7 +194,7 @@ class Worker:
     def _break_promises(self) -> None:
         if self._failure is None and not self.closed:
             return
-        error = self._failure[1] if self._failure else RuntimeError("the engine was closed")
+        error = self._failure.error if self._failure else RuntimeError("the engine was closed")
         with self._condition:
             broken = [f for message in self._messages for f in message.promises if not f.done()]
             self._messages.clear()
@@ -204,11 +207,11 @@ class Worker:
                 self._turn()
         except _Stop as stop:
             if stop.other is not None:
-                self._failure = stop.other, stop
+                self._failure = _Failure(stop.other, stop)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
             reason = f"the host worker failed at {self._where}: {error}".rstrip(".")
             self._peers.report(reason)
-            self._failure = reason, error
+            self._failure = _Failure(reason, error)
         finally:
             self._break_promises()
             self._updates.clear()
@@ -355,6 +358,15 @@ class _Stop(Exception):
     def __init__(self, other: str | None):
         super().__init__(other)
         self.other = other
+
+
+@dataclass
+class _Failure:
+    """What has ended the thread."""
+
+    reason: str
+    error: BaseException
+    told: bool = False  # the caller has heard of it
 
 
 @dataclass
