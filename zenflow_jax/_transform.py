@@ -43,7 +43,7 @@ from zenflow_jax._plan.arguments import (
 from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.resolve import LeafRules, resolve_specs, warn_if_all_resident
 from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._plan.scalars import USED, AdamScalars, StepFacts, StepScalars
+from zenflow_jax._plan.scalars import MISUSED, USED, AdamScalars, StepFacts, StepScalars
 
 
 def zenflow(
@@ -264,9 +264,10 @@ def _update(
         # silently stop learning. A jitted update cannot raise; NaN is seen.
         lost = state.token == USED
         _raise_if_lost(lost)
-        lost |= misused(gradients, state.leaves)
-        changes = [jnp.where(lost, jnp.nan, change) for change in changes]
-        facts = StepFacts(scalars, verdict.factor, step, state.token, verdict.finite)
+        wrong = misused(gradients, state.leaves)
+        changes = [jnp.where(lost | wrong, jnp.nan, change) for change in changes]
+        token = jnp.where(wrong & ~lost, MISUSED, state.token)
+        facts = StepFacts(scalars, verdict.factor, step, token, verdict.finite)
         packed = StepScalars.pack(facts, statistics)
         new = _with_mail(new, seen, packed, verdict, rank)
     else:

@@ -11,7 +11,7 @@ import jax
 from zenflow_jax._device.memory import copy_to_host
 from zenflow_jax._diagnostics.timeline import Recorder
 from zenflow_jax._exchange.parts import OffloadedLeaves
-from zenflow_jax._plan.scalars import USED, StepScalars
+from zenflow_jax._plan.scalars import MISUSED, USED, StepScalars
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,6 +48,12 @@ class Mail(_Message):
                 f"two steps were made without `exchange` between them (at step {step}), so the "
                 "first one's mail is lost. Call `params, opt_state = engine.exchange(params, "
                 "opt_state)` after every step, and give the next step what it returned."
+            )
+        if token == MISUSED:
+            raise RuntimeError(
+                f"expected the gradients of streamed layers as `jax.grad` returned them, each used "
+                f"once, got others at step {step}, whose parameters are now NaN: go on from a "
+                'checkpoint. docs/gradients.md, "Scanned layers", says what must not be done.'
             )
         if step == 0:  # scalars that no step has written
             raise RuntimeError(

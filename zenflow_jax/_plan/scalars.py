@@ -11,6 +11,8 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 #: The token of a step whose mail no engine has taken yet.
 USED = -1
+#: The token in the mail of a step whose streamed gradients are not as `jax.grad` made them.
+MISUSED = -2
 
 
 class AdamScalars(NamedTuple):
