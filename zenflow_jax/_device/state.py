@@ -99,7 +99,7 @@ class ZenFlowState(NamedTuple):
             (`_version.py`): the version of zenflow_jax that began the run.
         static: What no step changes, in the treedef: `schedule`, `offload` and `send_gradients`.
 
-    With `send_gradients="during_step"` mail is in pinned host memory, with leading unit axes. With
+    With `send_gradients="during_step"` mail is in pinned host memory, with unit axes. With
     "after_step" it stays on the device, where `exchange` puts one element per device in its place;
     with "per_window" it is a sum there. With the last two the state has nothing in host memory:
     copies of a few scalars would be enough for XLA:GPU to keep all activations (benchmarks/LOG.md).
