@@ -1,0 +1,138 @@
+"""Configs, files and arguments that `from_deepspeed` refuses, by the name of what is wrong."""
+
+import math
+import re
+
+import optax
+import pytest
+
+from tests.deepspeed.test_deepspeed import (
+    ADAM,
+    NO_DECAY,
+    OFFLOAD,
+    REMOVE,
+    RULES,
+    TRAINING,
+    changed,
+    scheduled,
+    sized,
+)
+from zenflow_jax.deepspeed import from_deepspeed
+
+pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
+
+
+WRONG = {
+    RULES: [True],
+    f"{RULES}.topk_ratio": [0, 1.0, "0.1", True],
+    f"{RULES}.update_interval": [0, 2.5, "4", True],
+    f"{RULES}.select_strategy": ["steps"],
+    f"{RULES}.select_interval": [8, -4],
+    f"{RULES}.full_warm_up_rounds": [-1],
+    f"{RULES}.overlap_step": ["true", 1],
+    f"{RULES}.auto_ratio": [1.5],
+    f"{RULES}.pt_reserved_cores_perc": [-0.1],
+    f"{RULES}.topk_ration": [0.1],
+    "zero_optimization.stage": [0, 4],
+    "zero_optimization.cpu_offload": [True],
+    OFFLOAD: [REMOVE, {"device": "none"}],
+    f"{OFFLOAD}.device": ["gpu"],
+    "optimizer": [[]],
+    "optimizer.type": ["Lamb", "auto"],
+    f"{ADAM}.lr": ["auto", -1, [1e-3, 1e-4]],
+    f"{ADAM}.betas": [[0.9], [0.9, 1.0]],
+    f"{ADAM}.amsgrad": [True],
+    f"{ADAM}.bias_correction": [False],
+    f"{ADAM}.max_grad_norm": [1.0],
+    f"{ADAM}.weightdecay": [0.1],
+    "gradient_clipping": [-1, math.nan, math.inf],
+    "gradient_allreduce_op": ["sum"],
+    "train_batch_size": [0],
+    "amp": [{"enabled": True}],
+    "bf16": ["auto", {"enabled": "yes"}, {"enable": True}],
+    "fp16": [{"enabled": True}, {"loss_scale_windows": 9}],
+    "scheduler": [
+        {"type": "OneCycle"},
+        {"type": "WarmupDecayLR"},
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+        {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
+        {"type": "WarmupLR", "params": {"total_num_steps": 9}},
+        {"type": "WarmupLR", "params": {"last_batch_iteration": 9}},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(path, value) for path in WRONG for value in WRONG[path]], ids=str
+)
+def test_a_key_whose_value_is_wrong_is_named(path, value):
+    with pytest.raises(ValueError, match=rf"^`{re.escape(path)}\b"):
+        _ = from_deepspeed(changed({path: value})).optimizer
+
+
+OF_SCHEDULE = scheduled("WarmupLR") | {f"{ADAM}.lr": "auto"}
+
+
+def selected(strategy, interval):
+    return {RULES: {"update_interval": 4, "select_strategy": strategy, "select_interval": interval}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        (selected("step", 3), {}, "select_interval`.* update_interval=4 .* got 3"),
+        (selected("epoch", 1), {"steps_per_epoch": 3}, "select_.* update_interval=4 .* got 3"),
+        (selected("step", "auto"), {}, 'select_interval`.* a whole number .* got "auto"'),
+        (selected("epoch", 1), {}, "select_strategy`.* steps_per_epoch="),
+        (NO_DECAY | {f"{ADAM}.weight_decay": 0.1}, {}, "adam_w_mode`: .* decoupled"),
+        (sized(32, 8, 3), {}, "`train_batch_size`: expected .*devices="),
+        (sized(32, 8, 4), {"devices": 2}, "`train_batch_size`: expected .*devices="),
+        (sized(30, 8, None), {}, "`train_batch_size`: expected .*devices="),
+        (OF_SCHEDULE, {"learning_rate": optax.constant_schedule(1.0)}, "got a schedule"),
+        (scheduled("WarmupLR") | {"optimizer": REMOVE}, {}, "got none"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(changes, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        _ = from_deepspeed(changed(changes), **arguments).arguments
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"bf16": {"enabled": true, "enabled": false}}',
+        '{"steps": 1,}',
+        "// a comment\n{}",
+        '{"gradient_clipping": Infinity}',
+        "[1]",
+        "",
+        b"\xff\xfe\x00",
+        '{"gradient_clipping": -1}',
+    ],
+    ids=repr,
+)
+def test_a_file_that_cannot_be_understood_is_named(tmp_path, text):
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=re.escape(f"{path}: ")):
+        from_deepspeed(path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "exception"),
+    [
+        ("config", 3, TypeError),
+        ("total_steps", 0, ValueError),
+        ("steps_per_epoch", 2.0, TypeError),
+        ("devices", True, TypeError),
+        ("warmup_steps", -1, ValueError),
+        ("learning_rate", -1.0, ValueError),
+        ("learning_rate", "auto", TypeError),
+        ("max_grad_norm", 0.0, ValueError),
+        ("b1", 1.0, ValueError),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(argument, value, exception):
+    with pytest.raises(exception, match=f"`{argument}` must "):
+        from_deepspeed(**{"config": TRAINING, argument: value})
