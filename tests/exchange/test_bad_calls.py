@@ -1,0 +1,156 @@
+"""Mistakes in calls of an engine that runs; `test_bad_input.py` has what is refused before."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.test_bad_input import (
+    NO_STATE,
+    PARAMS,
+    SQUARE,
+    STATE,
+    TWO_STATES,
+    TX,
+    assert_told,
+    make,
+    nnx_model,
+    nnx_optimizer,
+    numpy_of,
+    shapes_of,
+    step,
+    step_of,
+    table,
+)
+from zenflow_jax import HostEngine
+
+pytestmark = pytest.mark.usefixtures("annotations_are_not_checked")
+
+
+@pytest.fixture
+def running():
+    """An engine after its first exchange, with what that returned."""
+    engine = HostEngine(PARAMS, STATE, host_kernel="numpy")
+    yield engine, *engine.exchange(*step(PARAMS, STATE))
+    engine.close()  # no `with`: leaving one complains of what was not flushed
+
+
+def finish(engine, params, state, steps=4, step=step):
+    for _ in range(steps):
+        params, state = engine.exchange(*step(params, state))
+    return engine.flush(params, state)[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    with HostEngine(PARAMS, STATE, host_kernel="numpy") as engine:
+        return finish(engine, PARAMS, STATE, 5)
+
+
+OTHER_RUN = "the run that this engine was made for"
+# Calls with what the first exchange returned.
+BEFORE = [
+    (lambda e, p, s: e.exchange(p, s), RuntimeError, "the state of a new step"),
+    (lambda e, p, s: e.exchange(p, optax.adam(1.0).init(p)), ValueError, NO_STATE),
+    (lambda e, p, s: e.flush(p, (s, s)), ValueError, TWO_STATES),
+    (lambda e, p, s: e.exchange(p, make(update_interval=1).init(p)), ValueError, OTHER_RUN),
+    (lambda e, p, s: e.exchange(SQUARE, TX.init(SQUARE)), ValueError, OTHER_RUN),
+    (lambda e, p, s: e.flush(SQUARE, s), ValueError, "got float32 (3, 6)"),
+    (lambda e, p, s: e.exchange(p, nnx_optimizer(TX).opt_state), TypeError, "exchange_nnx"),
+    (lambda e, p, s: e.exchange_nnx(p, s), TypeError, "nnx.Module"),
+    (lambda e, p, s: e.peek_nnx(nnx_model(), s), TypeError, "nnx.Optimizer"),
+    (lambda e, p, s: e.flush(p, numpy_of(s)), TypeError, "ndarray"),
+    (lambda e, p, s: e.flush(p, STATE), RuntimeError, "the last `exchange` returned"),
+]
+# Calls with what the next step returned. A window closes here.
+AFTER = [
+    (lambda e, p, s: e.flush(p, s), RuntimeError, "Call `exchange` first"),
+    (lambda e, p, s: e.exchange(SQUARE, s), ValueError, "got float32 (3, 6)"),
+    (lambda e, p, s: e.exchange({"kernel": p["weight"]}, s), ValueError, "got 1 leaves"),
+    (lambda e, p, s: e.exchange(None, s), ValueError, "got 0 leaves"),
+    (lambda e, p, s: e.exchange(numpy_of(p), s), TypeError, "ndarray"),
+    (lambda e, p, s: e.exchange(p, numpy_of(s)), TypeError, "ndarray"),
+    (lambda e, p, s: e.exchange(p, shapes_of(s)), (TypeError, ValueError), "ShapeDtypeStruct"),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "call", "exception", "word"),
+    [(0, *row) for row in BEFORE] + [(1, *row) for row in AFTER],
+)
+def test_the_engine_refuses_and_the_run_goes_on(running, undisturbed, steps, call, exception, word):
+    engine, *made = running
+    for _ in range(steps):
+        made = step(*made)
+    assert_told(lambda: call(engine, *made), exception, word)
+    assert engine.stats.steps == 1
+    for _ in range(steps):
+        made = engine.exchange(*made)
+    jax.tree.map(np.testing.assert_array_equal, finish(engine, *made, 4 - steps), undisturbed)
+
+
+@table(
+    (lambda p: p | {"weight": p["weight"][:, :1]}, ValueError, "got float32 (6, 1)"),
+    (lambda p: p | {"weight": p["weight"].astype(jnp.bfloat16)}, ValueError, "got bfloat16"),
+    (numpy_of, TypeError, "ndarray"),
+)
+def test_other_parameters_are_refused_where_an_update_arrives_and_no_window_closes(
+    call, exception, word
+):
+    tx = make(update_interval=4, select_interval=4, staleness=2)
+    step, params, state = step_of(tx), PARAMS, tx.init(PARAMS)
+    with HostEngine(params, state, host_kernel="numpy") as engine:
+        for _ in range(5):
+            params, state = engine.exchange(*step(params, state))
+        params, state = step(params, state)
+        assert_told(lambda: engine.exchange(call(params), state), exception, word)
+        # What is right is taken as if nothing had happened.
+        engine.flush(*engine.exchange(params, state))
+
+
+NANS = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS)
+
+
+# What is wrong with a mail is told once it is read, some steps later.
+@pytest.mark.parametrize(
+    ("tx", "params", "word"),
+    [
+        (optax.MultiSteps(TX, 2).gradient_transformation(), PARAMS, "the mail of step 1"),
+        (optax.apply_if_finite(TX, 3), NANS, "the mail of step 1"),
+        (make(lambda t: jnp.where(t == 1, np.nan, 1e-2)), PARAMS, "learning_rate=nan"),
+        (make(lambda t: jnp.where(t == 1, np.inf, 1e-2)), PARAMS, "learning_rate=inf"),
+    ],
+    ids=["MultiSteps", "apply_if_finite", "a rate of NaN", "an infinite rate"],
+)
+def test_what_a_step_made_wrong_is_told_of(tx, params, word):
+    state = tx.init(params)
+    with HostEngine(params, state, host_kernel="numpy") as engine:
+        call = functools.partial(finish, engine, params, state, step=step_of(tx))
+        assert_told(call, RuntimeError, word)
+
+
+def test_two_steps_without_exchange_are_told_of_and_the_engine_stays_failed(running):
+    engine, params, state = running
+    new = step(*step(params, state))
+    told = "two steps were made without `exchange`"
+    assert_told(lambda: finish(engine, *engine.exchange(*new)), RuntimeError, told)
+    for call in (engine.exchange, engine.flush):
+        assert_told(lambda call=call: call(params, state), RuntimeError, "last checkpoint")
+
+
+def test_a_closed_engine_says_so(running):
+    engine, params, state = running
+    engine.close()
+    for call in (engine.exchange, engine.flush):
+        assert_told(lambda call=call: call(params, state), RuntimeError, "expected an open engine")
+
+
+def test_leaving_without_a_flush_is_an_error():
+    def leave():
+        with HostEngine(PARAMS, STATE, host_kernel="numpy") as engine:
+            engine.exchange(*step(PARAMS, STATE))
+
+    assert_told(leave, RuntimeError, "never reached the parameters")
