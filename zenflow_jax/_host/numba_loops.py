@@ -7,7 +7,7 @@ loop and its scalar tail give the same bits, and NumPy gives them too. Moments i
 
 Numba makes uint64 of the sum of two uint32, so each step of bit arithmetic is cast back. It checks
 an index that it cannot prove positive, which keeps LLVM from vectorizing: so indices are unsigned
-(`np.uintp`), or count over slices from zero. Flags that choose a function (`_by_type`) are True or
+(`np.uintp`), or count over slices from zero. Flags that choose a function (`by_type`) are True or
 None, which have types of their own.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flat. Of a split master `p` is the
@@ -17,23 +17,13 @@ factor 0. The first gradient may begin at the element `origin` of the others. A 
 segments `first` to `last`, and of each the elements `left` to `right`, in whole blocks.
 """
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import numba
 import numpy as np
-from numba.extending import overload
 
 from zenflow_jax._host import moments
+from zenflow_jax._host.numba_compile import by_type, compiled, inner
 
-# C code calls none of these functions, and Python none of those inside of others. Numba would write
-# ways in for both, which was a third of the time to compile. Both are options of `numba.njit` that
-# its manual leaves out; it refuses those that it does not know.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-_INNER: Any = {**_OPTIONS, "no_cpython_wrapper": True}
-
-# Numba compiles again what it keeps on disk when this file changes, not when that one does.
+# Numba compiles again what it keeps on disk when this file changes, not when those imported do.
 BLOCK = moments.BLOCK
 _TWICE_BEND, _BEND, _BEND_SQUARED = 2 * moments.BEND, moments.BEND, moments.BEND * moments.BEND
 _TOP_FIRST, _TOP_SECOND = moments.TOP_FIRST, moments.TOP_SECOND
@@ -47,49 +37,20 @@ _ROUNDER = np.float32(1.5 * 2**23)
 _CHUNK = 4096
 _LANES = 2048
 
-
-def _compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
-    """Serial machine code that releases the GIL, kept on disk where Numba finds a place for it."""
-    function = inspect.unwrap(function)  # jaxtyping's import hook wraps it, in tests
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:
-        return numba.njit(**options)(function)
-
-
-def _inner(function: Callable) -> Any:
-    """The same for compiled code to call; a call from Python ends the process."""
-    return _compiled(function, _INNER)
-
-
-def _by_type(place: int, wanted: Any, if_wanted: Callable, otherwise: Callable) -> Callable:
-    """A function for compiled code that is one of two, by the type of its argument at a place."""
-
-    def chosen(*args: Any) -> Any:
-        raise NotImplementedError("compiled code only")
-
-    pair = inspect.unwrap(if_wanted), inspect.unwrap(otherwise)
-    # Not strict: the arguments' names need not be those of `args`.
-    overload(chosen, jit_options=_INNER, strict=False)(
-        lambda *args: pair[0] if args[place] == wanted else pair[1]
-    )
-    return chosen
-
-
 # The bits of a bfloat16 are the upper half of a float32.
-_widened = _by_type(
+_widened = by_type(
     0,
     numba.uint16,
     lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32),
     lambda x: x,
 )
-_added = _by_type(
+_added = by_type(
     0,
     numba.none,
     lambda total, g, f, i: _widened(g[i]) * f,
     lambda total, g, f, i: total + _widened(g[i]) * f,
 )
-_plus = _by_type(
+_plus = by_type(
     1,
     numba.none,
     lambda total, g, f, i: total,
@@ -97,7 +58,7 @@ _plus = _by_type(
 )
 
 
-@_inner
+@inner
 def _sum(total, gs, fs, i, origin):
     """The sum, one after the other; each product and sum rounds, as in a pass for each."""
     a, b, c, d = gs
@@ -106,7 +67,7 @@ def _sum(total, gs, fs, i, origin):
     return _plus(_plus(_plus(total, b, f, i), c, g, i), d, h, i)
 
 
-@_compiled
+@compiled
 def accumulate(total, gs, fs, first):
     if first:
         for e in range(total.size):
@@ -136,17 +97,17 @@ def _keep_split(x, p, rest, i, on):
     rest[i] = np.int16(_chosen(on, _rest_of(x, rounded), np.uint16(rest[i])))
 
 
-_master = _by_type(1, numba.none, lambda p, rest, i: p[i], _joined)
-_keep = _by_type(2, numba.none, _keep_whole, _keep_split)
+_master = by_type(1, numba.none, lambda p, rest, i: p[i], _joined)
+_keep = by_type(2, numba.none, _keep_whole, _keep_split)
 
 
-@_inner
+@inner
 def _chosen(on, new, old):
     """`new` if `on`, else `old`: uint16, bit by bit, as LLVM vectorizes no branch around both."""
     return np.uint16(old ^ np.uint16(np.uint16(old ^ new) & np.uint16(-np.int64(on))))
 
 
-@_inner
+@inner
 def _rest_of(x, rounded):
     """What a bfloat16, given as its bits, lacks of `x`; both as uint16 (`masters.py`)."""
     bits = np.float32(x).view(np.uint32)
@@ -155,7 +116,7 @@ def _rest_of(x, rounded):
     return np.uint16(lower - np.uint16(halfway_down))
 
 
-@_compiled
+@compiled
 def bfloat16_bits(x):
     """To nearest, ties to even; a NaN becomes the quiet one of its sign, as in ml_dtypes."""
     bits = np.float32(x).view(np.uint32)
@@ -168,7 +129,7 @@ def bfloat16_bits(x):
 # AdamW.
 
 
-@_inner
+@inner
 def _element(p, m, v, g, m_debias, v_debias, scalars):
     scale, learning_rate, b1, b2, one_minus_b1, one_minus_b2, eps, weight_decay = scalars
     g = g * scale
@@ -178,7 +139,7 @@ def _element(p, m, v, g, m_debias, v_debias, scalars):
     return p - direction * learning_rate, m, v
 
 
-@_inner
+@inner
 def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes, scalars):
     """Takes the step on `size` neighbours, from the elements `at` of masters and `at_m` of moments.
 
@@ -200,12 +161,12 @@ def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes,
 
 
 # Where moments take the step: in place, or in scratch.
-_workplace = _by_type(
+_workplace = by_type(
     1, numba.none, lambda x, scales, size: x, lambda x, scales, size: np.empty(size, np.float32)
 )
 
 
-@_compiled
+@compiled
 def adamw_leading(
     p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
 ):
@@ -244,7 +205,7 @@ def adamw_leading(
         s = end
 
 
-@_compiled
+@compiled
 def adamw_trailing(
     p, rest, m, m_scales, v, v_scales, gradients, channels, scalars, rows, width, tile
 ):
@@ -298,10 +259,10 @@ def _second_code(x, inverse, root):
     return max(np.uint8(np.float32(y + _ROUNDER).view(np.uint32)), np.uint8(y > _ZERO))
 
 
-_decoded = _by_type(2, numba.none, _first_decoded, _second_decoded)
-_code = _by_type(2, numba.none, _first_code, _second_code)
+_decoded = by_type(2, numba.none, _first_decoded, _second_decoded)
+_code = by_type(2, numba.none, _first_code, _second_code)
 # A block's scale as it is kept, by its largest magnitude.
-_scale = _by_type(
+_scale = by_type(
     1,
     numba.none,
     lambda x, root: bfloat16_bits(_ZERO if x < _LEAST else x),
@@ -309,20 +270,20 @@ _scale = _by_type(
 )
 
 
-@_inner
+@inner
 def _inverse(scale, root):
     scale = _widened(scale)
     top = _TOP_FIRST if root is None else _TOP_SECOND
     return top / scale if scale > _ZERO else _ZERO
 
 
-@_inner
+@inner
 def _magnitude(x):
     """The bits of |x|: they order numbers as they are ordered, and NaN above all."""
     return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7FFFFFFF))
 
 
-@_inner
+@inner
 def _convert(codes, scales, x, width, root, inward):
     """Converts channels of `width` elements, or a piece of one channel."""
     size = codes.size if width % BLOCK == 0 else width
@@ -387,18 +348,18 @@ def _encode_rows(codes, scales, x, shape, active, root, inward):
 
 
 # Blocks, a row each.
-_convert_blocks = _by_type(4, numba.none, _decode_blocks, _encode_blocks)
+_convert_blocks = by_type(4, numba.none, _decode_blocks, _encode_blocks)
 # The rows of a block, of `lanes` elements each, which are `apart` among the codes. Channels that
 # are not `active` keep codes and scales.
-_convert_rows = _by_type(6, numba.none, _decode_rows, _encode_rows)
+_convert_rows = by_type(6, numba.none, _decode_rows, _encode_rows)
 
 
-@_inner
+@inner
 def _blocks(size):
     return (size + BLOCK - 1) // BLOCK
 
 
-@_inner
+@inner
 def _block_of(row, rows):
     """The number of a row's block, among those of all entries of `rows` each."""
     return row // rows * _blocks(rows) + row % rows // BLOCK
@@ -418,10 +379,10 @@ def _move_in(x, rest, i, moved, j, inward):
     _keep(moved[j], x, rest, i, True)
 
 
-_move = _by_type(5, numba.none, _move_out, _move_in)
+_move = by_type(5, numba.none, _move_out, _move_in)
 
 
-@_compiled
+@compiled
 def move(x, rest, moved, channels, inward, rows, n, tail, tile):
     first, last, left, right = tile
     k = channels.shape[1]
