@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from matplotlib.figure import Figure
@@ -35,45 +35,73 @@ LEAST_STEPS = 100
 Validations = Sequence[tuple[int, Mapping[str, float]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The figures of a run."""
+class Machine(NamedTuple):
+    """What a run has used."""
 
-    optimizer: str
     device: str
     devices: int  # of all processes
     processes: int
-    parameters: int
-    target: str  # what a loss is a mean over: token, byte, label
-    steps: int
-    skipped: int  # steps whose gradient was not finite
-    best_step: int | None  # with keep_best the step whose weights the model has; else None
-    resumed_at: int  # 0 in one piece; otherwise rates and seconds are of the steps after this one
+
+
+class Costs(NamedTuple):
+    """What the steps of a run have taken of time and of the bus."""
+
     tokens_per_s: float  # after the first step, which compiles
     bytes_per_parameter_and_step: float  # to the host and back, all processes together
     wait_share: float  # of `train_s`, 0 to 1; of process 0
     host_s: float  # that the host update of process 0 worked, hidden or not
     train_s: float  # after the first step, with the last update of the host
     total_s: float  # with reading the text, compilation and validation
+
+
+class Schedule(NamedTuple):
+    """How zenflow's schedule went; None for adamw."""
+
+    windows: int | None = None  # with the warm-up's, of one step each, and the last, cut short
+    mean_window_length: float | None = None  # of these, in steps
+    reselections: int | None = None  # the first selection included
+    kept_share: float | None = None  # at the end; None also where select_interval is not "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of a run; in `summary.json` those of the named tuples stand among the others."""
+
+    optimizer: str
+    machine: Machine
+    parameters: int
+    target: str  # what a loss is a mean over: token, byte, label
+    steps: int
+    skipped: int  # steps whose gradient was not finite
+    best_step: int | None  # with keep_best the step whose weights the model has; else None
+    resumed_at: int  # 0 in one piece; otherwise rates and seconds are of the steps after this one
+    costs: Costs
     validation_before: dict[str, float]  # `loss` in nats per token or label, and the task's metrics
     validation_after: dict[str, float]
-    # Of zenflow's schedule; None for adamw.
-    windows: int | None  # with those of the warm-up, of one step each, and the last, cut short
-    mean_window_length: float | None  # of these, in steps
-    reselections: int | None  # the first selection included
-    kept_share: float | None  # at the end; None also where select_interval is not "auto"
+    schedule: Schedule
+
+
+_GROUPS = {"machine": Machine, "costs": Costs, "schedule": Schedule}
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
     """Writes `summary.json`, the last of a run's files: it says that all of them are written."""
-    replace_text(folder / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+    figures: dict[str, Any] = {}
+    for name, value in vars(summary).items():
+        figures |= value._asdict() if name in _GROUPS else {name: value}
+    replace_text(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> Summary | None:
     """Reads `summary.json`; None if there is none, or if it is damaged."""
     try:
-        return Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):  # no UTF-8 or JSON; other keys
+        figures = dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        groups = {
+            name: group(*(figures.pop(field) for field in group._fields))
+            for name, group in _GROUPS.items()
+        }
+        return Summary(**figures, **groups)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):  # no UTF-8 or JSON; other keys
         return None
 
 
@@ -118,11 +146,13 @@ def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console)
 
 def summary_table(summary: Summary) -> Table:
     """The figures of a run as a table for the terminal."""
-    device, first = summary.device, ""
-    if summary.devices > 1:
-        device = f"{summary.devices} x {device}"
-    if summary.processes > 1:
-        device, first = f"{device}, {summary.processes} processes", ", process 0"
+    device, devices, processes = summary.machine
+    first = ""
+    if devices > 1:
+        device = f"{devices} x {device}"
+    if processes > 1:
+        device, first = f"{device}, {processes} processes", ", process 0"
+    costs, schedule = summary.costs, summary.schedule
     table = Table("figure", "value", title=f"{summary.optimizer} on {device}")
     table.columns[1].justify = "right"
     figures: list[tuple[str, float | None, str]] = [
@@ -130,16 +160,16 @@ def summary_table(summary: Summary) -> Table:
         ("steps", summary.steps, ","),
         ("of them before this start", summary.resumed_at or None, ","),
         ("steps skipped, gradient not finite", summary.skipped, ","),
-        ("tokens/s", summary.tokens_per_s, ",.0f"),
-        ("bytes moved per parameter and step", summary.bytes_per_parameter_and_step, ".2f"),
-        (f"share of time waiting for the host{first}", summary.wait_share, ".1%"),
-        (f"host seconds{first}", summary.host_s, ".1f"),
-        ("windows", summary.windows, ","),
-        ("mean window length, steps", summary.mean_window_length, ".2f"),
-        ("times that channels were selected", summary.reselections, ","),
-        ("share of the best channels' score kept", summary.kept_share, ".1%"),
-        ("training seconds", summary.train_s, ".1f"),
-        ("seconds in all", summary.total_s, ".1f"),
+        ("tokens/s", costs.tokens_per_s, ",.0f"),
+        ("bytes moved per parameter and step", costs.bytes_per_parameter_and_step, ".2f"),
+        (f"share of time waiting for the host{first}", costs.wait_share, ".1%"),
+        (f"host seconds{first}", costs.host_s, ".1f"),
+        ("windows", schedule.windows, ","),
+        ("mean window length, steps", schedule.mean_window_length, ".2f"),
+        ("times that channels were selected", schedule.reselections, ","),
+        ("share of the best channels' score kept", schedule.kept_share, ".1%"),
+        ("training seconds", costs.train_s, ".1f"),
+        ("seconds in all", costs.total_s, ".1f"),
     ]
     for when, values in (
         ("before", summary.validation_before),

@@ -18,6 +18,9 @@ from train.job import Job
 from train.meter import Meter, Totals, mean_window_length
 from train.optimizers import skipped_steps
 from train.report import (
+    Costs,
+    Machine,
+    Schedule,
     Summary,
     hidden_share,
     read_summary,
@@ -292,29 +295,34 @@ class Run:
         parameters = sum(x.size for x in jax.tree.leaves(self.params))
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
         moved /= parameters * max(settings.steps - self.done, 1)
+        schedule = Schedule()
+        if stats:
+            length = mean_window_length(stats)
+            schedule = Schedule(stats.windows, length, stats.reselections, stats.kept_share)
         return Summary(
             optimizer=settings.optimizer,
-            device=jax.devices()[0].device_kind,
-            devices=job.mesh.size if job.mesh else 1,
-            processes=jax.process_count(),
+            machine=Machine(
+                device=jax.devices()[0].device_kind,
+                devices=job.mesh.size if job.mesh else 1,
+                processes=jax.process_count(),
+            ),
             parameters=parameters,
             target=job.task.target,
             steps=settings.steps,
             skipped=self.skips.total,
             best_step=ended.best if settings.keep_best else None,
             resumed_at=self.done,
-            tokens_per_s=ended.totals.tokens_per_s,
-            bytes_per_parameter_and_step=processes.sum_over(moved),
-            wait_share=ended.totals.wait_share,
-            host_s=stats.work_s if stats else 0.0,
-            train_s=ended.totals.seconds,
-            total_s=time.perf_counter() - begun_s,
+            costs=Costs(
+                tokens_per_s=ended.totals.tokens_per_s,
+                bytes_per_parameter_and_step=processes.sum_over(moved),
+                wait_share=ended.totals.wait_share,
+                host_s=stats.work_s if stats else 0.0,
+                train_s=ended.totals.seconds,
+                total_s=time.perf_counter() - begun_s,
+            ),
             validation_before=self.validations[0][1],
             validation_after=self.validations[-1][1],
-            windows=stats.windows if stats else None,
-            mean_window_length=mean_window_length(stats) if stats else None,
-            reselections=stats.reselections if stats else None,
-            kept_share=stats.kept_share if stats else None,
+            schedule=schedule,
         )
 
     def _validated(self, step: int) -> dict[str, float]:
