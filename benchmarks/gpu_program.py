@@ -9,10 +9,10 @@ which need not be there: `pip install "jax[cuda12]"` is enough, on any x86 machi
 step the device's peak bytes per parameter (arguments, outputs and temporaries, less what is
 aliased), what its engine may have there besides, and both together; and the share of the mail's
 bytes whose copy starts while matmuls are still to come, that is, while the backward pass can hide
-it; and the program that merges the largest group's update into
-the parameters. With several devices also what they send each other in a step; bytes are those of
-one device, parameters those of the whole model. What `on_gpu.py` would run is compiled by
-`gpu_stages/programs.py`. Answers: `benchmarks/LOG.md`.
+it; and the program that merges the largest group's update into the parameters. With several devices
+also what they send each other in a step; bytes are those of one device, parameters those of the
+whole model. What `on_gpu.py` would run is compiled by `gpu_stages/programs.py`. Answers:
+`benchmarks/LOG.md`.
 """
 
 import argparse
@@ -59,17 +59,9 @@ def weights(shape: Shape, scanned: bool) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
 
     d, f = shape.width, shape.ffn
-    layer = {
-        "norm1": (d,),
-        "q": (d, d),
-        "k": (d, d),
-        "v": (d, d),
-        "o": (d, d),
-        "norm2": (d,),
-        "gate": (d, f),
-        "up": (d, f),
-        "down": (f, d),
-    }
+    layer: dict[str, tuple[int, ...]] = dict.fromkeys(["norm1", "norm2"], (d,))
+    layer |= dict.fromkeys(["q", "k", "v", "o"], (d, d))
+    layer |= dict.fromkeys(["gate", "up"], (d, f)) | {"down": (f, d)}
     if scanned:
         layers: Any = {name: w(shape.layers, *dims) for name, dims in layer.items()}
     else:
@@ -91,9 +83,7 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _layer(heads: int, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     batch, length, width = x.shape
     h = _norm(x, w["norm1"])
-    q, k, v = (
-        (h @ w[name]).reshape(batch, length, heads, width // heads) for name in ("q", "k", "v")
-    )
+    q, k, v = ((h @ w[name]).reshape(batch, length, heads, width // heads) for name in "qkv")
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + attended.reshape(batch, length, width) @ w["o"]
     h = _norm(x, w["norm2"])
@@ -203,10 +193,8 @@ class Report(NamedTuple):
         hidden = sum(size for size, left in self.copies if left > 0)
         n = self.parameters
         together = self.peak_bytes + self.engine_bytes
-        memory = " ".join(
-            f"{x / n:5.2f}"
-            for x in (self.temporary_bytes, self.peak_bytes, self.engine_bytes, together)
-        )
+        sizes = self.temporary_bytes, self.peak_bytes, self.engine_bytes, together
+        memory = " ".join(f"{x / n:5.2f}" for x in sizes)
         if not mail:
             return f"{memory}      -        -{sent}   -"
         first = max(left for _, left in self.copies)
@@ -214,11 +202,6 @@ class Report(NamedTuple):
 
 
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
-
-
-def described_mesh(gpu: str = "h200", **sizes: int) -> Mesh:
-    """GPUs that need not be there, in one node."""
-    return planning.described_mesh(gpu, sizes)
 
 
 def arguments(program: Program, shape: Shape, mesh: Mesh) -> tuple[Any, Any, Any]:
@@ -294,19 +277,16 @@ def _copies(text: str) -> tuple[list[tuple[int, int]], int]:
     loop counts as one matmul: nothing that starts after it can be hidden by what is inside.
     """
     computations = _computations(text)
-    heavy = {name for name, lines in computations.items() if any(map(_is_matmul, lines))}
-    changed = True
-    while changed:
-        before = len(heavy)
-        for name, lines in computations.items():
-            if any(called in heavy for line in lines for called in _CALLS.findall(line)):
-                heavy.add(name)
-        changed = len(heavy) > before
+    heavy: set[str] = set()
+
+    def is_heavy(line: str) -> bool:
+        return _is_matmul(line) or any(called in heavy for called in _CALLS.findall(line))
+
+    # Until all are known that contain a matmul, or call what contains one.
+    while more := {name for name, x in computations.items() if any(map(is_heavy, x))} - heavy:
+        heavy |= more
     entry = computations["ENTRY"]
-    matmul = [
-        _is_matmul(line) or any(called in heavy for called in _CALLS.findall(line))
-        for line in entry
-    ]
+    matmul = [is_heavy(line) for line in entry]
     left = np.cumsum(matmul[::-1])[::-1]
     copies = []
     for i, line in enumerate(entry):
@@ -340,33 +320,30 @@ def _computations(text: str) -> dict[str, list[str]]:
     return lines_of
 
 
+_COLUMNS = f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8}"
+
+
 def one_device(shape: Shape) -> None:
-    mesh = described_mesh(data=1)
+    mesh = planning.described_mesh("h200", {"data": 1})
+    clipped = partial(zenflow_step, shape, mesh, 1.0)
     programs = {
         "optax.adamw, float32 master": adamw_step(shape, mesh, 1.0),
         "zenflow": zenflow_step(shape, mesh, None),
-        "zenflow(max_grad_norm=1)": zenflow_step(shape, mesh, 1.0),
-        "zenflow behind clip_by_global_norm": zenflow_step(shape, mesh, 1.0, front=True),
-        "zenflow(max_grad_norm=1), scanned": zenflow_step(shape, mesh, 1.0, scanned=True),
-        "the same, streamed": zenflow_step(shape, mesh, 1.0, streamed=True),
-        "scanned, after_step": zenflow_step(
-            shape, mesh, 1.0, scanned=True, send_gradients="after_step"
-        ),
-        "the same, per_window": zenflow_step(
-            shape, mesh, 1.0, scanned=True, send_gradients="per_window"
-        ),
+        "zenflow(max_grad_norm=1)": clipped(),
+        "zenflow behind clip_by_global_norm": clipped(front=True),
+        "zenflow(max_grad_norm=1), scanned": clipped(scanned=True),
+        "the same, streamed": clipped(streamed=True),
+        "scanned, after_step": clipped(scanned=True, send_gradients="after_step"),
+        "the same, per_window": clipped(scanned=True, send_gradients="per_window"),
     }
-    print(
-        f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8}   "
-        "matmuls to come at first"
-    )
+    print(f"{_COLUMNS}   matmuls to come at first")
     for name, program in programs.items():
         print(f"{name:36} {compile_step(program, shape, mesh).row()}", flush=True)
     merges = {
-        "merge in turn": zenflow_step(shape, mesh, 1.0),
-        "merge at once": zenflow_step(shape, mesh, 1.0, rolling=False),
-        "merge in turn, scanned": zenflow_step(shape, mesh, 1.0, scanned=True),
-        "the same, windows of 16": zenflow_step(shape, mesh, 1.0, scanned=True, update_interval=16),
+        "merge in turn": clipped(),
+        "merge at once": clipped(rolling=False),
+        "merge in turn, scanned": clipped(scanned=True),
+        "the same, windows of 16": clipped(scanned=True, update_interval=16),
     }
     for name, program in merges.items():
         print(f"{name:36} {compile_merge(program, shape, mesh).row()}", flush=True)
@@ -374,12 +351,11 @@ def one_device(shape: Shape) -> None:
 
 def many_devices(shape: Shape, devices: int) -> None:
     print(
-        f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8} "
-        f"{'sent':>6}   "
+        f"{_COLUMNS} {'sent':>6}   "
         "matmuls to come at first; between devices: operations of a kind, bytes of their results"
     )
     for sizes in ({"data": devices}, {"fsdp": devices}, {"data": 2, "fsdp": devices // 2}):
-        mesh = described_mesh(**sizes)
+        mesh = planning.described_mesh("h200", sizes)
         print(", ".join(f"{name}={size}" for name, size in sizes.items()))
         ours = zenflow_step(shape, mesh, 1.0)
         reports = {

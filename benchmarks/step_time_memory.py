@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.gpu_program import Report, described_mesh, report
+from benchmarks.gpu_program import Report, report
 from benchmarks.step_time_model import MODELS, Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer, is_parked, make_step
+from zenflow_jax import planning
 
 
 def compile_step(peer: Peer, model: Model, batch: int, length: int, gpu: str = "h200") -> Report:
-    mesh = described_mesh(gpu, data=1)
+    mesh = planning.described_mesh(gpu, {"data": 1})
     device = NamedSharding(mesh, PartitionSpec())
     host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
 
