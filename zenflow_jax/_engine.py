@@ -195,9 +195,8 @@ class HostEngine:
     def exchange(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Sends mail out and brings updates in, between two steps; selects channels where due.
 
-        It waits where an update is due that the host has not finished; where the host is more than
-        two mails behind; and, briefly, where channels are selected or windows adapt. Do not use the
-        arrays of `opt_state` that hold mail again; you may use the parameters.
+        It waits for updates that are due, for a host more than two mails behind and, briefly, where
+        channels are selected or windows adapt. Do not use mail again; you may use the parameters.
 
         Args:
             params: The parameters after the step; as at construction, there may be more leaves.

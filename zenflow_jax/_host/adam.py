@@ -139,23 +139,16 @@ class HostAdam:
         if masters.size == 0 or not active.any():
             return
         steps += active * np.int32(of_window.advance)
-
-        def segments(x: np.ndarray) -> np.ndarray:
-            return flat(x).reshape(-1, layout.width)
-
-        def scales(x: Moment) -> np.ndarray | None:
-            return None if x.scales is None else as_matrix(x.scales, layout)
-
         step = Step(
             layout=layout,
-            p=segments(masters.values),
-            rest=None if masters.rest is None else segments(masters.rest),
-            cast=None if masters.cast is None else segments(masters.cast),
-            m=segments(mu.values),
-            v=segments(nu.values),
-            m_scales=scales(mu),
-            v_scales=scales(nu),
-            gradients=[(segments(g), np.float32(factor)) for g, factor in gradients],
+            p=_segments(masters.values, layout),
+            rest=None if masters.rest is None else _segments(masters.rest, layout),
+            cast=None if masters.cast is None else _segments(masters.cast, layout),
+            m=_segments(mu.values, layout),
+            v=_segments(nu.values, layout),
+            m_scales=None if mu.scales is None else as_matrix(mu.scales, layout),
+            v_scales=None if nu.scales is None else as_matrix(nu.scales, layout),
+            gradients=[(_segments(g, layout), np.float32(factor)) for g, factor in gradients],
             active=active.reshape(-1),
             m_debias=_debias(steps, of_window.b1),
             v_debias=_debias(steps, of_window.b2),
@@ -277,6 +270,10 @@ def available_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows do not tell
         return os.cpu_count() or 1
+
+
+def _segments(x: np.ndarray, layout: Layout) -> np.ndarray:
+    return flat(x).reshape(-1, layout.width)
 
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:

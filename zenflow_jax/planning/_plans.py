@@ -208,12 +208,7 @@ def plan(
         >>> needs.fits, needs.device["weights"]
         (True, 67108864)
     """
-    gpu = GPUS.get(device) if isinstance(device, str) else device
-    if gpu is None:
-        raise ValueError(
-            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
-            "figures, as a `zenflow_jax.planning.Gpu`."
-        )
+    gpu = _figures(device)
     check_host_state(host_state)
     if not hasattr(step, "trace"):
         raise TypeError(
@@ -226,6 +221,16 @@ def plan(
     if host_memory_bytes is not None:
         estimate = dataclasses.replace(estimate, host_bytes_there=host_memory_bytes)
     return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
+
+
+def _figures(device: str | Gpu) -> Gpu:
+    gpu = GPUS.get(device) if isinstance(device, str) else device
+    if gpu is None:
+        raise ValueError(
+            f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
+            "figures, as a `zenflow_jax.planning.Gpu`."
+        )
+    return gpu
 
 
 def _estimate(
