@@ -17,7 +17,7 @@ import numpy as np
 
 from zenflow_jax._device.leaves import match_leaves
 from zenflow_jax._device.memory import mail_rank
-from zenflow_jax._device.state import find_state
+from zenflow_jax._device.state import LeafState, find_state
 from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
 from zenflow_jax._transform import zenflow
 
@@ -39,8 +39,7 @@ def stream(
             default all whose channels are selected in each entry of a first axis.
 
     Returns:
-        A tree like `params`, with a `Streamed` in the place of each such leaf. Only `scan_layers`
-        can read it.
+        A tree like `params`, with a `Streamed` for each such leaf; only `scan_layers` can read it.
 
     Raises:
         ValueError: If the state has no engine or sends gradients in another way; if no leaf is
@@ -74,15 +73,7 @@ def stream(
     signs = state.schedule.provisional_share is not None
     rank = mail_rank([leaf.spec for leaf in state.leaves])
     for place, leaf in zip(places, state.leaves, strict=True):
-        stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
-        if where is None:
-            chosen = stacked
-        elif (chosen := where(paths[place], weights[place])) and not stacked:
-            raise ValueError(
-                f"expected `where` to name layers, offloaded and stacked along a first axis, got "
-                f"{leaf!r} at {leaf.spec.name}."
-            )
-        if chosen:
+        if _is_layer(leaf, paths[place], weights[place], where):
             check_layers_whole(leaf.spec)
             weights[place] = streamed(weights[place], leaf, rank, signs=signs)
     if not any(map(is_streamed, weights)):
@@ -91,6 +82,22 @@ def stream(
             f"got none among {len(weights)} leaves."
         )
     return jax.tree.unflatten(treedef, weights)
+
+
+def _is_layer(
+    leaf: LeafState, path: Any, weight: Any, where: Callable[[Any, Any], bool] | None
+) -> bool:
+    """Whether a leaf is to be streamed: `where` says so, or by default what it can be."""
+    stacked = not leaf.spec.resident and len(leaf.spec.stack) > 0
+    if where is None:
+        return stacked
+    chosen = bool(where(path, weight))
+    if chosen and not stacked:
+        raise ValueError(
+            f"expected `where` to name layers, offloaded and stacked along a first axis, got "
+            f"{leaf!r} at {leaf.spec.name}."
+        )
+    return chosen
 
 
 def scan_layers(
