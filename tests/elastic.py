@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import zenflow_jax
-from tests import runs
+from tests import comparisons
 from tests.meshes import LEAVES, STALE
 from tests.runs import Plan, Training
 
@@ -69,7 +69,7 @@ def resume(training: Training, folder: Path, **engine: Any) -> Any:
 
 def assert_same_state(placed: Any, streamed: Any) -> None:
     """This process's parts of a state are those of the streamed one."""
-    runs.assert_same_bits(
+    comparisons.assert_same_bits(
         (placed["counts"], placed["options"]), (streamed["counts"], streamed["options"])
     )
     for shards, stored in zip(placed["leaves"], streamed["leaves"], strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests import runs
+from tests import comparisons, runs
 from tests.runs import KERNEL, Plan, Training
 from zenflow_jax._checkpoint.stored import StoredArray, read_engine_state
 
@@ -20,6 +20,14 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.device_put(np.array(x), x.sharding) if isinstance(x, jax.Array) else x.copy(),
         tree,
+    )
+
+
+def put_by_name(saved: Any, fresh: Any) -> Any:
+    """A tree of NumPy arrays where a fresh one's are, as docs/checkpoints.md says."""
+    by_name = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(saved)}
+    return jax.tree_util.tree_map_with_path(
+        lambda k, like: jax.device_put(by_name[jax.tree_util.keystr(k)], like.sharding), fresh
     )
 
 
@@ -74,17 +82,17 @@ def assert_saved(folder: Path, expected: dict) -> None:
     written = read_engine_state(folder)
     assert jax.tree.structure(written) == jax.tree.structure(expected)
     for name in ("counts", "options"):
-        runs.assert_same_bits(written[name], expected[name])
+        comparisons.assert_same_bits(written[name], expected[name])
     counted = 0
     for leaf, like in zip(written["leaves"], expected["leaves"], strict=True):
         for name, x in leaf.items():
             assert isinstance(x, StoredArray)
             assert (x.shape, x.dtype) == (like[name].shape, like[name].dtype)
             if name != "total":
-                runs.assert_same_bits(np.asarray(x), np.asarray(like[name]))
+                comparisons.assert_same_bits(np.asarray(x), np.asarray(like[name]))
                 continue
             for start, piece in x.pieces.items():
                 place = tuple(slice(a, a + n) for a, n in zip(start, piece.shape, strict=True))
-                runs.assert_same_bits(x[place], np.asarray(like[name])[place])
+                comparisons.assert_same_bits(x[place], np.asarray(like[name])[place])
                 counted += piece.shape[0] * piece.shape[1]
     assert (counted > 0) == bool(np.any(expected["counts"]["counted"]) and "total" in leaf)

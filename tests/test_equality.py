@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import runs
+from tests import comparisons, runs
 from tests.runs import FIRST, SCANNED, SECOND, THIRD, Leaf, Plan, Settings, Training
 from zenflow_jax import AutoSelect, EpochSelect
 
@@ -42,10 +42,12 @@ def modes(leaves, options, seed):
 
 def assert_equals_adamw(leaves, options, steps=STEPS):
     for seed in SEEDS:
-        expected = runs.adamw(leaves, options.max_grad_norm, options.weight_decay, steps, seed)
+        expected = comparisons.adamw(
+            leaves, options.max_grad_norm, options.weight_decay, steps, seed
+        )
         for training in modes(leaves, options, seed):
             with training:
-                runs.assert_close([p for _, p in training.follow(Plan(steps))], expected)
+                comparisons.assert_close([p for _, p in training.follow(Plan(steps))], expected)
 
 
 @pytest.mark.slow
@@ -76,7 +78,7 @@ def test_windows_of_one_step_without_overlap_equal_optax_adamw(
 
 def test_selections_move_in_the_runs_that_are_compared_with_optax():
     options = Settings(topk_ratio=0.25, update_interval=1, select_interval=1, staleness=0)
-    history, _ = runs.reference(SECOND, options, Plan(STEPS))
+    history, _ = comparisons.reference(SECOND, options, Plan(STEPS))
     assert len({chosen["rows"].tobytes() for chosen in history.selected}) > STEPS // 2
 
 
@@ -218,11 +220,11 @@ def test_engine_and_in_graph_mode_equal_the_reference(name):
     leaves, options, plan = AGREEMENTS[name]
     options = Settings(**COMMON | options)
     for seed in SEEDS:
-        expected, slow = runs.reference(leaves, options, plan, seed)
+        expected, slow = comparisons.reference(leaves, options, plan, seed)
         assert expected.skipped == len(plan.bad)
         for training in modes(leaves, options, seed):
             with training:
-                runs.assert_agree(training.history(plan), expected)
+                comparisons.assert_agree(training.history(plan), expected)
                 if training.engine is not None:
                     stats = training.engine.stats
                     assert (stats.steps, stats.skipped_steps) == (plan.steps, slow.skipped)
@@ -241,12 +243,12 @@ def test_engine_and_in_graph_mode_equal_the_reference(name):
 def test_an_engine_with_compact_moments_equals_the_reference_that_rounds_them(name):
     leaves, options, plan = AGREEMENTS[name]
     options = Settings(**COMMON | options)
-    expected, _ = runs.reference(leaves, options, plan, host_state="compact")
-    exact, _ = runs.reference(leaves, options, plan)
+    expected, _ = comparisons.reference(leaves, options, plan, host_state="compact")
+    exact, _ = comparisons.reference(leaves, options, plan)
     with pytest.raises(AssertionError, match="numbers differ"):
-        runs.assert_agree_where_rounded(exact, expected)
+        comparisons.assert_agree_where_rounded(exact, expected)
     with Training(leaves, options, host_kernel="numpy", host_state="compact") as training:
-        runs.assert_agree_where_rounded(training.history(plan), expected)
+        comparisons.assert_agree_where_rounded(training.history(plan), expected)
 
 
 def test_an_engine_with_compact_moments_gives_the_same_bits_with_either_kernel():
@@ -255,14 +257,14 @@ def test_an_engine_with_compact_moments_gives_the_same_bits_with_either_kernel()
     # Each window has two gradients that count, as in `test_moments.py`: Numba takes seconds for
     # each number of them. After the second one channels are selected anew.
     plan = Plan(19, bad=(1, 2, 3, 4, 5, 6, 8, 10, 13, 15, 16, 18, 19))
-    expected, slow = runs.reference(leaves, options, plan, host_state="compact")
+    expected, slow = comparisons.reference(leaves, options, plan, host_state="compact")
     assert expected.selected[12]["rows"].tolist() != expected.selected[11]["rows"].tolist()
     histories = []
     for kernel in KERNELS:
         with Training(leaves, options, host_kernel=kernel, host_state="compact") as training:
             histories.append(training.history(plan))
-        runs.assert_agree_where_rounded(histories[-1], expected)
-    runs.assert_same_bits(*histories)
+        comparisons.assert_agree_where_rounded(histories[-1], expected)
+    comparisons.assert_same_bits(*histories)
 
 
 @pytest.mark.slow
@@ -275,7 +277,7 @@ def test_neither_donating_nor_when_gradients_leave_changes_a_bit():
             with Training(runs.FEW[:2], options, host_kernel="numpy", **more) as training:
                 histories.append(training.history(Plan(9, bad=(3,), flush_at=(5,))))
     for history in histories[1:]:
-        runs.assert_same_bits(history, histories[0])
+        comparisons.assert_same_bits(history, histories[0])
 
 
 @pytest.mark.slow
@@ -291,7 +293,7 @@ def test_a_sum_on_the_device_of_one_step_is_its_gradient():
         )
         with Training(runs.FEW, options, host_kernel="numpy") as training:
             histories.append(training.history(Plan(7, bad=(3,), flush_at=(5,))))
-    runs.assert_same_bits(*histories)
+    comparisons.assert_same_bits(*histories)
 
 
 @st.composite
@@ -320,11 +322,11 @@ def small_runs(draw):
 @settings(max_examples=4)
 def test_any_shape_axis_and_interval_equals_the_reference(run):
     leaves, options, plan, seed = run
-    expected, _ = runs.reference(leaves, options, plan, seed)
+    expected, _ = comparisons.reference(leaves, options, plan, seed)
     with Training(leaves, options, seed=seed, offload=False) as training:
-        runs.assert_agree(training.history(plan), expected)
+        comparisons.assert_agree(training.history(plan), expected)
     with Training(leaves, options, seed=seed, host_kernel="numpy") as training:
-        runs.assert_agree(training.history(plan), expected)
+        comparisons.assert_agree(training.history(plan), expected)
 
 
 def test_an_in_graph_run_resumed_from_saved_arrays_gives_the_same_bits():
@@ -337,4 +339,4 @@ def test_an_in_graph_run_resumed_from_saved_arrays_gives_the_same_bits():
         training.params, training.state = jax.tree.map(jnp.asarray, saved)
         training.t = 5
         training.go(4)
-        runs.assert_same_bits(training.values(), expected)
+        comparisons.assert_same_bits(training.values(), expected)

@@ -6,7 +6,7 @@ Answers from the question of that number on, and writes to the file when it begi
 what came of it. A question raises an `AssertionError` that says what differs and by how much.
 What is held against what: `optax.adamw`, the slow NumPy reference of the whole arithmetic
 (`tests/reference.py`), the same run done in another way that must give the same bits. Runs and
-comparisons are those of the tests (`tests/runs.py`).
+comparisons are those of the tests (`tests/runs.py`, `tests/comparisons.py`).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from flax import nnx
 
 import zenflow_jax
 from benchmarks.gpu_stages.__main__ import NO_GPU
-from tests import runs
+from tests import comparisons, runs
 from tests.reference import Settings
 from tests.runs import SCANNED, SECOND, THIRD, Leaf, Leaves, Plan, Training
 from zenflow_jax import streaming
@@ -86,9 +86,9 @@ def flushed(training: Training, steps: int = STEPS) -> dict[str, np.ndarray]:
 
 def windows_of_one_step_are_adamw(_: Leaves) -> None:
     settings = changed(update_interval=1, staleness=0, select_interval=5)
-    expected = runs.adamw(SECOND, None, settings.weight_decay, STEPS, seed=0)
+    expected = comparisons.adamw(SECOND, None, settings.weight_decay, STEPS, seed=0)
     with Training(SECOND, settings) as training:
-        runs.assert_close([params for _, params in training.follow(Plan(STEPS))], expected)
+        comparisons.assert_close([params for _, params in training.follow(Plan(STEPS))], expected)
 
 
 REFERENCE: dict[str, tuple[Leaves, dict[str, Any], Plan]] = {
@@ -102,9 +102,9 @@ REFERENCE: dict[str, tuple[Leaves, dict[str, Any], Plan]] = {
 
 def equals_the_reference(_: Leaves, *, name: str) -> None:
     leaves, options, plan = REFERENCE[name]
-    expected, slow = runs.reference(leaves, changed(**options), plan)
+    expected, slow = comparisons.reference(leaves, changed(**options), plan)
     with Training(leaves, changed(**options)) as training:
-        runs.assert_agree(training.history(plan), expected)
+        comparisons.assert_agree(training.history(plan), expected)
         assert training.engine.stats.reselections == slow.reselections > 1
 
 
@@ -116,7 +116,7 @@ def mail_that_leaves_later_has_the_same_bits(leaves: Leaves) -> None:
         {"threads": 1},
         {"prefetch_bytes": 0},
     ):
-        runs.assert_same_bits(flushed(large(leaves, **options)), expected)
+        comparisons.assert_same_bits(flushed(large(leaves, **options)), expected)
 
 
 def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
@@ -135,7 +135,7 @@ def a_resumed_run_goes_on_bit_for_bit(leaves: Leaves) -> None:
         again.params = runs.place(params, None)
         again.state = jax.tree.map(jax.device_put, state, places)
         again.engine = zenflow_jax.HostEngine(again.params, again.state, engine_state=engine_state)
-        runs.assert_same_bits(flushed(again, STEPS - 10), expected)
+        comparisons.assert_same_bits(flushed(again, STEPS - 10), expected)
 
 
 def channels_are_handed_over_at_every_window(leaves: Leaves) -> None:
@@ -165,7 +165,7 @@ def masters_asked_for_in_an_open_window_are_not_overwritten(leaves: Leaves) -> N
                 live = jax.device_get(live)
             training.flush()
             ends.append((jax.device_get(live), training.values()))
-    runs.assert_same_bits(*ends)
+    comparisons.assert_same_bits(*ends)
 
 
 def a_step_of_nan_changes_nothing(_: Leaves) -> None:
@@ -173,7 +173,7 @@ def a_step_of_nan_changes_nothing(_: Leaves) -> None:
         training.go(5)
         before = training.values()
         training.step(bad=True)
-        runs.assert_same_bits(training.values(), before)
+        comparisons.assert_same_bits(training.values(), before)
         training.exchange()
 
 
@@ -186,7 +186,7 @@ def donation_changes_no_bit(_: Leaves, *, donate: tuple[int, ...], sending: str)
             warnings.simplefilter("ignore")  # that not every donated buffer can be used
             return flushed(training)
 
-    runs.assert_same_bits(run(donate), run(()))
+    comparisons.assert_same_bits(run(donate), run(()))
 
 
 def donation_by_nnx_jit_changes_no_bit(_: Leaves) -> None:
@@ -202,7 +202,9 @@ def donation_by_nnx_jit_changes_no_bit(_: Leaves) -> None:
                 step(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(SECOND, t)))
                 engine.exchange_nnx(model, optimizer)
             engine.flush_nnx(model, optimizer)
-    runs.assert_same_bits(jax.device_get(nnx.to_pure_dict(nnx.state(model, nnx.Param))), expected)
+    comparisons.assert_same_bits(
+        jax.device_get(nnx.to_pure_dict(nnx.state(model, nnx.Param))), expected
+    )
 
 
 #: In the order of their worth; what may abort the process comes last.
@@ -261,7 +263,7 @@ def main() -> None:
     if jax.devices()[0].platform == "cpu" and not args.rehearse:
         print(f"expected a GPU, got {jax.devices()}; pass --rehearse on a CPU", file=sys.stderr)
         sys.exit(NO_GPU)
-    runs.ATOL = runs.MOMENT_TOL = TOLERANCE
+    comparisons.ATOL = comparisons.MOMENT_TOL = TOLERANCE
     # In a rehearsal the same leaves everywhere, so that what is compiled serves all questions.
     answer(args.path, args.first, SECOND if args.rehearse else MANY)
 

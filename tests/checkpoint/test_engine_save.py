@@ -14,7 +14,7 @@ from orbax.checkpoint import future
 from safetensors.numpy import load_file
 
 import zenflow_jax
-from tests import runs
+from tests import comparisons, runs
 from tests.resuming import KERNEL, PLAN, SETTINGS, assert_saved, end, go, resumed
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
 from zenflow_jax import AutoWindow
@@ -88,7 +88,7 @@ def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_pat
         result = end(training)
     with Training(leaves, settings, donate=True, **KERNEL) as training:
         go(training, PLAN, PLAN.steps)
-        runs.assert_same_bits(end(training), result)
+        comparisons.assert_same_bits(end(training), result)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
         ) as again:
             again.t = 9
             go(again, PLAN, PLAN.steps)
-            runs.assert_same_bits(end(again), expected)
+            comparisons.assert_same_bits(end(again), expected)
     # Other programs read the file, too.
     (path,) = (tmp_path / "9" / "engine").glob("*.safetensors")
     tensors = load_file(path)
@@ -191,7 +191,7 @@ def test_a_save_that_fails_says_so_and_holds_nobody_up(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="No space left"):
                 saver.wait_until_finished()
         assert not (tmp_path / "9").exists()
-        runs.assert_same_bits(end(training), untouched())
+        comparisons.assert_same_bits(end(training), untouched())
 
 
 def test_a_save_whose_folder_cannot_be_made_holds_nobody_up(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import zenflow_jax
-from tests import runs
+from tests import comparisons, runs
 from tests.resuming import (
     KERNEL,
     PLAN,
@@ -22,6 +22,7 @@ from tests.resuming import (
     end,
     fail_elsewhere,
     go,
+    put_by_name,
     resumed,
     saved,
     without_tokens,
@@ -61,7 +62,7 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, en
         expected = end(whole)
         with Training(leaves, settings, donate=True, **engine) as untouched:
             go(untouched, PLAN, PLAN.steps)
-            runs.assert_same_bits(end(untouched), expected)
+            comparisons.assert_same_bits(end(untouched), expected)
         for t, checkpoint in enumerate(checkpoints):
             # What is prefetched may be another part.
             options = engine | {"prefetch_bytes": 100 * (t % 2)}
@@ -72,11 +73,11 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, en
                     soon = min(t + 4, PLAN.steps - 1)
                     go(again, PLAN, soon)
                     ours, theirs = map(without_tokens, (saved(again), checkpoints[soon]))
-                    runs.assert_same_bits(ours, theirs)
+                    comparisons.assert_same_bits(ours, theirs)
                     assert counted(again) == counts[soon], t
                 else:
                     go(again, PLAN, PLAN.steps)
-                    runs.assert_same_bits(end(again), expected)
+                    comparisons.assert_same_bits(end(again), expected)
                     assert counted(again) == counted(whole), t
 
 
@@ -91,13 +92,13 @@ def test_a_run_may_go_on_with_its_moments_kept_otherwise(then):
         once = again.engine.state()["leaves"]
         for ours, theirs in zip(once, checkpoint[2]["leaves"], strict=True):
             for name in ("master", "steps"):
-                runs.assert_same_bits(ours[name], theirs[name])
+                comparisons.assert_same_bits(ours[name], theirs[name])
             for name in ("mu", "nu"):
                 x, y = np.asarray(ours[name]), np.asarray(theirs[name])
                 assert (kept == "float32") == np.array_equal(x, y)
                 np.testing.assert_allclose(x, y, rtol=0, atol=0.01 * abs(y).max())
         with resumed(training, saved(again), host_state=then) as back:
-            runs.assert_same_bits(back.engine.state()["leaves"], once)
+            comparisons.assert_same_bits(back.engine.state()["leaves"], once)
             back.t = 11
             go(back, PLAN, PLAN.steps)
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(Training.values(back)))
@@ -126,11 +127,11 @@ def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
         params, state, engine_state = through(tree, target)
         go(whole, PLAN, 14)
         expected = end(whole)
-        placed = runs.place(params, None), runs.put_by_name(state, fresh), engine_state
+        placed = runs.place(params, None), put_by_name(state, fresh), engine_state
         with resumed(whole, placed) as again:
             again.t = 9
             go(again, PLAN, 14)
-            runs.assert_same_bits(end(again), expected)
+            comparisons.assert_same_bits(end(again), expected)
 
 
 def test_flax_keeps_a_train_state_in_graph():
@@ -142,11 +143,11 @@ def test_flax_keeps_a_train_state_in_graph():
     train_state = TrainState(step=3, apply_fn=None, params=params, tx=tx, opt_state=state)
     fresh = TrainState.create(apply_fn=None, params=runs.initial(ONE, seed=1), tx=tx)
     restored = serialization.from_bytes(fresh, serialization.to_bytes(train_state))
-    runs.assert_same_bits(restored.opt_state, state)
+    comparisons.assert_same_bits(restored.opt_state, state)
     # Into shapes alone, as into any tree of flax's.
     abstract = jax.eval_shape(tx.init, params)
     restored = serialization.from_state_dict(abstract, serialization.to_state_dict(state))
-    runs.assert_same_bits(restored, state)
+    comparisons.assert_same_bits(restored, state)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +238,14 @@ def test_an_engine_and_the_state_that_it_gives_or_goes_on_from_share_nothing():
         values = jax.tree.map(np.array, saved_tree)
         assert any(leaf["total"].any() for leaf in values["leaves"])
         go(training, PLAN, PLAN.steps)
-        runs.assert_same_bits(jax.tree.map(np.asarray, saved_tree), values)
+        comparisons.assert_same_bits(jax.tree.map(np.asarray, saved_tree), values)
         taken = copy.deepcopy(values)
         with resumed(training, (params, state, taken)) as again:
             again.t = 7
             go(again, PLAN, 8)
             again.engine.state()  # adds up
             go(again, PLAN, PLAN.steps)
-        runs.assert_same_bits(taken, values)
+        comparisons.assert_same_bits(taken, values)
 
 
 def test_the_template_is_what_the_state_is():
@@ -267,22 +268,22 @@ def test_masters_are_those_of_the_reference(offload):
     options = KERNEL if offload else {"offload": False}
     with Training(FIRST, SETTINGS, **options) as training:
         go(training, PLAN, 16)
-        before = runs.reference(FIRST, SETTINGS, PLAN._replace(steps=16))[0]
+        before = comparisons.reference(FIRST, SETTINGS, PLAN._replace(steps=16))[0]
         trees = training.params, training.state, training.engine
         masters = zenflow_jax.master_params(*trees)
         for (path, x), name in zip(zenflow_jax.iter_master_params(*trees), masters, strict=True):
             assert jax.tree_util.keystr(path) == f"['{name}']"
-            runs.assert_same_bits(x, masters[name])
+            comparisons.assert_same_bits(x, masters[name])
         for name, (expected, *_) in before.moments.items():
             assert masters[name].dtype == np.float32
-            np.testing.assert_allclose(masters[name], expected, rtol=0, atol=runs.ATOL)
+            np.testing.assert_allclose(masters[name], expected, rtol=0, atol=comparisons.ATOL)
         if offload:
             with pytest.raises(ValueError, match="expected the engine that trained as the third"):
                 zenflow_jax.master_params(training.params, training.state)
         training.flush()
         masters = zenflow_jax.master_params(training.params, training.state, training.engine)
         for name, x in training.params.items():
-            runs.assert_same_bits(np.asarray(masters[name]).astype(x.dtype), np.asarray(x))
+            comparisons.assert_same_bits(np.asarray(masters[name]).astype(x.dtype), np.asarray(x))
 
 
 def test_masters_are_of_one_moment_or_refused():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import zenflow_jax
-from tests import runs
+from tests import comparisons, runs
 from tests.runs import FEW, FIRST, SECOND, THIRD, Leaf, Leaves, Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._device.statistics import kept_share
@@ -75,10 +75,10 @@ def ripe_after(steps: int) -> float:
 
 def all_three(leaves, settings, plan, gradients=runs.gradients, seed=0):
     """The reference, after engine and in-graph mode were found to do the same; engine's stats."""
-    expected, slow = runs.reference(leaves, settings, plan, seed, gradients=gradients)
+    expected, slow = comparisons.reference(leaves, settings, plan, seed, gradients=gradients)
     for options in ({"offload": False}, {"threads": 1, "host_kernel": "numpy", "donate": True}):
         with Training(leaves, settings, seed=seed, gradients=gradients, **options) as training:
-            runs.assert_agree(training.history(plan), expected)
+            comparisons.assert_agree(training.history(plan), expected)
             if training.engine is not None:
                 stats = training.engine.stats
                 assert stats.windows == sum(stats.window_lengths.values())
@@ -86,9 +86,9 @@ def all_three(leaves, settings, plan, gradients=runs.gradients, seed=0):
             else:
                 schedule_state, schedule = training.state.schedule_state, training.state.schedule
                 if schedule.adaptive:
-                    assert schedule_state.length == plan.steps - slow.boundaries[0][-1]
+                    assert schedule_state.length == plan.steps - slow.turns[0].boundaries[-1]
                 if schedule.needs_kept_share:
-                    share = [shares[-1] for shares in slow.kept_share]
+                    share = [turn.kept_share[-1] for turn in slow.turns]
                     np.testing.assert_allclose(schedule_state.kept_share, share, rtol=1e-5)
     return slow, stats
 
@@ -114,7 +114,7 @@ def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(seed):
     plan = Plan(ends[-1] + 1)
     script = (lambda of: lambda t: Weight(0.1) if t > ends[-1] else of(t))(script)
     slow, stats = all_three(FIRST, AUTO, plan, scripted(script, RATIO), seed)
-    assert slow.boundaries == [ends]
+    assert [turn.boundaries for turn in slow.turns] == [ends]
     assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
 
 
@@ -128,7 +128,7 @@ def test_skipped_steps_make_a_window_longer_but_not_longer_than_the_longest():
     # Ripe after two steps that count: the third closes; with one skipped, the fourth.
     plan = Plan(19, bad=(4, 9, 10, 11, 12))
     slow, stats = all_three(FIRST, AUTO, plan, scripted(rest, RATIO))
-    assert slow.boundaries == [[3, 7, 13, 19]]
+    assert [turn.boundaries for turn in slow.turns] == [[3, 7, 13, 19]]
     assert stats.skipped_steps == 5
 
 
@@ -136,7 +136,7 @@ def test_a_flush_moves_no_boundary():
     script, ends = windows_of([4, 3, 5, 2])
     gradients = scripted(script, RATIO)
     slow, stats = all_three(FIRST, AUTO, Plan(ends[-1], flush_at=(2, 4, 9)), gradients)
-    assert slow.boundaries == [ends]
+    assert [turn.boundaries for turn in slow.turns] == [ends]
     # Windows that a flush cut in two.
     assert stats.window_lengths == {2: 4, 3: 2}
 
@@ -176,7 +176,7 @@ def test_a_warm_up_is_made_of_windows_of_one_step():
     script, ends = windows_of([2, 2, 3, 5])
     gradients = scripted(lambda t: script(t - 3) if t > 3 else Weight(0.1), RATIO)
     slow, stats = all_three(FEW, settings, Plan(3 + ends[-1]), gradients)
-    assert slow.boundaries == [[1, 2, 3, *(3 + end for end in ends)]]
+    assert [turn.boundaries for turn in slow.turns] == [[1, 2, 3, *(3 + end for end in ends)]]
     assert stats.window_lengths == {1: 3, 2: 2, 3: 1, 5: 1}
 
 
@@ -199,7 +199,7 @@ def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, f
         for _ in range(13):
             mine.go(1)
             yours.go(1)
-            runs.assert_same_bits(mine.params, yours.params)
+            comparisons.assert_same_bits(mine.params, yours.params)
 
 
 # Windows of two steps that end with the even ones, or with the odd ones for the leaf that is looked
@@ -231,7 +231,7 @@ def test_the_selection_follows_a_switch_within_the_stated_time(select, rolling, 
     script = scripted(lambda t: Weight(0.1, first=2 if t >= SWITCH else 0), RATIO)
     plan = Plan(96)
     slow, _ = all_three(FEW, settings, plan, script)
-    history, _ = runs.reference(FEW, settings, plan, gradients=script)
+    history, _ = comparisons.reference(FEW, settings, plan, gradients=script)
     new = [t for t, now in enumerate(history.selected, start=1) if now["columns"].min() == 2]
     assert new[0] == then
     assert new == list(range(then, plan.steps + 1))

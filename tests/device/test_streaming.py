@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import zenflow_jax
-from tests.runs import OPTIMIZED, assert_same_bits
+from tests.comparisons import assert_same_bits
+from tests.runs import OPTIMIZED
 from zenflow_jax import streaming
 
 LAYERS, WIDTH, INNER = 3, 16, 36  # 36: the last number of packed signs is not full

@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import AxisType
 
 import zenflow_jax
-from tests import meshes, runs
+from tests import comparisons, meshes, runs
 from tests.elastic import ENGINE, HERE, PLAN, SAVED_AT, assert_same_state, follow, resume, save
 from tests.meshes import LEAVES, MORE_LEAVES, STALE
+from tests.resuming import put_by_name
 from tests.runs import Settings, Training
 from zenflow_jax._device.samples import fingerprints
 
@@ -57,7 +58,7 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
         )
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
     with HERE(shardings=placed(after)) as training:
-        by_name = runs.put_by_name(saved, [training.params, training.state])
+        by_name = put_by_name(saved, [training.params, training.state])
         engine = zenflow_jax.HostEngine(*by_name, engine_state=in_numpy, **ENGINE)
         from_numpy = engine.state()
         engine.close()
@@ -71,8 +72,8 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
                 zenflow_jax.HostEngine(other, training.state, engine_state=engine_state)
         follow(training, PLAN.steps)
         training.settle()
-        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards)
-        runs.assert_close([training.values()], expected.params[-1:])
+        expected, _ = comparisons.reference(LEAVES, STALE, PLAN, shards=shards)
+        comparisons.assert_close([training.values()], expected.params[-1:])
         np.testing.assert_equal(training.selected(), expected.selected[-1])
         training.flush()
         masters = zenflow_jax.master_params(training.params, training.state, training.engine)
@@ -112,6 +113,6 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
         saved = jax.tree.map(np.asarray, (training.params, training.state))
         engine_state = jax.tree.map(np.asarray, training.engine.state())
     with Training(leaves, settings, shardings=channels, **ENGINE) as training:
-        params, state = runs.put_by_name(saved, (training.params, training.state))
+        params, state = put_by_name(saved, (training.params, training.state))
         with pytest.raises(ValueError, match="no more devices divide its channel axis"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zenflow_jax
-from tests import meshes, runs
+from tests import comparisons, meshes, runs
 from tests.meshes import ADAPTIVE, LEAVES, MORE_LEAVES, STALE
 from tests.runs import Plan, Settings, Training
 
@@ -103,8 +103,8 @@ def assert_agrees(training, leaves, settings):
     """A run agrees with the reference, which it gives, and leaves everything where it was."""
     before = placements(training)
     shards = meshes.pieces(leaves, training.shardings)
-    expected, slow = runs.reference(leaves, settings, PLAN, shards=shards)
-    runs.assert_agree(training.history(PLAN), expected)
+    expected, slow = comparisons.reference(leaves, settings, PLAN, shards=shards)
+    comparisons.assert_agree(training.history(PLAN), expected)
     assert placements(training) == before
     return slow
 
@@ -115,8 +115,10 @@ def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
     context, make = started(where, STALE, host_state="compact")
     with context, make() as training:
         shards = meshes.pieces(LEAVES, training.shardings)
-        expected, _ = runs.reference(LEAVES, STALE, PLAN, shards=shards, host_state="compact")
-        runs.assert_agree_where_rounded(training.history(PLAN), expected)
+        expected, _ = comparisons.reference(
+            LEAVES, STALE, PLAN, shards=shards, host_state="compact"
+        )
+        comparisons.assert_agree_where_rounded(training.history(PLAN), expected)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_adaptive_schedules_decide_as_the_reference_does(where, offload):
     context, make = started(where, ADAPTIVE, leaves=leaves, offload=offload)
     with context, make() as training:
         slow = assert_agrees(training, leaves, ADAPTIVE)
-        assert len(set(np.diff(slow.boundaries[0]))) > 1
+        assert len(set(np.diff(slow.turns[0].boundaries))) > 1
 
 
 # How arrays are placed is held to the reference above; here to a second, trusted one.
@@ -142,8 +144,8 @@ def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh(where):
     context, make = started(where, EVERY)
     with context, make() as training:
         ours = [values for _, values in training.follow(Plan(8))]
-        theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 8, 0, training.shardings)
-        runs.assert_close(ours, theirs)
+        theirs = comparisons.adamw(LEAVES, None, EVERY.weight_decay, 8, 0, training.shardings)
+        comparisons.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,8 @@ def test_weights_loaded_after_the_engine_was_made_are_those_that_train():
         for run in (late, early):
             run.go(6)
             run.flush()
-        runs.assert_same_bits(late.values(), early.values())
-        runs.assert_same_bits(late.moments(), early.moments())
+        comparisons.assert_same_bits(late.values(), early.values())
+        comparisons.assert_same_bits(late.moments(), early.moments())
 
 
 @pytest.mark.parametrize(
@@ -247,5 +249,5 @@ def test_one_device_is_a_mesh_of_one(kind, moved):
                 g = jax.tree.map(jax.numpy.asarray, runs.gradients(LEAVES, t))
                 params, state = engine.exchange(*expected.program(params, state, g))
                 expected.go(1)
-                runs.assert_same_bits(params, expected.params)
+                comparisons.assert_same_bits(params, expected.params)
             engine.flush(params, state)

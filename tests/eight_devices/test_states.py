@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zenflow_jax
-from tests import meshes, runs
+from tests import comparisons, meshes, runs
 from tests.meshes import LEAVES, MORE_LEAVES, STALE
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -140,8 +140,8 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
     assert none == 0
     for both in ((placed_anew, lambda state: state), (placed_anew, placed_anew)):
         put_back, moved = run(*both)
-        runs.assert_same_bits(put_back[0], as_it_was[0])
-        runs.assert_same_bits(put_back[1].leaves[0].mu, as_it_was[1].leaves[0].mu)
+        comparisons.assert_same_bits(put_back[0], as_it_was[0])
+        comparisons.assert_same_bits(put_back[1].leaves[0].mu, as_it_was[1].leaves[0].mu)
         assert moved
 
 
@@ -198,10 +198,10 @@ def test_an_nnx_module_trains_as_the_functional_form_does_where_it_was():
                 expected.go(1)
                 step(model, optimizer, runs.place(runs.gradients(LEAVES, t), shardings))
                 engine.exchange_nnx(model, optimizer)
-                runs.assert_same_bits(nnx.to_pure_dict(nnx.state(model)), expected.params)
+                comparisons.assert_same_bits(nnx.to_pure_dict(nnx.state(model)), expected.params)
             expected.flush()
             engine.flush_nnx(model, optimizer)
         trained = nnx.to_pure_dict(nnx.state(model))
-        runs.assert_same_bits(trained, expected.params)
+        comparisons.assert_same_bits(trained, expected.params)
         for name, x in trained.items():
             assert x.sharding.is_equivalent_to(shardings[name], x.ndim)

@@ -5,8 +5,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.comparisons import assert_same_bits
 from tests.device.test_streaming import run
-from tests.runs import assert_same_bits
 
 PLACES = {
     "replicated over data": {"up": P(), "down": P()},

@@ -1,11 +1,12 @@
-"""Calls into a test from the thread of an engine's worker."""
+"""Shows a test what the thread of an engine's worker does."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from zenflow_jax import _engine
-from zenflow_jax._exchange import host_half
+from zenflow_jax._exchange import host_half, uploads, worker
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.state import HostState
 
@@ -35,3 +36,16 @@ def hooked(monkeypatch: Any) -> Hooks:
     monkeypatch.setattr(host_half, "HostState", State)
     monkeypatch.setattr(_engine, "HostAdam", Adam)
     return hooks
+
+
+def views_of_mail(monkeypatch: Any) -> list[weakref.ref]:
+    """A list of the NumPy views that the worker takes of mail and hand-overs from now on."""
+    views = []
+
+    def view(x, view=worker.view):
+        views.append(weakref.ref(seen := view(x)))
+        return seen
+
+    monkeypatch.setattr(worker, "view", view)
+    monkeypatch.setattr(uploads, "view", view)
+    return views

@@ -8,7 +8,7 @@ import threading
 import jax
 import pytest
 
-from tests import runs
+from tests import comparisons, runs
 from tests.runs import FIRST, SCANNED, SECOND, Settings, Training
 from zenflow_jax._exchange.ahead import Ahead
 
@@ -93,7 +93,7 @@ def test_what_was_compiled_ahead_gives_the_bits_of_what_was_not(monkeypatch):
         monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", on)
         with Training(SCANNED, settings) as training:
             histories.append(training.history(runs.Plan(14, bad=(3, 9), flush_at=(8,))))
-    runs.assert_same_bits(*histories)
+    comparisons.assert_same_bits(*histories)
 
 
 def test_arrays_that_were_not_expected_are_no_error():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import zenflow_jax
-from tests import runs
+from tests import comparisons, runs
 from tests.exchange.test_ahead import compilations
 from tests.exchange.test_worker import BUSY, CALM
 from tests.runs import FEW, ONE, Plan, Settings, Training
@@ -50,10 +50,10 @@ def test_gradients_wider_than_their_leaves_reach_the_host_in_the_mails_dtype(
         transfer_dtype=transfer_dtype,
     )
     plan = Plan(7, flush_at=(7,))
-    expected, _ = runs.reference(leaves, settings, plan, gradients=small)
+    expected, _ = comparisons.reference(leaves, settings, plan, gradients=small)
     for offload in (False, True):
         with Training(leaves, settings, offload=offload, gradients=small) as training:
-            runs.assert_agree(training.history(plan), expected)
+            comparisons.assert_agree(training.history(plan), expected)
 
 
 def exchange_until_noticed(training):
@@ -115,7 +115,7 @@ def test_flush_and_peek_take_a_copy_of_the_state(duplicate, sending):
             each.go(6)
         before = training.state
         training.state = jax.tree.map(duplicate, before)
-        runs.assert_same_bits(*(each.engine.peek(each.params, each.state) for each in both))
+        comparisons.assert_same_bits(*(each.engine.peek(each.params, each.state) for each in both))
         for each in both:
             each.flush()
         with pytest.raises(RuntimeError, match="that the last `flush` returned, got those that it"):
@@ -123,7 +123,7 @@ def test_flush_and_peek_take_a_copy_of_the_state(duplicate, sending):
         for each in both:
             each.go(3)
             each.flush()
-        runs.assert_same_bits(training.values(), untouched.values())
+        comparisons.assert_same_bits(training.values(), untouched.values())
 
 
 def describe(tree):
@@ -215,7 +215,7 @@ def test_how_many_mails_are_kept_does_not_change_a_bit(monkeypatch):
         kept.append(max(numbers))
     assert kept[0] == 0 < kept[1] <= 3 < kept[2]
     for other in outcomes[1:]:
-        runs.assert_same_bits(other, outcomes[0])
+        comparisons.assert_same_bits(other, outcomes[0])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_how_much_is_prefetched_does_not_change_a_bit(rolling, expected):
     settings = dataclasses.replace(BUSY, rolling=rolling)
     outcomes = [outcome(settings, look, prefetch_bytes=limit) for limit in (None, 100, 0)]
     for other in outcomes[1:]:
-        runs.assert_same_bits(other, outcomes[0])
+        comparisons.assert_same_bits(other, outcomes[0])
     assert prefetched == expected
 
 
@@ -302,7 +302,7 @@ def test_mail_that_some_saver_left_on_the_device_is_in_host_memory_after_a_step(
         for _ in range(4):
             training.go(1)
             expected.go(1)
-            runs.assert_same_bits(training.values(), expected.values())
+            comparisons.assert_same_bits(training.values(), expected.values())
             mail = jax.tree.leaves((training.state.mail, training.state.step_scalars))
             assert {x.sharding.memory_kind for x in mail} == {"pinned_host"}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zenflow_jax
-from tests import runs
+from tests import comparisons, runs
 from tests.runs import FIRST, Plan, Settings, Training
 
 # Windows in turn; channels that change hands; in FIRST are resident, low-precision and float32
@@ -51,7 +51,7 @@ def test_weights_loaded_after_init_train_as_if_they_had_been_there(offload, bad)
     with modes[0] as run, modes[1] as expected:
         loaded(run, OTHER)
         loaded(expected, OTHER, early=True)
-        runs.assert_same_bits(outcome(run, bad), outcome(expected, bad))
+        comparisons.assert_same_bits(outcome(run, bad), outcome(expected, bad))
 
 
 @pytest.mark.parametrize("names", [list(OTHER), ["columns"]], ids=["all", "one leaf"])
@@ -60,7 +60,7 @@ def test_weights_loaded_after_the_engine_was_made_train_as_if_they_had_been_ther
     with Training(FIRST, SETTINGS) as run, Training(FIRST, SETTINGS, offload=False) as expected:
         run.params = runs.place(values, None)
         loaded(expected, values, early=True)
-        runs.assert_close(outcome(run), outcome(expected))
+        comparisons.assert_close(outcome(run), outcome(expected))
 
 
 @both_modes
@@ -71,7 +71,7 @@ def test_the_masters_of_loaded_weights_are_those_before_the_first_step_and_after
         run.params = runs.place(OTHER, None)
         for _ in range(2):
             casts = {name: x.astype(OTHER[name].dtype) for name, x in masters(run).items()}
-            runs.assert_same_bits(casts, run.values())
+            comparisons.assert_same_bits(casts, run.values())
             run.go(1)
 
 
@@ -87,4 +87,4 @@ def test_what_was_saved_before_the_first_step_follows_the_parameters_beside_it()
         run.params = runs.place(OTHER, None)
         run.renew(engine_state=saved)
         loaded(expected, OTHER, early=True)
-        runs.assert_same_bits(outcome(run), outcome(expected))
+        comparisons.assert_same_bits(outcome(run), outcome(expected))

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import zenflow_jax
-from tests import processes, runs
+from tests import comparisons, processes, runs
 from tests.resuming import PLAN, SETTINGS, end, fail_elsewhere, resumed, saved
 from tests.runs import FIRST, KERNEL, SECOND, Training
 
@@ -52,17 +52,17 @@ def test_a_peek_is_the_cast_of_every_master_and_does_not_change_a_bit_of_the_run
             expected, values = casts(untouched), untouched.values()
             ahead += any(np.any(expected[name] != p) for name, p in values.items())
             seen = peek(training)
-            runs.assert_same_bits(jax.tree.map(np.asarray, seen), expected)
+            comparisons.assert_same_bits(jax.tree.map(np.asarray, seen), expected)
             for name, x in seen.items():
                 assert x.sharding == training.params[name].sharding
             # Nothing that the run goes on with, so that a step may donate that.
             assert not {x.unsafe_buffer_pointer() for x in seen.values() if x.size} & {
                 x.unsafe_buffer_pointer() for x in training.params.values()
             }
-            runs.assert_same_bits(training.values(), values)
+            comparisons.assert_same_bits(training.values(), values)
         assert ahead > 5  # updates were under way
-        runs.assert_same_bits(end(training), end(untouched))
-        runs.assert_same_bits(peek(training), training.params)
+        comparisons.assert_same_bits(end(training), end(untouched))
+        comparisons.assert_same_bits(peek(training), training.params)
 
 
 @pytest.mark.parametrize("prefetch_bytes", [None, 0])
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_shows_what_the_saved_one_did(prefe
         expected = jax.tree.map(np.array, peek(training))
         again = resumed(training, saved(training), prefetch_bytes=prefetch_bytes)
         with again:
-            runs.assert_same_bits(jax.tree.map(np.asarray, peek(again)), expected)
+            comparisons.assert_same_bits(jax.tree.map(np.asarray, peek(again)), expected)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_going_on_from_what_was_flushed_is_refused_and_peek_is_named(sending, st
         expected.flush()
         training.go(6)
         expected.go(6)
-        runs.assert_same_bits(training.values(), expected.values())
+        comparisons.assert_same_bits(training.values(), expected.values())
 
 
 class Model(nnx.Module):
@@ -135,9 +135,9 @@ def test_methods_for_nnx_equal_the_functional_form_and_peek_gives_another_model(
                 expected.go(1)
                 train_step(model, optimizer, jax.tree.map(jnp.asarray, runs.gradients(FIRST, t)))
                 engine.exchange_nnx(model, optimizer)
-                runs.assert_same_bits(trained(model), expected.params)
+                comparisons.assert_same_bits(trained(model), expected.params)
             seen = engine.peek_nnx(model, optimizer)
-            runs.assert_same_bits(trained(seen), peek(expected))
+            comparisons.assert_same_bits(trained(seen), peek(expected))
             assert int(seen.calls[...]) == 7
             # Neither model's calls and keys are the other's.
             seen.dropout(jnp.ones(3))
@@ -145,7 +145,7 @@ def test_methods_for_nnx_equal_the_functional_form_and_peek_gives_another_model(
             seen.rows[...] = jnp.zeros_like(seen.rows[...])
             expected.flush()
             engine.flush_nnx(model, optimizer)
-            runs.assert_same_bits(trained(model), expected.params)
+            comparisons.assert_same_bits(trained(model), expected.params)
             assert int(model.calls[...]) == 7
             assert int(model.dropout.rngs.count[...]) == 0
             assert len(traced) == 1

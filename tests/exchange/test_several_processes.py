@@ -17,7 +17,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import zenflow_jax
-from tests import elastic, meshes, processes, runs
+from tests import comparisons, elastic, meshes, processes, runs
 from tests.exchange.hooks import hooked
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
@@ -57,7 +57,7 @@ def train(me: int, count: int, *names: str) -> None:
     for axes, placement, settings, look_at in map(cases.__getitem__, names):
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
-        expected, _ = runs.reference(LEAVES, settings, PLAN, shards=shards)
+        expected, _ = comparisons.reference(LEAVES, settings, PLAN, shards=shards)
         with Training(LEAVES, settings, shardings=shardings, donate=True) as training:
             ours = []
             for t, values in training.follow(PLAN):
@@ -66,7 +66,7 @@ def train(me: int, count: int, *names: str) -> None:
                     check_peek(training)
                 for name, channels in training.selected().items():
                     np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
-            runs.assert_close(ours, expected.params)
+            comparisons.assert_close(ours, expected.params)
 
 
 def every(me: int, count: int) -> None:
@@ -74,8 +74,8 @@ def every(me: int, count: int) -> None:
     shardings = on_all({"fsdp": count, "tensor": jax.local_device_count()}, "both")
     with Training(LEAVES, EVERY, shardings=shardings) as training:
         ours = [values for _, values in training.follow(Plan(6))]
-        theirs = runs.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
-        runs.assert_close(ours, theirs)
+        theirs = comparisons.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
+        comparisons.assert_close(ours, theirs)
 
 
 def check_peek(training: Training) -> None:
@@ -122,7 +122,7 @@ def adapt_beside(late: bool, rng: np.random.Generator) -> None:
     plan = Plan(24, bad=(9,))
     shardings = on_all({"fsdp": jax.device_count()}, "channels")
     shards = meshes.pieces(LEAVES, shardings)
-    expected, slow = runs.reference(LEAVES, ADAPTIVE, plan, shards=shards)
+    expected, slow = comparisons.reference(LEAVES, ADAPTIVE, plan, shards=shards)
     with Training(LEAVES, ADAPTIVE, shardings=shardings) as training:
         ends, windows = [], 0
         for t, _ in enumerate(expected.params, start=1):
@@ -134,9 +134,9 @@ def adapt_beside(late: bool, rng: np.random.Generator) -> None:
                 windows = training.engine.stats.windows
                 ends.append(t)
             np.testing.assert_equal(training.selected(), expected.selected[t - 1])
-        assert [ends] == slow.boundaries
+        assert [ends] == [turn.boundaries for turn in slow.turns]
         assert len(training.engine.stats.window_lengths) > 2
-        runs.assert_close([training.values()], expected.params[-1:])
+        comparisons.assert_close([training.values()], expected.params[-1:])
 
 
 def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
@@ -152,8 +152,8 @@ def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
         if after:
             elastic.save(training, Path(after))
         plan = elastic.PLAN._replace(steps=until)
-        expected, _ = runs.reference(LEAVES, STALE, plan)
-        runs.assert_close([training.values()], expected.params[-1:])
+        expected, _ = comparisons.reference(LEAVES, STALE, plan)
+        comparisons.assert_close([training.values()], expected.params[-1:])
 
 
 def check_refusal(training: Training, me: int, count: int) -> None:

@@ -17,7 +17,8 @@ import optax
 import pytest
 
 import zenflow_jax
-from tests import processes, runs
+from tests import comparisons, processes, runs
+from tests.exchange.hooks import views_of_mail
 from tests.reference import Reference
 from tests.runs import FEW, FIRST, KERNEL, ONE, Leaf, Settings, Training
 from zenflow_jax import HostEngine, _engine
@@ -53,7 +54,7 @@ def donate(params, tx, *places):
     expected = train(params, tx, plain)
     for argnums in places:
         step = jax.jit(plain.__wrapped__, donate_argnums=argnums)
-        runs.assert_same_bits(train(params, tx, step), expected)
+        comparisons.assert_same_bits(train(params, tx, step), expected)
 
 
 def donate_everything():
@@ -99,7 +100,7 @@ def test_donation_does_not_abort_the_process():
     [("during_step", 5 * 4), ("per_window", 5 * 2 + 3 * 2)],
 )
 def test_no_numpy_view_of_mail_is_left_when_its_buffer_may_be_donated(monkeypatch, sending, count):
-    views = runs.views_of_mail(monkeypatch)
+    views = views_of_mail(monkeypatch)
     with Training(FEW, OPTIONS, send_gradients=sending) as training:
         training.go(5)
         training.flush()  # until then the open window's mail is kept, which nobody else has
@@ -274,7 +275,7 @@ def test_an_engine_behind_multi_steps_exchanges_after_each_update():
             assert tx.has_updated(state)
             params, state = engine.exchange(params, state)
             (expected,) = slow.step([(parts[0][leaf.name] + parts[1][leaf.name]) / 2])
-            np.testing.assert_allclose(params[leaf.name], expected, rtol=0, atol=runs.ATOL)
+            np.testing.assert_allclose(params[leaf.name], expected, rtol=0, atol=comparisons.ATOL)
         engine.flush(params, state)
 
 

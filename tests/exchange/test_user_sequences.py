@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import zenflow_jax
-from tests import processes, runs
+from tests import comparisons, processes, runs
 from tests.reference import Reference, Settings
 from tests.resuming import copied
 from tests.runs import Leaf
@@ -138,7 +138,7 @@ class UserSequences(RuleBasedStateMachine):
     def look_at_the_masters(self) -> None:
         masters = zenflow_jax.master_params(self.params, self.state, self.engine)
         for x, expected in zip(masters.values(), self._masters(), strict=True):
-            np.testing.assert_allclose(x, expected, rtol=0, atol=runs.ATOL)
+            np.testing.assert_allclose(x, expected, rtol=0, atol=comparisons.ATOL)
 
     @precondition(lambda self: self._ready() and not self.unmailed and not self.misuse)
     @rule()
@@ -364,7 +364,7 @@ class UserSequences(RuleBasedStateMachine):
         theirs = dict(zip(params, map(np.array, expected), strict=True))
         both = [{name: np.array(x) for name, x in params.items()}], [theirs]
         try:
-            runs.assert_close(*both)
+            comparisons.assert_close(*both)
         except AssertionError as error:
             self.over = True  # the first one is what is to be seen
             raise AssertionError(f"wrong weights after {after}, step {self.t}: {error}") from None

@@ -13,8 +13,8 @@ import weakref
 
 import pytest
 
-from tests import processes, runs
-from tests.exchange.hooks import hooked
+from tests import comparisons, processes, runs
+from tests.exchange.hooks import hooked, views_of_mail
 from tests.runs import FEW, Plan, Settings, Training
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import messages
@@ -94,8 +94,8 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(hooks, monk
     with Training(FEW, BUSY) as training:
         for t, values in training.follow(PLAN):
             training.settle()
-            runs.assert_same_bits(values, expected.params[t - 1])
-        runs.assert_same_bits(training.moments(), expected.moments)
+            comparisons.assert_same_bits(values, expected.params[t - 1])
+        comparisons.assert_same_bits(training.moments(), expected.moments)
 
     # Late: it does nothing unless the caller waits for it.
     waiting, wait = threading.Event(), Worker.wait
@@ -115,9 +115,9 @@ def test_a_run_gives_the_same_bits_whatever_the_timing_of_the_worker(hooks, monk
         with monkeypatch.context() as patch:
             patch.setattr(Worker, "wait", wait_and_let_work)
             for t, values in training.follow(PLAN):
-                runs.assert_same_bits(values, expected.params[t - 1])
+                comparisons.assert_same_bits(values, expected.params[t - 1])
         waiting.set()
-        runs.assert_same_bits(training.moments(), expected.moments)
+        comparisons.assert_same_bits(training.moments(), expected.moments)
 
 
 def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(monkeypatch):
@@ -142,7 +142,7 @@ def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(mon
         assert not any(update.done() for update in training.on_their_way)
         copied.set()
         training.go(12 - training.t)
-        runs.assert_same_bits(training.values(), expected[-1])
+        comparisons.assert_same_bits(training.values(), expected[-1])
 
 
 def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(
@@ -165,7 +165,7 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
         training.go(1)
         gate.let_through()
         assert not update.done()
-        runs.assert_same_bits(training.values(), expected[10])
+        comparisons.assert_same_bits(training.values(), expected[10])
 
         # At the boundary it is waited for, and only there.
         waited_for = []
@@ -178,7 +178,7 @@ def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundar
         monkeypatch.setattr(Worker, "wait", note)
         training.go(1)
         assert any(waited_for)
-        runs.assert_same_bits(training.values(), expected[11])
+        comparisons.assert_same_bits(training.values(), expected[11])
         training.settle()
 
     # The window's last mail, a piece of its update, mail of the next window, another piece.
@@ -261,7 +261,7 @@ def test_close_during_work_ends_after_the_piece_it_is_at(gate):
 
 
 def test_close_frees_the_host_memory_and_the_mail_that_is_kept(monkeypatch):
-    views = runs.views_of_mail(monkeypatch)
+    views = views_of_mail(monkeypatch)
     with Training(FEW, CALM) as training:
         training.go(6)
         training.settle()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests import reference
+from tests import arithmetic
 from tests.host.test_host_adam import (
     BFLOAT16,
     KERNELS,
@@ -42,7 +42,7 @@ def rounded(x: np.ndarray, *, first: bool) -> np.ndarray:
     channels = x.transpose(0, 2, 1, 3)
     result = np.empty_like(channels)
     for place in np.ndindex(channels.shape[:2]):
-        result[place] = reference.compact_one(channels[place], first=first)
+        result[place] = arithmetic.compact_one(channels[place], first=first)
     return np.ascontiguousarray(result.transpose(0, 2, 1, 3))
 
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import zenflow_jax
-from tests import runs
+from tests import comparisons
 
 STEPS = 5
 DEVICE = jax.devices()[0]
@@ -87,8 +87,8 @@ FEWER = (FROZEN[0], *TRAINED)
 )
 def test_every_call_may_have_another_part_of_the_parameters(made_with, exchanged, flushed):
     actual = train(made_with, exchanged, flushed)
-    runs.assert_same_bits(actual, expected())
-    runs.assert_same_bits(of(FROZEN, actual), of(FROZEN, start()))
+    comparisons.assert_same_bits(actual, expected())
+    comparisons.assert_same_bits(of(FROZEN, actual), of(FROZEN, start()))
 
 
 class Model(nnx.Module):
@@ -118,7 +118,7 @@ def train_nnx(made_with, exchanged):
             nnx.update(model, params)
             nnx.update(optimizer.opt_state, nnx.state(new))
         engine.flush_nnx(model, optimizer)
-    runs.assert_same_bits(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), statistics)
+    comparisons.assert_same_bits(nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), statistics)
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
@@ -129,9 +129,11 @@ def params_of(model):
 @pytest.mark.slow
 def test_all_of_an_nnx_model_or_its_parameters_alone_are_the_same_run():
     plain = train_nnx(params_of, params_of)
-    runs.assert_same_bits(train_nnx(nnx.state, params_of), plain)
-    runs.assert_same_bits(train_nnx(params_of, nnx.state), plain)
-    runs.assert_same_bits(train_nnx(nnx.state, lambda model: nnx.as_pure(params_of(model))), plain)
+    comparisons.assert_same_bits(train_nnx(nnx.state, params_of), plain)
+    comparisons.assert_same_bits(train_nnx(params_of, nnx.state), plain)
+    comparisons.assert_same_bits(
+        train_nnx(nnx.state, lambda model: nnx.as_pure(params_of(model))), plain
+    )
 
 
 class Pair(NamedTuple):
@@ -199,7 +201,7 @@ def test_leaves_of_one_path_are_told_apart_by_their_order_or_refused():
         # Each had the gradient that is its own value: down where that was 1, untouched where 0.
         params, state = engine.flush(params, state)
     assert (params[0] < 0.995).all()
-    runs.assert_same_bits(params[1], made[1])
+    comparisons.assert_same_bits(params[1], made[1])
 
 
 def test_a_list_for_a_tuple_and_a_dict_in_another_order_are_the_same_leaves():

@@ -1,0 +1,214 @@
+"""What a step does to a leaf of the slow reference, and to each of its channels, in plain NumPy.
+
+A channel is an object that carries everything known of it, so that "selected", "deferred" and
+"waiting" are words about one object and not about where an array lives. When windows close and
+channels are selected is `reference.py`, which has the letters too.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zenflow_jax._plan.rules import AutoSelect, AutoWindow, EpochSelect
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Plain values of the options of `zenflow`, under the same names and with the same defaults."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    topk_ratio: float = 0.1
+    update_interval: int | AutoWindow = 4
+    select_interval: int | AutoSelect | EpochSelect | None = None  # None is every 16 windows
+    full_warm_up_rounds: int = 0  # steps
+    rolling: bool = True
+    staleness: int | None = None
+    window_scaling: float | None = 0.5  # exponent of the rate
+    provisional_share: float | None = 0.5
+    max_grad_norm: float | None = None
+    send_gradients: str = "during_step"
+    transfer_dtype: Any = None
+
+
+@dataclasses.dataclass
+class Channel:
+    """One channel of one stack entry, whichever side it lives on. All arrays are float32."""
+
+    where: tuple[Any, ...]  # index of its entries in the leaf
+    weight_decay: float
+    selected: bool
+    master: Any  # runs ahead of the parameter while `waiting`
+    mu: Any
+    nu: Any
+    window_sum: Any  # gradients since the window opened, steps that were skipped left out
+    steps: int = 0  # AdamW steps taken by this channel
+    score: Any = np.float32(0)
+    waiting: bool = False  # an update was computed that the parameter has not received yet
+
+
+@dataclasses.dataclass
+class Leaf:
+    """A parameter in its own dtype, and its channels, one list for each group of them.
+
+    Channels are selected within a group: a stack entry, or a shard of one.
+    """
+
+    param: np.ndarray
+    axis: int | None  # None for a resident leaf, which is one channel that is always selected
+    stack: tuple[int, ...]
+    k: int  # selected in each group
+    mail_dtype: np.dtype  # of gradients that go to the host
+    groups: list[list[Channel]]
+    turns: list[int]  # for each group, with which others it closes its windows
+
+    @property
+    def channels(self) -> Iterator[Channel]:
+        return (channel for group in self.groups for channel in group)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether anything of it is deferred."""
+        return any(len(group) > self.k for group in self.groups)
+
+    @property
+    def selected(self) -> np.ndarray | None:
+        """The selected channels `[*stack, k]`, ascending, int32; None if resident."""
+        if self.axis is None:
+            return None
+        # Groups of one stack entry follow each other, so their channels' numbers go on.
+        flags = np.array([channel.selected for channel in self.channels])
+        chosen = [np.flatnonzero(entry) for entry in flags.reshape(-1, self.param.shape[self.axis])]
+        return np.array(chosen, np.int32).reshape(*self.stack, -1 if self.k else 0)
+
+    @property
+    def scores(self) -> np.ndarray | None:
+        """The scores `[*stack, n]` since the last selection, float32; None if resident."""
+        if self.axis is None:
+            return None
+        scores = [channel.score for channel in self.channels]
+        return np.array(scores, np.float32).reshape(*self.stack, self.param.shape[self.axis])
+
+    def publish(self, channel: Channel) -> None:
+        """Make the parameter what it always is in the end: the cast of the master."""
+        self.param[channel.where] = channel.master.astype(self.param.dtype)
+        channel.waiting = False
+
+
+def make_leaf(
+    param: np.ndarray, axis: int | None, settings: Settings, weight_decay: float, shards: int
+) -> Leaf:
+    def channel(where: tuple[Any, ...], selected: bool) -> Channel:
+        master = param[where].astype(np.float32)
+        zeros = np.zeros_like(master)
+        return Channel(where, weight_decay, selected, master, zeros, zeros, zeros)
+
+    if axis is None:
+        return Leaf(param, None, (), 1, param.dtype, [[channel((...,), True)]], [0])
+
+    assert -param.ndim <= axis < param.ndim, (axis, param.shape)
+    axis %= param.ndim
+    # Both axes of a matrix belong to the matrix, whichever of them is the channel axis.
+    stack = param.shape[: min(axis, max(param.ndim - 2, 0))]
+    n, rest = divmod(param.shape[axis], shards)
+    assert rest == 0, (param.shape, axis, shards)
+    # The ratio means what its decimals say: 0.07 * 100 is 7.000000000000001 in binary, and 8 of 100
+    # are not 7 %.
+    k = math.ceil(round(settings.topk_ratio * n, 6))
+    between = (slice(None),) * (axis - len(stack))
+    groups = [
+        [channel((*entry, *between, shard * n + j, ...), j < k) for j in range(n)]
+        for entry in np.ndindex(*stack)
+        for shard in range(shards)
+    ]
+    # float16 has no room for gradients that were divided by a loss scale.
+    own: Any = np.float32 if param.dtype == np.float16 else param.dtype
+    mail_dtype = settings.transfer_dtype or own
+    return Leaf(param, axis, stack, k, np.dtype(mail_dtype), groups, [0] * len(groups))
+
+
+def weigh(leaf: Leaf, g: np.ndarray) -> tuple[float, float]:
+    """Root mean squares of the deferred and of the selected channels' gradient."""
+    both = []
+    for selected in (False, True):
+        side = [g[c.where].ravel() for c in leaf.channels if c.selected == selected]
+        both.append(math.sqrt(np.mean(np.square(np.concatenate(side)), dtype=np.float64)))
+    deferred, chosen = both
+    return deferred, chosen
+
+
+def adamw(channel: Channel, g: Any, lr: np.float32, s: Settings, steps: int = 1) -> None:
+    """Move master and moments by one AdamW step, with a mean gradient of so many steps.
+
+    The parameter is left as it is.
+    """
+    b1, b2, eps, decay = s.b1, s.b2, s.eps, channel.weight_decay
+    scaling = s.window_scaling
+    c = 1
+    if scaling is not None:
+        c = steps
+        b1, b2, eps = s.b1**c, s.b2**c, s.eps / math.sqrt(c)
+        lr, decay = lr * np.float32(c**scaling), decay * c ** (1 - scaling)
+    channel.steps += c
+    n = np.float32(channel.steps)
+    one = np.float32(1)
+    # As optax: `1 - b` is taken in Python's precision, `1 - b**n` in float32. The two differ in
+    # the fifth digit for b2 = 0.999 and n = 1.
+    channel.mu = np.float32(1 - b1) * g + np.float32(b1) * channel.mu
+    channel.nu = np.float32(1 - b2) * (g * g) + np.float32(b2) * channel.nu
+    mu_hat = channel.mu / (one - np.float32(s.b1) ** n)
+    nu_hat = channel.nu / (one - np.float32(s.b2) ** n)
+    direction = mu_hat / (np.sqrt(nu_hat) + np.float32(eps))
+    direction = direction + np.float32(decay) * channel.master
+    channel.master = channel.master - lr * direction
+
+
+def sums_of_squares(gradients: Sequence[np.ndarray]) -> np.ndarray:
+    # Where it overflows the step is skipped.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([np.sum(g * g, dtype=np.float32) for g in gradients], np.float32)
+
+
+def clipping_factor(squares: np.ndarray, max_grad_norm: float | None) -> np.float32:
+    if max_grad_norm is None:
+        return np.float32(1)
+    # Leaves that are finite can have an infinite sum. As in optax, the factor is then zero.
+    with np.errstate(over="ignore"):
+        norm = np.sqrt(np.sum(squares, dtype=np.float32))
+    limit = np.float32(max_grad_norm)
+    return np.float32(1) if norm < limit else limit / norm
+
+
+def compact_one(moment: Any, *, first: bool) -> np.ndarray:
+    """A channel's moment after it was kept in 8 bits, with a scale for each 32 neighbours."""
+    round_block = _round_first if first else _round_second
+    flat = np.array(moment, np.float32).reshape(-1)
+    for i in range(0, flat.size, 32):
+        flat[i : i + 32] = round_block(flat[i : i + 32])
+    return flat.reshape(np.shape(moment))
+
+
+def _round_first(m: np.ndarray) -> np.ndarray:
+    # Codes c from -127 to 127 stand for c (|c| + 60) / 23749 of the scale.
+    top, largest = np.float32(127 * 187), np.max(abs(m))
+    if largest < 2.0**-60:
+        return np.zeros_like(m)
+    scale = largest.astype(ml_dtypes.bfloat16).astype(np.float32)
+    c = np.rint(np.sqrt(abs(m) * (top / scale) + np.float32(900)) - np.float32(30))
+    return np.copysign(c * (c + 60) * (1 / top) * scale, m) + 0
+
+
+def _round_second(v: np.ndarray) -> np.ndarray:
+    # Codes c from 0 to 255 stand for roots of c / 255 of the scale; only zero's is 0.
+    root, top = np.sqrt(v), np.float32(255)
+    scale = np.max(root)
+    if scale < 2.0**-60:
+        return np.zeros_like(v)
+    c = np.maximum(np.rint(root * (top / scale)), (root > 0).astype(np.float32))
+    return (c * (1 / top) * scale) ** 2
