@@ -1,0 +1,257 @@
+"""`--plan` of the script: the largest batch, ways that fit, and what is printed and written."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+
+import jax
+import pytest
+
+from tests.planning.test_planner import FIXTURES, settings_of
+from train import finetune, memory, models, planning
+from train import settings as of_train
+from train.command_line import read_command_line
+from train.planning import folder_of_config, planned_step
+from train.pretrained import read_folder
+from zenflow_jax import planning as library
+from zenflow_jax.planning import GPUS, HOST_RESERVE, INSTALL, TEMPORARIES
+
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
+
+QUICKSTART = FIXTURES.parent.parent / "configs" / "quickstart.toml"
+
+
+@pytest.mark.parametrize(("slope", "first"), [(0.6, 2), (1.0, 500), (1.7, 64)])
+def test_the_largest_batch_needs_few_compilations(slope, first):
+    asked = []
+
+    def needs(batch):
+        asked.append(batch)
+        return 300 + max(slope * batch * 3, 1.1 * slope * batch * 3 - 50)
+
+    largest = planning.largest_batch(first, 2, 1000, 250, needs)
+    limit = 750 / 3.3 / slope
+    assert len(set(asked) - {first}) <= planning.COMPILATIONS
+    assert 0.95 * limit - 2 <= largest <= limit
+    assert largest % 2 == 0
+    assert planning.largest_batch(4, 2, 1000, 900, lambda _: 2000) is None, "weights are too many"
+    assert planning.largest_batch(4, 2, 1000, 1100, None) is None, "nothing is compiled"
+
+
+def test_layers_and_batches_between_two_are_on_the_line_through_theirs():
+    def peak_of(settings):
+        return 100 + 7 * settings.batch_size
+
+    settings = settings_of("llama3", batch_size=6)
+    assert planning.between(settings, 2, 8, peak_of) == 142
+    assert planning.between(dataclasses.replace(settings, batch_size=2), 2, 2, peak_of) == 114
+    assert planning.extended(120, 140, 32) == 420
+    _, origin = planning.with_layers(settings, folder_of_config(settings.model), 7)
+    assert origin.config.layers == 7
+    own = dataclasses.replace(settings, layers=7)
+    assert planning.with_layers(settings, None, 7) == (own, None)
+
+
+def test_ways_that_fit_are_few_the_largest_batch_first_and_none_is_more_than_another():
+    asked = []
+
+    def memory_of(settings):
+        asked.append(settings)
+        device = settings.batch_size * (1 if settings.remat else 2)
+        device += 100 if settings.scan_layers else 0
+        host = {"compact": 50, "float32": 100}[settings.host_state]
+        if settings.update_interval == 8:
+            return None  # as if zenflow refused it
+        host -= 45 if settings.update_interval == 2 else 0
+        return planning.Memory(device, host, device <= 24 and host <= 60)
+
+    settings = settings_of("llama3", batch_size=36, scan_layers=True)
+    ways = planning.ways_that_fit(settings, 4, memory_of)
+    out = {"scan_layers": False}
+    assert [(way.batch_size, way.changes) for way in ways] == [
+        (16, {"host_state": "compact"} | out | {"remat": True}),
+        (16, out | {"update_interval": 2, "remat": True}),
+        (8, {"host_state": "compact"} | out),
+    ]
+    assert all(x.batch_size % 4 == 0 for x in asked)
+    assert planning.ways_that_fit(settings, 4, lambda _: planning.Memory(1, 1, False)) == []
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(library, "has_compiler", lambda: False)
+
+
+@pytest.fixture
+def with_compiler(monkeypatch):
+    """A compiler by which each example takes 1 MB, or 2 without remat; scanned 10 MB more.
+
+    A layer takes 1 MB, but deep models 5 MB less than few layers say. Returns what was compiled.
+    """
+    compiled = []
+
+    def compiled_peak(run, origin, mesh):
+        layers = origin.config.layers
+        compiled.append((run.optimizer, run.batch_size, layers))
+        each = 1 if run.remat else 2
+        deep = layers - 5 * (layers > 8)
+        return 10**6 * (each * run.batch_size + 10 * run.scan_layers + deep)
+
+    monkeypatch.setattr(library, "has_compiler", lambda: True)
+    monkeypatch.setattr(planning, "mesh_of", lambda *_, **__: None)
+    monkeypatch.setattr(planning, "compiled_peak", compiled_peak)
+    return compiled
+
+
+def reported(tmp_path, *arguments):
+    """What a run with --plan writes as JSON."""
+    file = tmp_path / "plan.json"
+    assert finetune.main([*arguments, "--plan", "--plan-json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_of_a_deep_model_the_run_itself_is_compiled_and_other_optimizers_by_a_few_layers(
+    tmp_path, with_compiler
+):
+    raw = json.loads((FIXTURES / "llama3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 12}))
+    run = ["--task", "language", "--model", str(tmp_path), "--data", "x", "--batch-size", "16"]
+    run += ["--remat", "--device", "h100", "--host-memory", "64", "--no-scan-layers"]
+    report = reported(tmp_path, str(QUICKSTART), *run)
+    of_step = ("weights", "optimizer state", TEMPORARIES)
+    peaks = {k: sum(x["device_bytes"][y] for y in of_step) for k, x in report["plans"].items()}
+    assert peaks == {"adamw": 28 * 10**6, "offload": 28 * 10**6, "zenflow": 23 * 10**6}
+    assert {name for name, _, layers in with_compiler if layers == 12} == {"zenflow"}
+    assert {layers for name, _, layers in with_compiler if name != "zenflow"} == {2, 4}
+    assert len(set(with_compiler)) == len(with_compiler) <= 4 + 1 + planning.COMPILATIONS
+    uploads = report["plans"]["zenflow"]["device_bytes"]["uploads"]
+    limit = (0.95 * GPUS["h100"].memory - uploads) / 1e6
+    assert 0.95 * limit - 7 <= report["largest_batch"] <= limit - 7
+
+
+def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_compiler):
+    shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
+    picture = tmp_path / "plan.png"
+    run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--scan-layers"]
+    run += ["--plan-picture", str(picture), "--device", "a100", "--host-memory", "64"]
+    report = reported(tmp_path, str(QUICKSTART), *run)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert report["by"] == "shapes"
+    assert list(report["plans"]) == ["adamw", "offload", "zenflow"]
+    assert report["plans"]["zenflow"]["host_bytes_there"] == 64 * 10**9
+    assert report["plans"]["adamw"]["host_bytes"] == {}
+    assert report["largest_batch"] is None
+    out = capsys.readouterr().out
+    assert report["advice"] in out.replace("\n", " ")
+    assert f"The largest batch depends on activations, which {INSTALL} adds." in out
+    assert "A100" in out
+
+
+LAYERS = json.loads((FIXTURES / "llama3" / "config.json").read_text())["num_hidden_layers"]
+RUN = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
+RUN += ["--data", "a b", "--sequence-length", "64", "--remat", "--scan-layers"]
+
+
+def room_for(monkeypatch, batch_size, peak=None):
+    """Makes a GPU with just enough memory for a compact run that is not scanned; its arguments."""
+    settings = read_command_line([*RUN, "--no-scan-layers"], program="p").settings
+    settings = dataclasses.replace(settings, batch_size=batch_size, host_state="compact")
+    planned = planned_step(settings, folder_of_config(settings.model), None)
+    plan = library.plan(*planned, host_state="compact")
+    if peak is not None:
+        plan = plan.with_peak(peak)
+    gpu = dataclasses.replace(GPUS["rtx4090"], memory=int(plan.device_bytes / 0.95) + 1)
+    monkeypatch.setitem(GPUS, "rtx4090", gpu)
+    host = (plan.host_bytes + HOST_RESERVE + 1) / 1e9  # and what rounding may take
+    return ["--device", "rtx4090", "--host-memory", repr(host)]
+
+
+def test_a_plan_that_does_not_fit_says_which_commands_do(
+    monkeypatch, with_compiler, tmp_path, capsys
+):
+    room = room_for(monkeypatch, 8, peak=(8 + LAYERS) * 10**6)
+    report = reported(tmp_path, *RUN, "--batch-size=32", *room)
+    assert report["by"] == "compiler"
+    assert "the device lacks" in report["advice"]
+    assert "the host lacks" in report["advice"]
+    commands = [way["command"] for way in report["what_fits"]]
+    assert 1 <= len(commands) <= 3
+    out = capsys.readouterr().out
+    for command in commands:
+        assert f"  {command}  # device " in out
+        program, _, rest = command.partition(" -m train.finetune ")
+        assert program.split()[-1] == "python"
+        arguments = shlex.split(rest)
+        assert not {x for x in arguments if x.startswith(("--plan", "--device", "--host-mem"))}
+        again = reported(tmp_path, *arguments, *room)
+        assert again["plans"]["zenflow"]["fits"]
+        assert again["what_fits"] == []
+    # It takes nearly all of the memory.
+    program, _, rest = commands[0].partition(" -m train.finetune ")
+    assert program == "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python"
+    settings = read_command_line(shlex.split(rest), program="p").settings
+    assert (settings.data, settings.sequence_length, settings.remat) == ("a b", 64, True)
+    assert settings.batch_size == 8
+    assert (settings.host_state, settings.scan_layers) == ("compact", False)
+
+
+def test_without_a_compiler_ways_to_fit_are_searched_by_shapes_and_said_to_be(
+    monkeypatch, without_compiler, capsys
+):
+    room = room_for(monkeypatch, 8)
+    assert finetune.main([*RUN, "--batch-size=32", "--plan", *room]) == 0
+    out = capsys.readouterr().out
+    assert "What fits (without gradients and activations):" in out
+    # Neither the batch nor remat is of any use there.
+    commands = [line for line in out.splitlines() if "-m train.finetune" in line]
+    assert commands
+    assert all("--batch-size=32" in line and "--host-state compact" in line for line in commands)
+
+
+def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
+    monkeypatch, with_compiler, tmp_path, capsys
+):
+    room = room_for(monkeypatch, 8, peak=(8 + LAYERS) * 10**6)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 32}))
+    run = [*RUN, "--batch-size=32", "--deepspeed", str(config), "--plan"]
+    assert finetune.main([*run, *room]) == 0
+    assert "Nor does it with a smaller batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--plan-json", "x.json"], "expected --plan too"),
+        (["--plan", "--plan-json", "x.txt"], "ends in .json"),
+        (["--plan", "--plan-picture", "x.txt"], "ends in .png"),
+        (["--host-memory", "-1", "--plan"], "a finite number above 0"),
+        (["--task", "language", "--plan"], "`model`: expected a folder with a config.json"),
+    ],
+    ids=["alone", "ending", "ending of a picture", "negative", "without a model"],
+)
+def test_mistakes_in_a_plans_arguments_are_named(arguments, expected, capsys):
+    assert finetune.main([str(QUICKSTART), *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_run_that_the_host_cannot_hold_is_refused_before_data_are_looked_at(monkeypatch, capsys):
+    run = [str(QUICKSTART), "--task", "language", "--model", str(FIXTURES / "llama3")]
+    run += ["--data", "nowhere"]
+    monkeypatch.setattr(memory, "host_bytes", lambda: 20_000)
+    assert finetune.main(run) == 2
+    assert "`model`: expected one" in capsys.readouterr().err
+    assert finetune.main([*run, "--force"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err  # the first that is looked at
+
+
+def test_the_parameters_of_a_model_are_counted_without_making_it():
+    settings = of_train.Settings()
+    planned = planned_step(settings, None, None)
+    made = sum(x.size for x in jax.tree.leaves(planned.params) if x.ndim > 1)
+    assert models.parameters(settings, None) == made
+    folder = FIXTURES / "llama3"
+    planned = planned_step(settings_of("llama3"), folder_of_config(str(folder)), None)
+    made = sum(x.size for x in jax.tree.leaves(planned.params))
+    assert models.parameters(settings, read_folder(folder)) == made
