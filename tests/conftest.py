@@ -34,7 +34,6 @@ OPTIMIZED = {
     "test_engine_save",
     "test_equality",
     "test_loaded_weights",
-    "test_peek",
     "test_placements",
     "test_provisional",
     "test_resume",

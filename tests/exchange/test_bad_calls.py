@@ -61,7 +61,7 @@ BEFORE = [
     (lambda e, p, s: e.flush(SQUARE, s), ValueError, "got float32 (3, 6)"),
     (lambda e, p, s: e.exchange(p, nnx_optimizer(TX).opt_state), TypeError, "exchange_nnx"),
     (lambda e, p, s: e.exchange_nnx(p, s), TypeError, "nnx.Module"),
-    (lambda e, p, s: e.peek_nnx(nnx_model(), s), TypeError, "nnx.Optimizer"),
+    (lambda e, p, s: e.flush_nnx(nnx_model(), s), TypeError, "nnx.Optimizer"),
     (lambda e, p, s: e.flush(p, numpy_of(s)), TypeError, "ndarray"),
     (lambda e, p, s: e.flush(p, STATE), RuntimeError, "the last `exchange` returned"),
 ]
@@ -146,11 +146,3 @@ def test_a_closed_engine_says_so(running):
     engine.close()
     for call in (engine.exchange, engine.flush):
         assert_told(lambda call=call: call(params, state), RuntimeError, "expected an open engine")
-
-
-def test_leaving_without_a_flush_is_an_error():
-    def leave():
-        with HostEngine(PARAMS, STATE, host_kernel="numpy") as engine:
-            engine.exchange(*step(PARAMS, STATE))
-
-    assert_told(leave, RuntimeError, "never reached the parameters")
