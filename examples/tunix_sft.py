@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> ZenFlowHooks:
         model = make_model(options.model, vocabulary, mesh, options.dtype)
         trainer = peft_trainer.PeftTrainer(model, tx, config)
         trainer.with_gen_model_input_fn(model_input)
-        hooks = ZenFlowHooks(trainer, hooks=Printed(len(evaluation)), evaluate="peek")
+        hooks = ZenFlowHooks(trainer, hooks=Printed(len(evaluation)))
         if trainer.train_steps:
             print(f"goes on from the checkpoint of step {trainer.train_steps}")
         trainer.train(batches(training, size, options.length, options.seed), evaluation)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from zenflow_jax._checkpoint.resume import check_resumed, join_run
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
@@ -29,7 +28,7 @@ from zenflow_jax._exchange.expected import CallerTree, Expected
 from zenflow_jax._exchange.host_half import HostMasters, make_host
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox
-from zenflow_jax._exchange.parts import OffloadedLeaves, as_before, devices_of
+from zenflow_jax._exchange.parts import OffloadedLeaves, devices_of
 from zenflow_jax._exchange.peers import PeerMonitor
 from zenflow_jax._exchange.pinned import check_pinned_memory
 from zenflow_jax._exchange.progress import Progress
@@ -38,7 +37,6 @@ from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host.adam import HostAdam
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_Model = TypeVar("_Model")
 
 
 def _recorded(kind: str) -> Callable[[_Method], _Method]:
@@ -258,8 +256,7 @@ class HostEngine:
         """Brings every deferred update into the parameters, closing an open window early.
 
         Call it after the last exchange, or where a window shall end early; go on only from what it
-        returns. The schedule does not move: the next window has fewer steps. To look at the
-        parameters and train on as if nothing had happened, use `peek`.
+        returns. The schedule does not move: the next window has fewer steps.
 
         Args:
             params: The parameters that the last `exchange` returned.
@@ -294,36 +291,6 @@ class HostEngine:
             taken = taken.with_offloaded(weights)
             self._saver.note(taken.weights)
             return taken.tree, replace_state(opt_state, self._mailbox.renew(state))
-
-    @_recorded("state")
-    def peek(self, params: Any, opt_state: Any) -> Any:
-        """The parameters as they are best known now, for an evaluation in mid-run.
-
-        They have the updates of all windows that have closed, for which it waits; deferred channels
-        lack the gradients of the open window. The result is the cast of what `master_params`
-        returns. Go on training from `params` and `opt_state`, to the same bits as without this
-        call. In a run of several processes all must call it.
-
-        Args:
-            params: The parameters that the last `exchange` or `flush` returned.
-            opt_state: The state that it returned.
-
-        Returns:
-            A tree like `params`, placed like it, of arrays that share nothing with it: they take
-            once more the memory of the parameters on the device, and outlive a step that donates.
-
-        Raises:
-            RuntimeError, ValueError, TypeError: As `flush`.
-        """
-        state, taken = self._between_steps(params, opt_state, "peek")
-        weights = taken.offloaded
-        if self._progress.step:  # until then parameters may be loaded, and masters follow
-            weights = self._updates.peek(weights, state)
-        callers = {id(x) for x in taken.leaves if isinstance(x, jax.Array)}
-        return jax.tree.map(
-            lambda x: as_before(_copy(x), x) if id(x) in callers else x,
-            taken.with_offloaded(weights).tree,
-        )
 
     @_recorded("state")
     def state(self) -> dict[str, Any]:
@@ -384,13 +351,6 @@ class HostEngine:
     def flush_nnx(self, model: Any, optimizer: Any) -> None:
         """`flush` for flax nnx: updates `model` and `optimizer`, its own, in place."""
         self._of_nnx(self.flush, model, optimizer)
-
-    def peek_nnx(self, model: _Model, optimizer: Any) -> _Model:
-        """`peek` for flax nnx: another model, with the parameters as they are best known now.
-
-        What `optimizer` does not train (batch statistics, keys) is as in `model`, copied as well.
-        """
-        return nnx_pair.copy_with(model, optimizer, self.peek)
 
     def close(self) -> None:
         """Ends the thread and frees the host memory; drops updates. Safe twice, and during work."""
@@ -491,7 +451,3 @@ class HostEngine:
     def _of_nnx(self, call: Any, model: Any, optimizer: Any) -> None:
         after = call(*nnx_pair.arrays(model, optimizer))
         nnx_pair.update(model, optimizer, *after)
-
-
-# Under jit an argument that comes back as it is would be the same array.
-_copy = jax.jit(jnp.copy)

@@ -241,11 +241,10 @@ def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_grad
             params, state = start(tx)
             both = jax.tree.map(jnp.copy, params), state  # which are donated
             both = go(step, both, range(1, 1 + flushes_after))
-            looked_at = step.engine.peek(*both)
             both = step.flush(*both)
             flushed = jax.tree.map(jnp.copy, both[0])
             params, _ = step.flush(*go(step, both, range(1 + flushes_after, 15)))
-            outcomes.append((looked_at, flushed, params))
+            outcomes.append((flushed, params))
             assert step.engine.stats.steps == 7
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
 

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import zenflow_jax
-from tests import comparisons, elastic, meshes, processes, runs
+from tests import comparisons, elastic, meshes, processes
 from tests.exchange.hooks import hooked
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
@@ -29,7 +29,6 @@ LATE = dataclasses.replace(STALE, send_gradients="after_step")
 SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
 EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, staleness=0)
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
-IN_WINDOW = 5  # with an update under way
 
 
 def work(me: int, port: int, count: int, function: str, *args: Any) -> None:
@@ -50,11 +49,11 @@ def train(me: int, count: int, *names: str) -> None:
     """Runs on different placements, each held to the reference."""
     local = jax.local_device_count()
     cases = {
-        "replicated": ({"data": count * local}, "replicated", STALE, None),
-        "divided": ({"fsdp": count, "tensor": local}, "both", LATE, IN_WINDOW),
-        "summed": ({"fsdp": count, "tensor": local}, "both", SUMMED, None),
+        "replicated": ({"data": count * local}, "replicated", STALE),
+        "divided": ({"fsdp": count, "tensor": local}, "both", LATE),
+        "summed": ({"fsdp": count, "tensor": local}, "both", SUMMED),
     }
-    for axes, placement, settings, look_at in map(cases.__getitem__, names):
+    for axes, placement, settings in map(cases.__getitem__, names):
         shardings = on_all(axes, placement)
         shards = meshes.pieces(LEAVES, shardings)
         expected, _ = comparisons.reference(LEAVES, settings, PLAN, shards=shards)
@@ -62,8 +61,6 @@ def train(me: int, count: int, *names: str) -> None:
             ours = []
             for t, values in training.follow(PLAN):
                 ours.append(values)
-                if t == look_at:
-                    check_peek(training)
                 for name, channels in training.selected().items():
                     np.testing.assert_array_equal(channels, expected.selected[t - 1][name])
             comparisons.assert_close(ours, expected.params)
@@ -76,18 +73,6 @@ def every(me: int, count: int) -> None:
         ours = [values for _, values in training.follow(Plan(6))]
         theirs = comparisons.adamw(LEAVES, None, EVERY.weight_decay, 6, 0, shardings)
         comparisons.assert_close(ours, theirs)
-
-
-def check_peek(training: Training) -> None:
-    seen = training.engine.peek(training.params, training.state)
-    masters = zenflow_jax.master_params(training.params, training.state, training.engine)
-    ahead = False
-    for name, p in training.params.items():
-        assert seen[name].sharding == p.sharding
-        value = runs.fetch(seen[name])
-        np.testing.assert_array_equal(value, runs.fetch(masters[name]).astype(p.dtype))
-        ahead |= bool(np.any(value != runs.fetch(p)))
-    assert ahead
 
 
 def share(me: int, count: int) -> None:

@@ -140,19 +140,6 @@ class UserSequences(RuleBasedStateMachine):
         for x, expected in zip(masters.values(), self._masters(), strict=True):
             np.testing.assert_allclose(x, expected, rtol=0, atol=comparisons.ATOL)
 
-    @precondition(lambda self: self._ready() and not self.unmailed and not self.misuse)
-    @rule()
-    def look(self) -> None:
-        """What an evaluation in mid-run sees is what the masters say."""
-        if self.engine is None:
-            seen, _ = zenflow_jax.flush(self.params, self.state)
-            expected = copy.deepcopy(self.reference).flush()
-        else:
-            seen, masters = self.engine.peek(self.params, self.state), self._masters()
-            leaves = self.world.leaves
-            expected = [x.astype(y.dtype) for x, y in zip(masters, leaves, strict=True)]
-        self._compare(seen, expected, "a look")
-
     @rule()
     def keep_views_of_everything(self) -> None:
         self.views = jax.tree.map(np.asarray, (self.params, self.state))

@@ -83,7 +83,13 @@ class SinceMerge(NamedTuple):
         return SinceMerge(lay.each_device, lay.each_device, lay.each_device, REPLICATED)
 
 
-def _merge(
+_STATIC = ("specs", "window")
+
+
+# A merge uses up uploads, never the caller's parameters: those may be in use elsewhere. An upload
+# becomes the new parameter where it is as large as that.
+@partial(jax.jit, static_argnames=_STATIC, donate_argnames="used_up")
+def merge(
     weights: Arrays,
     used_up: Arrays,
     others: Arrays,
@@ -117,13 +123,6 @@ def _merge(
     )
     new, seen, changed = zip(*made, strict=True)
     return Merged(tuple(map(put, weights, new, specs)), join(seen), jnp.stack(changed))
-
-
-_STATIC = ("specs", "window")
-# A merge uses up uploads, never the caller's parameters: those may be in use elsewhere. An upload
-# becomes the new parameter where it is as large as that.
-merge = jax.jit(_merge, static_argnames=_STATIC, donate_argnames="used_up")
-merge_and_keep = jax.jit(_merge, static_argnames=_STATIC)
 
 
 @partial(jax.jit, static_argnames="specs")

@@ -329,7 +329,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     For `zenflow(..., offload=False)`; with an engine, use `HostEngine.flush`. The schedule goes on
     as if nothing had happened: the next window just has fewer steps. Outside of jit, `flush` warns
     by `logging` if the last steps were all skipped. It is pure, so it also shows the parameters in
-    mid-run, as an engine's `peek` does: `eval_params, _ = flush(params, opt_state)`.
+    mid-run: `eval_params, _ = flush(params, opt_state)`.
 
     Args:
         params: The parameters that `opt_state` belongs to.

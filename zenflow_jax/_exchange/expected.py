@@ -145,7 +145,7 @@ def _check_arrays(state: ZenFlowState) -> None:
         raise TypeError(
             f"expected a state of jax arrays, got {type(ints).__name__}. Pass what the step "
             "returned, outside of jit; of flax nnx pass model and optimizer themselves, to "
-            "`exchange_nnx`, `flush_nnx` or `peek_nnx`."
+            "`exchange_nnx` or `flush_nnx`."
         )
 
 

@@ -114,9 +114,7 @@ class Mailbox:
         raise RuntimeError(
             "expected parameters and state that the last `flush` returned, got those that it was "
             "called with, or a step made from them: they lack the updates that it has brought. Go "
-            "on with `params, opt_state = engine.flush(params, opt_state)`; to look at the "
-            "parameters without ending the open window, use `eval_params = engine.peek(params, "
-            "opt_state)`."
+            "on with `params, opt_state = engine.flush(params, opt_state)`."
         )
 
     def send(self, state: ZenFlowState, step: int) -> None:

@@ -3,11 +3,8 @@
 flax is imported on first use: it takes as long to import as all of this library.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 
 def is_pair(values: Sequence[Any]) -> bool:
@@ -39,16 +36,3 @@ def update(model: Any, optimizer: Any, params: Any, opt_state: Any) -> None:
 
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
-
-
-def copy_with(model: Any, optimizer: Any, find: Callable[[Any, Any], Any]) -> Any:
-    """A model with the parameters that `find(params, opt_state)` gives, and copies of the rest."""
-    from flax import nnx
-
-    new = find(*arrays(model, optimizer))
-    graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
-    # New variables of the same arrays: `merge` would give the copy those of the model.
-    params = jax.tree.map(lambda x: x, params)
-    copy = nnx.merge(graphdef, params, jax.tree.map(jnp.copy, others))
-    nnx.update(copy, new)
-    return copy

@@ -25,7 +25,6 @@ from zenflow_jax._device.boundary import (
     enter,
     measure,
     merge,
-    merge_and_keep,
     put_states,
     uploads_in_two,
 )
@@ -155,26 +154,6 @@ class Updates:
                 channels = [s.channels for s in states]
                 self._rows[number] = channel_rows(channels, specs=group.specs)
 
-    def peek(self, weights: Sequence[jax.Array], state: ZenFlowState) -> list[jax.Array]:
-        """As `collect` of all, but updates stay pending. What they change is in new arrays.
-
-        Provisional steps are undone, also where no update is pending.
-        """
-        weights = list(weights)
-        for number, group in enumerate(self._offloaded.groups):
-            pending = self.pending.get(number)
-            uploads = [] if pending is None else self._worker.wait(pending.made, state.step)
-            if not uploads and state.reach is not None:
-                uploads = [[] for _ in group.parts]  # none has been prefetched
-            if not uploads:
-                continue
-            uploads = self._fetch_rest(group, uploads, state.step)
-            # Not by the channels of then: those that have left since may have moved provisionally.
-            merged = self._merge(number, weights, uploads, None, state, keep=True)
-            for i, weight in zip(group.leaves, merged.weights, strict=True):
-                weights[i] = weight
-        return weights
-
     def _since(self, number: int, before: jax.Array | None, state: ZenFlowState) -> SinceMerge:
         """What a group's parameters are compared by; `before` as of its pending update."""
         rows = self._rows[number]
@@ -188,10 +167,8 @@ class Updates:
         uploads: Sequence[Sequence[jax.Array]],
         before: jax.Array | None,
         state: ZenFlowState,
-        *,
-        keep: bool = False,
     ) -> Merged:
-        """The parameters of a group with an update, whose arrays stay if `keep`."""
+        """The parameters of a group with an update."""
         group = self._offloaded.groups[number]
         params = group.pick(weights)
         if group.on_one_device and not isinstance(params[0].sharding, NamedSharding):
@@ -205,10 +182,7 @@ class Updates:
             ]
         arrays = (params, *uploads_in_two(new, group.specs), self._since(number, before, state))
         static = {"specs": group.specs, "window": state.schedule.longest_window}
-        if keep:  # rare, and compiled where it is called
-            merged = merge_and_keep(*arrays, **static)
-        else:
-            merged = self._ahead.call(("merge", number), merge, *arrays, **static)
+        merged = self._ahead.call(("merge", number), merge, *arrays, **static)
         placed = (as_before(x, weight) for x, weight in zip(merged.weights, params, strict=True))
         return merged._replace(weights=list(placed))
 

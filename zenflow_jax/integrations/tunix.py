@@ -47,7 +47,7 @@ if _installed.split(".")[:3] != VERSION.split("."):
         "exchange in hooks of your own, by `HostEngine.exchange_nnx`."
     )
 
-Evaluate = Literal["as_is", "peek", "flush"]
+Evaluate = Literal["as_is", "flush"]
 
 
 class ZenFlowHooks(tunix_hooks.TrainingHooks):
@@ -66,9 +66,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             the engine goes on from the same one, bit for bit.
         hooks: Your own hooks, called after these. None: those that the trainer has.
         evaluate: The parameters that evaluations use. "as_is": those that train, which lack updates
-            that are under way. "peek": with all updates of windows that have closed; training goes
-            on to the same bits, and the device holds the parameters twice. "flush": with all
-            updates; ends the open windows early.
+            that are under way. "flush": with all updates; ends the open windows early.
         engine_options: Arguments of `HostEngine`: `host_kernel`, `threads`, `prefetch_bytes`, ...
 
     Raises:
@@ -96,7 +94,6 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         self._closed = False
         self._put_back = 0
         self._evaluating = False
-        self._training: Any = None  # the parameters that train, while others are evaluated
         # Now, not before the first step: what was restored lies on every device as a whole.
         self._place()
         # Of these one is the trainer's own, if it accumulates. With others, only they know how many
@@ -176,18 +173,11 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
             self.exchange()
             if self._evaluate == "flush":
                 self.flush()
-            elif self._evaluate == "peek":
-                self._training = self._params
-                known = self.engine.peek(nnx.as_pure(self._training), self._opt_state)
-                nnx.update(self._trainer.model, known)
         self._tell_others("on_eval_step_start", train_ctx)
 
     def on_eval_step_end(self, train_ctx: Any, eval_loss: float) -> None:
-        """Gives the model back the parameters that train."""
         self._tell_others("on_eval_step_end", train_ctx, eval_loss)
-        if self._training is not None:
-            nnx.update(self._trainer.model, self._training)
-        self._evaluating, self._training = False, None
+        self._evaluating = False
 
     def on_train_end(self, train_ctx: Any) -> None:
         """Brings every update into the model, unless `train` is one of many calls."""
