@@ -34,7 +34,7 @@ from train.memory import lack_behind, lack_of_memory
 from train.optimizers import with_deepspeed
 from train.peers import Peers
 from train.pretrained import read_folder
-from train.report import Summary, read_summary
+from train.report import read_summary
 from train.run import Run
 from train.run_description import description_of_model
 from train.run_folder import make_run_folder, run_lock
@@ -59,7 +59,7 @@ def train(
     fresh: bool = False,
     timeline: Path | None = None,
     force: bool = False,
-) -> Summary | None:
+) -> None:
     """Trains once, or the rest of a run, and leaves the results in the run's folder.
 
     With `steps` 0 it shows the figures of a validation, and writes nothing. A `run` goes on from
@@ -71,7 +71,7 @@ def train(
     sources = read(settings, timeline=timeline, force=force)
     if settings.steps == 0:
         evaluate(sources, say)
-        return None
+        return
     job, opt_state = prepare(sources, stop.check)
     folder = make_run_folder(
         job.settings.output_dir, job.settings.run, label=job.settings.optimizer, fresh=fresh
@@ -86,14 +86,13 @@ def train(
         stack.enter_context(run_lock(folder, say))
         run = Run(job, opt_state, folder, console, stop, stack)
         del opt_state  # the run donates it
-        summary, ended = run.resume(timeline), None
-        if summary is None:
+        ended = None
+        if run.resume(timeline):
             run.loop()
             ended = run.finish()
     if ended is not None:
-        summary = run.report(ended, begun_s)
+        run.report(ended, begun_s)
     processes.leave()
-    return summary
 
 
 def export(settings: Settings, which: str, target: Path, say: Callable[[str], None]) -> None:
@@ -120,12 +119,12 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     summary = read_summary(folder)
     end = folder / (models.WEIGHTS if origin is None else models.FOLDER)
     rival, has_end = math.nan, False
-    if summary is not None and summary.best_step in (None, summary.steps) and end.exists():
-        has_end, rival = True, summary.validation_after.get(best, math.nan)
+    if summary and summary["best_step"] in (None, summary["steps"]) and end.exists():
+        has_end, rival = True, summary["validation_after"].get(best, math.nan)
     step = checkpoints.find(which, rival=rival)
     if step is None:
         _copy(end, target)
-        say(f"{target} has the model of {folder}, of step {summary.steps}, which did best")
+        say(f"{target} has the model of {folder}, of step {summary['steps']}, which did best")
         return
     build = models.builder(settings, None, origin, labels=len(labels))
     _, shapes = jax.eval_shape(lambda: models.split(build()))
@@ -137,7 +136,7 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     said = f"{target} has the weights of checkpoint {step} in {folder}"
     if settings.optimizer != "adamw":
         said += ", without the updates that were on their way"
-        if has_end and step == summary.steps:
+        if has_end and step == summary["steps"]:
             said += f"; {end} has them"
     say(said)
 

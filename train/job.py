@@ -15,11 +15,11 @@ from train import models, processes
 from train.command_line import to_toml
 from train.data import Batches, Sample
 from train.memory import check_memory
+from train.meter import causes_of_infinity, check_finite
 from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
 from train.pretrained import Pretrained, read_folder
 from train.settings import Settings, SettingsError
 from train.sharding import batch_parts, committed, make_mesh
-from train.skipping import causes_of_infinity, check_finite
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
 from train.tasks.chosen import make_task

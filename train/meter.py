@@ -1,7 +1,8 @@
-"""Measures speed, stalls and schedule of a training loop without stalling it.
+"""Measures loss, speed, stalls, schedule and skipped steps of a training loop without stalling it.
 
 The loss of a step is read only when it is a whole interval old. Rates count tokens of steps whose
-loss exists, not of those dispatched.
+loss exists, not of those dispatched. A step whose gradient is not finite is skipped; many in a row
+end the run.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 import zenflow_jax
+from train import Failure
+
+# Whether a step was skipped is read when the device is so many steps further: that waits for
+# nothing.
+BEHIND = 4
+
+
+class NotFiniteError(Failure):
+    """A run trains nothing, or will."""
 
 
 class Row(NamedTuple):
@@ -70,8 +80,8 @@ class Meter:
     """Turns the losses of all steps into one `Row` for every `log_every` of them.
 
     Call `start` when the first steps are compiled and done, `step` after every step and its
-    exchange, `drain` after the last one. A run that goes on had `steps_done`, and the `state` of
-    then.
+    exchange, `drain` and `finish` after the last one. A run that goes on had `steps_done`, and the
+    `state` of then. So many steps in a row as `max_skipped` are an error, with the `remedy`.
     """
 
     def __init__(
@@ -80,12 +90,15 @@ class Meter:
         log_every: int,
         steps: int,
         stats: Callable[[], zenflow_jax.EngineStats] | None,
+        max_skipped: int,
+        remedy: str,
         steps_done: int = 0,
         state: Mapping[str, Any] | None = None,
     ):
         self._log_every = log_every
         self._steps = steps
         self._stats = stats
+        self._max_skipped, self._remedy = max_skipped, remedy
         state = state or {"unread": [], "skipped": 0, "counts": Counts(), "window_length": None}
         self._unread = deque(
             Taken(loss, skipped, 0, counts and Counts(*counts))
@@ -98,6 +111,10 @@ class Meter:
         self._counts = Counts(*state["counts"])
         self._window_length: float | None = state["window_length"]
         self._paused_s = 0.0
+        # The last step of which it is known whether it was skipped.
+        self._known = self._begun = steps_done
+        self.total_skipped = int(self._unread[-1].skipped) if self._unread else self._skipped
+        self._in_a_row = 0
 
     def start(self) -> None:
         """Starts the clock. Earlier steps must have no tokens, as they are in no rate."""
@@ -110,7 +127,7 @@ class Meter:
 
         It then blocks until the device has done all but the last `log_every` steps.
         """
-        step = self._steps_read + len(self._unread) + 1
+        step = self._taken + 1
         counts = None
         if self._stats and (step % self._log_every == 0 or step == self._steps):
             stats = self._stats()
@@ -118,6 +135,7 @@ class Meter:
                 stats.windows, _steps_in_windows(stats), stats.kept_share, stats.reselections
             )
         self._unread.append(Taken(loss, skipped, tokens, counts))
+        self._judge(step - BEHIND)
         enough = self._to_next_row() + self._log_every
         return self._next_row() if len(self._unread) >= enough else None
 
@@ -135,6 +153,16 @@ class Meter:
         while len(self._unread) >= (self._to_next_row() if whole else 1):
             yield self._next_row()
 
+    def skipped_last(self) -> bool:
+        """Whether the last step was skipped; blocks until the device has done it."""
+        self._judge(self._taken)
+        return self._in_a_row > 0
+
+    def finish(self) -> None:
+        """Raises `NotFiniteError` if every step of this start was skipped."""
+        if self.skipped_last() and self._in_a_row == self._known - self._begun:
+            self._fail()
+
     def state(self) -> dict[str, Any]:
         """All that a run that goes on needs, for JSON. Blocks until all steps are done."""
         unread = jax.device_get(list(self._unread))
@@ -148,12 +176,34 @@ class Meter:
     def since_start(self) -> Totals:
         return self._mark().since(self._started)
 
+    @property
+    def _taken(self) -> int:
+        return self._steps_read + len(self._unread)
+
+    def _judge(self, until: int) -> None:
+        """Reads which steps up to `until` were skipped."""
+        while self._known < until:
+            taken = self._unread[self._known - self._steps_read]
+            before, self.total_skipped = self.total_skipped, int(jax.device_get(taken.skipped))
+            self._known += 1
+            self._in_a_row = self._in_a_row + 1 if self.total_skipped > before else 0
+            if self._in_a_row >= self._max_skipped:
+                self._fail()
+
+    def _fail(self) -> NoReturn:
+        first = self._known - self._in_a_row + 1
+        raise NotFiniteError(
+            f"expected gradients that are finite, got none in steps {first} to {self._known}, "
+            f"which were all skipped: nothing is learned any more. {self._remedy}"
+        )
+
     def _to_next_row(self) -> int:
         # Fewer than `log_every` where the last start had another one.
         return self._log_every - self._steps_read % self._log_every
 
     def _next_row(self) -> Row:
         count = min(self._to_next_row(), len(self._unread))
+        self._judge(self._steps_read + count)
         taken = [self._unread.popleft() for _ in range(count)]
         figures = jax.device_get([(one.loss, one.skipped) for one in taken])  # blocks
         self._steps_read += count
@@ -201,3 +251,19 @@ def mean_window_length(stats: zenflow_jax.EngineStats) -> float:
 
 def _steps_in_windows(stats: zenflow_jax.EngineStats) -> int:
     return sum(length * count for length, count in stats.window_lengths.items())
+
+
+def check_finite(figures: Mapping[str, float], remedy: str) -> None:
+    """Raises `NotFiniteError` if a figure of the validation before the first step is not finite."""
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise NotFiniteError(f"expected a finite validation {name}, got {value}. {remedy}")
+
+
+def causes_of_infinity(model: str | None, dtype: str, learning_rate: float) -> str:
+    weights = "" if model is None else f"a weight in {model}, "
+    computed = "" if dtype == "float32" else f", or {dtype} (--dtype float32)"
+    return (
+        f"Possible causes: {weights}the data, a learning rate that is too large (here "
+        f"{learning_rate:g}){computed}."
+    )

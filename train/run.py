@@ -15,13 +15,8 @@ import zenflow_jax
 from train import models, processes
 from train.checkpoints import Checkpoints
 from train.job import Job
-from train.meter import Meter, Totals, mean_window_length
-from train.optimizers import skipped_steps
+from train.meter import Meter, Totals, causes_of_infinity, check_finite, mean_window_length
 from train.report import (
-    Costs,
-    Machine,
-    Schedule,
-    Summary,
     hidden_share,
     read_summary,
     summary_table,
@@ -33,7 +28,6 @@ from train.run_description import description
 from train.run_folder import write_settings
 from train.run_log import NoLog, RunLog, read_rows, show
 from train.settings import SettingsError
-from train.skipping import SkippedSteps, causes_of_infinity, check_finite
 from train.stopping import Interrupted, Stopped, StopRequest, how_to_go_on
 
 
@@ -74,8 +68,8 @@ class Run:
             )
         )
 
-    def resume(self, timeline: Path | None) -> Summary | None:
-        """Restores the newest checkpoint, if any; returns the summary of a run that has ended."""
+    def resume(self, timeline: Path | None) -> bool:
+        """Restores the newest checkpoint, if any; returns whether there are steps to do."""
         engine_state, progress = None, {}
         if (newest := self.checkpoints.newest()) is not None:
             self.params, self.opt_state, engine_state, progress = self.checkpoints.restore(
@@ -83,8 +77,8 @@ class Run:
             )
             self.done = newest
             self.validations = [(step, figures) for step, figures in progress["validations"]]
-            if summary := self._goes_on():
-                return summary
+            if self._has_ended():
+                return False
         elif (self.folder / "settings.toml").is_file():  # of a start that ended before it saved
             self._say(f"no checkpoint to go on from in {self.folder}: the run begins anew")
         if not self.done and (drawn := self.job.model.drawn):
@@ -98,24 +92,24 @@ class Run:
         elif self._is_validated(self.done):
             # The last start was stopped before it, or that step was its last one.
             self.checkpoints.rate(self.done, self._validated(self.done)[self.job.task.best])
-        return None
+        return True
 
-    def _goes_on(self) -> Summary | None:
-        """Returns the summary of a run that has ended; refuses to have done too many steps."""
+    def _has_ended(self) -> bool:
+        """Whether all of the run is done; refuses one that has done too many steps."""
         done, steps = self.done, self.job.settings.steps
         summary = read_summary(self.folder)
-        if done == steps and summary and summary.steps == done:
+        if done == steps and summary and summary["steps"] == done:
             self._say(
                 f"{self.folder} has done all its {done} steps. Pass a larger --steps to go on with "
                 "it, or name another --run to begin a new one."
             )
-            return summary
+            return True
         self._say(f"going on from checkpoint {done} in {self.folder}")
         if done > steps:
             raise SettingsError(
                 f"`steps`: expected at least {done}, which {self.folder} has done, got {steps}."
             )
-        return None
+        return False
 
     def _open_engine(self, engine_state: Any, timeline: Path | None) -> None:
         settings = self.job.settings
@@ -159,16 +153,12 @@ class Run:
             log_every=settings.log_every,
             steps=settings.steps,
             stats=(lambda: engine.stats) if engine else None,
-            steps_done=done,
-            state=metered,
-        )
-        self.skips = SkippedSteps(
-            most=settings.max_skipped,
-            first=done + 1,
-            skipped=int(jax.device_get(skipped_steps(self.opt_state))),
+            max_skipped=settings.max_skipped,
             remedy=f"{self._causes_of_infinity()} With --run {self.folder.name}, and a lower "
             "--learning-rate, a start goes on from the last checkpoint, if there is one; another "
             "--run begins anew.",
+            steps_done=done,
+            state=metered,
         )
 
     def loop(self) -> None:
@@ -195,7 +185,7 @@ class Run:
                 self.checkpoints.finish()
                 raise Stopped(how_to_go_on(asked, step, self.folder), signal_number=asked)
             if is_due(settings.save_every, step):
-                if self.skips.was_last():
+                if self.meter.skipped_last():
                     # The weights may be useless by now; older checkpoints are what is left.
                     self._say(f"step {step} was skipped: no checkpoint of it")
                 else:
@@ -233,7 +223,6 @@ class Run:
             self.log.begin(step)
         if row := self.meter.step(loss, skipped=skipped, tokens=tokens):
             self.log.add(row)
-        self.skips.step(skipped)
         self.checkpoints.poll()
 
     def finish(self) -> Ended:
@@ -243,7 +232,7 @@ class Run:
             self.meter.start()
         for row in self.meter.drain():
             self.log.add(row)
-        self.skips.finish()
+        self.meter.finish()
         if self.engine:
             self.params, self.opt_state = self.engine.flush(self.params, self.opt_state)
         jax.block_until_ready(self.params)  # the last update belongs to the measured time
@@ -255,14 +244,16 @@ class Run:
         self.checkpoints.finish()
         return Ended(totals, best, written)
 
-    def report(self, ended: Ended, begun_s: float) -> Summary:
+    def report(self, ended: Ended, begun_s: float) -> None:
         """Writes and shows the summary of a run that began at `begun_s`; all files are closed."""
-        summary = self._summary(ended, begun_s)
+        figures = self._figures(ended, begun_s)
         if not processes.is_first():
-            return summary
-        write_picture(self.folder, self.log.rows, self.validations, summary)
-        write_summary(self.folder, summary)
-        self.console.print(summary_table(summary))
+            return
+        title = f"{figures['optimizer']}, {figures['parameters'] / 1e6:.1f} M parameters"
+        target = figures["target"]
+        write_picture(self.folder, self.log.rows, self.validations, title=title, target=target)
+        write_summary(self.folder, figures)
+        self.console.print(summary_table(figures))
         settings = self.job.settings
         if self.engine:
             timed = self.engine.stats, ended.totals.seconds
@@ -273,7 +264,6 @@ class Run:
                 f"{ended.written} is that of step {ended.best}, which did best in the validation"
             )
         self._say(f"metrics, loss curve, settings and {ended.written}: {self.folder}")
-        return summary
 
     def _write_model(self, best: int) -> str:
         """Writes the weights of the best step, and returns the name of the file or folder."""
@@ -289,41 +279,36 @@ class Run:
         models.write(target, origin, weights, values, labels=task.labels, texts=self.job.texts)
         return models.WEIGHTS if origin is None else models.FOLDER
 
-    def _summary(self, ended: Ended, begun_s: float) -> Summary:
+    def _figures(self, ended: Ended, begun_s: float) -> dict[str, Any]:
         job, settings = self.job, self.job.settings
         stats = self.engine.stats if self.engine else None
         parameters = sum(x.size for x in jax.tree.leaves(self.params))
         moved = stats.bytes_to_host + stats.bytes_to_device if stats else 0
         moved /= parameters * max(settings.steps - self.done, 1)
-        schedule = Schedule()
-        if stats:
-            length = mean_window_length(stats)
-            schedule = Schedule(stats.windows, length, stats.reselections, stats.kept_share)
-        return Summary(
-            optimizer=settings.optimizer,
-            machine=Machine(
-                device=jax.devices()[0].device_kind,
-                devices=job.mesh.size if job.mesh else 1,
-                processes=jax.process_count(),
-            ),
-            parameters=parameters,
-            target=job.task.target,
-            steps=settings.steps,
-            skipped=self.skips.total,
-            best_step=ended.best if settings.keep_best else None,
-            resumed_at=self.done,
-            costs=Costs(
-                tokens_per_s=ended.totals.tokens_per_s,
-                bytes_per_parameter_and_step=processes.sum_over(moved),
-                wait_share=ended.totals.wait_share,
-                host_s=stats.work_s if stats else 0.0,
-                train_s=ended.totals.seconds,
-                total_s=time.perf_counter() - begun_s,
-            ),
-            validation_before=self.validations[0][1],
-            validation_after=self.validations[-1][1],
-            schedule=schedule,
-        )
+        return {
+            "optimizer": settings.optimizer,
+            "device": jax.devices()[0].device_kind,
+            "devices": job.mesh.size if job.mesh else 1,
+            "processes": jax.process_count(),
+            "parameters": parameters,
+            "target": job.task.target,
+            "steps": settings.steps,
+            "skipped": self.meter.total_skipped,
+            "best_step": ended.best if settings.keep_best else None,
+            "resumed_at": self.done,
+            "tokens_per_s": ended.totals.tokens_per_s,
+            "bytes_per_parameter_and_step": processes.sum_over(moved),
+            "wait_share": ended.totals.wait_share,
+            "host_s": stats.work_s if stats else 0.0,
+            "train_s": ended.totals.seconds,
+            "total_s": time.perf_counter() - begun_s,
+            "validation_before": self.validations[0][1],
+            "validation_after": self.validations[-1][1],
+            "windows": stats and stats.windows,
+            "mean_window_length": stats and mean_window_length(stats),
+            "reselections": stats and stats.reselections,
+            "kept_share": stats and stats.kept_share,
+        }
 
     def _validated(self, step: int) -> dict[str, float]:
         """The figures after `step`, which is the last one taken."""

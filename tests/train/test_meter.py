@@ -6,15 +6,15 @@ import numpy as np
 import optax
 import pytest
 
-from train.meter import Meter
+from train.meter import Meter, NotFiniteError
 from train.optimizers import decayed, learning_rate, make_optimizer, skipped_steps
 from train.settings import Settings
-from train.skipping import NotFiniteError, SkippedSteps
 from zenflow_jax import EngineStats
 
 
 def meter_of(log_every, stats=None, **more):
-    return Meter(log_every=log_every, steps=20, stats=stats, **more)
+    options = {"max_skipped": 10, "remedy": "Look there."} | more
+    return Meter(log_every=log_every, steps=20, stats=stats, **options)
 
 
 def metered(meter, loss, skipped=0):
@@ -97,23 +97,23 @@ def test_steps_that_are_skipped_change_nothing_in_adamw_and_are_counted():
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
-def counted(watch, totals):
+def counted(totals, **options):
+    """A meter whose steps had these totals of skipped steps."""
+    meter = meter_of(3, **options)
+    meter.start()
     for total in totals:
-        watch.step(jnp.int32(total))
-    watch.finish()
+        metered(meter, 1.0, total)
+    list(meter.drain())
+    meter.finish()
+    return meter
 
 
-def test_a_run_stops_after_so_many_skipped_steps_in_a_row():
-    words = {"most": 3, "first": 1, "skipped": 0, "remedy": "Look there."}
+def test_a_run_stops_after_so_many_skipped_steps_in_a_row_or_if_it_has_no_others():
     with pytest.raises(NotFiniteError, match="none in steps 4 to 6, .*all skipped.*Look there"):
-        counted(SkippedSteps(**words), [0, 1, 1, 2, 3, 4, 5, 6])
-    watch = SkippedSteps(**words)
-    counted(watch, [1, 2, 2, 3, 4, 4])
-    assert watch.total == 4
-
-
-def test_a_run_of_skipped_steps_alone_is_an_error_however_short():
-    words = {"most": 10, "skipped": 5, "remedy": "Look there."}
-    with pytest.raises(NotFiniteError, match="none in steps 8 to 9"):
-        counted(SkippedSteps(first=8, **words), [6, 7])
-    counted(SkippedSteps(first=8, **words), [])  # of no step, nothing is known
+        counted([0, 1, 1, 2, 3, 4, 5, 6], max_skipped=3)
+    meter = counted([1, 2, 2, 3, 4, 4], max_skipped=3)
+    assert (meter.total_skipped, meter.skipped_last()) == (4, False)
+    state = counted([1, 2, 3, 4, 5, 5]).state()
+    with pytest.raises(NotFiniteError, match="none in steps 7 to 8"):
+        counted([6, 7], steps_done=6, state=state)
+    counted([], steps_done=6, state=state)  # of no step, nothing is known

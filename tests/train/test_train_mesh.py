@@ -181,7 +181,7 @@ from train import finetune, models, run, sharding
 from train.command_line import read_command_line
 from train.tasks.chosen import make_task
 
-run.write_picture = lambda *_: None  # a quarter of a short run
+run.write_picture = lambda *_, **__: None  # a quarter of a short run
 settings = read_command_line(sys.argv[1:], program="test").settings
 mesh = sharding.make_mesh(settings.mesh)
 task = make_task(settings, None)
