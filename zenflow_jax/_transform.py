@@ -115,7 +115,7 @@ def zenflow(
         provisional_share: At each step the device moves every deferred weight by this share of the
             learning rate, against the sign of its gradient, until the next update replaces that.
             The first step of a run and those of the warm-up move nothing. None, the paper's way:
-            deferred weights stand still between their updates. It costs 0.2 bytes per offloaded
+            deferred weights stand still between their updates. It costs 0.25 bytes per offloaded
             parameter on the device during the step.
         max_grad_norm: Clips as `optax.clip_by_global_norm` does; that in front would keep the mail
             from leaving during the backward pass.
