@@ -53,63 +53,37 @@ def slow(names):
     return [x for x in names if any(part in x for part in ("merge", "choose", "enter"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaves", "changes"),
-    [
-        pytest.param(SECOND, {}, marks=pytest.mark.slow),
-        (SECOND, {"rolling": False}),
-        (SCANNED, {"full_warm_up_rounds": 0}),
-    ],
-    ids=["in turn", "together", "stacks in ranges"],
+    [(SECOND, {"rolling": False}), (SCANNED, {"full_warm_up_rounds": 0})],
+    ids=["together", "stacks in ranges"],
 )
-def test_no_large_program_is_compiled_after_the_second_step(leaves, changes):
-    settings = dataclasses.replace(SETTINGS, **changes)
-    jax.clear_caches()  # other tests have the same programs
-    with Training(leaves, settings) as training, compilations() as names:
-        training.go(2)
-        assert names
-        names.clear()
-        # The warm-up's end, selections, windows, and steps that are compared.
-        training.go(18)
-        assert training.engine.stats.reselections > (4 if settings.rolling else 2)
-        assert not slow(names)
-
-
-def test_it_is_the_variable_that_has_them_compiled_ahead(monkeypatch):
-    monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", "0")
-    jax.clear_caches()
-    with Training(SECOND, SETTINGS) as training, compilations() as names:
-        training.go(2)
-        names.clear()
-        training.go(18)
-        assert slow(names)
-
-
-@pytest.mark.slow
-def test_what_was_compiled_ahead_gives_the_bits_of_what_was_not(monkeypatch):
-    settings = dataclasses.replace(SETTINGS, full_warm_up_rounds=0)  # as above
-    histories = []
-    for on in "1", "0":
-        monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", on)
-        with Training(SCANNED, settings) as training:
-            histories.append(training.history(runs.Plan(14, bad=(3, 9), flush_at=(8,))))
+def test_no_large_program_is_compiled_after_the_second_step_and_no_bit_is_another(
+    leaves, changes, monkeypatch
+):
+    settings, histories = dataclasses.replace(SETTINGS, **changes), []
+    for on in True, False:
+        monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", str(int(on)))
+        jax.clear_caches()  # other tests have the same programs
+        with Training(leaves, settings) as training, compilations() as names:
+            training.go(2)
+            assert names
+            names.clear()
+            # The warm-up's end, selections, windows, and steps that are compared.
+            histories.append(training.history(runs.Plan(20, bad=(5, 9), flush_at=(8,))))
+            assert training.engine.stats.reselections > (4 if settings.rolling else 2)
+            assert bool(slow(names)) != on
     comparisons.assert_same_bits(*histories)
 
 
-def test_arrays_that_were_not_expected_are_no_error():
+def test_arrays_that_were_not_expected_are_no_error_and_what_cannot_be_compiled_is_one():
     ahead = Ahead()
-    double = jax.jit(lambda x: 2 * x)
-    ahead.prepare("double", double, jax.ShapeDtypeStruct((3,), "float32"))
-    for size, dtype in ((3, "float32"), (4, "float32"), (3, "int32")):
-        x = jax.numpy.ones(size, dtype)
-        assert ahead.call("double", double, x).tolist() == [2] * size
-    ahead.close()
-
-
-def test_what_cannot_be_compiled_is_an_error_where_it_is_called():
-    ahead = Ahead()
-    wrong = jax.jit(lambda x: x @ jax.numpy.ones((5, 5)))
-    ahead.prepare("wrong", wrong, jax.ShapeDtypeStruct((3,), "float32"))
+    sums, wrong = (jax.jit(lambda x, y=y: x @ jax.numpy.ones(y)) for y in ((3,), (5, 5)))
+    for name, program in (("sums", sums), ("wrong", wrong)):
+        ahead.prepare(name, program, jax.ShapeDtypeStruct((3,), "float32"))
+    for shape, dtype in (((3,), "float32"), ((4, 3), "float32")):
+        assert (ahead.call("sums", sums, jax.numpy.ones(shape, dtype)) == 3).all()
     with pytest.raises(TypeError, match="dot_general"):
         ahead.call("wrong", wrong, jax.numpy.zeros(3))
     ahead.close()

@@ -51,30 +51,16 @@ def pair_step(tx):
     return step
 
 
-def go(step, both, steps):
-    """Parameters and state after these steps."""
-    for t in steps:
-        *both, _ = step(*both, t)
-    return both
-
-
-def exchanged_by_hand(tx, steps, *, due=lambda state: True, flush_after=()):
-    """The parameters after each step, and at last those after a flush."""
-    step, (params, state), seen = pair_step(tx), start(tx), []
-    with HostEngine(params, state, **KERNEL) as engine:
-        for t in range(steps):
-            params, state, _ = step(params, state, t)
-            if due(state):
-                params, state = engine.exchange(params, state)
-            if t in flush_after:
-                params, state = engine.flush(params, state)
-            seen.append(params)
-        return [*seen, engine.flush(params, state)[0]]
-
-
 @pytest.fixture(scope="module")
 def by_hand():
-    return exchanged_by_hand(make(), STEPS)
+    """What a loop that exchanges by itself has after each step, and at last after a flush."""
+    step, (params, state), seen = pair_step(make()), start(make()), []
+    with HostEngine(params, state, **KERNEL) as engine:
+        for t in range(STEPS):
+            params, state, _ = step(params, state, t)
+            params, state = engine.exchange(params, state)
+            seen.append(params)
+        return [*seen, engine.flush(params, state)[0]]
 
 
 def assert_same(params, expected):
@@ -87,59 +73,64 @@ class Named(NamedTuple):
     opt_state: Any
 
 
+def test_a_step_of_parameters_and_state_exchanges_by_itself_and_flushes_as_often_as_asked(by_hand):
+    plain = pair_step(make())
+    with attach(plain, engine_options=KERNEL) as step:
+        both = start(make())
+        for t in range(STEPS):
+            *both, other = step(*both, t)
+            assert other == t * 2
+            assert_same(both[0], by_hand[t])
+        both = step.flush(*both)
+        assert_same(both[0], by_hand[-1])
+        assert step.engine.stats.steps == STEPS
+        # The steps of the run are what is counted, which goes on in another engine.
+        options = {"engine_state": step.engine.state(), **KERNEL}
+    with attach(plain, flush_every=3, engine_options=options) as step:
+        for t in range(STEPS, 9):
+            *both, _ = step(*both, t)
+        assert_same(both[0], step.flush(*both)[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class OtherNames:
     model: Any
     opt_state: Any
 
 
-def test_a_step_of_parameters_and_state_exchanges_by_itself(by_hand):
-    tx = make()
-    params, state = start(tx)
-    with attach(pair_step(tx), engine_options=KERNEL) as step:
-        for t in range(STEPS):
-            params, state, other = step(params, state, t)
-            assert other == t * 2
-            assert_same(params, by_hand[t])
-        params, state = step.flush(params, state)
-        assert_same(params, by_hand[-1])
-        assert step.engine.stats.steps == STEPS
-
-
-USUAL = "params", "opt_state"
-# How a train state is made of parameters and state, the names of these, and how they are read.
+# How a train state is made of parameters and state, the names of these, how they are read, and how
+# that state is in what the step returns beside something else.
 STATES = {
-    "dict": (
+    "dict, alone": (
         lambda p, s: {"params": p, "opt_state": s, "epoch": 3},
         None,
-        operator.itemgetter(*USUAL),
+        operator.itemgetter("params", "opt_state"),
+        (lambda state, other: state, lambda result: result),
     ),
-    "named tuple": (Named, None, operator.attrgetter(*USUAL)),
-    "dataclass of other names": (
+    "named tuple, first": (
+        Named,
+        None,
+        operator.attrgetter("params", "opt_state"),
+        (lambda state, other: (state, other), operator.itemgetter(0)),
+    ),
+    "dataclass of other names, second": (
         OtherNames,
         ("model", "opt_state"),
         operator.attrgetter("model", "opt_state"),
+        (lambda state, other: [other, state], operator.itemgetter(1)),
     ),
 }
-# What a step returns of a train state and something else, and where that state is in it.
-RESULTS = {
-    "alone": (lambda state, other: state, lambda result: result),
-    "first": (lambda state, other: (state, other), operator.itemgetter(0)),
-    "second": (lambda state, other: [other, state], operator.itemgetter(1)),
-}
 
 
-@pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("kind", STATES)
-def test_a_step_of_a_train_state_exchanges_by_itself(kind, result, by_hand):
-    (build, fields, read), (wrap, unwrap), tx = STATES[kind], RESULTS[result], make()
-    inner = pair_step(tx)
+@pytest.mark.parametrize(("build", "fields", "read", "result"), STATES.values(), ids=STATES)
+def test_a_step_of_a_train_state_exchanges_by_itself(build, fields, read, result, by_hand):
+    (wrap, unwrap), inner = result, pair_step(make())
 
     def step(state, *, t):
         params, opt_state, other = inner(*read(state), t)
         return wrap(build(params, opt_state), other)
 
-    state = build(*start(tx))
+    state = build(*start(make()))
     with attach(step, fields=fields, engine_options=KERNEL) as attached:
         for t in range(STEPS):
             out = attached(state, t=t)
@@ -194,36 +185,6 @@ def test_a_step_of_nnx_exchanges_in_place(by_hand):
     assert_same({key: getattr(model, key)[...] for key in PARAMS}, by_hand[-1])
 
 
-def test_flush_every_counts_the_steps_of_the_run():
-    tx = make()
-    plain = pair_step(tx)
-    with attach(plain, flush_every=3, engine_options=KERNEL) as step:
-        both = go(step, start(tx), range(4))
-        options = {"engine_state": step.engine.state(), **KERNEL}
-        step.flush(*both)
-    with attach(plain, flush_every=3, engine_options=options) as step:
-        params, _ = step.flush(*go(step, both, range(4, 8)))
-    assert_same(params, exchanged_by_hand(tx, 8, flush_after=(2, 5))[-1])
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_neither_an_engine_nor_an_attached_step_is_copied_or_pickled(duplicate):
-    params, state = start(make())
-    plain = pair_step(make())
-    with HostEngine(params, state, **KERNEL) as engine:
-        for running in (engine, attach(plain, engine)):
-            with pytest.raises(TypeError, match=r"copied or pickled.*`engine\.state\(\)`"):
-                duplicate(running)
-
-
-def test_behind_multi_steps_it_exchanges_where_an_update_was_made():
-    tx = optax.MultiSteps(make(), 2)
-    with attach(pair_step(tx), engine_options=KERNEL) as step:
-        params, _ = step.flush(*go(step, start(tx), range(12)))
-        assert step.engine.stats.steps == 6
-    assert_same(params, exchanged_by_hand(tx, 12, due=tx.has_updated)[-1])
-
-
 @pytest.mark.parametrize("send_gradients", ["during_step", "per_window"])
 def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_gradients):
     tx = optax.MultiSteps(make(send_gradients=send_gradients), 2)
@@ -240,11 +201,12 @@ def test_behind_multi_steps_a_flush_may_come_between_two_micro_batches(send_grad
         with attach(micro_step, engine_options=KERNEL) as step:
             params, state = start(tx)
             both = jax.tree.map(jnp.copy, params), state  # which are donated
-            both = go(step, both, range(1, 1 + flushes_after))
-            both = step.flush(*both)
-            flushed = jax.tree.map(jnp.copy, both[0])
-            params, _ = step.flush(*go(step, both, range(1 + flushes_after, 15)))
-            outcomes.append((flushed, params))
+            for t in range(1, 15):
+                *both, _ = step(*both, t)
+                if t == flushes_after:
+                    both = step.flush(*both)
+                    flushed = jax.tree.map(jnp.copy, both[0])
+            outcomes.append((flushed, step.flush(*both)[0]))
             assert step.engine.stats.steps == 7
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
@@ -270,35 +232,47 @@ def test_what_is_no_step_is_refused():
     step.close()
 
 
-def test_arguments_and_results_of_no_known_kind_are_refused():
+def test_calls_that_cannot_be_exchanged_are_refused():
     tx = make()
     params, state = start(tx)
-    plain = pair_step(tx)
-    for arguments in ((state, params, 0), (), (params,), (OtherNames(params, state), 0)):
-        with pytest.raises(TypeError, match="by position, with zenflow's state in it, got"):
-            attach(plain)(*arguments)
-    with pytest.raises(RuntimeError, match="before its first call"):
-        _ = attach(plain).engine
-    with pytest.raises(TypeError, match="`model` and `opt_state` as the first argument, got"):
-        attach(plain, fields=("model", "opt_state"))(params, state, 0)
-    with pytest.raises(ValueError, match="one ZenFlowState in it, got 0"):
-        attach(plain)({"params": params, "opt_state": optax.adam(1e-3).init(params)})
-    with pytest.raises(TypeError, match=r"returns \(params, opt_state, ...\).*got \(int, dict"):
-        attach(lambda *args: (3, *args), engine_options=KERNEL)(params, state)
-    with pytest.raises(TypeError, match=r"one train state.*got 0 in \(int\)"):
-        attach(lambda state: 3, engine_options=KERNEL)({"params": params, "opt_state": state})
-    with pytest.raises(TypeError, match="under jit"):
-        jax.jit(attach(plain))(params, state, 0)
-
-
-def test_a_step_that_exchanges_already_is_refused():
-    tx = make()
-    params, state = start(tx)
-    plain, engine = pair_step(tx), HostEngine(params, state, **KERNEL)
+    tree, plain = {"params": params, "opt_state": state}, pair_step(tx)
+    by_position = "by position, with zenflow's state in it, got"
+    engine = HostEngine(params, state, **KERNEL)
 
     def exchanged(params, state, t):
         return engine.exchange(*plain(params, state, t)[:2])
 
-    with pytest.raises(RuntimeError, match="once after each step"):
-        attach(exchanged, engine)(params, state, 0)
+    for call, error, words in (
+        (lambda: attach(plain)(state, params, 0), TypeError, by_position),
+        (lambda: attach(plain)(), TypeError, by_position),
+        (lambda: attach(plain)(params), TypeError, by_position),
+        (lambda: attach(plain)(OtherNames(params, state), 0), TypeError, by_position),
+        (lambda: attach(plain).engine, RuntimeError, "before its first call"),
+        (
+            lambda: attach(plain, fields=("model", "opt_state"))(params, state, 0),
+            TypeError,
+            "`model` and `opt_state` as the first argument, got",
+        ),
+        (
+            lambda: attach(plain)(tree | {"opt_state": optax.adam(1e-3).init(params)}),
+            ValueError,
+            "one ZenFlowState in it, got 0",
+        ),
+        (
+            lambda: attach(lambda *args: (3, *args), engine_options=KERNEL)(params, state),
+            TypeError,
+            r"returns \(params, opt_state, ...\).*got \(int, dict",
+        ),
+        (
+            lambda: attach(lambda state: 3, engine_options=KERNEL)(tree),
+            TypeError,
+            r"one train state.*got 0 in \(int\)",
+        ),
+        (lambda: jax.jit(attach(plain))(params, state, 0), TypeError, "under jit"),
+        (lambda: attach(exchanged, engine)(params, state, 0), RuntimeError, "once after each step"),
+        (lambda: copy.deepcopy(engine), TypeError, r"copied or pickled.*`engine\.state\(\)`"),
+        (lambda: pickle.dumps(attach(plain, engine)), TypeError, "copied or pickled"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
     engine.close()

@@ -68,6 +68,31 @@ def test_every_step_and_every_window_has_its_spans(recorded, rolling):
     assert [span.number for span in of(recorded, "flush", "state")] == [STEPS, STEPS]
 
 
+def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded, rolling):
+    starts = [span.start for span in recorded.spans]
+    assert starts == sorted(starts)
+    assert {span.row for span in recorded.spans} == set(ROWS)
+    calls = of(recorded, "exchange", "flush", "state")
+    one_at_a_time = [[x for x in recorded.spans if x.row == row] for row in ("device", "host")]
+    for spans in (calls, *one_at_a_time):
+        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+    waits = of(recorded, "wait for device", "wait for host")
+    assert waits  # the flush at least, whose update begins in it
+    for wait in waits:
+        around = [x.number for x in calls if x.start <= wait.start and wait.end <= x.end]
+        assert around == [wait.number]
+    steps, takes = by_number(recorded, "step"), by_number(recorded, "take in")
+    copies, unread = by_number(recorded, "copy"), by_number(recorded, "unread")
+    for t, step in steps.items():
+        assert step.end == copies[t].start
+        assert copies[t].end == unread[t].start
+        assert unread[t].end <= takes[t].end
+    uploads = by_number(recorded, "upload")
+    for update in of(recorded, "update"):
+        assert takes[last_steps(rolling)[update.number]].end <= update.start
+        assert update.end <= uploads[update.number].end
+
+
 @pytest.mark.parametrize(
     ("sending", "numbers", "sums"),
     # Of sums a second one for each window's last step.
@@ -88,46 +113,10 @@ def test_mail_that_leaves_after_the_step_and_sums_of_the_device_are_recorded(
     assert stats.seconds["take in"] > 0
 
 
-def test_spans_come_by_their_start_and_waits_lie_inside_the_calls_that_wait(recorded):
-    starts = [span.start for span in recorded.spans]
-    assert starts == sorted(starts)
-    assert all(span.start <= span.end for span in recorded.spans)
-    assert {span.row for span in recorded.spans} == set(ROWS)
-    calls = of(recorded, "exchange", "flush", "state")
-    one_at_a_time = [[x for x in recorded.spans if x.row == row] for row in ("device", "host")]
-    for spans in (calls, *one_at_a_time):
-        assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
-    waits = of(recorded, "wait for device", "wait for host")
-    assert waits  # the flush at least, whose update begins in it
-    for wait in waits:
-        around = [x.number for x in calls if x.start <= wait.start and wait.end <= x.end]
-        assert around == [wait.number]
-
-
-def test_what_happens_to_a_step_happens_in_order(recorded, rolling):
-    steps, takes = by_number(recorded, "step"), by_number(recorded, "take in")
-    copies, unread = by_number(recorded, "copy"), by_number(recorded, "unread")
-    uploads = by_number(recorded, "upload")
-    for t, step in steps.items():
-        assert step.end == copies[t].start
-        assert copies[t].end == unread[t].start
-        assert unread[t].end <= takes[t].end
-    for update in of(recorded, "update"):
-        last = last_steps(rolling)[update.number]
-        assert takes[last].end <= update.start
-        assert update.end <= uploads[update.number].end
-
-
-def clock(monkeypatch) -> types.SimpleNamespace:
-    """What the recorder takes for the time."""
+def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch):
     now = types.SimpleNamespace(s=0.0)
     fake = types.SimpleNamespace(perf_counter=lambda: now.s)
     monkeypatch.setattr(timeline, "time", fake)
-    return now
-
-
-def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch):
-    now = clock(monkeypatch)
     recorder = Recorder()  # at 0
     now.s = 3.0
     first = recorder.step_taken()
@@ -139,6 +128,9 @@ def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch)
         recorder.step_ended(step, taken)
         now.s += 0.5
         recorder.mail_arrived(step)
+    now.s = 9.0
+    recorder.works_at("update", 1)  # at which it is at work
+    now.s = 10.0
     assert set(recorder.timeline().spans) == {
         Span("device", "dispatch", 0.0, 3.0, 1),  # somewhere in there it began
         Span("device", "step", 3.0, 6.0, 1),
@@ -146,91 +138,47 @@ def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch)
         Span("device", "step", 6.0, 8.0, 2),  # given at 5, when the first was not over
         Span("mail", "copy", 6.0, 6.5, 1),
         Span("mail", "copy", 8.0, 8.5, 2),
+        Span("host", "update", 9.0, 10.0, 1),
     }
     seconds = recorder.seconds()
-    assert (seconds["seconds"]["copy"], seconds["exchange_s"]) == (1.0, 1.0)
+    assert (seconds["seconds"], seconds["exchange_s"]) == ({"copy": 1.0, "update": 1.0}, 1.0)
 
 
-def test_pieces_that_follow_each_other_are_one_span_and_mail_parts_them(monkeypatch):
-    now = clock(monkeypatch)
-    recorder = Recorder()
-    pieces = [("update", 1)] * 1000 + [("take in", 5)] + [("update", 1)] * 1000
-    for now.s, (kind, number) in enumerate(pieces):
-        recorder.works_at(kind, number)
-    now.s += 1  # at which it is at work
-    assert recorder.timeline().spans == (
-        Span("host", "update", 0, 1000, 1),
-        Span("host", "take in", 1000, 1001, 5),
-        Span("host", "update", 1001, 2001, 1),
-    )
-    seconds = recorder.seconds()
-    assert seconds["work_s"] == 2001
-    assert seconds["seconds"] == {"update": 2000, "take in": 1}
-
-
-def test_what_follows_the_last_step_after_a_pause_is_not_part_of_it():
-    step, near, far = (
-        Span("device", "step", 0.0, 10.0, 1),
-        Span("host", "update", 10.5, 12.0, 1),
-        Span("caller", "flush", 14.0, 15.0, 1),
-    )
-    timeline = Timeline((step, near, far))
-    assert timeline.bounds(timeline.steps) == (0.0, 12.0)
-    assert timeline.during(timeline.steps).spans == (step, near)
-
-
-def events_in(folder):
-    return json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-
-
-def test_the_trace_has_all_spans_as_complete_events_under_the_names_of_their_rows(
-    tmp_path, recorded
-):
-    save_trace(recorded, tmp_path / "trace.json")
-    events = events_in(tmp_path)
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    complete = [e for e in events if e["ph"] == "X"]
-    assert len(complete) == len(recorded.spans)
-    assert all(names[e["tid"]] == e["cat"] for e in complete)
-    assert min(e["ts"] for e in complete) == 0
-    update = next(e for e in complete if e["name"] == "update 2")
-    assert (update["cat"], update["args"]) == ("host", {"window": 2})
-
-
-def test_spans_that_overlap_in_part_get_threads_of_their_own(tmp_path):
+def test_a_trace_has_all_spans_and_those_that_overlap_in_part_in_threads_of_their_own(tmp_path):
     """A viewer draws them wrongly in one thread; one inside another may stay there."""
     times = [(0.0, 4.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0), (4.0, 6.0)]
-    spans = tuple(Span("mail", "unread", *time, n) for n, time in enumerate(times))
-    save_trace(Timeline(spans), tmp_path / "trace.json")
-    threads = {e["name"]: e["tid"] for e in events_in(tmp_path) if e["ph"] == "X"}
-    others = {threads[f"unread {n}"] for n in (0, 1, 2, 4)}
-    assert len(others) == 1
-    assert threads["unread 3"] not in others
+    spans = [Span("mail", "unread", *time, n) for n, time in enumerate(times)]
+    spans += [Span("host", "update", 2.0, 3.0, 7)]
+    save_trace(Timeline(tuple(spans)), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    complete = {e["name"]: e for e in events if e["ph"] == "X"}
+    assert len(complete) == len(spans)
+    assert all(rows[e["tid"]] == e["cat"] for e in complete.values())
+    update = complete["update 7"]
+    assert (update["cat"], update["args"], update["ts"]) == ("host", {"window": 7}, 2e6)
+    threads = [complete[f"unread {n}"]["tid"] for n in range(5)]
+    assert len({threads[n] for n in (0, 1, 2, 4)}) == 1
+    assert threads[3] != threads[0]
 
 
-def test_the_picture_has_every_row_a_legend_and_the_steps_by_number(tmp_path, recorded):
+def test_the_picture_has_every_row_and_a_legend_or_an_error_says_what_it_lacks(
+    tmp_path, recorded, monkeypatch
+):
     figure = plot_timeline(recorded, tmp_path / "timeline.svg", steps=recorded.steps[-4:])
     assert b"<svg" in (tmp_path / "timeline.svg").read_bytes()[:1000]
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(ROWS)
-    assert (axes.get_title(), axes.get_xlabel()) == ("steps 6 to 9", "ms")
+    assert axes.get_title() == "steps 6 to 9"
     (legend,) = figure.legends
-    shown = {text.get_text() for text in legend.get_texts()}
-    assert {"step", "update", "mail unread", "upload", "exchange"} <= shown
-
-
-@pytest.mark.parametrize("steps", [range(100, 110), range(3, 3)], ids=str)
-def test_steps_that_are_not_recorded_are_an_error_that_says_which_are(recorded, steps):
-    words = rf"recorded \(1 to 9\), got range\({steps.start}.*Take a part of `timeline.steps`"
-    with pytest.raises(ValueError, match=words):
-        plot_timeline(recorded, steps=steps)
-    with pytest.raises(ValueError, match=r"recorded \(none\)"):
-        plot_timeline(Timeline(()))
-
-
-def test_without_matplotlib_the_error_says_what_to_install_and_what_does_without(
-    monkeypatch, recorded
-):
+    assert {"step", "update"} <= {text.get_text() for text in legend.get_texts()}
+    for shown, steps, words in (
+        (recorded, range(100, 110), r"recorded \(1 to 9\), got range\(100"),
+        (recorded, range(3, 3), "Take a part of `timeline.steps`"),
+        (Timeline(()), None, r"recorded \(none\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plot_timeline(shown, steps=steps)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="expected matplotlib .*save_trace"):
         plot_timeline(recorded)
