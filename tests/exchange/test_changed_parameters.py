@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -104,10 +105,17 @@ PARAMS = {
     "wide": jnp.linspace(-1, 1, 96).reshape(12, 8),
 }
 WITHOUT_RESIDENT = {name: p for name, p in PARAMS.items() if p.ndim > 1}
-FROZEN = {"bias": False, "low": False, "wide": True}
+MANY = {f"b{i}": PARAMS["bias"] for i in range(9)} | {"wide": PARAMS["wide"]}
 OPTIONS = {"topk_ratio": 0.25, "provisional_share": None, **WINDOWS}
 MOVES = {"provisional_share": 0.5}
 NONE_SELECTED = {"topk_ratio": 0.0, **MOVES}
+
+
+def filled(*numbers):
+    return {
+        name: jnp.asarray(np.resize(np.float32(numbers), p.shape), p.dtype)
+        for name, p in PARAMS.items()
+    }
 
 
 def train(behind=(), params=PARAMS, between=lambda t, params: params, **options):
@@ -136,7 +144,11 @@ def train(behind=(), params=PARAMS, between=lambda t, params: params, **options)
 @pytest.mark.parametrize(
     ("behind", "options"),
     [
-        (optax.masked(optax.set_to_zero(), FROZEN), {}),
+        # Many resident leaves are compared in turn.
+        (
+            optax.masked(optax.set_to_zero(), {name: name == "b1" for name in MANY}),
+            {"params": MANY},
+        ),
         (optax.add_decayed_weights(1e-2), {}),
         # Without the leaf that would give it away.
         (optax.add_decayed_weights(1e-2), {"params": WITHOUT_RESIDENT, **NONE_SELECTED}),
@@ -169,8 +181,11 @@ def test_weights_of_some_steps_ago_are_no_provisional_step():
         {"send_gradients": "per_window", **NONE_SELECTED},
         {"provisional_share": 1.0, "update_interval": 4, "select_interval": 4},
         {"topk_ratio": 1.0},
+        # Numbers that an update of zero may change, or that equal nothing.
+        {"params": filled(0.0, -0.0, 1e-40, -1e-40), "weight_decay": 0.0, **NONE_SELECTED},
+        {"params": filled(np.nan)},
     ],
-    ids=["identity", "warm-up", "no momentum", "none selected", "provisional", "all selected"],
+    ids=str,
 )
 def test_nothing_is_refused_that_leaves_the_updates_as_they_are(options):
     train(**options)
