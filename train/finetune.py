@@ -30,13 +30,13 @@ from rich.console import Console
 from train import Failure, models, processes
 from train.command_line import PROGRAM, Command, Planning, read_command_line
 from train.job import evaluate, prepare, read
-from train.memory import lack_behind, lack_of_memory
+from train.memory import OF_BATCHES, lack_behind, lack_of_memory
 from train.optimizers import with_deepspeed
 from train.peers import Peers
 from train.pretrained import read_folder
 from train.report import read_summary
 from train.run import Run
-from train.run_description import description_of_model
+from train.run_description import OF_THE_MODEL, description_of_model
 from train.run_folder import make_run_folder, run_lock
 from train.run_log import show
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
@@ -111,7 +111,7 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
     checkpoints = SavedCheckpoints(
         folder / "checkpoints",
         larger_is_better=best != "loss",
-        describe=description_of_model(settings, origin and origin.config),
+        describe=description_of_model(settings.subset(OF_THE_MODEL), origin and origin.config),
         say=say,
     )
     labels = labels or checkpoints.labels()
@@ -126,7 +126,8 @@ def export(settings: Settings, which: str, target: Path, say: Callable[[str], No
         _copy(end, target)
         say(f"{target} has the model of {folder}, of step {summary['steps']}, which did best")
         return
-    build = models.builder(settings, None, origin, labels=len(labels))
+    config = models.config_of(origin, **settings.subset(models.SIZES))
+    build = models.builder(config, labels=len(labels), **settings.subset(models.OPTIONS))
     _, shapes = jax.eval_shape(lambda: models.split(build()))
     weights = checkpoints.weights(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes))
     # The run's template, whatever the settings say now.
@@ -195,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lack = lack_behind(error)
         if lack is None or command is None:
             raise
-        message = lack_of_memory(lack, command.settings)
+        message = lack_of_memory(lack, **command.settings.subset(OF_BATCHES))
     except OSError as error:
         if error.errno not in CANNOT_WRITE or command is None:
             raise

@@ -14,15 +14,17 @@ from jax.sharding import Mesh
 from train import models, processes
 from train.command_line import to_toml
 from train.data import Batches, Sample
-from train.memory import check_memory
+from train.decoder import DecoderConfig
+from train.encoder import EncoderConfig
+from train.memory import OF_BATCHES, OF_STATE, check_memory
 from train.meter import causes_of_infinity, check_finite
 from train.optimizers import in_force, make_optimizer, said_of_deepspeed, with_deepspeed
-from train.pretrained import Pretrained, read_folder
+from train.pretrained import Pretrained, read_folder, shapes_of
 from train.settings import Settings, SettingsError
-from train.sharding import batch_parts, committed, make_mesh
+from train.sharding import batch_parts, batch_sharding, committed, make_mesh
 from train.step import PER_EXAMPLE, make_train_step, make_validate
 from train.tasks import Task
-from train.tasks.chosen import make_task
+from train.tasks.chosen import OF_TASKS, make_task
 from zenflow_jax import streaming
 from zenflow_jax.deepspeed import DeepSpeedOptions
 
@@ -33,6 +35,7 @@ class Sources(NamedTuple):
     deepspeed: DeepSpeedOptions | None
     mesh: Mesh | None
     origin: Pretrained | None  # the model's folder
+    config: DecoderConfig | EncoderConfig
     texts: Mapping[str, str]  # files of the trained folder, as they are when the run begins
     task: Task
     samples: Mapping[str, Sample]  # the batches of each set of validation data
@@ -63,11 +66,14 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     if settings.steps == 0:
         _check_evaluation(settings.run, settings.model, settings.output_dir)
     origin = None if settings.model is None else read_folder(Path(settings.model))
+    config = models.config_of(origin, **settings.subset(models.SIZES))
     texts = models.texts_of(settings.chat_template)
     if not force:
-        parameters = models.parameters(settings, origin)
-        check_memory(settings, parameters, models.vocabulary(origin), mesh)
-    task = make_task(settings, origin)
+        parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
+        # A classifier has no logits of tokens.
+        vocabulary = config.vocabulary if isinstance(config, DecoderConfig) else 0
+        check_memory(parameters, vocabulary, mesh, **settings.subset(OF_BATCHES + OF_STATE))
+    task = make_task(settings.task, origin, **settings.subset(OF_TASKS))
     # In micro-batches as well, for which the device has room.
     parts, most = settings.micro_batches, settings.eval_batches
     samples = {
@@ -81,7 +87,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
         )
         for name, source in task.validation.items()
     }
-    return Sources(asked, settings, deepspeed, mesh, origin, texts, task, samples)
+    return Sources(asked, settings, deepspeed, mesh, origin, config, texts, task, samples)
 
 
 def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
@@ -104,7 +110,7 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     settings = dataclasses.replace(settings, full_warm_up_share=None, full_warm_up_rounds=rounds)
     processes.check_same(to_toml(settings), task.checksum)
 
-    model = models.make(settings, task, mesh, sources.origin)
+    model = make_model(sources)
     tx = make_optimizer(settings, deepspeed, steps_per_epoch=batches.per_epoch)
     opt_state = committed(tx.init(model.params), mesh)
     placement = mesh and jax.tree.map(lambda x: x.sharding, (model.params, opt_state))
@@ -124,13 +130,21 @@ def prepare(sources: Sources, check: Callable[[], None]) -> tuple[Job, Any]:
     return job, opt_state
 
 
+def make_model(sources: Sources) -> models.Model:
+    settings, mesh, labels = sources.settings, sources.mesh, sources.task.labels
+    sharding = mesh and batch_sharding(mesh, settings.batch_size, settings.micro_batches)
+    options = settings.subset(models.OPTIONS)
+    build = models.builder(sources.config, sharding=sharding, labels=len(labels), **options)
+    return models.make(build, mesh, sources.origin, labels=labels, seed=settings.seed)
+
+
 def evaluate(sources: Sources, say: Callable[[str], None]) -> None:
     """Shows the figures of a validation, which must be finite. All processes must call this."""
     settings, task, samples = sources.settings, sources.task, sources.samples
     processes.check_same(to_toml(settings), task.checksum)
     for note in task.notes:
         say(note)
-    model = models.make(settings, task, sources.mesh, sources.origin)
+    model = make_model(sources)
     if model.drawn:
         say(
             f"not in {settings.model}, so drawn at random: {', '.join(model.drawn)}. The figures "

@@ -11,47 +11,60 @@ import numpy as np
 from jax.sharding import Mesh
 
 from train.optimizers import weight_dtype
-from train.settings import Settings, SettingsError
+from train.settings import SettingsError
 from train.sharding import batch_parts
 from zenflow_jax.planning import gb
 
+# Settings that both messages are about, and further ones that `check_memory` takes.
+OF_BATCHES = "optimizer batch_size sequence_length micro_batches".split()
+OF_STATE = "steps dtype topk_ratio host_state".split()
 
-def check_memory(settings: Settings, parameters: int, vocabulary: int, mesh: Mesh | None) -> None:
-    """Refuses a run that cannot fit, by the least that it needs however it is laid out."""
-    devices, processes = 1 if mesh is None else mesh.size, jax.process_count()
-    adamw, trains = settings.optimizer == "adamw", settings.steps != 0
-    weights = np.dtype(weight_dtype(settings.optimizer, settings.dtype)).itemsize * parameters
+
+def check_memory(
+    parameters: int,
+    vocabulary: int,
+    mesh: Mesh | None,
+    *,
+    steps: int | None,
+    optimizer: str,
+    dtype: str,
+    topk_ratio: float,
+    host_state: str,
+    batch_size: int,
+    sequence_length: int,
+    micro_batches: int,
+) -> None:
+    """Refuses a run that cannot fit, by the least that it needs however it is laid out.
+
+    Its batches have logits for `vocabulary` tokens, 0 for none.
+    """
+    adamw, trains = optimizer == "adamw", steps != 0
+    weights = np.dtype(weight_dtype(optimizer, dtype)).itemsize * parameters
     # Weights and gradients; with adamw its moments too.
     device = (2 * weights + (8 * parameters if adamw else 0)) if trains else weights
     # Master and moments of the deferred channels, divided among the processes.
-    ratio = settings.topk_ratio if settings.optimizer == "zenflow" else 0.0
-    state = 6 if settings.host_state == "compact" else 12
-    host = 0.0 if adamw or not trains else state * (1 - min(max(ratio, 0.0), 1.0)) * parameters
+    deferred = 1 - min(max(topk_ratio, 0.0), 1.0) if optimizer == "zenflow" else 1.0
+    state = 6 if host_state == "compact" else 12
+    host = 0.0 if adamw or not trains else state * deferred * parameters
     if jax.local_devices()[0].platform == "cpu":
         host += device
-    logits = 4 * vocabulary * settings.batch_size * settings.sequence_length
-    logits /= settings.micro_batches * batch_parts(mesh)
-    model = f"a model of {parameters:,} parameters with {settings.optimizer}"
-    smaller = "Take a smaller one" + (", --optimizer zenflow" if adamw else "")
-    memory = device_bytes() or math.inf
-    if device / devices > memory:
-        raise SettingsError(
-            f"`model`: expected one that fits in {gb(memory)} on each of {devices} device(s), "
-            f"got {model}, which takes {gb(device)} without anything else. {smaller} or more "
-            "devices (--mesh); --force starts it all the same."
-        )
-    if host / processes > host_bytes():
-        raise SettingsError(
-            f"`model`: expected one whose state fits in the host's {gb(host_bytes())}, got "
-            f"{model}, which takes {gb(host / processes)} there. {smaller}, --host-state compact, "
-            "or more machines (docs/multi_host.md); --force starts it all the same."
-        )
-    if logits > memory:
-        raise SettingsError(
-            f"`batch_size`: expected a micro-batch whose logits fit in the device's {gb(memory)}, "
-            f"got {settings.batch_size} x {settings.sequence_length} tokens in "
-            f"{settings.micro_batches} micro-batches, whose logits alone take {gb(logits)}."
-        )
+    logits = 4 * vocabulary * batch_size * sequence_length / micro_batches / batch_parts(mesh)
+    device /= 1 if mesh is None else mesh.size
+    host /= jax.process_count()
+    there = device_bytes() or math.inf
+    other = "--optimizer zenflow" if adamw else "--host-state compact"
+    for name, needed, room, what, remedy in (
+        ("model", device, there, "weights and gradients on each device", f"{other}, more devices"),
+        ("model", host, host_bytes(), "state on the host", f"{other}, more machines"),
+        ("batch_size", logits, there, "the logits of a micro-batch", "more --micro-batches"),
+    ):
+        if needed > room:
+            raise SettingsError(
+                f"`{name}`: expected one whose {what} fit in {gb(room)}, got {batch_size} x "
+                f"{sequence_length} tokens in {micro_batches} micro-batches, {optimizer} and "
+                f"{parameters:,} parameters, for which they take {gb(needed)} alone. Take a "
+                f"smaller one, {remedy}, or --force, which starts it all the same."
+            )
 
 
 def host_bytes() -> int:
@@ -80,16 +93,22 @@ def lack_behind(error: BaseException) -> BaseException | None:
     return cause
 
 
-def lack_of_memory(error: BaseException, settings: Settings) -> str:
+def lack_of_memory(
+    error: BaseException,
+    *,
+    optimizer: str,
+    batch_size: int,
+    sequence_length: int,
+    micro_batches: int,
+) -> str:
     host = isinstance(error, MemoryError)
     asked = re.search(r"\d[\d.,]* ?(?:[KMGT]i?B|bytes)\b.*?(?= for|[.:\n]|$)", str(error), re.I)
     kind = jax.local_devices()[0].device_kind
     room = f" ({kind}: {gb(memory)})" if (memory := device_bytes()) else ""
-    other = "--optimizer zenflow" if settings.optimizer == "adamw" else "a smaller model"
+    other = "--optimizer zenflow" if optimizer == "adamw" else "a smaller model"
     return (
         f"expected memory enough on the {'host' if host else 'device'} for batches of "
-        f"{settings.batch_size} x {settings.sequence_length} tokens in {settings.micro_batches} "
-        f"micro-batches and {settings.optimizer}, got none for "
-        f"{asked[0] if asked else 'what was asked for'}{room}. Take a --batch-size below "
-        f"{settings.batch_size}, more --micro-batches, --remat, or {other}."
+        f"{batch_size} x {sequence_length} tokens in {micro_batches} micro-batches and "
+        f"{optimizer}, got none for {asked[0] if asked else 'what was asked for'}{room}. Take a "
+        f"--batch-size below {batch_size}, more --micro-batches, --remat, or {other}."
     )

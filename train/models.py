@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,21 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from train import pretrained, processes
-from train.decoder import Decoder, DecoderConfig
+from train.decoder import DecoderConfig
+from train.encoder import EncoderConfig
 from train.hf_saving import Entry, save_folder, write_by_first, write_file
 from train.hf_tensors import DTYPES, leaf_name
 from train.optimizers import weight_dtype
-from train.settings import Settings, SettingsError
-from train.sharding import batch_sharding, committed, weight_shardings
-from train.tasks import Task, standard_library
+from train.settings import SettingsError
+from train.sharding import committed, weight_shardings
+from train.tasks import standard_library
 from train.whole import made_whole
 
 # The trained weights in the folder of a run.
 WEIGHTS = "model.safetensors"  # of a model that was made here
 FOLDER = "model"  # of one that was read from a folder: such a folder again
+
+# Settings that `config_of` takes, and `builder`.
+SIZES = "width layers heads ffn sequence_length".split()
+OPTIONS = "optimizer dtype seed scan_layers remat".split()
 
 CHAT_TEMPLATE = "chat_template.jinja"  # in such a folder
 
@@ -39,10 +43,14 @@ class Model(NamedTuple):
 
 
 def make(
-    settings: Settings, task: Task, mesh: Mesh | None, origin: pretrained.Pretrained | None
+    build: Callable[[], nnx.Module],
+    mesh: Mesh | None,
+    origin: pretrained.Pretrained | None,
+    *,
+    labels: Sequence[str] = (),
+    seed: int,
 ) -> Model:
-    """Makes the model of the settings, of the same weights with any mesh and with none."""
-    build = builder(settings, mesh, origin, labels=len(task.labels))
+    """Makes the model of a `builder`, of the same weights with any mesh and with none."""
     graphdef, shapes = jax.eval_shape(lambda: split(build()))
     if mesh is None and origin is None:
         graphdef, params = split(build())
@@ -52,8 +60,8 @@ def make(
     if origin is None:
         params = jax.jit(lambda: split(build())[1], out_shardings=shardings)()
         return Model(graphdef, params, None)
-    anew = () if _has_head_for(origin, task.labels) else ("classifier",)
-    params = pretrained.load_weights(origin, shapes, shardings, anew=anew, seed=settings.seed)
+    anew = () if _has_head_for(origin, labels) else ("classifier",)
+    params = pretrained.load_weights(origin, shapes, shardings, anew=anew, seed=seed)
     return Model(graphdef, params, origin, pretrained.drawn_anew(origin, shapes, anew=anew))
 
 
@@ -69,58 +77,27 @@ def _has_head_for(origin: pretrained.Pretrained, labels: Sequence[str]) -> bool:
     return names in ([f"label_{i}" for i in range(len(labels))], [x.lower() for x in labels])
 
 
-def parameters(settings: Settings, origin: pretrained.Pretrained | None) -> int:
-    """The number of a model's parameters, without norms; nothing is made or read."""
-    if origin is not None:
-        return sum(math.prod(tensor.shape) for tensor in origin.tensors.values())
-    layer = 4 * settings.width**2 + 3 * settings.width * settings.ffn
-    return settings.layers * layer + 2 * standard_library.VOCABULARY * settings.width
-
-
-def vocabulary(origin: pretrained.Pretrained | None) -> int:
-    """The number of logits of a token; 0 for a classifier, which has none."""
-    if origin is None:
-        return standard_library.VOCABULARY
-    return 0 if origin.architecture == "encoder" else origin.config.vocabulary
-
-
-def builder(
-    settings: Settings,
-    mesh: Mesh | None = None,
-    origin: pretrained.Pretrained | None = None,
+def config_of(
+    origin: pretrained.Pretrained | None,
     *,
-    labels: int = 0,
-) -> Callable[[], nnx.Module]:
-    """A function that makes the model of the settings with weights drawn at random."""
-    options = {
-        "weight_dtype": weight_dtype(settings.optimizer, settings.dtype),
-        "compute_dtype": jnp.dtype(settings.dtype),
-        "scan_layers": settings.scan_layers,
-        "remat": settings.remat,
-        "stream_sharding": mesh
-        and batch_sharding(mesh, settings.batch_size, settings.micro_batches),
-    }
-
-    def build():
-        rngs = nnx.Rngs(settings.seed)
-        if origin is None:
-            return Decoder(own_config(settings), rngs=rngs, **options)
-        return pretrained.make_model(origin.config, labels=labels, rngs=rngs, **options)
-
-    return build
-
-
-def own_config(settings: Settings) -> DecoderConfig:
-    """The model of the task standard_library: a small Llama 2 over bytes."""
+    width: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    sequence_length: int,
+) -> DecoderConfig | EncoderConfig:
+    """The folder's, or without one that of a small Llama 2 over bytes, of these sizes."""
+    if origin is not None:
+        return origin.config
     return DecoderConfig(
         vocabulary=standard_library.VOCABULARY,
-        width=settings.width,
-        layers=settings.layers,
-        heads=settings.heads,
-        kv_heads=settings.heads,
-        head_width=settings.width // settings.heads,
-        ffn=settings.ffn,
-        positions=settings.sequence_length,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        ffn=ffn,
+        positions=sequence_length,
         norm_eps=1e-5,
         rope_base=10_000.0,
         rope_scaling=None,
@@ -128,6 +105,33 @@ def own_config(settings: Settings) -> DecoderConfig:
         qk_norm=False,
         tied=False,
         window=None,
+    )
+
+
+def builder(
+    config: DecoderConfig | EncoderConfig,
+    *,
+    optimizer: str,
+    dtype: str,
+    seed: int,
+    scan_layers: bool,
+    remat: bool,
+    sharding: NamedSharding | None = None,
+    labels: int = 0,
+) -> Callable[[], nnx.Module]:
+    """A function that makes the model of these settings with weights drawn at random.
+
+    `sharding` is that of a batch.
+    """
+    return lambda: pretrained.make_model(
+        config,
+        labels=labels,
+        weight_dtype=weight_dtype(optimizer, dtype),
+        compute_dtype=jnp.dtype(dtype),
+        scan_layers=scan_layers,
+        remat=remat,
+        stream_sharding=sharding,
+        rngs=nnx.Rngs(seed),
     )
 
 

@@ -46,10 +46,7 @@ def make_optimizer(
     else:
         warm_up = settings.learning_rate_warm_up
         rate = learning_rate(settings.learning_rate, warm_up, settings.steps)
-    arguments: dict[str, Any] = {
-        name: getattr(settings, name) for name in ("b1", "b2", "eps", "weight_decay")
-    }
-    arguments["mask"] = decayed
+    arguments = settings.subset(("b1", "b2", "eps", "weight_decay")) | {"mask": decayed}
     if settings.optimizer == "adamw":
         # A chain either way, so that a run may go on with the other.
         clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
@@ -101,7 +98,7 @@ _SHARED = {f.name for f in dataclasses.fields(Settings)} & set(zenflow_jax.STATI
 
 
 def _arguments(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any]:
-    shared = {name: getattr(settings, name) for name in _SHARED}
+    shared = settings.subset(_SHARED)
     if settings.optimizer == "offload":
         sending = {name: shared[name] for name in ("send_gradients", "transfer_dtype")}
         return sending | {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
@@ -133,8 +130,8 @@ def with_deepspeed(settings: Settings, devices: int) -> tuple[Settings, DeepSpee
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script shows what is not translated
-            names = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
-            asked = {name: getattr(settings, name) for name in names}
+            names = "learning_rate b1 b2 eps weight_decay max_grad_norm".split()
+            asked = settings.subset(names)
             options = from_deepspeed(settings.deepspeed, devices=devices, mask=decayed, **asked)
     except (ValueError, OSError) as error:
         raise SettingsError(f"`deepspeed`: {error}") from error

@@ -124,7 +124,7 @@ class _Planner:
         run = dataclasses.replace(
             run, host_state="float32", update_interval=self.settings.update_interval
         )
-        layers = (models.own_config(run) if self.origin is None else self.origin.config).layers
+        layers = models.config_of(self.origin, **run.subset(models.SIZES)).layers
         # Many layers written out take the compiler a minute. For comparing, a few will do.
         if run.optimizer == self.settings.optimizer or run.scan_layers or layers <= DEPTHS[-1]:
             return self._peak_at_depth(run, layers)
@@ -325,7 +325,10 @@ def planned_step(
     if not settings.steps:
         settings = dataclasses.replace(settings, steps=STEPS)
     divided = mesh if settings.mesh else None
-    build = models.builder(settings, divided, origin, labels=LABELS)
+    batches = divided and batch_sharding(divided, settings.batch_size, settings.micro_batches)
+    config = models.config_of(origin, **settings.subset(models.SIZES))
+    options = settings.subset(models.OPTIONS)
+    build = models.builder(config, sharding=batches, labels=LABELS, **options)
     graphdef, params = jax.eval_shape(lambda: models.split(build()))
     tx = make_optimizer(settings, steps_per_epoch=settings.steps)
     size, parts = settings.batch_size, settings.micro_batches
@@ -337,7 +340,7 @@ def planned_step(
         is_adamw = settings.optimizer == "adamw"
         everywhere = NamedSharding(divided, PartitionSpec())
         opt_state = _beside(tx, params, everywhere) if is_adamw else tx.init(params)
-        sharding = batch_sharding(divided, size, parts)
+        sharding = batches
     if sharding is not None:
         params, opt_state = planning.placed((params, opt_state), mesh)
     placement = divided and jax.tree.map(lambda x: x.sharding, (params, opt_state))

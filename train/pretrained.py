@@ -146,7 +146,7 @@ def _draw(name: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.n
 def _check_tensors(pretrained: Pretrained) -> None:
     """Compares the headers with what the model of the config consists of."""
     expected = {}
-    shapes = _shapes(pretrained.config, pretrained.labels or 1)
+    shapes = shapes_of(pretrained.config, pretrained.labels or 1)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = leaf_name(path)
         of = source(pretrained.architecture, name, leaf.shape)
@@ -176,7 +176,7 @@ def _check_shapes(tensors: list[Tensor], shape: tuple[int, ...]) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _shapes(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
+def shapes_of(config: DecoderConfig | EncoderConfig, labels: int) -> Any:
     """The parameters of a model; scanned, because one block is traced faster than many."""
 
     def params():

@@ -46,10 +46,9 @@ def description(
     }
 
 
-def description_of_model(settings: Settings, config: Any = None) -> dict[str, Any]:
+def description_of_model(settings: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
     """The part of a `description` that whoever reads the run's weights must share."""
-    fixed = {name: getattr(settings, name) for name in OF_THE_MODEL}
-    return {"settings": fixed, "model": _as_strings(config)}
+    return {"settings": dict(settings), "model": _as_strings(config)}
 
 
 def _as_strings(config: Any) -> dict[str, str]:

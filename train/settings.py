@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from train import Failure
 from zenflow_jax import AutoSelect, AutoWindow
@@ -261,6 +262,10 @@ class Settings:
             self._check(name, own == (getattr(self, name) is None), wanted)
         wanted = f"none for {self.task}: the task with a template is chat"
         self._check("chat_template", self.chat_template is None or self.task == "chat", wanted)
+
+    def subset(self, names: Iterable[str]) -> dict[str, Any]:
+        """The settings of these names."""
+        return {name: getattr(self, name) for name in names}
 
     @property
     def warm_up_rounds(self) -> int:

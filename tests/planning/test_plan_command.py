@@ -5,15 +5,12 @@ import json
 import shlex
 import shutil
 
-import jax
 import pytest
 
 from tests.planning.test_planner import FIXTURES, settings_of
-from train import finetune, memory, models, planning
-from train import settings as of_train
+from train import finetune, memory, planning
 from train.command_line import read_command_line
 from train.planning import folder_of_config, planned_step
-from train.pretrained import read_folder
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, HOST_RESERVE, INSTALL, TEMPORARIES
 
@@ -244,14 +241,3 @@ def test_a_run_that_the_host_cannot_hold_is_refused_before_data_are_looked_at(mo
     assert "`model`: expected one" in capsys.readouterr().err
     assert finetune.main([*run, "--force"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err  # the first that is looked at
-
-
-def test_the_parameters_of_a_model_are_counted_without_making_it():
-    settings = of_train.Settings()
-    planned = planned_step(settings, None, None)
-    made = sum(x.size for x in jax.tree.leaves(planned.params) if x.ndim > 1)
-    assert models.parameters(settings, None) == made
-    folder = FIXTURES / "llama3"
-    planned = planned_step(settings_of("llama3"), folder_of_config(str(folder)), None)
-    made = sum(x.size for x in jax.tree.leaves(planned.params))
-    assert models.parameters(settings, read_folder(folder)) == made

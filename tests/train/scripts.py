@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flax import nnx
+
 from benchmarks.kill_test import steps_of
 from tests.processes import environment
+from train import job, models
+from train.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +36,18 @@ def write_config(folder: Path, **settings) -> str:
     lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
     path.write_text("".join(lines), encoding="utf-8")
     return str(path)
+
+
+def small_model(**changed) -> nnx.Module:
+    """The model of `TINY`, with other settings."""
+    settings = Settings(**TINY | changed)
+    config = models.config_of(None, **settings.subset(models.SIZES))
+    return models.builder(config, **settings.subset(models.OPTIONS))()
+
+
+def read(**settings) -> job.Sources:
+    """What the script reads before it makes a model."""
+    return job.read(Settings(**settings), timeline=None, force=False)
 
 
 def start(*command: str | Path, devices: int = 1) -> subprocess.Popen:

@@ -13,14 +13,12 @@ import pytest
 
 from tests.tiny_model import write_model
 from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
-from tests.train.scripts import write_config
+from tests.train.scripts import read, write_config
 from train import finetune, generate
 from train.chat_template import ConversationError, read_template
 from train.data import DataError
-from train.pretrained import read_folder
 from train.settings import Settings, SettingsError
 from train.tasks import chat
-from train.tasks.chosen import make_task
 from train.tokenizer import TokenizerError, read_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
@@ -305,14 +303,12 @@ def of_chats(tmp_path):
 
 
 def test_the_template_of_a_run_is_that_of_its_folder_or_the_one_that_is_named(of_chats):
-    origin = read_folder(Path(of_chats["model"]))
     with pytest.raises(TokenizerError, match="expected a chat template in"):
-        make_task(Settings(**of_chats), origin)
+        read(**of_chats)
     named = {"chat_template": str(FIXTURES / "turns.jinja")}
-    assert len(make_task(Settings(**of_chats, **named), origin).train) > 8
-    shutil.copyfile(FIXTURES / "turns.jinja", origin.folder / "chat_template.jinja")
-    task = make_task(Settings(**of_chats), origin)
-    assert task.checksum == make_task(Settings(**of_chats, **named), origin).checksum
+    assert len(read(**of_chats, **named).task.train) > 8
+    shutil.copyfile(FIXTURES / "turns.jinja", Path(of_chats["model"]) / "chat_template.jinja")
+    assert read(**of_chats).task.checksum == read(**of_chats, **named).task.checksum
     with pytest.raises(SettingsError, match="`chat_template`: expected none for alpaca"):
         Settings(**of_chats | {"task": "alpaca"}, **named).check_paths()
 

@@ -10,12 +10,11 @@ import pyarrow.parquet
 import pytest
 
 from tests.tiny_model import write_model
-from tests.train.scripts import write
+from tests.train.scripts import read, write
 from train.data import DataError
 from train.pretrained import read_folder
-from train.settings import Settings
 from train.tasks import classification
-from train.tasks.chosen import class_names, make_task
+from train.tasks.chosen import class_names
 from train.tasks.classification import Columns
 
 COLUMNS = Columns("text", "label")
@@ -158,7 +157,7 @@ def test_the_names_of_a_head_are_those_of_the_folder(tmp_path):
     data = write(tmp_path / "a.csv", as_csv([("a", "b"), *zip(TEXTS, LABELS, strict=True)]))
     settings = {"task": "classification", "model": str(folder), "data": str(data)}
     settings |= {"text_column": "a", "label_column": "b", "sequence_length": 20}
-    task = make_task(Settings(**settings), read_folder(folder))
+    task = read(**settings).task
     assert (len(task.train), task.labels) == (3, ("kind", "unkind"))
 
 

@@ -14,12 +14,11 @@ from tests.deepspeed.test_deepspeed import TUTORIAL
 from tests.tiny_model import write_model
 from tests.train import scripts
 from tests.train.scripts import cut_short
-from train import finetune, models
+from train import finetune, job
 from train.command_line import load_settings
 from train.optimizers import in_force, make_optimizer, with_deepspeed
 from train.pretrained import read_folder
 from train.settings import Settings, SettingsError
-from train.tasks.chosen import make_task
 
 SHORT = {
     "batch_size": 4,
@@ -248,9 +247,8 @@ def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path, names, kep
     config["id2label"] = dict(enumerate(names))
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
-    settings = Settings(model=str(folder), dtype="float32", steps=1, **glue(tmp_path))
-    origin = read_folder(folder)
-    model = models.make(settings, make_task(settings, origin), None, origin)
+    settings = {"model": str(folder), "dtype": "float32"} | glue(tmp_path)
+    model = job.make_model(scripts.read(**settings))
     assert bool(np.all(model.params["classifier"]["kernel"] == 1)) == kept
     assert bool(model.drawn) != kept
 

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from tests.hf_models import FIXTURES, TOLERANCE, load
+from tests.train.scripts import small_model
 from train import models
 from train.data import ROWS, Batches, Sample
 from train.optimizers import make_optimizer, skip_if_not_finite
@@ -104,9 +105,7 @@ def test_a_sample_is_of_the_same_examples_however_they_are_filled_up():
 
 
 def tiny_model() -> tuple[nnx.GraphDef, dict]:
-    sizes = Settings(width=16, layers=1, heads=2, ffn=24, dtype="float32")
-    graphdef, params = nnx.split(models.builder(sizes)())
-    return graphdef, nnx.as_pure(params)
+    return models.split(small_model(dtype="float32"))
 
 
 def answers_of(tokens: np.ndarray) -> np.ndarray:

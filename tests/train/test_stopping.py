@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.train.scripts import start
-from train.memory import check_memory, lack_behind, lack_of_memory
+from train.memory import OF_BATCHES, OF_STATE, check_memory, lack_behind, lack_of_memory
 from train.settings import Settings, SettingsError
 from train.stopping import Interrupted, StopRequest, how_to_go_on
 
@@ -98,23 +98,27 @@ def test_under_slurm_the_last_line_names_the_run_and_no_command(monkeypatch):
 # --- memory ---------------------------------------------------------------------------------
 
 
+def options(**settings):
+    return Settings(**settings).subset(OF_BATCHES + OF_STATE)
+
+
 def test_a_batch_whose_logits_do_not_fit_is_refused():
     # 4 bytes x 32,000 x 512 x 10**8 sequences / 2.
-    settings = Settings(batch_size=10**8, sequence_length=512, micro_batches=2)
-    with pytest.raises(SettingsError, match="in 2 micro-batches, .*alone take 3276800 GB"):
-        check_memory(settings, 0, 32_000, None)
-    check_memory(settings, 0, 0, None)
+    of_run = options(batch_size=10**8, sequence_length=512, micro_batches=2)
+    with pytest.raises(SettingsError, match="`batch_size`: .* 2 micro-batches, .*take 3276800 GB"):
+        check_memory(0, 32_000, None, **of_run)
+    check_memory(0, 0, None, **of_run)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
-    [("adamw", r"takes 32000 GB .*--optimizer zenflow"), ("zenflow", "a smaller one")],
+    [("adamw", r"take 32000 GB .*--optimizer zenflow"), ("zenflow", "--host-state compact")],
 )
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(optimizer, expected):
-    settings = Settings(optimizer=optimizer)
-    with pytest.raises(SettingsError, match=f"2,000,000,000,000 parameters .*{expected}"):
-        check_memory(settings, 2 * 10**12, 0, None)
-    check_memory(settings, 100, 0, None)
+    of_run = options(optimizer=optimizer)
+    with pytest.raises(SettingsError, match=f"2,000,000,000,000 parameters, .*{expected}"):
+        check_memory(2 * 10**12, 0, None, **of_run)
+    check_memory(100, 0, None, **of_run)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +139,5 @@ def test_lack_of_memory_is_one_message_with_what_was_asked_for(provoke, expected
     with pytest.raises((MemoryError, jax.errors.JaxRuntimeError)) as raised:
         provoke()
     assert lack_behind(raised.value) is raised.value
-    assert re.search(expected, lack_of_memory(raised.value, Settings()))
+    assert re.search(expected, lack_of_memory(raised.value, **Settings().subset(OF_BATCHES)))
     assert lack_behind(RuntimeError("RESOURCE_EXHAUSTED")) is None

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from benchmarks import kill_test
 from tests.train import scripts
-from tests.train.scripts import rows, summary
-from train import finetune, job, models
+from tests.train.scripts import rows, small_model, summary
+from train import finetune, job
 from train.command_line import load_settings
 from train.data import Batches
 from train.optimizers import decayed, make_optimizer, weight_dtype
@@ -65,15 +65,10 @@ def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_pat
 # --- model ----------------------------------------------------------------------------------
 
 
-def tiny_model(optimizer="zenflow"):
-    sizes = Settings(width=16, layers=1, heads=2, ffn=24, optimizer=optimizer)
-    return models.builder(sizes)()
-
-
 @pytest.mark.slow
 def test_weights_of_all_optimizers_start_from_the_same_draw():
     windows = jax.random.randint(jax.random.key(1), (3, 9), 0, 256)
-    rounded, master = tiny_model("zenflow"), tiny_model("adamw")
+    rounded, master = small_model(), small_model(optimizer="adamw")
     for low, high in zip(
         jax.tree.leaves(nnx.state(rounded)), jax.tree.leaves(nnx.state(master)), strict=True
     ):
@@ -99,7 +94,7 @@ def test_the_adamw_job_keeps_updates_that_bfloat16_weights_would_lose():
 
 
 def test_weight_decay_spares_the_norms():
-    model = tiny_model()
+    model = small_model()
     mask = jax.tree.leaves(decayed(nnx.as_pure(nnx.state(model, nnx.Param))))
     assert mask == [leaf.ndim == 2 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
 

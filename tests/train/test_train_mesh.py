@@ -177,15 +177,13 @@ def test_a_second_process_with_the_same_number_is_refused(monkeypatch):
 ON_A_MESH = """
 import sys
 import jax, numpy as np
-from train import finetune, models, run, sharding
+from train import finetune, job, run
 from train.command_line import read_command_line
-from train.tasks.chosen import make_task
 
 run.write_picture = lambda *_, **__: None  # a quarter of a short run
 settings = read_command_line(sys.argv[1:], program="test").settings
-mesh = sharding.make_mesh(settings.mesh)
-task = make_task(settings, None)
-alone, placed = (models.make(settings, task, m, None).params for m in (None, mesh))
+sources = job.read(settings, timeline=None, force=False)
+alone, placed = (job.make_model(sources._replace(mesh=m)).params for m in (None, sources.mesh))
 jax.tree.map(np.testing.assert_array_equal, alone, placed)
 kernel = placed["blocks"][0]["gate"]["kernel"]
 assert kernel.sharding.shard_shape(kernel.shape) == (8, 12), kernel.sharding

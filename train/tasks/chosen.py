@@ -6,54 +6,65 @@ from pathlib import Path
 
 from train.chat_template import read_template
 from train.pretrained import Pretrained
-from train.settings import Settings, SettingsError
+from train.settings import SettingsError
 from train.tasks import Task, alpaca, chat, classification, glue, language, standard_library
 from train.tokenizer import read_tokenizer
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
 
 
-def make_task(settings: Settings, origin: Pretrained | None) -> Task:
+# Settings that `make_task` takes.
+OF_TASKS = (
+    "data sequence_length validation_share seed corpus_megabytes packing text_column "
+    "second_text_column label_column chat_template"
+).split()
+
+
+def make_task(
+    task: str,
+    origin: Pretrained | None,
+    *,
+    data: str | None,
+    sequence_length: int,
+    validation_share: float,
+    seed: int,
+    corpus_megabytes: float,
+    packing: str,
+    text_column: str,
+    second_text_column: str | None,
+    label_column: str,
+    chat_template: str | None,
+) -> Task:
     """Reads the data of a run's task; `origin` is the folder of the model, with its tokenizer."""
-    length = settings.sequence_length
-    share = {"seed": settings.seed, "validation_share": settings.validation_share}
-    if settings.task == "standard_library":
-        return standard_library.make(
-            sequence_length=length, corpus_megabytes=settings.corpus_megabytes, **share
-        )
-    path = Path(settings.data)
-    kind = "decoder" if settings.task in OF_DECODERS else "encoder"
+    options = {"sequence_length": sequence_length, "validation_share": validation_share}
+    options["seed"] = seed
+    if task == "standard_library":
+        return standard_library.make(corpus_megabytes=corpus_megabytes, **options)
+    kind = "decoder" if task in OF_DECODERS else "encoder"
     if origin.architecture != kind:
         raise SettingsError(
-            f"`model`: expected a folder with a model of the kind {kind}, as the task "
-            f"{settings.task} needs, got {settings.model}, which has one of the kind "
-            f"{origin.architecture}. Name another --model or another --task."
+            f"`model`: expected a folder with a model of the kind {kind}, as the task {task} "
+            f"needs, got {origin.folder}, which has one of the kind {origin.architecture}. Name "
+            "another --model or another --task."
         )
-    check_length(length, origin)
-    tokenizer = read_tokenizer(
-        origin.folder,
-        vocabulary=origin.config.vocabulary,
-        needs_end=settings.task in ("language", "alpaca"),
-    )
-    if settings.task == "language":
-        joined = settings.packing == "joined"
-        options = {"joined": joined, "field": settings.text_column}
-        return language.make(path, tokenizer, sequence_length=length, **options, **share)
-    if settings.task == "alpaca":
-        return alpaca.make(path, tokenizer, sequence_length=length, **share)
-    if settings.task == "chat":
-        file = settings.chat_template and Path(settings.chat_template)
+    check_length(sequence_length, origin)
+    vocabulary, needs_end = origin.config.vocabulary, task in ("language", "alpaca")
+    tokenizer = read_tokenizer(origin.folder, vocabulary=vocabulary, needs_end=needs_end)
+    path = Path(data)
+    if task == "language":
+        joined = packing == "joined"
+        return language.make(path, tokenizer, joined=joined, field=text_column, **options)
+    if task == "alpaca":
+        return alpaca.make(path, tokenizer, **options)
+    if task == "chat":
+        file = chat_template and Path(chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
-        return chat.make(path, tokenizer, template, sequence_length=length, **share)
-    if settings.task == "classification":
-        columns = classification.Columns(
-            settings.text_column, settings.label_column, settings.second_text_column
-        )
+        return chat.make(path, tokenizer, template, **options)
+    if task == "classification":
+        columns = classification.Columns(text_column, label_column, second_text_column)
         known = class_names(origin)
-        return classification.make(
-            path, tokenizer, columns, sequence_length=length, known=known, **share
-        )
-    return glue.make(settings.task, path, tokenizer, sequence_length=length)
+        return classification.make(path, tokenizer, columns, known=known, **options)
+    return glue.make(task, path, tokenizer, sequence_length=sequence_length)
 
 
 def labels_and_best(task: str) -> tuple[tuple[str, ...], str]:
