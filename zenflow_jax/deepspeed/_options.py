@@ -1,36 +1,68 @@
-"""`from_deepspeed()`, its result, and the sections of few keys: batch and precision."""
+"""`from_deepspeed()`, its result, and the table of the keys that it reads."""
 
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zenflow_jax._host.adam import available_cores
 from zenflow_jax._plan.arguments import check_numbers
-from zenflow_jax._plan.rules import check_int
+from zenflow_jax._plan.rules import AutoWindow, check_int
 from zenflow_jax._transform import zenflow
-from zenflow_jax.deepspeed._optimizer import Scheduler, read_adam, read_scheduler
-from zenflow_jax.deepspeed._section import Section, read_config
-from zenflow_jax.deepspeed._zero import Selection, read_zero
+from zenflow_jax.deepspeed._config import Config, Kind, get, number, one_of, pair
+from zenflow_jax.deepspeed._schedule import SCHEDULES, Scheduler, Selection
 
+_LEARNING_RATE = 1e-3  # DeepSpeed's
 _ACCUMULATION = "gradient_accumulation_steps"
-# All keys of the sections of precision, but for `enabled`.
-_BF16 = (
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", _ACCUMULATION)
+_RULES = "zero_optimization.zenflow"
+_OF_BF16 = (
     "immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
 )
-_FP16 = (
-    "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale fp16_master_weights_and_grads"
-)
-# What DeepSpeed has had once and refuses now. Most of it would train otherwise.
-_REMOVED = (
-    "amp quantize_training compression_training sparse_gradients sparse_attention eigenvalue "
-    "elasticity curriculum_learning progressive_layer_drop graph_harvesting nebula"
-)
+
+_FLAG, _SHARE = one_of(True, False), number(0, 1)
+_BELOW_1 = Kind("a number in [0, 1)", lambda x: _SHARE.fits(x) and x < 1, float)
+_TABLE = {
+    **dict.fromkeys(_BATCH, number(1, whole=True)),
+    "gradient_clipping": number(),
+    "optimizer": {
+        "type": Kind('"Adam" or "AdamW"', lambda x: str(x).lower() in ("adam", "adamw"), str),
+        "params": {
+            **dict.fromkeys(("lr", "eps", "weight_decay"), number()),
+            "betas": pair(_BELOW_1),
+            **dict.fromkeys(("adam_w_mode", "bias_correction"), one_of(True)),
+            **dict.fromkeys(("amsgrad", "maximize"), one_of(False)),
+            "*": ("torch_adam", "fused"),
+        },
+    },
+    "bf16": {
+        "enabled": _FLAG,
+        "*": _OF_BF16.split(),
+    },
+    "zero_optimization": {
+        "stage": number(0, 3, whole=True),
+        "offload_optimizer": {"device": one_of("none", "cpu", "nvme"), "pin_memory": _FLAG},
+        "zenflow": {
+            "topk_ratio": Kind("a number in (0, 1)", lambda x: _BELOW_1.fits(x) and x > 0, float),
+            "update_interval": number(1, whole=True),
+            "auto_ratio": _SHARE,
+            "select_strategy": one_of("step", "epoch"),
+            "select_interval": number(whole=True),
+            "steps_per_epoch": number(1, whole=True),
+            "full_warm_up_rounds": number(whole=True),
+            "overlap_step": _FLAG,
+            "offload": _FLAG,
+            "pt_reserved_cores_perc": _SHARE,
+            "*": (),
+        },
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +70,7 @@ class DeepSpeedOptions:
     """The meaning of a DeepSpeed config. Made by `from_deepspeed`.
 
     What the config leaves open is None. Numbers of steps may become known later: put them in with
-    `dataclasses.replace`.
+    `dataclasses.replace`. A property that lacks one raises a ValueError that names it.
 
     Attributes:
         kind: "zenflow"; "offload" for an offloaded optimizer without a `zenflow` section, which is
@@ -58,7 +90,7 @@ class DeepSpeedOptions:
         total_steps, steps_per_epoch, warmup_steps: As given to `from_deepspeed`.
     """
 
-    kind: Literal["zenflow", "offload", "adamw"]
+    kind: str
     fixed_arguments: dict[str, Any]
     max_grad_norm: float | None
     batch_size: int | None
@@ -76,23 +108,14 @@ class DeepSpeedOptions:
 
     @property
     def learning_rate(self) -> optax.ScalarOrSchedule | None:
-        """A number, or a schedule of the step count (from 0); None if nobody gave one.
-
-        Raises:
-            ValueError: If the schedule needs a number of steps that is not known.
-        """
+        """A number, or a schedule of the step count (from 0); None if nobody gave one."""
         if self.scheduler is None:
             return self.peak
         return self.scheduler.schedule(self.warmup_steps, self.total_steps)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments, all but the learning rate, of `zenflow`, or of `optax.adamw`.
-
-        Raises:
-            ValueError: If channels are to be selected by epochs of unknown length, or more often
-                than windows close.
-        """
+        """Keyword arguments, all but the learning rate, of `zenflow`, or of `optax.adamw`."""
         if self.selection is None:
             return self.fixed_arguments
         return self.fixed_arguments | {"select_interval": self.selection.rule(self.steps_per_epoch)}
@@ -103,9 +126,6 @@ class DeepSpeedOptions:
 
         It is `zenflow(learning_rate, **arguments)`, to be used with a `HostEngine`; for "adamw"
         `optax.adamw` behind `optax.clip_by_global_norm`, which keeps no master weights.
-
-        Raises:
-            ValueError: If there is no learning rate, or as `learning_rate` and `arguments` do.
         """
         rate = self.learning_rate
         if rate is None:
@@ -159,8 +179,8 @@ def from_deepspeed(
     Raises:
         OSError: If the file cannot be read.
         ValueError: If it is not plain JSON, or a value is wrong or cannot be had; also if
-            `zenflow`, `bf16`, `fp16` or the parameters of optimizer and scheduler have a key that
-            DeepSpeed lacks, or the config one that DeepSpeed has removed, such as `amp`.
+            `zenflow`, `bf16` or the parameters of optimizer and scheduler have a key that DeepSpeed
+            lacks.
         TypeError: For arguments of a wrong type.
 
     Warns:
@@ -188,61 +208,164 @@ def from_deepspeed(
         if value is not None:
             check_int(name, value, 0 if name == "warmup_steps" else 1, "an int or None")
 
-    root = read_config(config)
+    read = Config(config)
+    values = read.read(_table(read.written, learning_rate))
     adam = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    peak, adam = read_adam(root, learning_rate, adam)
-    peak, scheduler = read_scheduler(root, peak, learning_rate)
-    clip = root.number("gradient_clipping", max_grad_norm) or None
-    zero = read_zero(root.section("zero_optimization"))
+    peak, adam = _adam(read, values.get("optimizer", {}), learning_rate, adam)
+    scheduler = None
+    if kind := values.get("scheduler", {}).get("type"):
+        scheduler = Scheduler.of(kind, values["scheduler"].get("params", {}), peak)
+    elif "scheduler.type" in read.listed:
+        peak = learning_rate
+    clip = get(values, "gradient_clipping", max_grad_norm) or None
+    zero = values.get("zero_optimization", {})
+    kind = _kind(read, zero)
     arguments: dict[str, Any] = dict(adam)
     if mask is not None:
         arguments["mask"] = mask
-    if zero.kind != "adamw":
+    selection = None
+    if kind == "zenflow":
+        of_zenflow, selection = _rules(read, zero["zenflow"])
+        arguments |= of_zenflow
+    elif kind == "offload":
+        arguments |= {"topk_ratio": 0.0, "update_interval": 1, "staleness": 0}
+    if kind != "adamw":
         # Deferred weights stay where they are between two updates, as in DeepSpeed.
-        arguments |= zero.arguments | {"max_grad_norm": clip, "provisional_share": None}
-    batch_size, micro_batches = _batch(root, devices, zero.kind == "zenflow")
-    compute_dtype = _precision(root)
-    root.read("gradient_allreduce_op", "mean", '"mean"', lambda x: str(x).lower() == "mean")
-    for key in _REMOVED.split():
-        if root.has(key):
-            raise root.error(key, "no such key, which DeepSpeed has removed")
+        arguments |= {"max_grad_norm": clip, "provisional_share": None}
+    batch_size, micro_batches = _batch(read, values, devices, kind == "zenflow")
+    in_bf16 = values.get("bf16", {"enabled": None}).get("enabled", False)  # None leaves it open
+    dtype = None if in_bf16 is None else np.dtype(jnp.bfloat16 if in_bf16 else np.float32)
 
-    if not_translated := root.unread():
-        listed = ", ".join(f"`{name}`" for name in not_translated)
+    if read.listed:
+        listed = ", ".join(f"`{name}`" for name in read.listed)
         warnings.warn(
-            f"{root.source or 'DeepSpeed config'}: not followed: {listed}. docs/deepspeed.md has "
+            f"{read.source or 'DeepSpeed config'}: not followed: {listed}. docs/deepspeed.md has "
             "the keys that are.",
             stacklevel=2,
         )
     return DeepSpeedOptions(
-        kind=zero.kind,
+        kind=kind,
         fixed_arguments=arguments,
         max_grad_norm=clip,
         batch_size=batch_size,
         micro_batches=micro_batches,
-        compute_dtype=compute_dtype,
-        threads=zero.threads,
-        not_translated=not_translated,
-        has_zero=bool(root.get("zero_optimization")),
+        compute_dtype=dtype,
+        threads=_threads(zero.get("zenflow", {}).get("pt_reserved_cores_perc")),
+        not_translated=tuple(read.listed),
+        has_zero=bool(read.written.get("zero_optimization")),
         scheduler=scheduler,
-        selection=zero.selection,
+        selection=selection,
         peak=peak,
         **lengths,
     )
 
 
-def _batch(root: Section, devices: int | None, zenflow: bool) -> tuple[int | None, int | None]:
+def _adam(
+    config: Config, optimizer: dict[str, Any], rate: Any, numbers: dict[str, float]
+) -> tuple[Any, dict[str, float]]:
+    """The learning rate and AdamW's numbers, from the arguments where the config has none."""
+    if not optimizer:
+        return rate, numbers
+    params = optimizer.get("params", {})
+    if "lr" not in params and rate is None:
+        rate = _LEARNING_RATE
+    if (rate := get(params, "lr", rate)) is None:
+        expected = "a number, here or as `from_deepspeed(config, learning_rate=...)`"
+        raise config.error("optimizer.params.lr", expected)
+    b1, b2 = get(params, "betas", (numbers["b1"], numbers["b2"]))
+    rest = {key: get(params, key, numbers[key]) for key in ("eps", "weight_decay")}
+    return rate, {"b1": b1, "b2": b2, **rest}
+
+
+def _table(config: Mapping[str, Any], learning_rate: Any) -> dict[str, Any]:
+    """What is read of this config.
+
+    A scheduler that is not known is not read where the argument is a schedule, nor is an optimizer
+    or a scheduler without a type, which DeepSpeed ignores.
+    """
+    named = config.get("scheduler")
+    kind = str(named.get("type")) if isinstance(named, Mapping) else ""
+    expected = f"{one_of(*SCHEDULES).expected}, or as `learning_rate` an optax schedule"
+    kinds = one_of(*SCHEDULES)._replace(expected=expected)
+    table = _TABLE | {"scheduler": {"type": kinds, "params": SCHEDULES.get(kind, {})}}
+    if kind not in SCHEDULES and callable(learning_rate):
+        table["scheduler"] = {}
+    for key in ("optimizer", "scheduler"):
+        block = config.get(key)
+        if isinstance(block, Mapping) and block.get("type") is None:
+            table[key] = {}
+    return table
+
+
+def _kind(config: Config, zero: dict[str, Any]) -> str:
+    """The kind of optimizer; lists what is not followed of ZeRO and offloading."""
+    offload, name = zero.get("offload_optimizer", {}), "zero_optimization"
+    stage, has_rules = get(zero, "stage", 0), "zenflow" in zero
+    device = get(offload, "device", "none")
+    offloads = device != "none"
+    if stage == 0 and (offloads or has_rules):
+        raise config.error(f"{name}.stage", "1, 2 or 3 where the optimizer is offloaded")
+    if has_rules and not offloads:
+        expected = 'an object whose device is "cpu", beside `zenflow`'
+        raise config.error(f"{name}.offload_optimizer", expected)
+    kind = "zenflow" if has_rules else "offload" if offloads else "adamw"
+    not_followed = {
+        # Parameters lie where their shardings say, and so does optax.adamw's state.
+        f"{name}.stage": stage == 3 or (stage and kind == "adamw"),
+        f"{name}.offload_optimizer.device": device == "nvme",  # host memory stands in for it
+        f"{name}.offload_optimizer.pin_memory": not get(offload, "pin_memory", True),
+        # The state of selected channels stays on the device.
+        f"{_RULES}.offload": get(zero.get("zenflow", {}), "offload", False),
+    }
+    config.listed += [key for key, lacks in not_followed.items() if lacks]
+    return kind
+
+
+def _rules(config: Config, rules: dict[str, Any]) -> tuple[dict[str, Any], Selection]:
+    """`zenflow`'s arguments by its block, in which "auto" is DeepSpeed's default."""
+    window, warm_up = rules.get("update_interval"), get(rules, "full_warm_up_rounds", 0)
+    if window is None:
+        # Without a share no leaf need be ripe: windows close as early as adaptive ones can.
+        share = get(rules, "auto_ratio", 0.99)
+        window = AutoWindow(share=share) if share else 2
+    arguments = {
+        "topk_ratio": get(rules, "topk_ratio", 0.1),
+        "full_warm_up_rounds": warm_up,
+        "update_interval": window,
+    }
+    if isinstance(window, AutoWindow):
+        arguments["window_scaling"] = None  # as DeepSpeed, and best for windows that adapt
+    if not get(rules, "overlap_step", False):
+        arguments["staleness"] = 0
+    strategy, interval = get(rules, "select_strategy", "auto"), rules.get("select_interval")
+    if (strategy == "auto") != (interval is None):
+        expected = '"auto"' if strategy == "auto" else "a whole number"
+        expected += f' with select_strategy "{strategy}"'
+        raise config.error(f"{_RULES}.select_interval", expected)
+    interval = 1 if interval is None else interval
+    selection = Selection(strategy, interval, window, warm_up, rules.get("steps_per_epoch"))
+    if strategy == "step":
+        selection.rule(None)  # so that what is wrong without an epoch is an error at once
+    return arguments, selection
+
+
+def _threads(reserved_share: float | None) -> int | None:
+    """What `pt_reserved_cores_perc` leaves of this process's cores."""
+    cores = available_cores()
+    return None if reserved_share is None else cores - math.ceil(reserved_share * cores) or cores
+
+
+def _batch(
+    config: Config, values: dict[str, Any], devices: int | None, zenflow: bool
+) -> tuple[int | None, int | None]:
     """The batch of one step, and in how many parts it is worked through."""
-    total, micro, parts = (
-        root.integer(key, None, low=1)
-        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", _ACCUMULATION)
-    )
+    total, micro, parts = map(values.get, _BATCH)
     known = (micro or 1) * (parts or 1)
     if total and micro and parts and devices is None:
         devices = max(1, total // known)
     known *= devices or 1
     if total and (total % known or (micro and parts and total != known)):
-        raise root.error(
+        raise config.error(
             "train_batch_size",
             f"train_micro_batch_size_per_gpu ({micro or 'open'}) times {_ACCUMULATION} "
             f"({parts or 'open'}) times the devices ({devices or 'open'})",
@@ -254,23 +377,6 @@ def _batch(root: Section, devices: int | None, zenflow: bool) -> tuple[int | Non
         total, parts = known, parts or 1
     if zenflow and parts and parts > 1:
         # DeepSpeed puts `update_interval` in its place, so that every micro-batch is a step.
-        root.not_followed(_ACCUMULATION)
+        config.listed.append(_ACCUMULATION)
         return (total // parts if total else None), 1
     return total, parts
-
-
-def _precision(root: Section) -> np.dtype | None:
-    """The `bf16` (formerly `bfloat16`) and `fp16` sections."""
-    bf16, fp16 = "bf16" if root.has("bf16") else "bfloat16", "fp16"
-    # A section that does not say so is not enabled, as in DeepSpeed; "auto" is left open.
-    sections = {key: root.section(key) for key in (bf16, fp16) if root.has(key)}
-    states = {key: section.flag("enabled", False, auto=None) for key, section in sections.items()}
-    for key, section in sections.items():
-        section.refuse_unread(*(_FP16 if key == fp16 else _BF16).split())
-    if states.get(fp16):
-        if states.get(bf16):
-            raise sections[fp16].error("enabled", f"one of `{bf16}` and `fp16`")
-        sections[fp16].not_followed("enabled")  # bfloat16 stands in for it
-    if any(states.values()):
-        return np.dtype(jnp.bfloat16)
-    return np.dtype(np.float32) if states and None not in states.values() else None
