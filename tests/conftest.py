@@ -28,17 +28,8 @@ from hypothesis import settings
 
 from tests import processes
 
-# Modules of tests that compare bits between programs or with a reference.
-OPTIMIZED = {
-    "test_elastic",
-    "test_engine_save",
-    "test_equality",
-    "test_loaded_weights",
-    "test_placements",
-    "test_provisional",
-    "test_resume",
-    "test_several_processes",
-}
+# Modules of tests that compare bits of different programs, or ours with those of optax.
+OPTIMIZED = {"test_equality", "test_provisional"}
 
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"

@@ -1,6 +1,6 @@
 """Provisional steps: what a deferred weight does between its updates.
 
-`test_equality.py` holds whole runs to the reference; here is what a single step does.
+`test_agreement.py` holds whole runs to the reference; here is what a single step does.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """`HostEngine`: the states it refuses, the arrays it gives back, its counts, and skipped steps.
 
-What the arithmetic gives is `test_equality.py`'s, the worker's timing `test_worker.py`'s.
+What the arithmetic gives is `test_agreement.py`'s, the worker's timing `test_worker.py`'s.
 """
 
 import dataclasses

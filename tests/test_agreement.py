@@ -1,0 +1,176 @@
+"""Where this library must equal the slow reference, in either mode.
+
+What is compared at every step is the parameters and the selected channels, at the end masters,
+moments and step counts, wherever they live. What must equal `optax.adamw` is `test_equality.py`'s.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import comparisons
+from tests.runs import FIRST, SCANNED, SECOND, THIRD, Leaf, Plan, Settings, Training
+from tests.test_equality import KERNELS, SEEDS, WARM, modes
+from zenflow_jax import AutoSelect, EpochSelect
+
+AGREEMENTS = {
+    "one step stale": (
+        SECOND,
+        dict(topk_ratio=0.5, update_interval=1, select_interval=2, provisional_share=1),
+        Plan(12),
+    ),
+    "selecting at every window, skipped and flushed everywhere": (
+        THIRD,
+        dict(topk_ratio=0.3, select_interval=4, provisional_share=0.5),
+        # In mid-window, twice, in a window of which everything was skipped, at a boundary.
+        Plan(23, bad=(3, 4, 9, 10, 11, 12, 17), flush_at=(6, 7, 10, 16)),
+    ),
+    "all windows at once, two of four steps stale": (
+        FIRST,
+        dict(
+            WARM,
+            update_interval=4,
+            select_interval=8,
+            rolling=False,
+            window_scaling=None,
+            staleness=2,
+            provisional_share=0.25,
+        ),
+        # A window of which everything was skipped; ends in mid-window, twice, at a boundary.
+        Plan(23, bad=(2, 6, 7, 8, 9, 13), flush_at=(11, 12, 16, 20)),
+    ),
+    "in turn, two steps stale, scaled, float32 that travels as bf16": (
+        THIRD,
+        dict(
+            WARM,
+            update_interval=4,
+            select_interval=4,
+            staleness=2,
+            window_scaling=0.5,
+            provisional_share=0.5,
+            eps=0.01,  # by default too small to be seen
+            transfer_dtype="bfloat16",
+        ),
+        Plan(20, bad=(2, 12, 13, 14, 15, 17), flush_at=(11, 18)),
+    ),
+    "in turn, not stale, selecting by epochs, one window all skipped": (
+        SECOND,
+        dict(
+            topk_ratio=0.3,
+            update_interval=4,
+            select_interval=EpochSelect(6),
+            full_warm_up_rounds=4,
+            staleness=0,
+        ),
+        Plan(20, bad=(2, 9, 10, 11, 12), flush_at=(14,)),
+    ),
+    # Not clipped where sums are bf16: a factor that is off by a bit moves one in some hundreds of
+    # them to its neighbour.
+    "added up on the device as what travels, scaled betas": (
+        SECOND,
+        dict(
+            topk_ratio=0.3,
+            update_interval=4,
+            select_interval=8,
+            send_gradients="per_window",
+            transfer_dtype="bfloat16",
+            window_scaling=0.0,
+            provisional_share=0.5,
+        ),
+        Plan(20, bad=(2, 7, 8, 9, 14), flush_at=(4, 11, 12)),
+    ),
+    "stacks in ranges, after a warm-up, clipped": (
+        SCANNED,
+        dict(WARM, select_interval=3, provisional_share=0.5),
+        Plan(20, bad=(2, 7, 8, 9, 10, 14), flush_at=(12, 17)),
+    ),
+    "stacks in ranges, added up on the device, two steps stale, adaptive selections": (
+        SCANNED,
+        dict(
+            topk_ratio=0.3,
+            update_interval=3,
+            select_interval=AutoSelect(0.9, max_windows=3),
+            send_gradients="per_window",
+            staleness=2,
+            provisional_share=0.5,
+        ),
+        Plan(20, bad=(4, 10), flush_at=(7,)),
+    ),
+    "added up on the device, not stale, clipped": (
+        tuple(leaf._replace(dtype="float32") for leaf in FIRST),
+        dict(WARM, send_gradients="per_window", staleness=0),
+        Plan(20, bad=(2, 5, 13), flush_at=(10,)),
+    ),
+}
+
+
+COMMON = {"weight_decay": 0.1, "provisional_share": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGREEMENTS)
+def test_engine_and_in_graph_mode_equal_the_reference(name):
+    leaves, options, plan = AGREEMENTS[name]
+    options = Settings(**COMMON | options)
+    for seed in SEEDS:
+        expected, slow = comparisons.reference(leaves, options, plan, seed)
+        assert expected.skipped == len(plan.bad)
+        for training in modes(leaves, options, seed):
+            with training:
+                comparisons.assert_agree(training.history(plan), expected)
+                if training.engine is not None:
+                    stats = training.engine.stats
+                    assert (stats.steps, stats.skipped_steps) == (plan.steps, slow.skipped)
+                    assert (stats.windows, stats.reselections) == (slow.windows, slow.reselections)
+
+
+def test_compact_moments_are_those_of_the_reference_that_rounds_them_with_either_kernel():
+    leaves, options, _ = AGREEMENTS["all windows at once, two of four steps stale"]
+    options = Settings(**COMMON | options)
+    # Each window has two gradients that count, as in `test_moments.py`: Numba takes seconds for
+    # each number of them. After the second one channels are selected anew.
+    plan = Plan(19, bad=(1, 2, 3, 4, 5, 6, 8, 10, 13, 15, 16, 18, 19))
+    expected, slow = comparisons.reference(leaves, options, plan, host_state="compact")
+    exact, _ = comparisons.reference(leaves, options, plan)
+    with pytest.raises(AssertionError, match="numbers differ"):
+        comparisons.assert_agree_where_rounded(exact, expected)
+    assert expected.selected[12]["rows"].tolist() != expected.selected[11]["rows"].tolist()
+    histories = []
+    for kernel in KERNELS:
+        with Training(leaves, options, host_kernel=kernel, host_state="compact") as training:
+            histories.append(training.history(plan))
+        comparisons.assert_agree_where_rounded(histories[-1], expected)
+    comparisons.assert_same_bits(*histories)
+
+
+@st.composite
+def small_runs(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=2, max_size=4)))
+    axis = draw(st.integers(-len(shape), -1))
+    leaf = Leaf("w", shape, axis, draw(st.sampled_from(["float32", "bfloat16"])))
+    interval = draw(st.integers(1, 3))
+    options = Settings(
+        weight_decay=0.1,
+        topk_ratio=draw(st.sampled_from([0.0, 0.2, 0.5, 0.9])),
+        update_interval=interval,
+        select_interval=interval * draw(st.integers(1, 3)),
+        full_warm_up_rounds=draw(st.integers(0, 3)),
+        rolling=draw(st.booleans()),
+        staleness=draw(st.none() | st.integers(0, interval)),
+        window_scaling=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0])),
+        provisional_share=draw(st.sampled_from([None, 0.5, 1.0])),
+    )
+    steps = st.lists(st.integers(1, 10), max_size=3).map(tuple)
+    return (leaf,), options, Plan(10, bad=draw(steps)), draw(st.integers(0, 9))
+
+
+@pytest.mark.slow
+@given(small_runs())
+@settings(max_examples=4)
+def test_any_shape_axis_and_interval_equals_the_reference(run):
+    leaves, options, plan, seed = run
+    expected, _ = comparisons.reference(leaves, options, plan, seed)
+    with Training(leaves, options, seed=seed, offload=False) as training:
+        comparisons.assert_agree(training.history(plan), expected)
+    with Training(leaves, options, seed=seed, host_kernel="numpy") as training:
+        comparisons.assert_agree(training.history(plan), expected)
