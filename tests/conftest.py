@@ -65,10 +65,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else the process that start
 jax.config.update("jax_include_full_tracebacks_in_locations", False)
 os.environ.setdefault("JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS", "0")
 
-# Most tests make few steps: what an engine compiles ahead they would never call. Those of
-# `test_ahead.py` do.
-os.environ.setdefault("ZENFLOW_JAX_COMPILE_AHEAD", "0")
-
 # An implicit promotion is how float32 arithmetic would turn into bfloat16 unseen, and an implicit
 # rank promotion is how a vector of channels would be laid along the wrong axis.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -23,7 +23,6 @@ from zenflow_jax._device.state import ZenFlowState, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange import checks, nnx_pair
-from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.expected import CallerTree, Expected
 from zenflow_jax._exchange.host_half import HostMasters, make_host
 from zenflow_jax._exchange.integrity import Integrity
@@ -144,12 +143,11 @@ class HostEngine:
         make = partial(make_host, picked, state, offloaded, adam, compact)
         in_a_row = int(read(state.skipped_in_a_row))
         self._worker = worker = Worker(make, offloaded, in_a_row, max_skipped)
-        self._ahead = Ahead()
         self._expected = Expected(state, weights, offloaded, moved)
         self._progress = Progress(state.schedule, len(offloaded.places))
         specs = [leaf.spec for leaf in state.leaves]
         self._integrity = Integrity(specs, state.schedule, int(read(state.step)))
-        self._updates = Updates(worker, offloaded, self._ahead, self._integrity)
+        self._updates = Updates(worker, offloaded, self._integrity)
         host_side = worker, self._progress, self._updates
         number = join_run(engine_state, offloaded, state, weights, *host_side)
         processes = sorted({device.process_index for device in devices_of(weights)})
@@ -164,10 +162,8 @@ class HostEngine:
         self._interrupted = False
         # When nothing else can fail: who has no engine cannot end its thread.
         worker.start(peers)
-        # A forgotten engine's threads end by themselves.
+        # A forgotten engine's thread ends by itself.
         weakref.finalize(self, worker.ask_to_stop)
-        weakref.finalize(self, self._ahead.close)
-        self._ahead.prepare_run(offloaded, picked, state, host_kernel, compact=compact)
 
     @property
     def stats(self) -> EngineStats:
@@ -356,7 +352,6 @@ class HostEngine:
         """Ends the thread and frees the host memory; drops updates. Safe twice, and during work."""
         self._worker.stop()
         self._mailbox.close()
-        self._ahead.close()
         self._updates.forget()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

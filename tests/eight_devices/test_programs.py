@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import zenflow_jax
 from benchmarks.collectives import collectives, compiled_step, placements
 from tests import runs
-from tests.exchange.test_ahead import compilations
+from tests.compilations import compilations
 
 N = 4096
 GRADIENT = N * N * 2  # bytes, bfloat16
@@ -61,13 +61,12 @@ def test_where_devices_hold_copies_a_step_adds_the_selected_rows_too(name):
     assert [c for c in ours if c.nbytes > block] == [c for c in base if c.nbytes > block]
 
 
-def test_nothing_is_compiled_after_the_second_step(monkeypatch):
-    monkeypatch.setenv("ZENFLOW_JAX_COMPILE_AHEAD", "1")
+def test_nothing_is_compiled_after_the_second_selection():
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
     shardings = {leaf.name: NamedSharding(mesh, P(None, "fsdp")) for leaf in AHEAD}
     options = runs.Settings(topk_ratio=0.3, update_interval=2, select_interval=4)
     with runs.Training(AHEAD, options, shardings=shardings) as training, compilations() as names:
-        training.go(2)
+        training.go(8)
         names.clear()
         training.go(8)
         assert names == []

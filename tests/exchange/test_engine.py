@@ -15,7 +15,7 @@ import pytest
 
 import zenflow_jax
 from tests import comparisons, runs
-from tests.exchange.test_ahead import compilations
+from tests.compilations import compilations
 from tests.exchange.test_worker import BUSY, CALM
 from tests.runs import FEW, ONE, Plan, Settings, Training
 from zenflow_jax._exchange.worker import Worker

@@ -64,7 +64,7 @@ def join_run(
     number = agree(refusal, step, token, devices)
     progress.resume(counts)
     updates.note_parameters(offloaded.pick(weights), state.leaves)
-    updates.resume(counts.pending, before, offloaded.pick(weights))
+    updates.resume(counts.pending, before)
     return number
 
 

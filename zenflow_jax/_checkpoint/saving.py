@@ -20,7 +20,6 @@ from zenflow_jax._checkpoint.stored import FORMAT, file_name, new_file
 from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays
 from zenflow_jax._device.memory import HOST
 from zenflow_jax._device.state import ZenFlowState
-from zenflow_jax._exchange.ahead import abstract
 from zenflow_jax._exchange.mailbox import Mailbox
 from zenflow_jax._exchange.parts import OffloadedLeaves, assemble, devices_of, joined
 from zenflow_jax._exchange.progress import Counts, Progress
@@ -51,7 +50,7 @@ class Saver:
     ):
         self._devices = devices_of(weights)
         self.note(weights)
-        self._abstract = jax.tree.map(abstract, state)
+        self._abstract = jax.tree.map(_abstract, state)
         self._offloaded, self._host_kernel = offloaded, host_kernel
         self._worker, self._mailbox = worker, mailbox
         self._progress, self._updates = progress, updates
@@ -250,3 +249,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, np.ndarra
             yield from _flat(x, f"{prefix}{name}/")
         else:
             yield prefix + name, x
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

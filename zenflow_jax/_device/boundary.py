@@ -26,7 +26,6 @@ from zenflow_jax._device.shards import (
     REPLICATED,
     Layout,
     Shard,
-    abstract_rows,
     each_leaf,
     join,
     row,
@@ -136,13 +135,6 @@ def channel_rows(channels: Arrays, *, specs: Specs) -> Array:
         channels,
     )
     return join(list(rows))
-
-
-def abstract_channel_rows(
-    weights: Sequence[Any], specs: Sequence[LeafSpec]
-) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of `channel_rows` for the leaves of parameters."""
-    return abstract_rows(weights, specs, channel_widths(specs), jnp.int32)
 
 
 def channel_widths(specs: Sequence[LeafSpec]) -> list[int]:

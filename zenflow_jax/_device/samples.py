@@ -20,7 +20,6 @@ from zenflow_jax._device.shards import (
     REPLICATED,
     Layout,
     Shard,
-    abstract_rows,
     each_leaf,
     join,
     on_each_device,
@@ -62,11 +61,6 @@ def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
         map(cut, weights, specs),
     )
     return join(list(rows))
-
-
-def abstract_samples(weights: Sequence[Any], specs: Sequence[LeafSpec]) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of what `samples` gives for some parameters."""
-    return abstract_rows(weights, specs, _widths(specs), jnp.float32)
 
 
 def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:

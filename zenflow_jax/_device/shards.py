@@ -222,17 +222,6 @@ def split(joined: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
     return jnp.split(joined, np.cumsum(widths)[:-1], axis=1)
 
 
-def abstract_rows(
-    weights: Sequence[Any], specs: Sequence[LeafSpec], widths: Sequence[int], dtype: Any
-) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of the joined rows of parameters' leaves."""
-    where = weights[0].sharding
-    shape = where.num_devices, sum(widths)
-    if isinstance(where, NamedSharding):
-        where = NamedSharding(where.mesh, Layout(specs[0]).each_device)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-
-
 def _cut(spec: LeafSpec, axes: MeshAxes) -> LeafSpec:
     place = spec.placement
     assert place is not None

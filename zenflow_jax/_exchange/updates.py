@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from zenflow_jax._device.boundary import (
     Merged,
     SinceMerge,
-    abstract_channel_rows,
     channel_rows,
     channel_widths,
     choose,
@@ -31,7 +30,6 @@ from zenflow_jax._device.boundary import (
 from zenflow_jax._device.memory import read, upload
 from zenflow_jax._device.samples import samples
 from zenflow_jax._device.state import LeafState, ZenFlowState
-from zenflow_jax._exchange.ahead import Ahead
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.messages import Close
 from zenflow_jax._exchange.parts import (
@@ -61,10 +59,7 @@ class Updates:
     Everywhere `weights` are the parameters of the offloaded leaves, `leaves` the states of all.
     """
 
-    def __init__(
-        self, worker: Worker, offloaded: OffloadedLeaves, ahead: Ahead, integrity: Integrity
-    ):
-        self._ahead = ahead
+    def __init__(self, worker: Worker, offloaded: OffloadedLeaves, integrity: Integrity):
         self._integrity = integrity
         self._worker = worker
         self._offloaded = offloaded
@@ -182,7 +177,7 @@ class Updates:
             ]
         arrays = (params, *uploads_in_two(new, group.specs), self._since(number, before, state))
         static = {"specs": group.specs, "window": state.schedule.longest_window}
-        merged = self._ahead.call(("merge", number), merge, *arrays, **static)
+        merged = merge(*arrays, **static)
         placed = (as_before(x, weight) for x, weight in zip(merged.weights, params, strict=True))
         return merged._replace(weights=list(placed))
 
@@ -227,9 +222,7 @@ class Updates:
         places = group.pick(self._offloaded.places)
         whole = [leaves[i] for i in places]
         states = self._ranges(number, whole)
-        chosen, rows, current, scores = self._ahead.call(
-            ("choose", number),
-            choose,
+        chosen, rows, current, scores = choose(
             group.pick(weights),
             [s.scores for s in states],
             [s.channels for s in states],
@@ -248,9 +241,7 @@ class Updates:
             states[j], masters[j] = select_anew(s, chosen[j], scores[j], entered[j])
         entering = [j for j, master in enumerate(masters) if master is not None]
         if entering:
-            merged = self._ahead.call(
-                ("enter", number),
-                enter,
+            merged = enter(
                 [weights[group.leaves[j]] for j in entering],
                 [masters[j] for j in entering],
                 [states[j].channels for j in entering],
@@ -278,9 +269,7 @@ class Updates:
         scores, channels = [s.scores for s in states], [s.channels for s in states]
         return measure(scores, channels, specs=group.specs)
 
-    def resume(
-        self, pending: Sequence[int], before: Sequence[np.ndarray], weights: Sequence[jax.Array]
-    ) -> None:
+    def resume(self, pending: Sequence[int], before: Sequence[np.ndarray]) -> None:
         """Restores another run's pending updates, from masters that are resumed already.
 
         `pending` is what `wait` returned there, `before` each part's channels then, counted in its
@@ -310,5 +299,6 @@ class Updates:
                 upload(np.concatenate(of_device, axis=1), device)
                 for *of_device, device in zip(*rows, devices, strict=True)
             ]
-            like = abstract_channel_rows(group.pick(weights), group.specs)
-            self.pending[number] = _Pending(made, assemble(pieces, like.shape, like.sharding))
+            now = self._rows[number]
+            assert now is not None, "the parameters have been noted"
+            self.pending[number] = _Pending(made, assemble(pieces, now.shape, now.sharding))

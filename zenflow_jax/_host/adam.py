@@ -13,7 +13,7 @@ one entry per channel is `(entries, n)`. Inside, `p, m, v, g` are master, moment
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,10 +22,9 @@ import numpy as np
 
 from zenflow_jax._host.arrays import PIECE
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Layout, Moment, Tile, as_matrix, new_moments
+from zenflow_jax._host.moments import Layout, Moment, Tile, as_matrix
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, flat
-from zenflow_jax._plan.leaf import LeafSpec
-from zenflow_jax._plan.scalars import AdamScalars, WindowStep, window_step
+from zenflow_jax._plan.scalars import AdamScalars, WindowStep
 
 if TYPE_CHECKING:
     from zenflow_jax._host.numba_kernel import NumbaKernel
@@ -293,27 +292,3 @@ def _compiled(tile: int) -> "NumbaKernel":
     from zenflow_jax._host.numba_kernel import NumbaKernel
 
     return NumbaKernel(tile)
-
-
-def compile_loops(
-    kernel: str, specs: Iterable[LeafSpec], window: int, *, compact: bool = False
-) -> None:
-    """Has the loops for updates and hand-overs of these leaves compiled, by a run on few numbers.
-
-    Numba compiles a loop for each set of dtypes and each number of gradients, up to `window`.
-    """
-    adam = HostAdam(kernel, 1)
-    step = window_step(AdamScalars(*[0.0] * len(AdamScalars._fields)), 1, None, np)
-    kinds = {(spec.view4(1)[3] == 1, spec.mail_dtype, spec.dtype) for spec in specs}
-    for trailing, mail, dtype in kinds:
-        shape = (1, 2, 2, 1) if trailing else (1, 1, 2, 2)
-        masters = Masters.zeros(shape, dtype)
-        mu, nu = new_moments(shape, compact=compact)
-        steps, active = np.zeros((1, 2), np.int32), np.ones((1, 2), bool)
-        for count in range(1, min(window, GRADIENTS_PER_PASS) + 1):
-            gradients = [(np.zeros(shape, mail), 1.0)] * count
-            for _ in adam.adamw(masters, mu, nu, steps, gradients, 1.0, active, step):
-                pass
-        channels = np.zeros((1, 1), np.int32)
-        every = [masters, mu, nu] if compact else [masters, mu]
-        adam.put(every, channels, adam.take(every, channels))
