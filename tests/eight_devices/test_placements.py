@@ -1,7 +1,6 @@
 """Sharded runs equal `optax.adamw` on the same mesh, and the reference that is told the shards."""
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
@@ -21,7 +20,6 @@ ENGINE = {"threads": 1, "host_kernel": "numpy", "donate": True}
 
 # A skipped step; an early end, of one leaf with its update on its way.
 PLAN = Plan(14, bad=(6,), flush_at=(9,))
-SUMMED = dataclasses.replace(STALE, send_gradients="per_window")
 EVERY = Settings(
     topk_ratio=0.2, update_interval=1, select_interval=3, staleness=0, weight_decay=0.1
 )
@@ -43,16 +41,18 @@ def leaves_of(where):
     return MORE_LEAVES if where in (("three", "both", AUTO), ("three", "stacks", AUTO)) else LEAVES
 
 
+@contextlib.contextmanager
 def started(where, settings, *, leaves=LEAVES, in_context=True, **more):
+    """A run on a mesh; a user has set one with Explicit axes as a rule, and one with Auto not."""
     name, placement, kind = where
     mesh = meshes.make_mesh(name, kind)
-    # With Explicit axes a user has set the mesh, as a rule; with Auto ones, not.
     set_mesh = kind == EXPLICIT and in_context
     context = jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext()
     shardings = meshes.shardings(mesh, placement, leaves)
     if more.get("offload", True):
         more = {**ENGINE, **more}
-    return context, functools.partial(Training, leaves, settings, shardings=shardings, **more)
+    with context, Training(leaves, settings, shardings=shardings, **more) as training:
+        yield training
 
 
 def placements(training):
@@ -84,93 +84,68 @@ def traced_once(training, *, donate=True):
     assert step._cache_size() <= 2
 
 
-# Both modes lay out their state alike: the other one where each axis of a leaf is divided. It makes
-# its state outside of jit, the runs with an engine make theirs under it.
-IN_GRAPH = [("two", "channels", EXPLICIT), ("three", "both", AUTO)]
-
-
-@pytest.mark.parametrize(
-    ("offload", "where"), [(True, x) for x in WHERE] + [(False, x) for x in IN_GRAPH], ids=str
-)
-def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, offload):
-    leaves = leaves_of(where)
-    context, make = started(where, STALE, leaves=leaves, offload=offload)
-    with context, make() as training, traced_once(training):
-        assert_agrees(training, leaves, STALE)
-
-
-def assert_agrees(training, leaves, settings):
+def assert_agrees(training, host_state="float32"):
     """A run agrees with the reference, which it gives, and leaves everything where it was."""
-    before = placements(training)
+    before, leaves = placements(training), training.leaves
     shards = meshes.pieces(leaves, training.shardings)
-    expected, slow = comparisons.reference(leaves, settings, PLAN, shards=shards)
-    comparisons.assert_agree(training.history(PLAN), expected)
+    expected, slow = comparisons.reference(
+        leaves, training.settings, PLAN, shards=shards, host_state=host_state
+    )
+    compact = host_state == "compact"
+    compare = comparisons.assert_agree_where_rounded if compact else comparisons.assert_agree
+    compare(training.history(PLAN), expected)
     assert placements(training) == before
     return slow
 
 
-def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
-    # No device has a copy, and none a part of a channel: so groups are those of the reference.
-    where = ("fsdp", "channels", AUTO)
-    context, make = started(where, STALE, host_state="compact")
-    with context, make() as training:
-        shards = meshes.pieces(LEAVES, training.shardings)
-        expected, _ = comparisons.reference(
-            LEAVES, STALE, PLAN, shards=shards, host_state="compact"
-        )
-        comparisons.assert_agree_where_rounded(training.history(PLAN), expected)
-
-
 @pytest.mark.parametrize(
-    ("offload", "where"),
+    ("where", "more"),
     [
-        (True, ("three", "stacks", AUTO)),
-        (True, ("three", "both", EXPLICIT)),
-        (False, ("data", "replicated", AUTO)),
+        *[(x, {}) for x in WHERE],
+        # Both modes lay out their state alike: the other one where each axis of a leaf is divided.
+        # It makes its state outside of jit, the runs with an engine make theirs under it.
+        (("two", "channels", EXPLICIT), {"offload": False}),
+        (("three", "both", AUTO), {"offload": False}),
+        (("three", "both", EXPLICIT), {"in_context": False, "send_gradients": "per_window"}),
+        (("three", "channels", AUTO), {"partition": False, "donate": False, "threads": 2}),
+        (("three", "others", AUTO), {"send_gradients": "after_step", "prefetch_bytes": 0}),
     ],
     ids=str,
 )
+def test_stale_windows_equal_the_reference_that_is_told_the_shards(where, more):
+    with started(where, STALE, leaves=leaves_of(where), **more) as training:
+        with traced_once(training, donate=more.get("donate", True)):
+            assert_agrees(training)
+
+
+def test_compact_moments_on_a_mesh_are_rounded_as_the_reference_rounds_them():
+    # No device has a copy, and none a part of a channel: so groups are those of the reference.
+    with started(("fsdp", "channels", AUTO), STALE, host_state="compact") as training:
+        assert_agrees(training, "compact")
+
+
+@pytest.mark.parametrize(
+    ("where", "offload"),
+    [(("three", "stacks", AUTO), True), (("data", "replicated", AUTO), False)],
+    ids=str,
+)
 def test_adaptive_schedules_decide_as_the_reference_does(where, offload):
-    leaves = leaves_of(where)
-    context, make = started(where, ADAPTIVE, leaves=leaves, offload=offload)
-    with context, make() as training:
-        slow = assert_agrees(training, leaves, ADAPTIVE)
+    with started(where, ADAPTIVE, leaves=leaves_of(where), offload=offload) as training:
+        slow = assert_agrees(training)
         assert len(set(np.diff(slow.turns[0].boundaries))) > 1
 
 
 # How arrays are placed is held to the reference above; here to a second, trusted one.
 @pytest.mark.parametrize("where", [("two", "channels", EXPLICIT), ("three", "both", AUTO)], ids=str)
 def test_windows_of_one_step_equal_optax_adamw_on_the_same_mesh(where):
-    context, make = started(where, EVERY)
-    with context, make() as training:
+    with started(where, EVERY) as training:
         ours = [values for _, values in training.follow(Plan(8))]
         theirs = comparisons.adamw(LEAVES, None, EVERY.weight_decay, 8, 0, training.shardings)
         comparisons.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("where", "more"),
-    [
-        (("three", "both", EXPLICIT), {"in_context": False}),
-        (("three", "channels", AUTO), {"partition": False}),
-        (("three", "both", AUTO), {"donate": False, "host_kernel": "numba", "threads": 2}),
-        (("three", "both", AUTO), {"send_gradients": "after_step", "prefetch_bytes": 0}),
-        (("three", "both", AUTO), {"settings": SUMMED}),
-        (("three", "others", EXPLICIT), {"settings": SUMMED}),
-    ],
-    ids=str,
-)
-def test_other_ways_to_run_equal_the_reference(where, more):
-    more = {"settings": STALE, **more}
-    settings, donate = more["settings"], more.pop("donate", True)
-    context, make = started(where, **more)
-    with context, make() as training, traced_once(training, donate=donate):
-        assert_agrees(training, LEAVES, settings)
-
-
 def test_shardings_that_jit_is_told_are_kept():
-    context, make = started(("three", "both", AUTO), STALE)
-    with context, make() as training:
+    with started(("three", "both", AUTO), STALE) as training:
         step = training.program
         placed = jax.tree.map(lambda x: x.sharding, (training.params, training.state))
         told = jax.jit(
@@ -180,7 +155,7 @@ def test_shardings_that_jit_is_told_are_kept():
             donate_argnums=(0, 1),
         )
         training.program = told
-        assert_agrees(training, LEAVES, STALE)
+        assert_agrees(training)
         assert jax.tree.map(lambda x: x.sharding, (training.params, training.state)) == placed
         assert told._cache_size() == 1
 
@@ -196,42 +171,30 @@ def other_on_the_last_device(values, shardings):
 
 
 def test_weights_loaded_after_the_engine_was_made_are_those_that_train():
-    mesh = meshes.make_mesh("three", EXPLICIT)
-    shardings = meshes.shardings(mesh, "both")
-    loaded = other_on_the_last_device(runs.initial_values(LEAVES), shardings)
-
-    def training():
-        return Training(LEAVES, STALE, shardings=shardings, **ENGINE)
-
-    with jax.set_mesh(mesh), training() as late, training() as early:
-        for run in (late, early):
-            run.params = runs.place(loaded, shardings)
-        early.state = early.tx.init(early.params)
-        early.engine.close()
-        early.engine = zenflow_jax.HostEngine(early.params, early.state, host_kernel="numpy")
-        for run in (late, early):
+    where, ends = ("three", "both", EXPLICIT), []
+    for early in (False, True):
+        with started(where, STALE) as run:
+            loaded = other_on_the_last_device(runs.initial_values(LEAVES), run.shardings)
+            run.params = runs.place(loaded, run.shardings)
+            if early:
+                run.state = run.tx.init(run.params)
+                run.renew()
             run.go(6)
             run.flush()
-        comparisons.assert_same_bits(late.values(), early.values())
-        comparisons.assert_same_bits(late.moments(), early.moments())
+            ends.append((run.values(), run.moments()))
+    comparisons.assert_same_bits(*ends)
 
 
 @pytest.mark.parametrize(
     ("where", "leaf"),
-    [
-        (("three", "both", EXPLICIT), "rows"),
-        (("data", "replicated", AUTO), "stacked_columns"),
-    ],
+    [(("three", "both", EXPLICIT), "rows"), (("data", "replicated", AUTO), "stacked_columns")],
     ids=str,
 )
 def test_parameters_that_something_else_changes_are_refused(where, leaf):
-    name, placement, kind = where
-    mesh = meshes.make_mesh(name, kind)
-    shardings = meshes.shardings(mesh, placement)
-    with jax.set_mesh(mesh), Training(LEAVES, STALE, shardings=shardings, **ENGINE) as run:
+    with started(where, STALE) as run:
         run.go(7)
-        other = other_on_the_last_device(run.params, shardings)[leaf]
-        run.params = run.params | runs.place({leaf: other}, shardings)
+        other = other_on_the_last_device(run.params, run.shardings)[leaf]
+        run.params = run.params | runs.place({leaf: other}, run.shardings)
         with pytest.raises(RuntimeError, match=rf"got other values of \['{leaf}'\] after step"):
             run.go(6)
 

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import zenflow_jax
 from tests import comparisons, meshes, runs
 from tests.meshes import STALE
+from tests.resuming import put_by_name
 from tests.runs import Leaf, Plan, Training
 
 LEAVES: runs.Leaves = (
@@ -64,19 +65,13 @@ def test_a_checkpoint_in_ranges_goes_on_on_a_mesh_but_not_where_it_divides_layer
         expected = training.values()
     for placement in "replicated", "by layers":
         with Training(LEAVES, STALE, shardings=shardings(placement), **ENGINE) as training:
-            likes, treedef = jax.tree.flatten((training.params, training.state))
-            pairs = zip(jax.tree.leaves(saved[:2]), likes, strict=True)
-            params, state = treedef.unflatten([jax.device_put(x, y.sharding) for x, y in pairs])
+            both = put_by_name(saved[:2], (training.params, training.state))
             if placement == "by layers":
                 with pytest.raises(ValueError, match="ranges of .*layers.* 3, got 1"):
-                    zenflow_jax.HostEngine(params, state, engine_state=saved[2])
+                    zenflow_jax.HostEngine(*both, engine_state=saved[2])
                 continue
-            with zenflow_jax.HostEngine(
-                params, state, engine_state=saved[2], threads=1, host_kernel="numpy"
-            ) as engine:
-                training.params, training.state, training.t = params, state, 7
-                training.engine.close()
-                training.engine = engine
-                training.go(12)
-                training.flush()
-                comparisons.assert_close([training.values()], [expected])
+            (training.params, training.state), training.t = both, 7
+            training.renew(engine_state=saved[2])
+            training.go(12)
+            training.flush()
+            comparisons.assert_close([training.values()], [expected])

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import zenflow_jax
 from tests import comparisons, meshes, runs
@@ -27,10 +28,10 @@ def test_what_belongs_to_a_leaf_follows_its_parameter():
     # (32, 8), channels over fsdp and data, the rest over tensor.
     rows, mail = states_of("both")["rows"]
     where = {name: getattr(rows, name).sharding for name in ("mu", "nu", "scores", "steps")}
-    wide = PartitionSpec(("fsdp", "data"), "tensor")
+    wide = P(("fsdp", "data"), "tensor")
     assert where["mu"].spec == where["nu"].spec == wide
-    assert where["scores"].spec == where["steps"].spec == PartitionSpec(("fsdp", "data"))
-    assert mail.sharding.spec == PartitionSpec(*[None] * (mail.ndim - 2), *wide)
+    assert where["scores"].spec == where["steps"].spec == P(("fsdp", "data"))
+    assert mail.sharding.spec == P(*[None] * (mail.ndim - 2), *wide)
     assert mail.sharding.memory_kind == "pinned_host"
 
 
@@ -40,12 +41,11 @@ def test_each_shard_selects_its_share_of_the_channels():
     np.testing.assert_array_equal(rows.channels, [0, 1, 2, 3, 16, 17, 18, 19])
 
 
-@pytest.mark.parametrize("placement", ["replicated", "both"])
-def test_leaves_take_turns_with_the_same_ones_on_a_mesh_as_on_one_device(placement):
+def test_leaves_take_turns_with_the_same_ones_on_a_mesh_as_on_one_device():
     # 1024 bytes, 512 and 512: each has a turn of its own, the first of two that are as large first.
     alone = runs.transformation(MORE_LEAVES, STALE).init(runs.initial(MORE_LEAVES))
     assert [leaf.spec.group for leaf in alone.leaves] == [0, 1, 0, 2]
-    states = states_of(placement)
+    states = states_of("both")
     assert {name: state.spec.group for name, (state, _) in states.items()} == {
         leaf.name: state.spec.group for leaf, state in zip(MORE_LEAVES, alone.leaves, strict=True)
     }
@@ -64,47 +64,50 @@ def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partitio
         assert state.mu.addressable_data(0).size * share == state.mu.size
 
 
-def test_parameters_on_other_devices_than_their_state_are_refused():
-    devices = jax.devices()
-    params = {"w": np.ones((8, 4), np.float32)}
-    tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
-    state = tx.init(jax.device_put(params, devices[0]))
-    with pytest.raises(ValueError, match=r"\['w'\] on the devices of its state"):
-        zenflow_jax.HostEngine(jax.device_put(params, devices[1]), state)
-    forwards, backwards = (
-        NamedSharding(jax.make_mesh((4,), ("x",), devices=x), PartitionSpec("x"))
-        for x in (devices[:4], devices[3::-1])
-    )
-    state = tx.init(jax.device_put(params, forwards))
-    with pytest.raises(ValueError, match=r"\['w'\] on the devices of its state"):
-        zenflow_jax.HostEngine(jax.device_put(params, backwards), state)
-    apart = [jax.device_put(params, device) for device in devices[:2]]
-    with pytest.raises(ValueError, match="all leaves on the same devices"):
-        tx.init(apart)
+def test_parameters_and_states_that_are_in_other_places_are_refused():
+    devices, tx = jax.devices(), zenflow_jax.zenflow(1e-2, topk_ratio=0.25)
 
+    def on(*these):
+        return NamedSharding(jax.make_mesh((4,), ("x",), (AUTO,), devices=these), P("x"))
 
-def test_parameters_that_are_not_where_their_state_takes_them_to_be_are_refused():
-    alone = runs.place(runs.initial_values(LEAVES), None)
-    spread = runs.place(
-        runs.initial_values(LEAVES), meshes.shardings(meshes.make_mesh("two"), "others")
-    )
-    tx = runs.transformation(LEAVES, STALE)
-    with pytest.raises(ValueError, match=r"\['bias'\] on one device.*outside of jit"):
-        zenflow_jax.HostEngine(spread, tx.init(alone))
-    with pytest.raises(ValueError, match=r"\['bias'\] divided by the mesh axes.*out_shardings"):
-        zenflow_jax.HostEngine(alone, tx.init(spread))
+    def w_at(place):
+        return jax.device_put({"w": np.ones((8, 4), np.float32)}, place)
+
+    both = jax.make_mesh((4, 2), ("a", "b"), axis_types=(EXPLICIT, AUTO))
+    three = meshes.shardings(meshes.make_mesh("three"), "both")
+    alone, spread = (runs.place(runs.initial_values(LEAVES), x) for x in (None, three))
+    engine, ours = zenflow_jax.HostEngine, runs.transformation(LEAVES, STALE)
+    of_its_state = r"\['w'\] on the devices of its state"
+    for call, words in (
+        (lambda: engine(w_at(devices[1]), tx.init(w_at(devices[0]))), of_its_state),
+        (
+            lambda: engine(w_at(on(*devices[3::-1])), tx.init(w_at(on(*devices[:4])))),
+            of_its_state,
+        ),
+        (lambda: tx.init([w_at(x) for x in devices[:2]]), "all leaves on the same devices"),
+        (lambda: tx.init(w_at(NamedSharding(both, P(("a", "b"))))), r"along axis 0 of \['w'\]"),
+        (lambda: engine(spread, ours.init(alone)), r"\['bias'\] on one device.*outside of jit"),
+        (
+            lambda: engine(alone, ours.init(spread)),
+            r"\['bias'\] divided by the mesh axes.*out_shardings",
+        ),
+        # Made under jit, which was not told where parameters are.
+        (lambda: engine(spread, jax.jit(ours.init)(spread)), "param_shardings"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 @pytest.mark.parametrize(
     ("kind", "again", "name"),
     # The latter has as many numbers on each device as before, which are those of other channels.
-    [(AUTO, PartitionSpec(), "mail"), (EXPLICIT, PartitionSpec("fsdp"), "mu")],
+    [(AUTO, P(), "mail"), (EXPLICIT, P("fsdp"), "mu")],
     ids=["replicated", "along another axis"],
 )
 def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, again, name):
     mesh = meshes.make_mesh("fsdp", kind)
     params = {"w": np.ones((16, 16), np.float32)}
-    params = runs.place(params, {"w": NamedSharding(mesh, PartitionSpec(None, "fsdp"))})
+    params = runs.place(params, {"w": NamedSharding(mesh, P(None, "fsdp"))})
     tx = zenflow_jax.zenflow(1e-2, topk_ratio=0.5, update_interval=1)
     place = NamedSharding(mesh, again)
 
@@ -145,17 +148,6 @@ def test_a_state_that_was_placed_anew_is_put_back_once_and_then_refused(kind, ag
         assert moved
 
 
-def test_an_axis_that_both_kinds_of_mesh_axes_divide_is_refused():
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(EXPLICIT, AUTO))
-    params = {
-        "w": jax.device_put(
-            np.ones((8, 4), np.float32), NamedSharding(mesh, PartitionSpec(("a", "b")))
-        )
-    }
-    with pytest.raises(ValueError, match=r"along axis 0 of \['w'\]"):
-        zenflow_jax.zenflow(1e-2).init(params)
-
-
 @pytest.mark.parametrize(("kind", "told"), [(AUTO, True), (EXPLICIT, False)], ids=str)
 def test_init_under_jit_places_its_state_as_init_outside_of_it(kind, told):
     mesh = meshes.make_mesh("three", kind)
@@ -167,14 +159,6 @@ def test_init_under_jit_places_its_state_as_init_outside_of_it(kind, told):
     for x, y in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):
         assert x.sharding == y.sharding
     zenflow_jax.HostEngine(params, inside, host_kernel="numpy").close()
-
-
-def test_a_state_made_under_jit_that_was_not_told_where_parameters_are_is_refused():
-    shardings = meshes.shardings(meshes.make_mesh("three"), "both")
-    params = runs.place(runs.initial_values(LEAVES), shardings)
-    state = jax.jit(runs.transformation(LEAVES, STALE).init)(params)
-    with pytest.raises(ValueError, match="param_shardings"):
-        zenflow_jax.HostEngine(params, state, host_kernel="numpy")
 
 
 class Model(nnx.Module):
