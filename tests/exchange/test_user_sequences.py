@@ -91,9 +91,6 @@ class Checkpoint(NamedTuple):
     torn: bool  # a step had been made that was not exchanged
     misuse: str  # what had been done wrong and was not refused yet
 
-    def __repr__(self) -> str:  # hypothesis prints what it draws
-        return f"<run {self.run}, step {self.reference.step_count}>"
-
 
 class UserSequences(RuleBasedStateMachine):
     """One user at work. A method that begins with `_` is not theirs."""
