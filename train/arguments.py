@@ -12,6 +12,8 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from train import Failure
+
 # The names of our options in transformers' Trainer, torchtune, TRL and DeepSpeed.
 THEIRS = {
     "adam-beta1": "b1",
@@ -43,10 +45,14 @@ THEIRS = {
 }
 
 
+class ArgumentError(Failure):
+    """A mistake in a command line."""
+
+
 def read_arguments(
     kind: type, argv: Sequence[str] | None, *, program: str, default: Any = None
 ) -> Any:
-    """Reads the arguments `argv` into an object of the dataclass `kind`; exits after a mistake."""
+    """Reads the arguments `argv` into an object of the dataclass `kind`; `--help` exits."""
     options = {} if default is None else {"default": default}
     printed = io.StringIO()
     try:
@@ -55,17 +61,16 @@ def read_arguments(
                 kind, prog=program, args=argv, return_unknown_args=True, **options
             )
     except SystemExit as end:
-        text = printed.getvalue()
-        sys.stderr.write(f"error: {_of_box(text)}\n" if end.code else text)
+        if end.code:
+            raise ArgumentError(_of_box(printed.getvalue())) from None
         raise
     sys.stderr.write(printed.getvalue())  # warnings
     if unknown:
         name = next((x for x in unknown if x.startswith("-")), unknown[0])
-        sys.stderr.write(
-            f"error: unknown option {name}.{did_you_mean(name, _options(kind), prefix='--')} All "
-            f"are in {program} --help\n"
+        raise ArgumentError(
+            f"unknown option {name}.{did_you_mean(name, _options(kind), prefix='--')} All are in "
+            f"{program} --help"
         )
-        raise SystemExit(2)
     return values
 
 

@@ -16,12 +16,9 @@ ITEMS = ("run", "state")
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and CRC-32 of each file in the folders of the items."""
-    return {p.relative_to(folder).as_posix(): _checksum(p) for p in _files(folder)}
-
-
-def _files(folder: Path) -> list[Path]:
-    # Not those beside the items, which orbax writes when all is sealed, and need not read.
-    return sorted(p for p in folder.glob("*/**/*") if p.is_file())
+    # Not of those beside the items, which orbax writes when all is sealed, and need not read.
+    files = sorted(p for p in folder.glob("*/**/*") if p.is_file())
+    return {p.relative_to(folder).as_posix(): _checksum(p) for p in files}
 
 
 def _checksum(path: Path) -> tuple[int, int]:
@@ -44,18 +41,15 @@ def damage(folder: Path) -> str | None:
         return f"{CHECKSUMS} is missing"
     except (ValueError, TypeError, AttributeError):  # no UTF-8, no JSON, or another object
         return f"{CHECKSUMS} cannot be read"
-    files = {path.relative_to(folder).as_posix() for path in _files(folder)}
     for item in ITEMS:
         if not any(name.startswith(f"{item}/") for name in listed):
             return f"{CHECKSUMS} has no file of {item}/"
-    if missing := sorted(listed.keys() - files):
-        return f"{missing[0]} is missing"
-    if unknown := sorted(files - listed.keys()):
-        return f"{unknown[0]} is not in {CHECKSUMS}"
-    for name, listing in listed.items():
-        actual = _checksum(folder / name)
-        if actual[0] != listing[0]:
-            return f"{name} has {actual[0]} bytes in place of {listing[0]}"
-        if actual != listing:
-            return f"{name} has another checksum"
+    found = checksums(folder)
+    for name in sorted(listed.keys() | found.keys()):
+        if name not in found:
+            return f"{name} is missing"
+        if name not in listed:
+            return f"{name} is not in {CHECKSUMS}"
+        if found[name] != listed[name]:
+            return f"{name} has other bytes than {CHECKSUMS} says"
     return None

@@ -10,21 +10,23 @@ import dataclasses
 import json
 import math
 import tomllib
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import tyro
 
+from train import Failure
 from train.arguments import did_you_mean, read_arguments
-from train.settings import Settings, SettingsError, flag_of, impossible
+from train.settings import Settings, SettingsError, flag_of, impossible, option_words
+
+SETTINGS = [field.name for field in dataclasses.fields(Settings)]
 
 PROGRAM = "python -m train.finetune"
 
-# The endings of `--timeline`.
-PICTURES, TRACE = (".png", ".svg", ".pdf"), ".json"
+# The endings of files.
+PICTURES, JSON = (".png", ".svg", ".pdf"), ".json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Start:
             raise SettingsError(
                 f"`--export`: expected the step of a checkpoint or best, got {self.export[0]}."
             )
-        _check_file("timeline", self.timeline, (*PICTURES, TRACE))
+        _check_file("timeline", self.timeline, (*PICTURES, JSON))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,6 @@ class Planning:
     hide, and what to do. Reads the model's config.json, no weights and no data."""
     plan_json: str | None = None
     """Write the plan to that file as well, as JSON."""
-    plan_picture: str | None = None
-    """Draw the plan's memory into that file: .png, .svg or .pdf."""
     device: Literal["h100", "h200", "a100", "l40s", "rtx4090", "rtx3090"] | None = None
     """The GPU that is planned for. Left out: the one that is here, else h100."""
     host_memory: float | None = None
@@ -109,10 +109,9 @@ class Planning:
             value = getattr(self, name)
             if isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise SettingsError(impossible(name, "a finite number above 0", value))
-        for name, endings in (("plan_json", (".json",)), ("plan_picture", PICTURES)):
-            if getattr(self, name) is not None and not self.plan:
-                raise SettingsError(f"`{name}`: expected --plan too, got it alone.")
-            _check_file(name, getattr(self, name), endings)
+        if self.plan_json is not None and not self.plan:
+            raise SettingsError("`--plan-json`: expected --plan too, got it alone.")
+        _check_file("plan_json", self.plan_json, (JSON,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,24 +127,19 @@ class Command:
 def load_settings(path: str | Path) -> Settings:
     """Reads a TOML file of fields of `Settings`; a whole number does for a float."""
     path = Path(path)
-    hints = get_type_hints(Settings)
-    values = {}
+    words = []
     for key, value in _read_toml(path).items():
-        if key not in hints:
+        if key not in SETTINGS:
             raise SettingsError(
-                f"{path}: expected only known keys, got `{key}`.{did_you_mean(key, list(hints))} "
-                f"(The keys are: {', '.join(hints)}.)"
+                f"{path}: expected only known keys, got `{key}`.{did_you_mean(key, SETTINGS)} "
+                f"(The keys are: {', '.join(SETTINGS)}.)"
             )
-        if not _fits(value, hints[key]):
-            raise SettingsError(
-                f"{path}: `{key}`: expected {_described(hints[key])}, got {value!r} "
-                f"({_TOML_NAMES.get(type(value), type(value).__name__)})."
-            )
-        is_float = float in _options(hints[key]) and not isinstance(value, str)
-        values[key] = float(value) if is_float else value
+        if not isinstance(value, str | int | float):
+            raise SettingsError(f"{path}: `{key}`: expected a single value, got {value}.")
+        words.append("=".join(option_words(key, value)))
     try:
-        return Settings(**values)
-    except SettingsError as error:
+        return read_arguments(Settings, words, program=PROGRAM)
+    except Failure as error:
         raise SettingsError(f"{path}: {error}") from None
 
 
@@ -182,40 +176,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: expected a config file, got: {got}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: expected TOML, got what cannot be read: {error}.") from None
-
-
-_TOML_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "a table",
-}
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, without None, which a file cannot say."""
-    union = get_origin(hint) in (Union, types.UnionType)
-    return tuple(h for h in get_args(hint) if h is not types.NoneType) if union else (hint,)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    if len(options := _options(hint)) != 1 or options[0] is not hint:
-        return any(_fits(value, option) for option in options)
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if isinstance(value, bool):  # Python counts a bool as an int
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _described(hint: Any) -> str:
-    words = (
-        [f'"{word}"' for word in get_args(h)] if get_origin(h) is Literal else [_TOML_NAMES[h]]
-        for h in _options(hint)
-    )
-    return " or ".join(word for kinds in words for word in kinds)
 
 
 def _check_file(name: str, file: str | None, endings: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ import tyro
 from elves.folders import Result, check_path, pack_path, restore_path
 from elves.header import ElvesError, Tensor
 from elves.writing import Options
+from train import Failure
 from train.arguments import read_arguments
 from train.checksums import CHECKSUMS, UNPACKED
 from train.whole import finished
@@ -153,7 +154,11 @@ def _bytes(count: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0; 2 after what the message explains; 130 by Ctrl-C."""
-    command = read_arguments(Command, argv, program=PROGRAM)
+    try:
+        command = read_arguments(Command, argv, program=PROGRAM)
+    except Failure as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     left = f"{command.source} is as it was."
     if command.replace:
         left = f"Each file of {command.source} is whole, packed or not; the same command goes on."

@@ -32,10 +32,9 @@ from train.arguments import read_arguments
 from train.chat_template import ASSISTANT, ConversationError, read_template
 from train.command_line import load_settings
 from train.continuation import Sampling, continued
-from train.memory import lack_behind
 from train.pretrained import Pretrained, read_folder
 from train.settings import SettingsError
-from train.tasks import alpaca
+from train.tasks import answers
 from train.tokenizer import Tokenizer, all_end_tokens, read_tokenizer
 
 PROGRAM = "python -m train.generate"
@@ -148,7 +147,7 @@ def read_prompt(options: Options, tokenizer: Tokenizer) -> Prompt:
         return _chat_prompt(options, tokenizer, because)
     text, said = options.prompt, "as it is"
     if form == "alpaca":
-        text, said = alpaca.prompt(options.prompt), "in Alpaca's template"
+        text, said = answers.prompt(options.prompt), "in Alpaca's template"
     tokens = tokenizer.tokens.encode(text, add_special_tokens=False).ids
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     return Prompt(begin + tokens, all_end_tokens(folder, tokenizer), said + because)
@@ -229,8 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
 
     arguments = sys.argv[1:] if argv is None else list(argv)
-    options = read_arguments(Options, arguments, program=PROGRAM)
     try:
+        options = read_arguments(Options, arguments, program=PROGRAM)
         generate(options, write, say)
     except Failure as error:
         sys.stderr.write(f"error: {error}\n")
@@ -241,15 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (MemoryError, RuntimeError) as error:  # jax's errors are among these
-        lack = lack_behind(error)
-        if lack is None:
-            raise
-        sys.stderr.write(
-            f"error: expected memory enough for {options.model} and its cache, got none for more: "
-            f"{lack}. Take --dtype bfloat16, fewer --max-tokens, or another device.\n"
-        )
-        return 2
     return 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from train import Failure, json_files
+from train import Failure
 from train.decoder import DecoderConfig, LinearRope, Llama3Rope
 from train.encoder import EncoderConfig
 
@@ -53,11 +53,6 @@ QWEN3_HEAD_WIDTH = 128
 
 class ModelError(Failure):
     """A folder does not hold the model that was asked for."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file, or raises `ModelError`."""
-    return json_files.read_object(path, ModelError, loads=json_files.loads_unique)
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:

@@ -32,8 +32,6 @@ from train.hf_tensors import (
 from train.pretrained import Pretrained
 from train.whole import exchange, made_whole, sync_all
 
-MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` before version 5
-
 # Copied as they are: all that a tokenizer may consist of, and how text is generated.
 COPIED = tuple(
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
@@ -109,7 +107,6 @@ def save_folder(
     *,
     dtype: DTypeLike | None = None,
     labels: Sequence[str] = (),
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     values: Iterator[Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
@@ -124,7 +121,6 @@ def save_folder(
         dtype: Dtype of all tensors; None for that of each leaf, which keeps the bits.
         labels: Names of the classes by id. () for those of the folder if there are as many, else
             LABEL_0 and so on.
-        max_shard_bytes: Most bytes of tensors in one file; with more there are several.
         values: Arrays in place of the leaves of `params`; each is asked for when it is written.
         texts: Files of the folder, by name, that are not copied from the one that was read.
     """
@@ -144,7 +140,7 @@ def save_folder(
         content = _config(pretrained, dict(leaves), entries, labels)
         config = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         with made_whole(path, folder=True) as part:
-            _write_tensors(part, entries, tensors, max_shard_bytes)
+            write_file(part / SINGLE, entries, tensors)
             for name in COPIED:
                 if (pretrained.folder / name).is_file():
                     shutil.copyfile(pretrained.folder / name, part / name)
@@ -170,27 +166,6 @@ def _gathered(
                 transpose(one, saved)
                 one = saved
             yield one
-
-
-def _write_tensors(
-    folder: Path, entries: Sequence[Entry], tensors: Iterator[np.ndarray], max_bytes: int
-) -> None:
-    shards: list[list[Entry]] = [[]]
-    for entry in entries:
-        if shards[-1] and sum(e.bytes for e in [*shards[-1], entry]) > max_bytes:
-            shards.append([])
-        shards[-1].append(entry)
-    if len(shards) == 1:
-        write_file(folder / SINGLE, shards[0], tensors)
-        return
-    files = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(folder / name, shard, tensors)
-        files |= dict.fromkeys((entry.name for entry in shard), name)
-    total = sum(entry.bytes for entry in entries)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _config(

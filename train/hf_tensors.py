@@ -22,7 +22,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from train.hf_config import CONFIG, ModelError, read_json
+from train.hf_config import CONFIG, ModelError
+from train.json_files import read_object
 
 try:
     import elves
@@ -227,7 +228,7 @@ def _read_header(path: Path) -> list[Tensor]:
 def _read_index(folder: Path, index: Path) -> list[Tensor]:
     if not index.exists():
         raise _no_safetensors(folder)
-    files = read_json(index).get("weight_map")
+    files = read_object(index, ModelError).get("weight_map")
     if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
         raise ModelError(
             f"`weight_map` in {index}: expected the name of a file for each tensor, got others."
@@ -259,7 +260,7 @@ def _no_safetensors(folder: Path) -> ModelError:
         others = ", ".join(sorted(p.name for p in folder.glob("*.safetensors")))
         return ModelError(f"{expected} {others or 'neither'}.")
     # The class decides which head is kept.
-    name = (read_json(folder / CONFIG).get("architectures") or ["AutoModel"])[0]
+    name = (read_object(folder / CONFIG, ModelError).get("architectures") or ["AutoModel"])[0]
     return ModelError(
         f"{expected} {pickles[0]}: a pickle, which can run any program when it is read. Convert it "
         f"with torch and transformers' {name}: from_pretrained, save_pretrained."

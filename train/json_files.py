@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def read_object(
-    path: Path, error: type[Exception], *, loads: Callable[[str], Any] = json.loads
-) -> dict[str, Any]:
+def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     """Reads the object in a file; raises the `error` if there is none."""
     try:
-        content = loads(path.read_text(encoding="utf-8"))
+        content = loads_unique(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise error(f"expected the file {path}, got: {problem.strerror}.") from problem
     except (ValueError, RecursionError) as problem:  # no UTF-8, or no JSON

@@ -111,13 +111,9 @@ def _arguments(settings: Settings, steps_per_epoch: int | None) -> dict[str, Any
         "provisional_share": settings.provisional_share or None,
     }
     if adapts:
-        arguments["update_interval"] = zenflow_jax.AutoWindow(
-            max_interval=settings.auto_window_max_interval, share=settings.auto_window_share
-        )
+        arguments["update_interval"] = zenflow_jax.AutoWindow()
     if settings.select_interval == "auto":
-        arguments["select_interval"] = zenflow_jax.AutoSelect(
-            keep=settings.auto_select_keep, max_windows=settings.auto_select_max_windows
-        )
+        arguments["select_interval"] = zenflow_jax.AutoSelect()
     elif settings.select_interval == "epoch":
         arguments["select_interval"] = zenflow_jax.EpochSelect(steps_per_epoch=steps_per_epoch)
     return arguments
@@ -209,12 +205,8 @@ def _as_settings(arguments: dict[str, Any]) -> dict[str, Any]:
     # "auto" until the length of an epoch is known, which fits all windows.
     values |= {"full_warm_up_share": None, "select_interval": "auto"}
     values["provisional_share"] = values["provisional_share"] or 0.0
-    window = values["update_interval"]
-    if isinstance(window, zenflow_jax.AutoWindow):
-        values["update_interval"] = "auto"
-        values["auto_window_max_interval"] = window.max_interval
-        values["auto_window_share"] = window.share
-        values["window_scaling"] = "none"
+    if isinstance(values["update_interval"], zenflow_jax.AutoWindow):
+        values |= {"update_interval": "auto", "window_scaling": "none"}
     return values
 
 

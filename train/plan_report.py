@@ -1,4 +1,4 @@
-"""Shows a plan: a table and sentences, JSON for programs, or a picture."""
+"""Shows a plan: a table and sentences, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -154,32 +153,6 @@ def write_json(run_plan: RunPlan, arguments: Sequence[str], path: Path) -> None:
         "plans": {name: _of_one(x) for name, x in run_plan.of_optimizers.items()},
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def write_picture(run_plan: RunPlan, path: Path) -> None:
-    """Draws the memory of each optimizer as stacked bars, against what the machine has."""
-    chosen, plans = run_plan.chosen, run_plan.of_optimizers
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    on_device, on_host = figure.subplots(1, 2)
-    draw = (
-        (on_device, chosen.gpu.name, ON_DEVICE, [x.device for x in plans.values()], 0),
-        (on_host, "host", ON_HOST, [x.host for x in plans.values()], len(ON_DEVICE)),
-    )
-    limits = (chosen.device_bytes_there, chosen.host_bytes_there - HOST_RESERVE)
-    for (axes, title, kinds, of_plans, color), limit in zip(draw, limits, strict=True):
-        bottoms = [0.0] * len(plans)
-        for i, kind in enumerate(kinds, color):
-            heights = [x.get(kind, 0) / 1e9 for x in of_plans]
-            if any(heights):
-                bars = axes.bar(list(plans), heights, bottom=bottoms, label=kind, color=f"C{i}")
-                largest = max(limit / 1e9, *heights)
-                numbers = [f"{x:.1f}" if x > largest / 30 else "" for x in heights]
-                axes.bar_label(bars, numbers, label_type="center", fontsize="small")
-            bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
-        axes.axhline(limit / 1e9, color="black", linestyle="--", label="available")
-        axes.set(title=title, ylabel="GB", ylim=(0, 1.5 * max(limit / 1e9, *bottoms)))
-        axes.legend(fontsize="small", ncols=2, loc="upper left")
-    figure.savefig(path)
 
 
 def _of_one(x: Plan) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train import models
 from train.command_line import Planning
-from train.hf_config import ARCHITECTURES, CONFIG, read_config, read_json
+from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
+from train.json_files import read_object
 from train.memory import host_bytes
 from train.optimizers import make_optimizer, with_values_of
 from train.pretrained import Pretrained
@@ -312,7 +313,7 @@ class PlannedStep(NamedTuple):
 def folder_of_config(model: str) -> Pretrained:
     """A model's folder, of which only `config.json` is read."""
     path = Path(model) / CONFIG
-    raw = read_json(path)
+    raw = read_object(path, ModelError)
     config = read_config(path, raw)
     return Pretrained(Path(model), ARCHITECTURES[raw["model_type"]], config, {}, None, raw)
 

@@ -18,8 +18,9 @@ from jax.sharding import SingleDeviceSharding
 from train.blocks import INIT_STD
 from train.decoder import Decoder, DecoderConfig
 from train.encoder import BertClassifier, EncoderConfig
-from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config, read_json
+from train.hf_config import ARCHITECTURES, CONFIG, ModelError, read_config
 from train.hf_tensors import DTYPES, Reader, Tensor, first_of, leaf_name, read_headers, source
+from train.json_files import read_object
 
 # Modules of a leaf that a folder may lack: of heads for other purposes than the one here.
 OPTIONAL = ("pooler", "classifier")
@@ -58,7 +59,7 @@ def read_folder(folder: Path) -> Pretrained:
             f"expected the folder of a Hugging Face model, got {folder}, {got}. To fetch one of "
             f"the Hub: hf download {folder} --local-dir DIR"
         )
-    raw = read_json(folder / CONFIG)
+    raw = read_object(folder / CONFIG, ModelError)
     config = read_config(folder / CONFIG, raw)
     architecture = ARCHITECTURES[raw["model_type"]]
     headers = read_headers(folder, architecture)

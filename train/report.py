@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zenflow_jax
-from train.command_line import TRACE
+from train.command_line import JSON
 from train.meter import Row
 from train.whole import replace_text
 from zenflow_jax import planning
@@ -101,7 +101,7 @@ def write_picture(
 
 def write_timeline(path: Path, timeline: zenflow_jax.Timeline, console: Console) -> None:
     """Writes the last steps as a picture or a trace; an error is said, and does not end the run."""
-    write = zenflow_jax.save_trace if path.suffix == TRACE else zenflow_jax.plot_timeline
+    write = zenflow_jax.save_trace if path.suffix == JSON else zenflow_jax.plot_timeline
     if timeline.steps:
         try:
             write(timeline, path)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from train import Failure
-from zenflow_jax import AutoSelect, AutoWindow
 
 
 class SettingsError(Failure):
@@ -134,19 +133,11 @@ class Settings:
     update_interval: int | Literal["auto"] = 4
     """Steps in a window, after which the host updates the deferred channels.
     auto: as many as pile up what weighs as much as one important step (zenflow_jax.AutoWindow)."""
-    auto_window_max_interval: int = 8
-    """With update_interval auto: steps that a window has at most."""
-    auto_window_share: float = 0.99
-    """With update_interval auto: share of the leaves in which so much must have piled up."""
     select_interval: int | Literal["auto", "epoch"] | None = None
     """Steps between two selections, a multiple of update_interval if that is a number.
     Left out: 16 windows, of the longest if they adapt.
     auto: when the selected channels are no longer those that matter (zenflow_jax.AutoSelect).
     epoch: at the end of each pass over the text; a shorter run selects only at its start."""
-    auto_select_keep: float = 0.9
-    """With select_interval auto: share of the best channels' score that need not be bettered."""
-    auto_select_max_windows: int = 64
-    """With select_interval auto: windows between two selections at most."""
     full_warm_up_rounds: int = 0
     """Steps at the start in which every channel is updated at every step."""
     full_warm_up_share: float | None = None
@@ -223,11 +214,6 @@ class Settings:
         self._check("validation_share", is_share, "a share below 1 (1 with --steps 0 alone)")
         for name in ("b1", "b2", "full_warm_up_share", "warmup_share"):
             self._check(name, 0 <= (getattr(self, name) or 0) < 1, "a share from 0 to below 1")
-        try:
-            AutoWindow(self.auto_window_max_interval, self.auto_window_share)
-            AutoSelect(self.auto_select_keep, self.auto_select_max_windows)
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
         self._check_one("full_warm_up_share", "full_warm_up_rounds")
         self._check_one("warmup_share", "warmup_steps")
         is_name = self.run is None or (self.run.strip(".") and re.fullmatch(r"[\w.-]+", self.run))

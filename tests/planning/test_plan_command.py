@@ -129,11 +129,9 @@ def test_of_a_deep_model_the_run_itself_is_compiled_and_other_optimizers_by_a_fe
 
 def test_the_command_plans_from_config_json_alone(tmp_path, capsys, without_compiler):
     shutil.copy(FIXTURES / "llama3" / "config.json", tmp_path)
-    picture = tmp_path / "plan.png"
     run = ["--task", "language", "--model", str(tmp_path), "--data", "nowhere", "--scan-layers"]
-    run += ["--plan-picture", str(picture), "--device", "a100", "--host-memory", "64"]
+    run += ["--device", "a100", "--host-memory", "64"]
     report = reported(tmp_path, str(QUICKSTART), *run)
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert report["by"] == "shapes"
     assert list(report["plans"]) == ["adamw", "offload", "zenflow"]
     assert report["plans"]["zenflow"]["host_bytes_there"] == 64 * 10**9
@@ -222,11 +220,10 @@ def test_what_a_deepspeed_config_says_is_not_advised_to_be_changed(
     [
         (["--plan-json", "x.json"], "expected --plan too"),
         (["--plan", "--plan-json", "x.txt"], "ends in .json"),
-        (["--plan", "--plan-picture", "x.txt"], "ends in .png"),
         (["--host-memory", "-1", "--plan"], "a finite number above 0"),
         (["--task", "language", "--plan"], "`model`: expected a folder with a config.json"),
     ],
-    ids=["alone", "ending", "ending of a picture", "negative", "without a model"],
+    ids=["alone", "ending", "negative", "without a model"],
 )
 def test_mistakes_in_a_plans_arguments_are_named(arguments, expected, capsys):
     assert finetune.main([str(QUICKSTART), *arguments]) == 2

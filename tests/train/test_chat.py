@@ -18,7 +18,7 @@ from train import finetune, generate
 from train.chat_template import ConversationError, read_template
 from train.data import DataError
 from train.settings import Settings, SettingsError
-from train.tasks import chat
+from train.tasks import answers
 from train.tokenizer import TokenizerError, read_tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
@@ -69,7 +69,7 @@ def talk(*turns):
 
 
 def make(data, tokenizer, template, *, length=400, share=0.5, seed=0):
-    return chat.make(
+    return answers.make_chat(
         data, tokenizer, template, sequence_length=length, validation_share=share, seed=seed
     )
 
@@ -96,14 +96,14 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
     assert conversation.text == expected["text"]
     asked = of.render(expected["messages"][:-1], ask=True, tools=expected.get("tools"))
     assert asked == expected["asked"]
-    encoded = chat.encode(tokenizer, iter([conversation]))
+    encoded = answers.encode_conversations(tokenizer, iter([conversation]))
     assert encoded.tokens.tolist() == expected["tokens"]
     if expected["answers"] is not None:
         assert encoded.marks.tolist() == expected["answers"]
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "answers"),
+    ("name", "case", "texts"),
     [
         ("marked", "several", ["The cat.", "On the mat.\n\nThe cat.", "The cat."]),
         ("alternating", "several", [" The cat. ", " On the mat.\n\nThe cat. ", " The cat. "]),
@@ -112,7 +112,7 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
     ids=str,
 )
 def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
-    tmp_path, tokenizer, template, name, case, answers
+    tmp_path, tokenizer, template, name, case, texts
 ):
     expected = EXPECTED[name][case]
     path = tmp_path / "train.jsonl"
@@ -122,7 +122,7 @@ def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
     task = make(tmp_path, tokenizer, template(name), length=300)
     end = END if name == "alternating" else TURN_END
     example = task.train[1]
-    assert learned(tokenizer, example) == [answer + end for answer in answers]
+    assert learned(tokenizer, example) == [text + end for text in texts]
     assert (len(example["tokens"]), len(example["weights"])) == (301, 300)
     assert task.train.lengths.tolist() == [len(expected["tokens"]) - 1] * 2
     assert example["tokens"][len(expected["tokens"]) :].tolist() == [tokenizer.pad] * (

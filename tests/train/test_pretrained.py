@@ -273,18 +273,6 @@ def test_what_is_saved_loads_with_the_same_bits(tmp_path, name, dtype, scan_laye
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
 
 
-def test_large_models_are_saved_in_several_files(tmp_path):
-    pretrained, _, params = load(FIXTURES / "llama3", scan_layers=True)
-    save_folder(tmp_path / "saved", pretrained, params, max_shard_bytes=12_000)
-    files = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
-    assert files == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert all((tmp_path / "saved" / file).stat().st_size < 15_000 for file in files)
-    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
-    assert sorted(set(index["weight_map"].values())) == files
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
-    assert_same_bits(load(tmp_path / "saved", scan_layers=True)[2], params)
-
-
 def test_a_classifier_is_saved_with_its_labels(tmp_path):
     folder = copied("bert_masked", tmp_path)
     pretrained = read_folder(folder)

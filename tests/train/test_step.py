@@ -16,7 +16,6 @@ from train.settings import Settings, SettingsError
 from train.sharding import committed
 from train.step import make_train_step, make_validate, of_labels, of_tokens
 from train.tasks import Task, language
-from train.tasks.standard_library import Windows
 
 F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
 
@@ -27,17 +26,20 @@ pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 # --- batches --------------------------------------------------------------------------------
 
 
+def numbers(count):
+    """Examples of two tokens, the first of which is the example's number."""
+    return language.Windows(language.as_one(np.arange(count + 1)), 1)
+
+
 def test_a_batch_is_a_function_of_seed_and_number_and_an_epoch_holds_every_example():
-    windows = np.arange(12, dtype=np.uint8).reshape(6, 2)
-    once, again = (Batches(Windows(windows), batch_size=2, seed=5) for _ in range(2))
+    once, again = (Batches(numbers(6), batch_size=2, seed=5) for _ in range(2))
     np.testing.assert_array_equal(once[7]["tokens"], again[7]["tokens"])
     epoch = np.concatenate([once[i]["tokens"] for i in range(3)])
-    assert sorted(epoch[:, 0].tolist()) == windows[:, 0].tolist()
-    assert epoch.dtype == np.uint8
+    assert sorted(epoch[:, 0].tolist()) == list(range(6))
 
 
 def test_an_epoch_has_as_many_batches_as_hold_every_example_at_least_one():
-    source = Windows(np.zeros((9, 2), np.uint8))
+    source = numbers(9)
     sizes = (1, 3, 4, 9)
     assert [Batches(source, batch_size=n, seed=0).per_epoch for n in sizes] == [9, 3, 3, 1]
     with pytest.raises(SettingsError, match="`batch_size`: expected at most 9, .*got 10"):
@@ -46,8 +48,7 @@ def test_an_epoch_has_as_many_batches_as_hold_every_example_at_least_one():
 
 @pytest.mark.parametrize(("batches", "count"), [(None, 7), (1, 3), (2, 6), (9, 7)])
 def test_a_sample_has_each_example_once_and_fills_up_with_rows_that_count_nothing(batches, count):
-    windows = np.arange(14, dtype=np.uint8).reshape(7, 2)
-    sample = Sample(Windows(windows), batch_size=3, seed=1, batches=batches)
+    sample = Sample(numbers(7), batch_size=3, seed=1, batches=batches)
     seen = list(sample)
     assert {len(batch["tokens"]) for batch in seen} == {3}
     rows = np.concatenate([batch[ROWS] for batch in seen])
@@ -88,7 +89,7 @@ def test_a_batch_has_the_positions_that_its_longest_example_needs(buckets):
             size = {"tokens": length + 1, "mask": length, "label": None}[name]
             np.testing.assert_array_equal(cut[i][name], x[:, :size] if size else x)
     assert len(lengths) > (buckets > 1)
-    assert Batches(Windows(np.zeros((9, 2), np.uint8)), **words, buckets=buckets).length(0) is None
+    assert Batches(numbers(9), **words, buckets=buckets).length(0) is None
 
 
 def test_a_sample_is_of_the_same_examples_however_they_are_filled_up():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.scripts import write
 from train.data import DataError
-from train.tasks import alpaca, files, language
+from train.tasks import answers, files, language
 
 
 def records(*items):
@@ -155,7 +155,9 @@ GIVEN = {"instruction": "Add.", "input": "1 and 2", "output": "the sum is 3"}
 
 
 def alpaca_task(data, tokenizer, *, length=512):
-    return alpaca.make(data, tokenizer, sequence_length=length, validation_share=0.5, seed=0)
+    return answers.make_alpaca(
+        data, tokenizer, sequence_length=length, validation_share=0.5, seed=0
+    )
 
 
 def alpaca_folder(folder, *items):
@@ -182,7 +184,7 @@ def test_only_the_answer_and_its_end_count(tmp_path, decoder):
             assert (example["weights"].shape, example["weights"].dtype) == ((512,), np.uint8)
             assert example["tokens"][0] == decoder.begin
             asked, counted = asked_and_counted(example, decoder)
-            assert asked == alpaca.prompt(item["instruction"], item.get("input", ""))
+            assert asked == answers.prompt(item["instruction"], item.get("input", ""))
             answer = decoder.tokens.encode(item["output"], add_special_tokens=False).ids
             assert counted == [*answer, decoder.end]
             assert example["tokens"][-1] == decoder.pad
@@ -195,14 +197,14 @@ def test_an_empty_input_is_none(tmp_path, decoder):
     source = alpaca_task(alpaca_folder(tmp_path, *items), decoder).train
     for i in (1, 2):
         np.testing.assert_array_equal(source[i]["tokens"], source[0]["tokens"])
-    assert "paired with an input" in alpaca.prompt("Say {this}.", "1 and 2")
-    assert "### Instruction:\nSay {this}.\n\n### Response:" in alpaca.prompt("Say {this}.")
+    assert "paired with an input" in answers.prompt("Say {this}.", "1 and 2")
+    assert "### Instruction:\nSay {this}.\n\n### Response:" in answers.prompt("Say {this}.")
 
 
 def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_path, decoder):
     longer = PLAIN | {"instruction": "Say {this} now."}
     folder = alpaca_folder(tmp_path, longer, PLAIN, PLAIN | {"output": ""})
-    prompt = decoder.tokens.encode(alpaca.prompt("Say {this}.")).ids  # with its begin token
+    prompt = decoder.tokens.encode(answers.prompt("Say {this}.")).ids  # with its begin token
     answer = decoder.tokens.encode("this", add_special_tokens=False).ids
     assert len(answer) > 1
 

@@ -22,7 +22,6 @@ from train.optimizers import decayed, make_optimizer, weight_dtype
 from train.run_folder import WRITTEN, new_run_folder
 from train.settings import Settings
 from train.tasks import standard_library
-from train.tasks.standard_library import Windows
 from zenflow_jax import find_state
 
 TINY = scripts.TINY | {"steps": 13, "warmup_steps": 2, "log_every": 4, "update_interval": 2}
@@ -59,7 +58,8 @@ def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_pat
     (tmp_path / "a.py").write_bytes(b"abcde")
     (tmp_path / "b.py").write_bytes(b"fg")
     windows = standard_library.windows(tmp_path, (Path("a.py"), Path("b.py")), sequence_length=4)
-    assert [bytes(w) for w in windows] == [b"\0abcd", b"de\0fg"]
+    texts = [bytes(windows[i]["tokens"].astype(np.uint8)) for i in range(len(windows))]
+    assert texts == [b"\0abcd", b"de\0fg"]
 
 
 # --- model ----------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
     windows = standard_library.windows(root, split.train, TINY["sequence_length"])
     # So large that it takes four batches, the last of them not full, whatever this Python's text.
     changed["batch_size"] = len(windows) // 4 + 1
-    assert Batches(Windows(windows), batch_size=changed["batch_size"], seed=0).per_epoch == 4
+    assert Batches(windows, batch_size=changed["batch_size"], seed=0).per_epoch == 4
 
     assert finetune.main(tiny_command(tmp_path, select_interval="epoch", **changed)) == 0
     metrics = rows(tmp_path / "runs" / "001-zenflow" / "metrics.csv")

@@ -2,11 +2,10 @@
 
     standard_library.py  the next byte of Python's own source files; needs no download
     language.py          the next token of text
-    alpaca.py            answers to instructions
-    chat.py              answers in conversations
+    answers.py           answers to instructions (alpaca), and in conversations (chat)
     glue.py              the GLUE tasks: a class for a sentence or a pair of sentences
     classification.py    a class for a text or a pair of texts of one's own
-    examples.py          what the last four of these share
+    examples.py          what the last three of these share
     files.py, tables.py  what is in the files
 
 All tasks but the first tokenize everything at the start, and keep it in flat arrays

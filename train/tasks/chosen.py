@@ -7,7 +7,7 @@ from pathlib import Path
 from train.chat_template import read_template
 from train.pretrained import Pretrained
 from train.settings import SettingsError
-from train.tasks import Task, alpaca, chat, classification, glue, language, standard_library
+from train.tasks import Task, answers, classification, glue, language, standard_library
 from train.tokenizer import read_tokenizer
 
 OF_DECODERS = ("standard_library", "language", "alpaca", "chat")
@@ -55,11 +55,11 @@ def make_task(
         joined = packing == "joined"
         return language.make(path, tokenizer, joined=joined, field=text_column, **options)
     if task == "alpaca":
-        return alpaca.make(path, tokenizer, **options)
+        return answers.make_alpaca(path, tokenizer, **options)
     if task == "chat":
         file = chat_template and Path(chat_template)
         template = read_template(origin.folder, tokenizer.tokens, file)
-        return chat.make(path, tokenizer, template, **options)
+        return answers.make_chat(path, tokenizer, template, **options)
     if task == "classification":
         columns = classification.Columns(text_column, label_column, second_text_column)
         known = class_names(origin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 from train.data import DataError, Padded, Source
 from train.tasks import Score, Task
 from train.tasks.encoding import Encoded, Text, encode
-from train.tasks.files import find_files, split
+from train.tasks.files import split
 from train.tokenizer import Tokenizer
 
 #: Of the example that is shown: how many parts, learned or not, and characters of each.
@@ -84,19 +84,6 @@ class Examples:
         )
 
 
-class Answers(Examples):
-    """Examples of `length` predicted tokens, of which those that are marked count."""
-
-    kind = "decoder"
-
-    def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, pad: int):
-        super().__init__(encoded, rows, most=length + 1, longest=length, pad=pad)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        tokens, marks, _ = self._filled(i)
-        return {"tokens": tokens, "weights": marks[1:]}  # the target of position j is token j + 1
-
-
 class Sentences(Examples):
     """Sentences or pairs of them, with the ids of their classes; texts are read before `labels`."""
 
@@ -155,53 +142,6 @@ def task_of(
         notes=tuple(dict.fromkeys(notes)),
         overview=(train.describe_lengths(), *describe_example(train, tokenizer, labels=labels)),
     )
-
-
-def task_of_answers(
-    name: str,
-    data: Path,
-    suffixes: tuple[str, ...],
-    tokenizer: Tokenizer,
-    encode_files: Callable[[list[Path], list[str]], Encoded],
-    *,
-    sequence_length: int,
-    validation_share: float,
-    seed: int,
-) -> Task:
-    """The task of giving the answers of the files of `data`, whose names end in `suffixes`.
-
-    Examples of more than T + 1 tokens are cut on the right; those without an answer left are
-    dropped.
-    """
-    files = find_files(data, suffixes)
-    notes = list(files.notes)
-    sides: list[Examples] = []
-    for paths in filter(None, (files.train, files.validation)):
-        encoded = encode_files(paths, notes)
-        rows, count = _answered(encoded, sequence_length), len(encoded.whole)
-        where = paths[0] if len(paths) == 1 else paths[0].parent
-        if not len(rows):
-            raise DataError(
-                f"{where}: expected an answer that begins within {sequence_length} tokens, but in "
-                f"all of {count} examples it begins later. Use a longer `sequence_length`."
-            )
-        if len(rows) < count:
-            notes.append(
-                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer "
-                f"begins within {sequence_length} tokens"
-            )
-        sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
-    if len(sides) == 1:
-        sides = sides[0].split(data, validation_share=validation_share, seed=seed)
-    return task_of(name, sides[0], {"validation": sides[1]}, tokenizer, notes=notes)
-
-
-def _answered(encoded: Encoded, length: int) -> np.ndarray:
-    """The examples with a target in an answer; the first token is no target."""
-    begins, ends = encoded.starts[:-1], encoded.starts[1:]
-    ends = np.minimum(ends, begins + length + 1)
-    counts = np.concatenate([[0], np.cumsum(encoded.marks, dtype=np.int64)])
-    return np.flatnonzero(counts[ends] > counts[np.minimum(begins + 1, ends)])
 
 
 def describe_example(

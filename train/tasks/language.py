@@ -42,7 +42,7 @@ def make(
     joined: bool = False,
     field: str = "text",
 ) -> Task:
-    """The task of predicting the next token; further arguments are those of `task_of_answers`."""
+    """The task of predicting the next token; further arguments are those of `answers.task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     train = _read(files.train, tokenizer, field, notes)
@@ -59,7 +59,7 @@ def make(
             )
     checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
     if joined:
-        train, validation = _as_one(train.tokens), _as_one(validation.tokens)
+        train, validation = as_one(train.tokens), as_one(validation.tokens)
     else:
         checksum = zlib.crc32(validation.lengths, zlib.crc32(train.lengths, checksum))
     windows = Windows(train, sequence_length)
@@ -83,17 +83,17 @@ class Windows:
     """Windows of `length + 1` tokens that overlap by one; of a single document, no positions."""
 
     def __init__(self, documents: Documents, length: int):
-        self._tokens = documents.tokens
+        self.tokens = documents.tokens
         # Of the second document and so on: nothing separates the first from what is before it.
         self._starts = np.cumsum(documents.lengths[:-1])
         self._length = length
 
     def __len__(self) -> int:
-        return max(len(self._tokens) - 1, 0) // self._length
+        return max(len(self.tokens) - 1, 0) // self._length
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         start, t = i * self._length, self._length
-        tokens = self._tokens[start : start + t + 1].astype(np.int32)
+        tokens = self.tokens[start : start + t + 1].astype(np.int32)
         if not len(self._starts):
             return {"tokens": tokens}
         # From 1 to T: where documents begin in this window, its own beginning left out.
@@ -115,7 +115,7 @@ def _read(paths: list[Path], tokenizer: Tokenizer, field: str, notes: list[str])
     return Documents(tokens, np.diff(starts))
 
 
-def _as_one(tokens: np.ndarray) -> Documents:
+def as_one(tokens: np.ndarray) -> Documents:
     return Documents(tokens, np.array([len(tokens)]))
 
 
@@ -125,7 +125,7 @@ def _split(
     tokens, lengths = documents
     if len(lengths) == 1:
         border = len(tokens) - round(validation_share * len(tokens))
-        return _as_one(tokens[:border]), _as_one(tokens[border:])
+        return as_one(tokens[:border]), as_one(tokens[border:])
     training, validating = split(lengths, validation_share=validation_share, seed=seed)
     validates = np.zeros(len(lengths), bool)
     validates[validating] = True

@@ -16,6 +16,7 @@ import numpy as np
 
 from train.data import DataError
 from train.tasks import Task
+from train.tasks.language import Windows, as_one
 
 VOCABULARY = 256  # the values of a byte
 
@@ -46,12 +47,12 @@ def make(
     train, validation = (windows(root, files, sequence_length) for files in split)
     checksum = 0
     for part in (train, validation):
-        checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
+        checksum = zlib.crc32(part.tokens, checksum)
     return Task(
         name="standard_library",
         kind="decoder",
-        train=Windows(train),
-        validation={"validation": Windows(validation)},
+        train=train,
+        validation={"validation": validation},
         checksum=checksum,
     )
 
@@ -96,8 +97,8 @@ def split_files(
     )
 
 
-def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.ndarray:
-    """The text of `files` as windows `(n, sequence_length + 1)` of uint8, which overlap by one."""
+def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> Windows:
+    """The text of `files` as windows, which overlap by one."""
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
     if len(text) < sequence_length + 1:
@@ -105,15 +106,4 @@ def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> np.nda
             f"expected text for at least one window of {sequence_length} bytes, got {len(text)} "
             "bytes. Raise `corpus_megabytes`."
         )
-    return np.lib.stride_tricks.sliding_window_view(text, sequence_length + 1)[::sequence_length]
-
-
-class Windows:
-    def __init__(self, windows: np.ndarray):
-        self._windows = windows
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        return {"tokens": self._windows[i]}
+    return Windows(as_one(text), sequence_length)

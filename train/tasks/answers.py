@@ -1,0 +1,219 @@
+"""Answers to instructions, and in conversations: of all that a model reads, they alone are learned.
+
+    alpaca  {"instruction": "...", "input": "...", "output": "..."}, as in Stanford's Alpaca
+    chat    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
+
+A file has one such object a line, or, as *.json, is a list of them, or is a table with such columns
+(`tables.py`).
+
+Of an instruction, prompt and answer are tokenized apart, so that the prompt has the tokens that it
+has when the model is asked: `[begin] prompt answer end`. Of a conversation the chat template makes
+one text. Only what the assistant writes counts, with what ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.chat_template import ChatTemplate, Conversation, ConversationError
+from train.data import DataError
+from train.tasks import Task, tables
+from train.tasks.encoding import Encoded, chunks, enclose, encode, smallest_dtype
+from train.tasks.examples import Examples, task_of
+from train.tasks.files import expect_examples, find_files, records, shorten, text_field
+from train.tokenizer import Tokenizer
+
+SUFFIXES = (".json", ".jsonl", *tables.SUFFIXES)
+
+# The wording is fixed: https://github.com/tatsu-lab/stanford_alpaca
+PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+
+MESSAGES, TOOLS = "messages", "tools"
+
+# What a file of another format has in place of messages, and what to do.
+OTHERS = {
+    "conversations": "Rename it, and in its items `from` to `role` and `value` to `content`",
+    "instruction": "That is Alpaca's format: take --task alpaca",
+    "text": "That is text: take --task language",
+}
+
+
+class Answers(Examples):
+    """Examples of `length` predicted tokens, of which those that are marked count."""
+
+    kind = "decoder"
+
+    def __init__(self, encoded: Encoded, rows: np.ndarray, length: int, pad: int):
+        super().__init__(encoded, rows, most=length + 1, longest=length, pad=pad)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        tokens, marks, _ = self._filled(i)
+        return {"tokens": tokens, "weights": marks[1:]}  # the target of position j is token j + 1
+
+
+def make_alpaca(data: Path, tokenizer: Tokenizer, **options: Any) -> Task:
+    """The task of answering instructions; arguments and errors are those of `task_of_answers`."""
+
+    def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
+        return encode_instructions(tokenizer, expect_examples(paths, _instructions))
+
+    return task_of_answers("alpaca", data, tokenizer, encode_files, **options)
+
+
+def make_chat(data: Path, tokenizer: Tokenizer, template: ChatTemplate, **options: Any) -> Task:
+    """The task of answering in conversations; arguments are those of `task_of_answers`."""
+    special = [n for n, t in tokenizer.tokens.get_added_tokens_decoder().items() if t.special]
+
+    def encode_files(paths: list[Path], notes: list[str]) -> Encoded:
+        conversations = expect_examples(paths, partial(_conversations, template=template))
+        encoded = encode_conversations(tokenizer, conversations)
+        if not np.isin(encoded.tokens[encoded.marks == 1], special).any():
+            notes.append(
+                f"{template.where}: puts no special token behind an answer, so a model may not "
+                "learn where to end"
+            )
+        return encoded
+
+    return task_of_answers("chat", data, tokenizer, encode_files, **options)
+
+
+def task_of_answers(
+    name: str,
+    data: Path,
+    tokenizer: Tokenizer,
+    encode_files: Callable[[list[Path], list[str]], Encoded],
+    *,
+    sequence_length: int,
+    validation_share: float,
+    seed: int,
+) -> Task:
+    """The task of giving the answers of the files of `data`.
+
+    Examples of more than T + 1 tokens are cut on the right; those without an answer left are
+    dropped.
+    """
+    files = find_files(data, SUFFIXES)
+    notes = list(files.notes)
+    sides: list[Examples] = []
+    for paths in filter(None, (files.train, files.validation)):
+        encoded = encode_files(paths, notes)
+        rows, count = _answered(encoded, sequence_length), len(encoded.whole)
+        where = paths[0] if len(paths) == 1 else paths[0].parent
+        if not len(rows):
+            raise DataError(
+                f"{where}: expected an answer that begins within {sequence_length} tokens, but in "
+                f"all of {count} examples it begins later. Use a longer `sequence_length`."
+            )
+        if len(rows) < count:
+            notes.append(
+                f"{where}: left out {count - len(rows)} of {count} examples, in which no answer "
+                f"begins within {sequence_length} tokens"
+            )
+        sides.append(Answers(encoded, rows, sequence_length, tokenizer.pad))
+    if len(sides) == 1:
+        sides = sides[0].split(data, validation_share=validation_share, seed=seed)
+    return task_of(name, sides[0], {"validation": sides[1]}, tokenizer, notes=notes)
+
+
+def _answered(encoded: Encoded, length: int) -> np.ndarray:
+    """The examples with a target in an answer; the first token is no target."""
+    begins, ends = encoded.starts[:-1], encoded.starts[1:]
+    ends = np.minimum(ends, begins + length + 1)
+    counts = np.concatenate([[0], np.cumsum(encoded.marks, dtype=np.int64)])
+    return np.flatnonzero(counts[ends] > counts[np.minimum(begins + 1, ends)])
+
+
+def prompt(instruction: str, context: str = "") -> str:
+    if context:
+        return PROMPT_WITH_INPUT.format(instruction=instruction, input=context)
+    return PROMPT.format(instruction=instruction)
+
+
+def encode_instructions(tokenizer: Tokenizer, texts: Iterator[str]) -> Encoded:
+    """Prompts and answers in turn as tokens, with a begin (if any) and an end around each pair."""
+    encoded = encode(tokenizer, texts, special=False)
+    prompts, outputs = np.diff(encoded.starts).reshape(-1, 2).T
+    tokens, starts = enclose(encoded.tokens, encoded.starts[::2], tokenizer)
+    # Begin and prompt do not count, answer and end do.
+    lengths = np.stack([prompts + (tokenizer.begin is not None), outputs + 1], axis=1)
+    counts = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.reshape(-1))
+    return Encoded(tokens, counts, starts, np.diff(starts))
+
+
+def encode_conversations(tokenizer: Tokenizer, conversations: Iterator[Conversation]) -> Encoded:
+    """The conversations as tokens, in their order; none are put around them."""
+    dtype = smallest_dtype(tokenizer.vocabulary)
+    ids, counts, lengths = [np.empty(0, dtype)], [np.empty(0, np.uint8)], [0]
+    for chunk in chunks(conversations, lambda conversation: len(conversation.text)):
+        encodings = tokenizer.tokens.encode_batch(
+            [conversation.text for conversation in chunk], add_special_tokens=False
+        )
+        for conversation, encoding in zip(chunk, encodings, strict=True):
+            # A token belongs to the answer that it begins in.
+            begins = np.array([start for start, _ in encoding.offsets], np.int64)
+            bounds = np.array(conversation.answers, np.int64).reshape(-1)
+            counts.append((np.searchsorted(bounds, begins, side="right") % 2).astype(np.uint8))
+            ids.append(np.array(encoding.ids, dtype))
+            lengths.append(len(encoding.ids))
+    starts = np.cumsum(lengths)
+    return Encoded(np.concatenate(ids), np.concatenate(counts), starts, np.diff(starts))
+
+
+def _instructions(path: Path) -> Iterator[str]:
+    """Prompt and answer of each example in turn."""
+    for where, record in records(path):
+        context = ""
+        if record.get("input") is not None:
+            context = text_field(where, record, "input")
+        yield prompt(text_field(where, record, "instruction"), context)
+        yield text_field(where, record, "output")
+
+
+def _conversations(path: Path, template: ChatTemplate) -> Iterator[Conversation]:
+    for where, record in records(path):
+        messages = _messages(where, record)
+        tools = record.get(TOOLS) or None
+        if not isinstance(tools, list | None):
+            got = shorten(repr(tools))
+            raise DataError(f"{where}: expected a list in the field {TOOLS!r}, got {got}.")
+        try:
+            yield template.conversation(messages, tools)
+        except ConversationError as error:
+            raise DataError(f"{where}: {error}.") from error
+
+
+def _messages(where: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    if MESSAGES not in record:
+        names = ", ".join(map(repr, record)) or "none"
+        remedy = next((do for name, do in OTHERS.items() if name in record), "Rename the field")
+        raise DataError(f"{where}: expected a field {MESSAGES!r}, found {names}. {remedy}.")
+    messages = record[MESSAGES]
+    if not isinstance(messages, list) or not messages:
+        got = shorten(repr(messages))
+        raise DataError(f"{where}: expected a list of messages in {MESSAGES!r}, got {got}.")
+    return [_message(f"{where}, message {n}", m) for n, m in enumerate(messages, 1)]
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        got = shorten(repr(message))
+        raise DataError(f'{where}: expected {{"role": ..., "content": ...}}, got {got}.')
+    # Tables have a column for each field that any message has.
+    message = {name: value for name, value in message.items() if value is not None}
+    text_field(where, message, "role")
+    if "content" in message or not message.get("tool_calls"):
+        text_field(where, message, "content")
+    return message
