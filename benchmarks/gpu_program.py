@@ -33,7 +33,8 @@ import zenflow_jax
 from benchmarks.collectives import Collective, collectives
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
-from zenflow_jax._device.samples import abstract_samples
+from zenflow_jax._device.samples import samples
+from zenflow_jax._device.shards import Layout
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._plan.groups import of_group
 from zenflow_jax.planning._memory import device_memory
@@ -248,11 +249,17 @@ def compile_merge(program: Program, shape: Shape, mesh: Mesh) -> Report:
         jax.ShapeDtypeStruct(spec.shape, p.dtype, sharding=part_sharding(p, spec))
         for p, spec in zip(merged, specs, strict=True)
     ]
-    rows = boundary.abstract_channel_rows(merged, specs)
+    where = merged[0].sharding
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, Layout(specs[0]).each_device)
+    seen = jax.eval_shape(partial(samples, specs=specs), merged)
+    rows = (seen.shape[0], sum(boundary.channel_widths(specs))), jnp.int32
+    rows, seen = (
+        jax.ShapeDtypeStruct(*x, sharding=where) for x in (rows, (seen.shape, seen.dtype))
+    )
     two = boundary.uploads_in_two(uploads, specs)
-    samples = abstract_samples(merged, specs)
     static = {"specs": specs, "window": state.schedule.longest_window}
-    since = boundary.SinceMerge(rows, rows, samples, state.reach)
+    since = boundary.SinceMerge(rows, rows, seen, state.reach)
     merge = boundary.merge.lower(merged, *two, since, **static)
     return report(merge.compile(), params)
 

@@ -204,16 +204,16 @@ def test_steps_and_exchanges_move_nothing_between_memories_unasked():
 
 def test_neither_how_much_is_prefetched_nor_how_many_mails_are_kept_changes_a_bit(monkeypatch):
     # The first offloaded leaf has 80 bytes, the other one 240.
-    settings = dataclasses.replace(BUSY, update_interval=8, select_interval=8, rolling=False)
+    settings = dataclasses.replace(BUSY, update_interval=10, select_interval=10, rolling=False)
     prefetched, kept, outcomes = [], [], []
     for limit, prefetch_bytes in ((0, None), (3, 100), (100, 0)):
         monkeypatch.setattr(host_state, "MAILS_KEPT", limit)
         with Training(FEW, settings, prefetch_bytes=prefetch_bytes) as run:
             numbers = []
-            for t, _ in run.follow(Plan(16, bad=(5,), flush_at=(10,))):
+            for t, _ in run.follow(Plan(20, bad=(5,), flush_at=(12,))):
                 run.settle()
                 numbers.append(run.host.mails_kept)
-                if t == 8:
+                if t == 10:
                     (update,) = run.on_their_way
                     prefetched.append(sum(x.nbytes for x in jax.tree.leaves(update.result())))
             kept.append(max(numbers))

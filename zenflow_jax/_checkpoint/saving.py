@@ -209,10 +209,11 @@ class EngineStream:
     def _sum(self, leaf: HostLeaf, begin: int, end: int) -> np.ndarray:
         """Elements of the sum of the leaf's open window, to the same bits as any way to add."""
         total = np.empty(end - begin, np.float32)
-        if leaf.total is not None:
-            np.copyto(total, leaf.total.reshape(-1)[begin:end])
-        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in leaf.mails]
-        self.adam.accumulate(total, mails, first=leaf.total is None)
+        window = leaf.open
+        if window.total is not None:
+            np.copyto(total, window.total.reshape(-1)[begin:end])
+        mails = [(mail.reshape(-1)[begin:end], factor) for mail, factor in window.mails]
+        self.adam.accumulate(total, mails, first=window.total is None)
         return total
 
     def _assembled(self, number: int, name: str, leaves: Mapping[int, HostLeaf]) -> jax.Array:

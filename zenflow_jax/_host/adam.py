@@ -23,7 +23,7 @@ import numpy as np
 from zenflow_jax._host.arrays import PIECE
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Layout, Moment, Tile, as_matrix
-from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS, NumpyKernel, Step, flat
+from zenflow_jax._host.numpy_kernel import NumpyKernel, Step, flat
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ _NUMBA_TILE = 2 * 1024 * 1024
 _NUMPY_TILE, _NUMPY_TILE_SHARED = 128 * 1024, 256 * 1024
 # Smaller leaves get smaller tiles, so that every thread has some. Below this it does not pay.
 _LEAST_TILE = 64 * 1024
-# A loop adds up at most `GRADIENTS_PER_PASS` gradients on its way. The others are added up in front
-# of it, tile by tile; their sum should still be in the cache when the loop reads it.
-_SUM_TILE = 256 * 1024
 # Elements between two yields of `adamw`, unless the threads need more to stay busy.
 _CHUNK = 2 * 1024 * 1024
 
@@ -103,7 +100,7 @@ class HostAdam:
             part = slice(tile[2], tile[3])
             kernel.accumulate(sums[part], [(g[part], factor) for g, factor in addends], first)
 
-        limit = self._limit(kernel, total.size, len(gradients))
+        limit = self._limit(kernel, total.size)
         self._run(work, Layout.of((1, 1, 1, total.size)).tiles(limit))
 
     def adamw(
@@ -118,6 +115,8 @@ class HostAdam:
         of_window: WindowStep,
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
+
+        These are `GRADIENTS_PER_PASS` at most.
 
         The bits are those of a sum that `accumulate` made first. All are `(entries, rows, n, tail)`
         but for `steps`, int32, and `active`: `(entries, n)`. Inactive channels keep every bit.
@@ -155,7 +154,7 @@ class HostAdam:
             scalars=AdamScalars(*map(np.float32, of_window.scalars)),
         )
         kernel = self._kernel_for(*(g for g, _ in gradients), masters.cast)
-        limit = self._limit(kernel, masters.size, len(gradients))
+        limit = self._limit(kernel, masters.size)
         tiles = layout.tiles(limit)
         if not layout.trailing:
             tiles = [tile for tile in tiles if step.active[tile[0] : tile[1]].any()]
@@ -231,16 +230,14 @@ class HostAdam:
             return
         # Pieces of rows, whose elements are the channels' slices.
         places = Layout(entries * height, height, channels.shape[1], trailing=True)
-        self._run(move, places.tiles(self._limit(self._kernel, rows.size, 1) // tail))
+        self._run(move, places.tiles(self._limit(self._kernel, rows.size) // tail))
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
         return self._portable if half else self._kernel
 
-    def _limit(self, kernel: "NumbaKernel | NumpyKernel", size: int, gradients: int) -> int:
-        together = gradients <= GRADIENTS_PER_PASS
-        tile = kernel.tile if together else min(kernel.tile, _SUM_TILE)
-        return min(tile, max(_LEAST_TILE, size // (2 * self.threads)))
+    def _limit(self, kernel: "NumbaKernel | NumpyKernel", size: int) -> int:
+        return min(kernel.tile, max(_LEAST_TILE, size // (2 * self.threads)))
 
     def _run(self, work: Callable[[Tile], None], tiles: list[Tile]) -> None:
         if self._pool is None or len(tiles) == 1:

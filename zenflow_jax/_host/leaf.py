@@ -11,6 +11,24 @@ from zenflow_jax._plan.leaf import LeafSpec
 
 
 @dataclasses.dataclass
+class WindowGradients:
+    """One leaf's gradients of a window, until they are used."""
+
+    # The float32 sum of the first of them, if they were added up; the leaf owns its memory.
+    total: np.ndarray | None = None
+    # The others in order, each with its factor: views of host memory that is freed with them.
+    mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def sources(self) -> list[tuple[np.ndarray, float]]:
+        """Everything that is to be added up, each with its factor."""
+        return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
+
+    def clear(self) -> None:
+        self.total, self.mails = None, []
+
+
+@dataclasses.dataclass
 class HostLeaf:
     """One leaf's arrays, all `(entries, rows, n, tail)` unless said otherwise."""
 
@@ -20,10 +38,7 @@ class HostLeaf:
     nu: Moment
     steps: np.ndarray  # int32 (entries, n): Adam steps of each channel
     channels: np.ndarray  # int32 (entries, k), ascending: selected now
-    # The open window: the float32 sum of its first mails, if any were added up; then the other
-    # mails in order, each with its factor. Mails are views of host memory that is freed with them.
-    total: np.ndarray | None = None
-    mails: list[tuple[np.ndarray, float]] = dataclasses.field(default_factory=list)
+    open: WindowGradients = dataclasses.field(default_factory=WindowGradients)
     # Sums not in use. While an update runs two may be in use: its window's, and the next one's.
     spare: list[np.ndarray] = dataclasses.field(default_factory=list)
 
@@ -48,7 +63,7 @@ class HostLeaf:
     @property
     def written(self) -> list[np.ndarray]:
         """The arrays that updates write, which `copy` copies."""
-        total = [] if self.total is None else [self.total]
+        total = [] if self.open.total is None else [self.open.total]
         return [*self.master.arrays, *self.mu.arrays, *self.nu.arrays, self.steps, *total]
 
     @property
@@ -68,35 +83,22 @@ class HostLeaf:
 
     def keep(self, gradient: np.ndarray, factor: float) -> None:
         """Takes one mail into the open window."""
-        self.mails.append((gradient.reshape(self.master.shape), factor))
+        self.open.mails.append((gradient.reshape(self.master.shape), factor))
 
     def now(self) -> "HostLeaf":
         """The leaf as it is now, in the same memory until somebody writes there."""
-        return dataclasses.replace(self, mails=list(self.mails), spare=[])
+        window = dataclasses.replace(self.open, mails=list(self.open.mails))
+        return dataclasses.replace(self, open=window, spare=[])
 
     def copy(self) -> "HostLeaf":
         """The leaf in memory of its own, but for mails and channels, which nobody writes."""
+        total, leaf = self.open.total, self.now()
+        window = dataclasses.replace(leaf.open, total=None if total is None else copied(total))
         return dataclasses.replace(
-            self.now(),
+            leaf,
             master=self.master.copy(),
             mu=self.mu.copy(),
             nu=self.nu.copy(),
             steps=copied(self.steps),
-            total=None if self.total is None else copied(self.total),
+            open=window,
         )
-
-
-@dataclasses.dataclass
-class WindowGradients:
-    """One leaf's gradients of a closed window, until they are used."""
-
-    total: np.ndarray | None  # the float32 sum of the first of them; the leaf owns its memory
-    mails: list[tuple[np.ndarray, float]]  # the others, each with its factor; in the mail's memory
-
-    @property
-    def sources(self) -> list[tuple[np.ndarray, float]]:
-        """Everything that is to be added up, each with its factor."""
-        return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
-
-    def clear(self) -> None:
-        self.total, self.mails = None, []

@@ -1,7 +1,6 @@
 """The compiled kernel: tiles of a leaf for the loops in `numba_loops.py`."""
 
 import functools
-import threading
 from collections.abc import Callable
 
 import ml_dtypes
@@ -24,12 +23,10 @@ class NumbaKernel:
 
     def __init__(self, tile: int):
         self.tile = tile
-        self._local = threading.local()
 
     def accumulate(self, total: np.ndarray, gradients: Weighed, first: bool) -> None:
-        addends = [(_readable(g), factor) for g, factor in gradients]
-        for i in range(0, len(addends), GRADIENTS_PER_PASS):
-            together = _padded(addends[i : i + GRADIENTS_PER_PASS])
+        for i in range(0, len(gradients), GRADIENTS_PER_PASS):
+            together = _padded(gradients[i : i + GRADIENTS_PER_PASS])
             numba_loops.accumulate(total, *together, first and i == 0)
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
@@ -40,30 +37,9 @@ class NumbaKernel:
         channels = (step.active, step.m_debias, step.v_debias)
         _, rows, width, trailing = step.layout
         loop = numba_loops.adamw_trailing if trailing else numba_loops.adamw_leading
-        sources = [(_readable(flat(g)), factor) for g, factor in step.gradients]
-        early, late = [], sources
-        if len(sources) > GRADIENTS_PER_PASS:
-            early, late = sources[: 1 - GRADIENTS_PER_PASS], sources[1 - GRADIENTS_PER_PASS :]
-
-        def advance(tile: Tile, gradients: Weighed, origin: int) -> None:
-            of_tile = (*_padded(gradients), origin)
-            scalars = (step.scale, *step.scalars)
-            loop(*arrays, of_tile, channels, scalars, rows, width, tile)
-
-        def add_up_and_advance(tile: Tile) -> None:
-            first, last, left, right = tile
-            i, j = first * width + left, (last - 1) * width + right
-            total = self._scratch(j - i)
-            # Of several rows cut to some of their lanes the rest is nobody's.
-            whole = right - left == width
-            starts = [i] if whole else range(i, j, width)
-            size = j - i if whole else right - left
-            for k in starts:
-                pieces = [(g[k : k + size], factor) for g, factor in early]
-                self.accumulate(total[k - i : k - i + size], pieces, first=True)
-            advance(tile, [(_readable(total), np.float32(1)), *late], i)
-
-        return add_up_and_advance if early else lambda tile: advance(tile, late, 0)
+        gradients = _padded([(flat(g), factor) for g, factor in step.gradients])
+        scalars = (step.scale, *step.scalars)
+        return lambda tile: loop(*arrays, gradients, channels, scalars, rows, width, tile)
 
     def move(
         self,
@@ -79,17 +55,12 @@ class NumbaKernel:
         arrays = _flat(x), _flat(rest), moved, channels
         return functools.partial(numba_loops.move, *arrays, inward or None, *x.shape[1:])
 
-    def _scratch(self, size: int) -> np.ndarray:
-        """A float32 array that belongs to the calling thread; its contents are garbage."""
-        if getattr(self._local, "size", 0) < size:
-            self._local.size, self._local.scratch = size, np.empty(size, np.float32)
-        return self._local.scratch[:size]
-
 
 def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:
     """Gradients and their factors as the compiled loops take them."""
     none = GRADIENTS_PER_PASS - len(gradients)
-    gs = (*(g for g, _ in gradients), *[None] * none)
+    assert none >= 0, "the others are added up before"
+    gs = (*(_readable(g) for g, _ in gradients), *[None] * none)
     return gs, (*(factor for _, factor in gradients), *[np.float32(0)] * none)
 
 

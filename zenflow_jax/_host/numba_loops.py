@@ -12,9 +12,9 @@ None, which have types of their own.
 
 Letters: `p, m, v` master and moments, each `(segments, width)`, flat. Of a split master `p` is the
 rounded one and `rest` what it lacks (`masters.py`), else None; `m_scales` and `v_scales` are those
-of codes, else None. `gs` are four gradients and `fs` their factors; a missing one is None and its
-factor 0. The first gradient may begin at the element `origin` of the others. A tile has the
-segments `first` to `last`, and of each the elements `left` to `right`, in whole blocks.
+of codes, else None. `gs` are eight gradients and `fs` their factors; a missing one is None and its
+factor 0. A tile has the segments `first` to `last`, and of each the elements `left` to `right`, in
+whole blocks.
 """
 
 import numba
@@ -59,12 +59,12 @@ _plus = by_type(
 
 
 @inner
-def _sum(total, gs, fs, i, origin):
+def _sum(total, gs, fs, i):
     """The sum, one after the other; each product and sum rounds, as in a pass for each."""
-    a, b, c, d = gs
-    e, f, g, h = fs
-    total = _plus(total, a, e, np.uintp(i - np.uintp(origin)))
-    return _plus(_plus(_plus(total, b, f, i), c, g, i), d, h, i)
+    a = _plus(_plus(total, gs[0], fs[0], i), gs[1], fs[1], i)
+    b = _plus(_plus(a, gs[2], fs[2], i), gs[3], fs[3], i)
+    c = _plus(_plus(b, gs[4], fs[4], i), gs[5], fs[5], i)
+    return _plus(_plus(c, gs[6], fs[6], i), gs[7], fs[7], i)
 
 
 @compiled
@@ -72,11 +72,11 @@ def accumulate(total, gs, fs, first):
     if first:
         for e in range(total.size):
             i = np.uintp(e)
-            total[i] = _sum(None, gs, fs, i, 0)
+            total[i] = _sum(None, gs, fs, i)
     else:
         for e in range(total.size):
             i = np.uintp(e)
-            total[i] = _sum(total[i], gs, fs, i, 0)
+            total[i] = _sum(total[i], gs, fs, i)
 
 
 # Masters.
@@ -145,14 +145,14 @@ def _advance(p, rest, at, m, v, at_m, size, gradients, channels, channel, lanes,
 
     They are of one channel; or, where `lanes` is True, each of the next one.
     """
-    gs, fs, origin = gradients
+    gs, fs = gradients
     active, m_debias, v_debias = channels
     for e in range(size):
         i, j = np.uintp(at + e), np.uintp(at_m + e)
         c = np.uintp(channel) if lanes is None else np.uintp(channel + e)
         # Every lane is written: LLVM vectorizes no branch around the stores without masked ones.
         on = True if lanes is None else active[c]
-        g = _sum(None, gs, fs, i, origin)
+        g = _sum(None, gs, fs, i)
         x = _master(p, rest, i)
         x, new_m, new_v = _element(x, m[j], v[j], g, m_debias[c], v_debias[c], scalars)
         _keep(x, p, rest, i, on)

@@ -19,13 +19,9 @@ from zenflow_jax._host.masters import join, split
 from zenflow_jax._host.moments import BLOCK, Layout, Tile, decode, encode, spread
 from zenflow_jax._plan.scalars import AdamScalars
 
-# The kernel leaves inactive channels out, run by run, if runs of active ones have at least this
-# many elements on average. Below it the calls cost more than computing all and masking.
-_LONG_RUN = 8 * 1024
-
-#: Gradients that a compiled step adds up on its way: those of a window of the default length. Numba
-#: compiles each number of them, and each set of dtypes, when it first meets it, in half a second.
-GRADIENTS_PER_PASS = 4
+#: Gradients that a compiled step adds up on its way: those of a window of twice the default length.
+#: Numba compiles each number of them, and each set of dtypes, when it first meets it, in a second.
+GRADIENTS_PER_PASS = 8
 
 #: Gradients in float32, bfloat16 or float16, each with its factor.
 Weighed = list[tuple[np.ndarray, np.float32]]
@@ -100,20 +96,13 @@ class NumpyKernel:
 
     def _work(self, step: Step, tile: Tile) -> None:
         first, last, left, right = tile
+        channels = slice(first, last)
         if step.layout.trailing:
             start = first // step.layout.rows * step.layout.width
             channels = slice(start + left, start + right)
-            active = step.active[channels]
-            if active.any():
-                self._update(step, tile, channels, masked=not active.all())
-            return
-        active = step.active[first:last]
-        edges = np.flatnonzero(np.diff(active, prepend=False, append=False))
-        if active.sum() * (right - left) < len(edges) // 2 * _LONG_RUN:
-            self._update(step, tile, slice(first, last), masked=True)
-            return
-        for a, b in (edges.reshape(-1, 2) + first).tolist():
-            self._update(step, (a, b, left, right), slice(a, b), masked=False)
+        active = step.active[channels]
+        if active.any():
+            self._update(step, tile, channels, masked=not active.all())
 
     def _update(self, step: Step, tile: Tile, channels: slice, *, masked: bool) -> None:
         def by_channel(x: np.ndarray) -> np.ndarray:

@@ -120,7 +120,7 @@ class HostState:
 
     def _kept(self, count: Callable[[WindowGradients], int]) -> int:
         """Bytes of all mails kept, `count` of them of a leaf's closed window."""
-        kept = [len(leaf.mails) for leaf in self.leaves]
+        kept = [len(leaf.open.mails) for leaf in self.leaves]
         for window in self._closed:
             for i, gradients in window.gradients.items():
                 kept[i] += count(gradients)
@@ -151,7 +151,7 @@ class HostState:
                 getattr(leaf, name).write(of_leaf[name])
             leaf.steps[...] = of_leaf["steps"].reshape(leaf.steps.shape)
             if self.open[leaf.spec.group].counted and "total" in of_leaf:
-                leaf.total = copied(of_leaf["total"].reshape(leaf.master.shape))
+                leaf.open.total = copied(of_leaf["total"].reshape(leaf.master.shape))
 
     def close(self) -> None:
         """Frees the arrays and ends the kernels' threads."""
@@ -184,7 +184,9 @@ class HostState:
             if self.mails_kept <= MAILS_KEPT:
                 break
             self._overflowed = True
-            self.add_up(least)
+            for i, leaf in enumerate(self.leaves):
+                if len(leaf.open.mails) >= least:
+                    self._add_up(i, leaf.open)
 
     def count(self) -> None:
         """Counts one step into the open windows, whose gradients the device may add up."""
@@ -198,18 +200,15 @@ class HostState:
             for i, gradient in zip(window.leaves, sums, strict=True):
                 self.leaves[i].keep(gradient, 1.0)
 
-    def add_up(self, least: int = 1) -> None:
-        """Adds up the gradients kept for open windows, of leaves with `least` or more of them."""
-        for i, leaf in enumerate(self.leaves):
-            if len(leaf.mails) < least:
-                continue
-            first = leaf.total is None
-            if leaf.total is None:
-                leaf.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
-            else:
-                self._before_write(i)
-            self._adam.accumulate(leaf.total, leaf.mails, first=first)
-            leaf.mails.clear()
+    def _add_up(self, i: int, gradients: WindowGradients, end: int | None = None) -> None:
+        """Adds the mails of leaf `i` up to `end` of a window to its sum."""
+        leaf, first = self.leaves[i], gradients.total is None
+        if gradients.total is None:
+            gradients.total = leaf.spare.pop() if leaf.spare else blank(leaf.master.shape)
+        else:
+            self._before_write(i)
+        self._adam.accumulate(gradients.total, gradients.mails[:end], first=first)
+        del gradients.mails[:end]
 
     def close_window(self, group: int) -> ClosedWindow:
         """Ends a group's open window; the next mail begins another."""
@@ -223,11 +222,11 @@ class HostState:
             counted=counted,
             step=window_step(self.scalars, max(counted, 1), self._scaling, np),
             leaves=window.leaves,
-            gradients={i: WindowGradients(x.total, x.mails) for i, x in leaves.items() if counted},
+            gradients={i: x.open for i, x in leaves.items() if counted},
             active={i: ~_members(x.channels, x.spec.n) for i, x in leaves.items()},
         )
         for leaf in leaves.values():
-            leaf.total, leaf.mails = None, []
+            leaf.open = WindowGradients()
         window.counted = 0
         self._closed.append(closed)
         return closed
@@ -282,10 +281,12 @@ class HostState:
         leaf, step = self.leaves[i], window.step
         if not leaf.spec.decay:
             step = step._replace(scalars=step.scalars._replace(weight_decay=0.0))
-        gradients = window.gradients[i].sources
+        gradients = window.gradients[i]
+        if len(gradients.sources) > GRADIENTS_PER_PASS:
+            self._add_up(i, gradients, 1 - GRADIENTS_PER_PASS)
         arrays = leaf.master, leaf.mu, leaf.nu, leaf.steps
         scale = 1 / max(window.counted, 1)  # of the mean
-        return self._adam.adamw(*arrays, gradients, scale, active, step)
+        return self._adam.adamw(*arrays, gradients.sources, scale, active, step)
 
 
 def _keep_staying(
