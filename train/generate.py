@@ -95,7 +95,11 @@ def generate(options: Options, write: Callable[[str], None], say: Callable[[str]
     """Writes the continuation of the prompt, piece by piece; `say` shows a line about it."""
     options.check()
     folder = Path(options.model)
-    _check_folder(folder)
+    if (below := folder / models.FOLDER).is_dir():
+        raise SettingsError(
+            f"`model`: expected a folder with a config.json, got {folder}, a run whose model is in "
+            f"a folder below. Pass --model {below}"
+        )
     origin = read_folder(folder)
     if origin.architecture != "decoder":
         raise SettingsError(
@@ -198,23 +202,6 @@ def _format_of(folder: Path) -> tuple[str, str]:
             task = load_settings(record).task
     form = task if task in ("alpaca", "chat") else "text"
     return form, "" if form == "text" else f", as the run was trained ({task})"
-
-
-def _check_folder(folder: Path) -> None:
-    """Explains which folder is meant if this one is a run's own."""
-    if (folder / "config.json").exists():
-        return
-    if (folder / models.FOLDER).exists():
-        of_run = f"whose model is in a folder below. Pass --model {folder / models.FOLDER}"
-    elif (folder / models.WEIGHTS).exists():
-        of_run = "of the task standard_library, whose model has neither that nor a tokenizer"
-    elif (folder / "settings.toml").exists():
-        of_run = f"without a model. Write one: train.finetune --run {folder.name} --export best DIR"
-    else:
-        return
-    raise SettingsError(
-        f"`model`: expected a folder with a config.json, got {folder}, a run {of_run}"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

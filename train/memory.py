@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 
 import jax
 import numpy as np
@@ -101,14 +100,9 @@ def lack_of_memory(
     sequence_length: int,
     micro_batches: int,
 ) -> str:
-    host = isinstance(error, MemoryError)
-    asked = re.search(r"\d[\d.,]* ?(?:[KMGT]i?B|bytes)\b.*?(?= for|[.:\n]|$)", str(error), re.I)
-    kind = jax.local_devices()[0].device_kind
-    room = f" ({kind}: {gb(memory)})" if (memory := device_bytes()) else ""
     other = "--optimizer zenflow" if optimizer == "adamw" else "a smaller model"
     return (
-        f"expected memory enough on the {'host' if host else 'device'} for batches of "
-        f"{batch_size} x {sequence_length} tokens in {micro_batches} micro-batches and "
-        f"{optimizer}, got none for {asked[0] if asked else 'what was asked for'}{room}. Take a "
-        f"--batch-size below {batch_size}, more --micro-batches, --remat, or {other}."
+        f"expected memory enough for batches of {batch_size} x {sequence_length} tokens in "
+        f"{micro_batches} micro-batches and {optimizer}, got: {str(error).partition(chr(10))[0]} "
+        f"Take a --batch-size below {batch_size}, more --micro-batches, --remat, or {other}."
     )

@@ -171,9 +171,9 @@ def test_a_template_that_asks_for_a_thought_asks_for_none_that_is_not_in_the_ans
     # As those of models that think always: the question to answer ends with the thought's begin.
     turns = (FIXTURES / "turns.jinja").read_text()
     of = written(turns + "{% if add_generation_prompt %}<think>{% endif %}")
-    for answers in (["The cat.", "<th>."], ["a", "a"], ["assistant", "<"]):
-        conversation = of.conversation(talk("Who?", answers[0], "Where?", answers[1]))
-        assert answers_of(conversation) == [answer + TURN_END for answer in answers]
+    for said in (["The cat.", "<th>."], ["a", "a"], ["assistant", "<"]):
+        conversation = of.conversation(talk("Who?", said[0], "Where?", said[1]))
+        assert answers_of(conversation) == [answer + TURN_END for answer in said]
 
 
 def test_an_answer_ends_where_it_does_however_the_last_message_is_written(written):

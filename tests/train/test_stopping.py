@@ -124,13 +124,10 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(optimizer, expec
 @pytest.mark.parametrize(
     ("provoke", "expected"),
     [
-        (
-            lambda: np.ones((10**7, 10**7)),
-            r"the host for .* 8 x 128 tokens .* none for \S+ TiB .*--batch-size below 8",
-        ),
+        (lambda: np.ones((10**7, 10**7)), r"8 x 128 tokens .* TiB .*--batch-size below 8"),
         (
             lambda: jax.jit(lambda: jnp.zeros((10**7, 10**7)))(),
-            r"on the device for .* none for 400000000000\d+ bytes.*more --micro-batches",
+            r"got: .* 400000000000\d+ bytes.*more --micro-batches",
         ),
     ],
     ids=["host", "device"],

@@ -80,7 +80,7 @@ def make(
     seed: int,
     known: Sequence[str] = (),
 ) -> Task:
-    """The task of telling the classes of a file; further arguments are those of `answers.task_of_answers`.
+    """The task of telling the classes of a file; arguments are those of `task_of_answers`.
 
     If all labels are `known` to the model's head, whatever their case, its classes are taken.
     """

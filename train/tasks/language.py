@@ -42,7 +42,7 @@ def make(
     joined: bool = False,
     field: str = "text",
 ) -> Task:
-    """The task of predicting the next token; further arguments are those of `answers.task_of_answers`."""
+    """The task of predicting the next token; arguments are those of `task_of_answers`."""
     files = find_files(data, SUFFIXES)
     notes = list(files.notes)
     train = _read(files.train, tokenizer, field, notes)
