@@ -21,9 +21,7 @@ from zenflow_jax import AutoWindow
 from zenflow_jax._checkpoint import resume
 from zenflow_jax._checkpoint.handler import EngineCheckpointHandler
 from zenflow_jax._checkpoint.stored import read_engine_state
-from zenflow_jax._exchange import snapshot
 from zenflow_jax._exchange.snapshot import Snapshot
-from zenflow_jax._host.leaf import HostLeaf
 
 ALL = 10**9  # bytes
 
@@ -50,13 +48,6 @@ def save(training, folder, **options):
 
 def values(training):
     return jax.tree.map(np.array, training.engine.state())
-
-
-def untouched():
-    """The end of a run that nobody has saved."""
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
-        go(training, PLAN, PLAN.steps)
-        return end(training)
 
 
 @pytest.mark.parametrize(
@@ -121,19 +112,6 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
         assert training.engine.stats.seconds["wait for save"] > 0
 
 
-def test_what_is_written_first_is_saved_first():
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
-        go(training, PLAN, 9)
-        stream = training.engine.stream(0)
-        parts = stream.offloaded.parts
-        # In the order in which their windows close, at steps 10, 12 and 13.
-        assert [parts[i].spec.group for i, _ in stream.snapshot.leaves()] == [0, 2, 1]
-        stream = training.engine.stream(0)
-        assert not stream.snapshot.before_write(1, lambda: True)
-        assert next(stream.snapshot.leaves())[0] == 1, "as somebody waits for it"
-        stream.close()
-
-
 def test_weights_that_are_loaded_after_a_save_are_not_in_it(tmp_path):
     with Training(ONE, SETTINGS, **KERNEL) as training:
         stream, expected = training.engine.stream(ALL), values(training)
@@ -171,65 +149,6 @@ def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
     np.testing.assert_array_equal(tensors["leaves/1/mu@0,0"], restored.engine["leaves"][1]["mu"])
 
 
-def test_a_save_that_fails_says_so_and_holds_nobody_up(tmp_path, monkeypatch):
-    calls = iter(range(100))
-
-    def pwrite(*args, really=os.pwrite):
-        if next(calls) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return really(*args)
-
-    with (
-        Training(FIRST, SETTINGS, **KERNEL) as training,
-        ocp.AsyncCheckpointer(EngineCheckpointHandler()) as saver,
-    ):
-        go(training, PLAN, 9)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", pwrite)
-            saver.save(tmp_path / "9", args=zenflow_jax.EngineSave(training.engine, copy_bytes=0))
-            go(training, PLAN, PLAN.steps)
-            with pytest.raises(OSError, match="No space left"):
-                saver.wait_until_finished()
-        assert not (tmp_path / "9").exists()
-        comparisons.assert_same_bits(end(training), untouched())
-
-
-def test_a_save_whose_folder_cannot_be_made_holds_nobody_up(tmp_path, monkeypatch):
-    # Minutes by default. orbax keeps what it has not begun to write, so nothing else ends the wait.
-    waits = functools.partial(future.CommitFutureAwaitingContractedSignals, timeout_secs=0.1)
-    monkeypatch.setattr(future, "CommitFutureAwaitingContractedSignals", waits)
-    (tmp_path / "file").touch()
-    with Training(ONE, SETTINGS, **KERNEL) as training:
-        saver = ocp.AsyncCheckpointer(EngineCheckpointHandler())
-        args = zenflow_jax.EngineSave(training.engine, copy_bytes=0)
-        saver.save(tmp_path / "file" / "0", args=args)
-        training.go(5)
-        training.settle()
-        with pytest.raises(NotADirectoryError):
-            saver.wait_until_finished()
-        saver.close()
-
-
-def test_a_run_that_waits_long_for_a_save_says_so(tmp_path, monkeypatch, caplog):
-    def no_memory(_):
-        raise MemoryError
-
-    monkeypatch.setattr(snapshot, "_LATE_S", 0.0)
-    monkeypatch.setattr(HostLeaf, "copy", no_memory)  # so it waits, though it was given room
-    told = threading.Event()
-    with (
-        caplog.filtering(lambda _: told.set() or True),
-        Training(ONE, SETTINGS, **KERNEL) as training,
-    ):
-        stream = training.engine.stream(ALL)
-        writer = threading.Thread(target=lambda: told.wait() and stream.write(tmp_path))
-        writer.start()
-        training.go(5)
-        writer.join()
-    (message,) = caplog.messages
-    assert "has waited 0 s for a checkpoint to have written leaf ['columns']" in message
-
-
 def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
     def ends_closed():
         with pytest.raises(RuntimeError, match="closed"):
@@ -248,81 +167,6 @@ def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
         assert read_engine_state(tmp_path)["counts"]["step"] == 0
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
-    with Training(ONE, SETTINGS, **KERNEL) as training:
-        with pytest.raises(TypeError, match="expected a `HostEngine`, got dict"):
-            zenflow_jax.EngineSave(training.engine.state())
-        with pytest.raises(ValueError, match="`copy_bytes` must not be negative, got -1"):
-            zenflow_jax.EngineSave(training.engine, copy_bytes=-1)
-        with pytest.raises(ValueError, match="a folder of a file system, got gs://"):
-            save(training, "gs://bucket/9")
-    with pytest.raises(RuntimeError, match="expected an open engine"):
-        save(training, tmp_path)
-
-
-def test_files_that_are_not_whole_are_refused_by_name(tmp_path):
-    with Training(ONE, SETTINGS, **KERNEL) as training:
-        save(training, tmp_path)
-    (path,) = tmp_path.iterdir()
-    whole = path.read_bytes()
-    (leaf,) = read_engine_state(tmp_path)["leaves"]
-    assert not np.asarray(leaf["total"]).any(), "no step is in it"
-    leaf["mu"].pieces.clear()
-    with pytest.raises(ValueError, match="expected all of leaves/0/mu .* got 0 of 40 elem"):
-        np.asarray(leaf["mu"])
-    for text, words in (
-        (whole[:-1], "in which .* is not whole. Take another"),
-        (whole[:100], "expected a whole file of an engine's state, got .*engine-00000-of-00001"),
-        (b"\xff" * 64, "expected a whole file .*a header of"),
-        (whole.replace(b"zenflow_jax engine", b"zenflow_jax ENGINE"), "a file of format"),
-    ):
-        path.write_bytes(text)
-        with pytest.raises(ValueError, match=words):
-            read_engine_state(tmp_path)
-
-
-def test_files_of_several_saves_are_refused(tmp_path, monkeypatch):
-    def save_as(process):
-        """Saves as one of two processes would."""
-        stream = dataclasses.replace(training.engine.stream(), processes=[0, 1])
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "process_index", lambda: process)
-            stream.write(tmp_path)
-
-    def refused(error, words):
-        with pytest.raises(error, match=words):
-            read_engine_state(tmp_path)
-
-    refused(FileNotFoundError, "`EngineSave` wrote in .*, got none of engine-00000-of-00001.*Take")
-    with Training(ONE, SETTINGS, **KERNEL) as training:
-        # The other processes of jax's run are in other engines.
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "process_count", lambda: 2)
-            save(training, tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == ["engine-00000-of-00001.safetensors"]
-        save_as(1)
-        refused(ValueError, "of 1 processes .*, got engine-00001-of-00002")
-        (tmp_path / "engine-00000-of-00001.safetensors").unlink()
-        refused(FileNotFoundError, "of 2 processes .* none of engine-00000-of")
-        training.go(1)
-        save_as(0)
-        refused(ValueError, "files of one save in .*, got some of steps 0 and 1")
-
-
-def test_what_is_cut_short_cannot_be_read_though_its_end_is_there(tmp_path):
-    with Training(ONE, SETTINGS, **KERNEL) as training:
-        stream = training.engine.stream(ALL)
-        next(stream.snapshot.leaves())
-        stream.close()
-        with pytest.raises(RuntimeError, match="expected to write 1 parts .* got all but 1"):
-            stream.write(tmp_path)
-    (path,) = tmp_path.iterdir()
-    with open(path, "r+b") as file:
-        file.truncate(100_000)
-    with pytest.raises(ValueError, match="expected a whole file of an engine's state, got"):
-        read_engine_state(tmp_path)
-
-
 def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path, monkeypatch):
     with Training(ONE, SETTINGS, **KERNEL) as training:
         save(training, tmp_path)
@@ -339,3 +183,91 @@ def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path
         save(training, tmp_path)
         with pytest.raises(ValueError, match="expected .* as it was when .* written since"):
             np.asarray(restored["leaves"][0]["mu"])
+
+
+@pytest.mark.parametrize("wrong", ["a full disk", "no folder"])
+def test_a_save_that_fails_says_so_and_holds_nobody_up(wrong, tmp_path, monkeypatch):
+    def pwrite(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    # Minutes by default. orbax keeps what it has not begun to write, so nothing else ends the wait.
+    waits = functools.partial(future.CommitFutureAwaitingContractedSignals, timeout_secs=0.1)
+    monkeypatch.setattr(future, "CommitFutureAwaitingContractedSignals", waits)
+    (tmp_path / "file").touch()
+    folder = tmp_path / "9" if wrong == "a full disk" else tmp_path / "file" / "9"
+    with (
+        Training(ONE, SETTINGS, **KERNEL) as training,
+        ocp.AsyncCheckpointer(EngineCheckpointHandler()) as saver,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", pwrite)
+            saver.save(folder, args=zenflow_jax.EngineSave(training.engine, copy_bytes=0))
+            training.go(5)
+            with pytest.raises(OSError, match="No space left|Not a directory"):
+                saver.wait_until_finished()
+        assert not folder.exists()
+        training.flush()
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    with Training(ONE, SETTINGS, **KERNEL) as training:
+        engine = training.engine
+        for call, error, words in (
+            (lambda: zenflow_jax.EngineSave(engine.state()), TypeError, "`HostEngine`, got dict"),
+            (
+                lambda: zenflow_jax.EngineSave(engine, copy_bytes=-1),
+                ValueError,
+                "`copy_bytes` must not be negative, got -1",
+            ),
+            (lambda: save(training, "gs://bucket/9"), ValueError, "a file system, got gs://"),
+        ):
+            with pytest.raises(error, match=words):
+                call()
+    with pytest.raises(RuntimeError, match="expected an open engine"):
+        save(training, tmp_path)
+
+
+def test_files_that_are_not_whole_or_of_several_saves_are_refused_by_name(tmp_path, monkeypatch):
+    def refused(error, words):
+        with pytest.raises(error, match=words):
+            read_engine_state(tmp_path)
+
+    def save_as(process):
+        """Saves as one of two processes would."""
+        stream = dataclasses.replace(training.engine.stream(), processes=[0, 1])
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "process_index", lambda: process)
+            stream.write(tmp_path)
+
+    refused(FileNotFoundError, "`EngineSave` wrote in .*, got none of engine-00000-of-00001.*Take")
+    with Training(ONE, SETTINGS, **KERNEL) as training:
+        stream = training.engine.stream(ALL)
+        next(stream.snapshot.leaves())
+        stream.close()
+        with pytest.raises(RuntimeError, match="expected to write 1 parts .* got all but 1"):
+            stream.write(tmp_path)
+        refused(ValueError, "expected a whole file of an engine's state, got")
+        (path,) = tmp_path.iterdir()
+        path.unlink()
+        save(training, tmp_path)
+        whole = path.read_bytes()
+        (leaf,) = read_engine_state(tmp_path)["leaves"]
+        leaf["mu"].pieces.clear()
+        with pytest.raises(ValueError, match="expected all of leaves/0/mu .* got 0 of 40 elem"):
+            np.asarray(leaf["mu"])
+        for text, words in (
+            (whole[:-1], "in which .* is not whole. Take another"),
+            (whole[:100], "expected a whole file of an engine's state, got .*engine-00000-of-0000"),
+            (b"\xff" * 64, "expected a whole file .*a header of"),
+            (whole.replace(b"zenflow_jax engine", b"zenflow_jax ENGINE"), "a file of format"),
+        ):
+            path.write_bytes(text)
+            refused(ValueError, words)
+        path.write_bytes(whole)
+        save_as(1)
+        refused(ValueError, "of 1 processes .*, got engine-00001-of-00002")
+        path.unlink()
+        refused(FileNotFoundError, "of 2 processes .* none of engine-00000-of")
+        training.go(1)
+        save_as(0)
+        refused(ValueError, "files of one save in .*, got some of steps 0 and 1")
