@@ -18,7 +18,6 @@ import jax
 from zenflow_jax._checkpoint.resume import check_resumed, join_run
 from zenflow_jax._checkpoint.saving import EngineStream, Saver
 from zenflow_jax._device.memory import read
-from zenflow_jax._device.samples import checksums
 from zenflow_jax._device.state import ZenFlowState, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
@@ -153,10 +152,7 @@ class HostEngine:
         processes = sorted({device.process_index for device in devices_of(weights)})
         peers = PeerMonitor(f"run {number}", processes, exit_if_stuck=exit_if_stuck)
         self._mailbox = Mailbox(worker, state, number)
-        taken_from = None
-        if engine_state is None:
-            taken_from = checksums(picked, offloaded.pick(state.leaves))
-        self._masters = HostMasters(worker, offloaded, taken_from)
+        self._masters = HostMasters(worker, offloaded)
         self._saver = Saver(state, weights, offloaded, host_kernel, self._mailbox, *host_side)
         self._all_groups = list(range(state.schedule.groups))
         self._interrupted = False
@@ -217,7 +213,7 @@ class HostEngine:
         taken = self._expected.take(params, concerned)
         state = self._expected.in_place(state, taken.weights, concerned)
         if first:
-            self._masters.follow(taken.offloaded, state.leaves)
+            self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
         with self._all_or_nothing():
             self._integrity.step_made(taken.weights, state.leaves, state.step_scalars)
@@ -324,7 +320,7 @@ class HostEngine:
         state = self._expected.state(opt_state)
         if self._progress.step == 0:
             taken = self._expected.take(params, self._all_groups)
-            self._masters.follow(taken.offloaded, state.leaves)
+            self._masters.follow(taken.offloaded)
         self._settle()
         step, token, loads = self._progress.step, self._mailbox.token, self._masters.loads
 

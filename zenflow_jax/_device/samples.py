@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from zenflow_jax._device.channels import broadcast_channels, contains
 from zenflow_jax._device.shards import (
     REPLICATED,
     Layout,
@@ -26,28 +25,15 @@ from zenflow_jax._device.shards import (
     row,
     split,
 )
-from zenflow_jax._device.state import LeafState, Reach, cut
+from zenflow_jax._device.state import Reach, cut
 from zenflow_jax._plan.leaf import LeafSpec
-
-
-def checksums(weights: Sequence[Array], leaves: Sequence[LeafState]) -> list[Array]:
-    """A uint32 checksum of all bits of each offloaded leaf's deferred channels, on all devices."""
-    # A leaf at a time: leaves that are alike share a program.
-    return [
-        _checksum(weight, leaf.channels, spec=_bare(leaf.spec))
-        for weight, leaf in zip(weights, leaves, strict=True)
-    ]
 
 
 def fingerprints(weights: Sequence[Array], specs: Sequence[LeafSpec]) -> list[Array]:
     """A uint32 checksum of all bits of each leaf, the same on any mesh."""
-    return [_checksum(x, None, spec=_bare(spec)) for x, spec in zip(weights, specs, strict=True)]
-
-
-def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> list[int]:
-    """The indices at which checksums differ; waits for the checksums."""
-    pairs = zip(jax.device_get(list(ours)), jax.device_get(list(theirs)), strict=True)
-    return [i for i, (x, y) in enumerate(pairs) if x != y]
+    # Leaves that are alike share a program.
+    bare = (dataclasses.replace(x.anonymous, k=0, transfer_dtype=None) for x in specs)
+    return [_checksum(x, spec=spec) for x, spec in zip(weights, bare, strict=True)]
 
 
 @partial(jax.jit, static_argnames="specs")
@@ -66,11 +52,6 @@ def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
 def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:
     """Each leaf's row of samples."""
     return split(joined, _widths(specs))
-
-
-def _bare(spec: LeafSpec) -> LeafSpec:
-    """The spec without what programs of checksums do not ask for."""
-    return dataclasses.replace(spec.anonymous, k=0, transfer_dtype=None)
 
 
 def sample_of(block: Array) -> Array:
@@ -126,15 +107,12 @@ def strays(new: Array, before: Array, reach: Reach, dtype: Any, window: int) -> 
 
 
 @partial(jax.jit, static_argnames="spec")
-def _checksum(weight: Array, channels: Array | None, *, spec: LeafSpec) -> Array:
-    layout, sum_bits = Layout(spec), partial(_sum_bits, shape=spec.shape)
-    takes = [layout.block, layout.channels]
-    return on_each_device(sum_bits, spec, takes, REPLICATED)(weight, channels)
+def _checksum(weight: Array, *, spec: LeafSpec) -> Array:
+    sum_bits = partial(_sum_bits, shape=spec.shape)
+    return on_each_device(sum_bits, spec, [Layout(spec).block], REPLICATED)(weight)
 
 
-def _sum_bits(
-    shard: Shard, weight: Array, channels: Array | None, *, shape: tuple[int, ...]
-) -> Array:
+def _sum_bits(shard: Shard, weight: Array, *, shape: tuple[int, ...]) -> Array:
     small = jnp.abs(weight) < jnp.finfo(weight.dtype).tiny
     kind = np.dtype(f"uint{8 * weight.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(weight, kind).astype(jnp.uint32)
@@ -147,9 +125,4 @@ def _sum_bits(
         index += jnp.asarray(shard.first(axis), jnp.uint32)
         factor = factor + index * np.uint32(stride % 2**32)
         stride *= shape[axis]
-    bits *= factor
-    if channels is None:
-        return shard.sum_blocks(jnp.sum(bits))
-    deferred = broadcast_channels(~contains(shard.to_local(channels), shard.block.n), shard.block)
-    total = jnp.sum(jnp.where(deferred, bits, jnp.uint32(0)))
-    return shard.sum_everywhere(total * (2 * shard.number_of_device() + 1))
+    return shard.sum_blocks(jnp.sum(bits * factor))

@@ -111,12 +111,6 @@ class Shard:
         """The sum over all devices, also over those that hold the same."""
         return _psum(x, () if self._place is None else self._place.mesh.axis_names)
 
-    def number_of_device(self) -> jax.Array:
-        """This device's number on its mesh, uint32."""
-        if self._place is None:
-            return jnp.zeros((), jnp.uint32)
-        return jax.lax.axis_index(self._place.mesh.axis_names).astype(jnp.uint32)
-
     def first(self, axis: int) -> Any:
         """Where this device's block begins in the leaf, along an axis."""
         names = () if self._place is None else self._place.block[axis]

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from zenflow_jax._device.memory import upload
-from zenflow_jax._device.samples import checksums, differing
-from zenflow_jax._device.state import LeafState, ZenFlowState
+from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.parts import (
     OffloadedLeaves,
     assemble,
@@ -45,32 +44,21 @@ def make_host(
 
 
 class HostMasters:
-    """The masters of deferred channels. The worker must have nothing to do at each call.
+    """The masters of deferred channels. The worker must have nothing to do at each call."""
 
-    `taken_from` are checksums of the deferred channels that the masters were taken from; None if
-    they are a checkpoint's, which may be older than the parameters beside it.
-    """
-
-    def __init__(
-        self, worker: Worker, offloaded: OffloadedLeaves, taken_from: list[jax.Array] | None
-    ):
+    def __init__(self, worker: Worker, offloaded: OffloadedLeaves):
         self.loads = 0  # how often the masters have followed parameters
-        self._worker, self._offloaded, self._taken_from = worker, offloaded, taken_from
+        self._worker, self._offloaded = worker, offloaded
 
-    def follow(self, weights: Sequence[jax.Array], leaves: Sequence[LeafState]) -> None:
-        """Takes over parameters that were loaded; only until the first step has been exchanged.
+    def follow(self, weights: Sequence[jax.Array]) -> None:
+        """Takes over parameters, as they may be loaded until the first step has been exchanged.
 
         No step moves a deferred channel before its first window closes, so what the first one left
         of the parameters is what they were before it.
         """
-        sums = checksums(weights, self._offloaded.pick(leaves))
-        before = self._taken_from
-        loaded = range(len(weights)) if before is None else differing(sums, before)
         for i, part in enumerate(self._offloaded.parts):
-            if part.leaf in loaded:
-                self._worker.take_master(i, host_part(weights[part.leaf], part))
-        self._taken_from = sums
-        self.loads += bool(loaded)
+            self._worker.take_master(i, host_part(weights[part.leaf], part))
+        self.loads += 1
 
     def of_leaf(self, number: int, state: ZenFlowState) -> jax.Array:
         """An offloaded leaf's masters on the devices, in parts; not those of selected channels."""
