@@ -119,16 +119,16 @@ class AttachedStep:
             RuntimeError, ValueError: As `HostEngine` and its `exchange`; if the step is closed.
             TypeError: If arguments or results are not those of one of the three kinds of steps.
         """
-        carrier = self._start(args)
+        take, _ = self._start(args)
         out = self._step(*args, **more)
-        params, opt_state = carrier.take(args, out)
+        params, opt_state, put = take(out)
         if not self._made_update(opt_state):
             return out
         params, opt_state = self.engine.exchange(params, opt_state)
         # The engine's steps: it may have been saved, or in use, before this object was made.
         if self._flush_every and self.engine.stats.steps % self._flush_every == 0:
             params, opt_state = self.engine.flush(params, opt_state)
-        return carrier.put(args, out, params, opt_state)
+        return put(params, opt_state)
 
     def flush(self, *carried: Any) -> Any:
         """Brings every update into the parameters, as `HostEngine.flush`.
@@ -144,9 +144,9 @@ class AttachedStep:
         Raises:
             RuntimeError, ValueError, TypeError: As `HostEngine.flush`; if the step is closed.
         """
-        carrier = self._start(carried)
-        out = carrier.carried(carried)
-        return carrier.put(carried, out, *self.engine.flush(*carrier.take(carried, out)))
+        take, least = self._start(carried)
+        params, opt_state, put = take(least)
+        return put(*self.engine.flush(params, opt_state))
 
     def close(self) -> None:
         """Closes the engine, as `HostEngine.close`. Safe twice."""
@@ -164,23 +164,26 @@ class AttachedStep:
 
     __reduce_ex__ = HostEngine.__reduce_ex__
 
-    def _start(self, args: tuple[Any, ...]) -> "_Carrier":
-        """How parameters and state come; the first call makes the engine."""
+    def _start(self, args: tuple[Any, ...]) -> tuple[Callable[[Any], "_Taken"], Any]:
+        """How to take a step's results, and the least that it may return.
+
+        The first call makes the engine.
+        """
         if self._closed:
             raise RuntimeError(
                 "expected an attached step that is open, got one after `close`, or after its "
                 "`with` block. Attach again, to the run's last checkpoint: "
                 '`attach(step, engine_options={"engine_state": ...})`.'
             )
-        carrier = _carrier(args, self._fields)
+        take, least = _taker(args, self._fields)
         if not self._started:
-            params, opt_state = carrier.take(args, carrier.carried(args))
+            params, opt_state, _ = take(least)
             _check_outside_of_jit(opt_state)
             if self._engine is None:
                 self._engine = HostEngine(params, opt_state, **self._engine_options)
             self._accumulated = _accumulated(opt_state)
             self._started = True
-        return carrier
+        return take, least
 
     def _made_update(self, opt_state: Any) -> bool:
         """Whether the call made an update, or `optax.MultiSteps` has only added to a sum."""
@@ -190,110 +193,84 @@ class AttachedStep:
         return self._accumulated != before
 
 
-# Where a step has parameters and optimizer state. `carried` is what a step returns that returns
-# nothing else, `take` gets both from what it took and returned, `put` puts new ones in their place.
+#: Parameters and optimizer state, and what puts new ones in their place and returns the results.
+_Taken = tuple[Any, Any, Callable[[Any, Any], Any]]
 
 
-class _Pair:
-    def carried(self, args: Sequence[Any]) -> Any:
-        return tuple(args[:2])
-
-    def take(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
-        if not isinstance(out, tuple | list) or len(out) < 2 or not has_state(out[1]):
-            raise TypeError(
-                "expected a step that returns (params, opt_state, ...), as it takes them, got "
-                f"{_kinds(out)}. Attach a function that puts them in this order."
-            )
-        return out[0], out[1]
-
-    def put(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
-        return _like(out, [params, opt_state, *out[2:]])
-
-
-@dataclasses.dataclass(frozen=True)
-class _TrainState:
-    fields: tuple[str, str]
-
-    def carried(self, args: Sequence[Any]) -> Any:
-        return args[0]
-
-    def take(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
-        state = out if (place := self._place(out)) is None else out[place]
-        is_dict = isinstance(state, Mapping)
-        params, opt_state = (state[x] if is_dict else getattr(state, x) for x in self.fields)
-        find_state(opt_state)  # says what is wrong with it
-        return params, opt_state
-
-    def put(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
-        place = self._place(out)
-        if place is None:
-            return self._replaced(out, params, opt_state)
-        values = list(out)
-        values[place] = self._replaced(values[place], params, opt_state)
-        return _like(out, values)
-
-    def _place(self, out: Any) -> int | None:
-        """Where in the results the state is; None if it is the result."""
-        if _has(out, self.fields):
-            return None
-        results = out if isinstance(out, tuple | list) else ()
-        places = [i for i, x in enumerate(results) if _has(x, self.fields)]
-        if len(places) != 1:
-            raise TypeError(
-                f"expected a step that returns one train state with {_named(self.fields)}, alone "
-                f"or in a tuple, got {len(places)} in {_kinds(out)}. Attach a function that "
-                "returns it first."
-            )
-        return places[0]
-
-    def _replaced(self, state: Any, params: Any, opt_state: Any) -> Any:
-        new = dict(zip(self.fields, (params, opt_state), strict=True))
-        if isinstance(state, Mapping):
-            return type(state)({**state, **new})  # pyright: ignore[reportCallIssue]
-        for name in ("replace", "_replace"):
-            if callable(replace := getattr(state, name, None)):
-                return replace(**new)
-        if dataclasses.is_dataclass(state) and not isinstance(state, type):
-            return dataclasses.replace(state, **new)
-        raise TypeError(
-            "expected a train state that is a dataclass, a named tuple, a dict or has `replace`, "
-            f"got {type(state).__name__}. Call `params, opt_state = engine.exchange(...)` after "
-            "each step instead, and put both where they belong."
-        )
-
-
-class _Nnx:
-    def carried(self, args: Sequence[Any]) -> Any:
-        return None
-
-    def take(self, args: Sequence[Any], out: Any) -> tuple[Any, Any]:
-        return nnx_pair.arrays(args[0], args[1])
-
-    def put(self, args: Sequence[Any], out: Any, params: Any, opt_state: Any) -> Any:
-        nnx_pair.update(args[0], args[1], params, opt_state)
-        return out
-
-
-_Carrier = _Pair | _TrainState | _Nnx
-
-
-def _carrier(args: tuple[Any, ...], fields: tuple[str, str] | None) -> _Carrier:
+def _taker(
+    args: tuple[Any, ...], fields: tuple[str, str] | None
+) -> tuple[Callable[[Any], _Taken], Any]:
+    """What takes the results of a step with these arguments, and the least that it may return."""
     # Who has a pair of nnx has imported flax.
     if fields is None and "flax.nnx" in sys.modules and nnx_pair.is_pair(args):
-        return _Nnx()
+        return functools.partial(_take_nnx, args), None
     if args and _has(args[0], fields or _FIELDS):
-        return _TrainState(fields or _FIELDS)
+        return functools.partial(_take_train_state, fields or _FIELDS), args[0]
     if fields is not None:
         raise TypeError(
             f"expected by position a train state with {_named(fields)} as the first argument, got "
             f"{_kinds(args)}."
         )
     if len(args) >= 2 and has_state(args[1]):
-        return _Pair()
+        return _take_pair, args[:2]
     raise TypeError(
         "expected (params, opt_state, ...) or (train_state, ...) or an nnx (model, optimizer, ...) "
         f"by position, with zenflow's state in it, got {_kinds(args)}. If a train state's fields "
         'have other names, name them: `attach(step, fields=("model", "opt_state"))`.'
+    )
+
+
+def _take_nnx(args: tuple[Any, ...], out: Any) -> _Taken:
+    def put(params: Any, opt_state: Any) -> Any:
+        nnx_pair.update(args[0], args[1], params, opt_state)
+        return out
+
+    return *nnx_pair.arrays(args[0], args[1]), put
+
+
+def _take_pair(out: Any) -> _Taken:
+    if not isinstance(out, tuple | list) or len(out) < 2 or not has_state(out[1]):
+        raise TypeError(
+            "expected a step that returns (params, opt_state, ...), as it takes them, got "
+            f"{_kinds(out)}. Attach a function that puts them in this order."
+        )
+    return out[0], out[1], lambda *pair: _like(out, [*pair, *out[2:]])
+
+
+def _take_train_state(fields: tuple[str, str], out: Any) -> _Taken:
+    several = not _has(out, fields)
+    values = [out] if not several else list(out) if isinstance(out, tuple | list) else []
+    places = [i for i, x in enumerate(values) if _has(x, fields)]
+    if len(places) != 1:
+        raise TypeError(
+            f"expected a step that returns one train state with {_named(fields)}, alone or in a "
+            f"tuple, got {len(places)} in {_kinds(out)}. Attach a function that returns it first."
+        )
+    state = values[places[0]]
+    is_dict = isinstance(state, Mapping)
+    params, opt_state = (state[x] if is_dict else getattr(state, x) for x in fields)
+    find_state(opt_state)  # says what is wrong with it
+
+    def put(*pair: Any) -> Any:
+        values[places[0]] = _replaced(state, dict(zip(fields, pair, strict=True)))
+        return _like(out, values) if several else values[0]
+
+    return params, opt_state, put
+
+
+def _replaced(state: Any, new: dict[str, Any]) -> Any:
+    """The train state with new values of some fields."""
+    if isinstance(state, Mapping):
+        return type(state)({**state, **new})  # pyright: ignore[reportCallIssue]
+    for name in ("replace", "_replace"):
+        if callable(replace := getattr(state, name, None)):
+            return replace(**new)
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        return dataclasses.replace(state, **new)
+    raise TypeError(
+        "expected a train state that is a dataclass, a named tuple, a dict or has `replace`, got "
+        f"{type(state).__name__}. Call `params, opt_state = engine.exchange(...)` after each step "
+        "instead, and put both where they belong."
     )
 
 
