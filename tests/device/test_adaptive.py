@@ -16,7 +16,7 @@ import pytest
 
 import zenflow_jax
 from tests import comparisons, runs
-from tests.runs import FEW, FIRST, SECOND, THIRD, Leaf, Leaves, Plan, Settings, Training
+from tests.runs import FEW, FIRST, SECOND, Leaf, Leaves, Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
 from zenflow_jax._device.statistics import kept_share
 
@@ -107,15 +107,19 @@ def windows_of(lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(seed):
-    lengths = [int(x) for x in np.random.default_rng(seed).permutation([2, 3, 4, 5, 6] * 2)]
+@pytest.mark.parametrize(("leaves", "warm_up", "flush_at"), [(FIRST, 0, ()), (FEW, 3, (5, 7, 12))])
+def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(leaves, warm_up, flush_at):
+    lengths = [int(x) for x in np.random.default_rng(1).permutation([2, 3, 4, 5, 6] * 2)]
     script, ends = windows_of(lengths)
-    plan = Plan(ends[-1] + 1)
-    script = (lambda of: lambda t: Weight(0.1) if t > ends[-1] else of(t))(script)
-    slow, stats = all_three(FIRST, AUTO, plan, scripted(script, RATIO), seed)
+    plan = Plan(warm_up + ends[-1], flush_at=flush_at)
+    # A warm-up is made of windows of one step; a flush moves no boundary.
+    ends = [*range(1, warm_up + 1), *(warm_up + end for end in ends)]
+    gradients = scripted(lambda t: script(t - warm_up) if t > warm_up else Weight(0.1), RATIO)
+    settings = dataclasses.replace(AUTO, full_warm_up_rounds=warm_up)
+    slow, stats = all_three(leaves, settings, plan, gradients)
     assert [turn.boundaries for turn in slow.turns] == [ends]
-    assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
+    if not flush_at:
+        assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
 
 
 def test_skipped_steps_make_a_window_longer_but_not_longer_than_the_longest():
@@ -130,15 +134,6 @@ def test_skipped_steps_make_a_window_longer_but_not_longer_than_the_longest():
     slow, stats = all_three(FIRST, AUTO, plan, scripted(rest, RATIO))
     assert [turn.boundaries for turn in slow.turns] == [[3, 7, 13, 19]]
     assert stats.skipped_steps == 5
-
-
-def test_a_flush_moves_no_boundary():
-    script, ends = windows_of([4, 3, 5, 2])
-    gradients = scripted(script, RATIO)
-    slow, stats = all_three(FIRST, AUTO, Plan(ends[-1], flush_at=(2, 4, 9)), gradients)
-    assert [turn.boundaries for turn in slow.turns] == [ends]
-    # Windows that a flush cut in two.
-    assert stats.window_lengths == {2: 4, 3: 2}
 
 
 def kept(scores, channels):
@@ -171,35 +166,22 @@ def test_what_piles_up_is_of_clipped_gradients():
 
 
 @pytest.mark.slow
-def test_a_warm_up_is_made_of_windows_of_one_step():
-    settings = dataclasses.replace(AUTO, full_warm_up_rounds=3)
-    script, ends = windows_of([2, 2, 3, 5])
-    gradients = scripted(lambda t: script(t - 3) if t > 3 else Weight(0.1), RATIO)
-    slow, stats = all_three(FEW, settings, Plan(3 + ends[-1]), gradients)
-    assert [turn.boundaries for turn in slow.turns] == [[1, 2, 3, *(3 + end for end in ends)]]
-    assert stats.window_lengths == {1: 3, 2: 2, 3: 1, 5: 1}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("window", "fixed"), [(AutoWindow(1), 1), (AutoWindow(3, 1.0), 3)], ids=str
+    ("window", "fixed", "offload"),
+    [(AutoWindow(1), 1, True), (AutoWindow(3, 1.0), 3, False), (AutoWindow(3, 1.0), 3, True)],
+    ids=str,
 )
-@pytest.mark.parametrize("offload", [True, False])
 def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, fixed, offload):
     # Adaptive ones close together.
-    ours, theirs = (
-        Settings(topk_ratio=RATIO, update_interval=x, select_interval=6, rolling=False)
-        for x in (window, fixed)
-    )
-    gradients = scripted(lambda t: Weight(0.02), RATIO)
-    options = {"threads": 1, "host_kernel": "numpy"} if offload else {}
-    options |= {"offload": offload, "gradients": gradients}
-    leaves = FEW[:2]
-    with Training(leaves, ours, **options) as mine, Training(leaves, theirs, **options) as yours:
-        for _ in range(13):
-            mine.go(1)
-            yours.go(1)
-            comparisons.assert_same_bits(mine.params, yours.params)
+    values = []
+    for each in window, fixed:
+        settings = Settings(
+            topk_ratio=RATIO, update_interval=each, select_interval=6, rolling=False
+        )
+        gradients = scripted(lambda t: Weight(0.02), RATIO)
+        with Training(FEW[:2], settings, offload=offload, gradients=gradients) as run:
+            values.append([x for _, x in run.follow(Plan(13))])
+    comparisons.assert_same_bits(*values)
 
 
 # Windows of two steps that end with the even ones, or with the odd ones for the leaf that is looked
@@ -219,7 +201,6 @@ SWITCH = 41
         # windows later it is seen.
         (AutoSelect(keep=0.9, max_windows=30), False, 66),
         # At the first boundary at or after each 15th step: in 31 to 46 the old ones have more.
-        (EpochSelect(steps_per_epoch=15), False, 60),
         (EpochSelect(steps_per_epoch=15), True, 61),
     ],
     ids=str,
@@ -250,10 +231,7 @@ def test_the_selection_follows_a_switch_within_the_stated_time(select, rolling, 
                 "full_warm_up_rounds": 2,
             },
         ),
-        (
-            THIRD,
-            {"update_interval": AutoWindow(3, 0.3), "select_interval": 5, "staleness": 0},
-        ),
+        (FEW, {"update_interval": AutoWindow(3, 0.3), "select_interval": 5, "staleness": 0}),
         (FEW, {"update_interval": 3, "select_interval": AutoSelect(0.6, 4)}),
     ],
     ids=["both", "epochs", "steps", "selection"],

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import zenflow_jax
 from tests.device.small_runs import (
     ATOL,
     PLAIN,
     SETTINGS,
-    SHAPES,
     STEPS,
     alone,
     apply,
@@ -26,6 +24,7 @@ from tests.device.small_runs import (
     schedule,
     train,
 )
+from tests.runs import KERNEL
 
 
 def injected(learning_rate: Any = schedule, **options):
@@ -45,40 +44,27 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_inside_a_wrapper_it_does_what_it_does_alone(wrapper):
-    params, _ = train(WRAPPERS[wrapper]())
-    assert_close(params, alone())
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_an_engine_serves_it_inside_a_wrapper(wrapper):
-    tx = WRAPPERS[wrapper](offload=True)
+def test_inside_a_wrapper_it_does_what_it_does_alone(wrapper, offload):
+    tx = WRAPPERS[wrapper](offload=offload)
     params = example_params()
     state = tx.init(params)
+    marked = optax.tree_map_params(tx, lambda _: "params", state, transform_non_params=lambda _: 0)
+    ours = zenflow_jax.find_state(marked)
+    assert set(jax.tree.leaves(ours.leaves)) == {"params"}
+    assert (ours.step, ours.skipped) == (0, 0)
+    if not offload:
+        params, _ = train(tx)
+        return assert_close(params, alone())
     update = jax.jit(tx.update)
-    with zenflow_jax.HostEngine(params, state, host_kernel="numpy", threads=1) as engine:
+    with zenflow_jax.HostEngine(params, state, **KERNEL) as engine:
         for t in range(1, STEPS + 1):
             with jax.numpy_dtype_promotion("standard"):
                 updates, state = update(gradients_at(t), state, params)
             params, state = engine.exchange(apply(params, updates), state)
         assert_close(params, alone())
         engine.flush(params, state)
-    assert engine.stats.steps == STEPS
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_tree_map_params_reaches_the_state_inside_a_wrapper(wrapper, offload):
-    tx = WRAPPERS[wrapper](offload=offload)
-    state = tx.init(example_params())
-    same = optax.tree_map_params(tx, lambda x: x, state)
-    assert jax.tree.structure(same) == jax.tree.structure(state)
-
-    marked = optax.tree_map_params(tx, lambda _: "params", state, transform_non_params=lambda _: 0)
-    ours = zenflow_jax.find_state(marked)
-    assert set(jax.tree.leaves(ours.leaves)) == {"params"}
-    assert (ours.step, ours.skipped) == (0, 0)
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -102,62 +88,6 @@ def test_partition_gives_each_group_its_own_optimizer():
     np.testing.assert_allclose(params["bias"], expected["bias"], rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize(
-    "make_tx",
-    [
-        lambda tx: optax.masked(tx, {"bias": False, "weight": False}),
-        lambda tx: optax.partition(
-            {"ours": tx, "sgd": optax.sgd(1e-2)}, {"bias": "sgd", "weight": "sgd"}
-        ),
-    ],
-    ids=["masked", "partition"],
-)
-def test_a_group_without_leaves_is_no_problem(make_tx):
-    tx = make_tx(make(offload=True))
-    params = example_params()
-    state = tx.init(params)
-    _, new = tx.update(gradients_at(1), state, params)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("empty", [{}, (), {"none": None}], ids=str)
-def test_parameters_without_leaves_keep_the_structure_of_the_state(empty, offload):
-    tx = make(offload=offload)
-    state = tx.init(empty)
-    updates, new = tx.update(empty, state, empty)
-    assert updates == empty
-    assert jax.tree.structure(new) == jax.tree.structure(state)
-
-
-@pytest.mark.parametrize("start", [1e-2, jnp.float32(1e-2)], ids=["number", "array"])
-def test_an_injected_learning_rate_may_be_set_between_steps(start):
-    tx = injected(start)
-    params = example_params()
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for t in range(1, STEPS + 1):
-        state.hyperparams["learning_rate"] = schedule(jnp.int32(t - 1))
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = update(gradients_at(t), state, params)
-        params = apply(params, updates)
-    assert_close(params, alone())
-
-
-@pytest.mark.slow
-def test_injected_hyperparameters_of_low_precision_leaves_are_kept_in_float32():
-    # optax gives hyperparameters the parameters' dtype; bfloat16(0.999) is 1.
-    params = example_params("bfloat16")
-    factory = optax.inject_hyperparams(
-        zenflow_jax.zenflow, zenflow_jax.STATIC_ARGS, hyperparam_dtype=jnp.float32
-    )
-    gradients = functools.partial(gradients_at, dtype="bfloat16")
-    actual, _ = train(factory(schedule, **SETTINGS), 3, params=params, gradients=gradients)
-    expected, _ = train(PLAIN, 3, params=params, gradients=gradients)
-    for key in expected:
-        np.testing.assert_array_equal(actual[key], expected[key])
-
-
 def test_apply_if_finite_keeps_a_bad_step_from_being_counted():
     tx = optax.apply_if_finite(make(), 3)
 
@@ -172,59 +102,34 @@ def test_apply_if_finite_keeps_a_bad_step_from_being_counted():
     assert int(zenflow_jax.find_state(state).skipped) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_multi_steps_makes_one_step_of_several_and_none_in_between(dtype):
-    gradients = functools.partial(gradients_at, dtype=dtype)
-    tx = optax.MultiSteps(make(), every_k_schedule=2)
-    params = example_params(dtype)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("params", [{}, (), {"none": None}, {"kept": jnp.ones(3)}], ids=str)
+def test_a_tree_or_a_group_without_leaves_is_no_problem(params, offload):
+    tx = optax.masked(make(offload=offload), jax.tree.map(lambda _: False, params))
     state = tx.init(params)
-    update = jax.jit(tx.update)
+    updates, new = tx.update(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_an_injected_learning_rate_may_be_set_between_steps_and_is_kept_in_float32():
+    # optax gives hyperparameters the parameters' dtype; bfloat16(0.999) is 1.
+    factory = optax.inject_hyperparams(
+        zenflow_jax.zenflow, zenflow_jax.STATIC_ARGS, hyperparam_dtype=jnp.float32
+    )
+    gradients = functools.partial(gradients_at, dtype="bfloat16")
+    tx, params = factory(1e-2, **SETTINGS), example_params("bfloat16")
+    expected, _ = train(PLAIN, 3, params=params, gradients=gradients)
+    state, update = tx.init(params), jax.jit(tx.update)
     for t in range(1, 4):
-        for last in (False, True):
-            # The mean of a gradient and itself is that gradient.
-            with jax.numpy_dtype_promotion("standard"):
-                updates, state = update(gradients(t), state, params)
-            assert last or not any(u.any() for u in jax.tree.leaves(updates))
-            params = apply(params, updates)
-            assert int(zenflow_jax.find_state(state).step) == (t if last else t - 1)
-    expected, _ = train(PLAIN, 3, params=example_params(dtype), gradients=gradients)
-    assert_close(params, expected)
+        state.hyperparams["learning_rate"] = schedule(jnp.int32(t - 1))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = update(gradients(t), state, params)
+        params = apply(params, updates)
+    for key in expected:
+        np.testing.assert_array_equal(params[key], expected[key])
 
 
-class Model(nnx.Module):
-    def __init__(self, params):
-        self.bias = nnx.Param(params["bias"])
-        self.weight = nnx.Param(params["weight"])
-        self.seen = nnx.Variable(jnp.zeros((), jnp.int32))  # no parameter
-
-
-@nnx.jit
-def nnx_step(model, optimizer, gradients):
-    def loss(model):  # whose gradients are those
-        return sum(jnp.sum(getattr(model, key)[...] * g) for key, g in gradients.items())
-
-    optimizer.update(model, nnx.grad(loss)(model))
-
-
-def nnx_params(model):
-    return {key: getattr(model, key)[...] for key in SHAPES}
-
-
-def test_an_engine_serves_an_nnx_optimizer_in_place():
-    model = Model(example_params())
-    optimizer = nnx.Optimizer(model, make(offload=True), wrt=nnx.Param)
-    with zenflow_jax.HostEngine(
-        nnx.state(model, nnx.Param), optimizer.opt_state, host_kernel="numpy", threads=1
-    ) as engine:
-        for t in range(1, STEPS + 1):
-            nnx_step(model, optimizer, gradients_at(t))
-            engine.exchange_nnx(model, optimizer)
-        assert_close(nnx_params(model), alone())
-        engine.flush_nnx(model, optimizer)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_jit_equals_eager(offload):
     # A boundary at every step, so that one step has all there is.
@@ -237,40 +142,33 @@ def test_jit_equals_eager(offload):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=ATOL, atol=ATOL)
 
 
-def test_scan_equals_a_loop():
+def test_scan_and_vmap_equal_loops():
     def step(carry, gradients):
         params, state = carry
         updates, state = PLAIN.update(gradients, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    params = example_params()
-    gradients = jax.tree.map(lambda *g: jnp.stack(g), *map(gradients_at, range(1, STEPS + 1)))
-    (params, state), _ = jax.jit(functools.partial(jax.lax.scan, step))(
-        (params, PLAIN.init(params)), gradients
-    )
-    assert_close(params, alone())
-    assert int(state.step) == STEPS
-
-
-@pytest.mark.slow
-def test_vmap_equals_a_loop_over_models():
-    def several(first, start):
-        return jax.tree.map(lambda *x: jnp.stack(x), *(first(start + i) for i in range(2)))
+    def several(of_model):
+        return jax.tree.map(lambda *x: jnp.stack(x), *of_model)
 
     def params_of(model):
-        return jax.tree.map(lambda p: p + model, example_params())
+        return jax.tree.map(lambda p: p + float(model), example_params())
 
-    params = several(lambda model: params_of(float(model)), 0)
-    state = jax.vmap(PLAIN.init)(params)
-    update = jax.jit(jax.vmap(PLAIN.update))
-    for t in range(1, 4):
-        updates, state = update(several(gradients_at, 10 * t), state, params)
-        params = optax.apply_updates(params, updates)
+    # The gradients of each step, of either model.
+    gradients = several(
+        [several([gradients_at(10 * model + t) for t in range(1, 4)]) for model in range(2)]
+    )
+
+    def run(params, gradients):
+        return jax.lax.scan(step, (params, PLAIN.init(params)), gradients)[0]
+
+    params, state = jax.jit(jax.vmap(run))(several([params_of(0), params_of(1)]), gradients)
+    assert state.step.tolist() == [3, 3]
     for model in range(2):
         expected, _ = train(
             PLAIN,
             3,
-            params=params_of(float(model)),
-            gradients=lambda t, model=model: gradients_at(10 * t + model),
+            params=params_of(model),
+            gradients=lambda t, model=model: gradients_at(10 * model + t),
         )
         assert_close(jax.tree.map(lambda p, model=model: p[model], params), expected)
