@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -36,11 +36,10 @@ class Row(NamedTuple):
     tokens_per_s: float  # without padding
     wait_share: float  # share of the time in which the loop waited for the host, 0 to 1
     skipped: int  # steps of the interval whose gradient was not finite
-    # Of zenflow's schedule at the end of the interval; None without it. Mean length, in steps, of
-    # the windows that closed in the interval; if none did, as before.
-    window_length: float | None = None
+    # Of zenflow's schedule, from the start of the run to the end of the interval; None without it.
+    window_length: float | None = None  # in steps, the mean of all windows that have closed
     kept_share: float | None = None  # see `EngineStats.kept_share`; one boundary late
-    reselections: int | None = None  # since the start of the run, the first selection included
+    reselections: int | None = None  # the first selection included
 
 
 class Totals(NamedTuple):
@@ -60,20 +59,13 @@ class Mark(NamedTuple):
         return Totals(seconds, tokens / seconds, waited / seconds)
 
 
-class Counts(NamedTuple):
-    windows: int = 0  # that have closed
-    steps_in_them: int = 0
-    kept_share: float | None = None
-    reselections: int = 0
-
-
 class Taken(NamedTuple):
     """A step that is in no row yet."""
 
     loss: jax.Array | float
     skipped: jax.Array | int  # the number of steps that had been skipped after it
     tokens: int
-    counts: Counts | None  # None inside an interval
+    schedule: Sequence[Any]  # the figures of a row; () inside an interval
 
 
 class Meter:
@@ -99,17 +91,13 @@ class Meter:
         self._steps = steps
         self._stats = stats
         self._max_skipped, self._remedy = max_skipped, remedy
-        state = state or {"unread": [], "skipped": 0, "counts": Counts(), "window_length": None}
+        state = state or {"unread": [], "skipped": 0}
         self._unread = deque(
-            Taken(loss, skipped, 0, counts and Counts(*counts))
-            for loss, skipped, counts in state["unread"]
+            Taken(loss, skipped, 0, schedule) for loss, skipped, schedule in state["unread"]
         )
         self._steps_read = steps_done - len(self._unread)
         self._tokens_read = 0
-        # By the last row.
-        self._skipped: int = state["skipped"]
-        self._counts = Counts(*state["counts"])
-        self._window_length: float | None = state["window_length"]
+        self._skipped: int = state["skipped"]  # by the last row
         self._paused_s = 0.0
         # The last step of which it is known whether it was skipped.
         self._known = self._begun = steps_done
@@ -128,13 +116,11 @@ class Meter:
         It then blocks until the device has done all but the last `log_every` steps.
         """
         step = self._taken + 1
-        counts = None
+        schedule = ()
         if self._stats and (step % self._log_every == 0 or step == self._steps):
             stats = self._stats()
-            counts = Counts(
-                stats.windows, _steps_in_windows(stats), stats.kept_share, stats.reselections
-            )
-        self._unread.append(Taken(loss, skipped, tokens, counts))
+            schedule = mean_window_length(stats), stats.kept_share, stats.reselections
+        self._unread.append(Taken(loss, skipped, tokens, schedule))
         self._judge(step - BEHIND)
         enough = self._to_next_row() + self._log_every
         return self._next_row() if len(self._unread) >= enough else None
@@ -167,10 +153,8 @@ class Meter:
         """All that a run that goes on needs, for JSON. Blocks until all steps are done."""
         unread = jax.device_get(list(self._unread))
         return {
-            "unread": [(float(one.loss), int(one.skipped), one.counts) for one in unread],
+            "unread": [(float(one.loss), int(one.skipped), one.schedule) for one in unread],
             "skipped": self._skipped,
-            "counts": self._counts,
-            "window_length": self._window_length,
         }
 
     def since_start(self) -> Totals:
@@ -215,21 +199,8 @@ class Meter:
         losses = [x for (x, after), b in zip(figures, totals, strict=False) if int(after) == b]
         skipped, self._skipped = totals[-1] - totals[0], totals[-1]
         loss = float(sum(losses)) / len(losses) if losses else math.nan
-        row = Row(self._steps_read, loss, rates.tokens_per_s, rates.wait_share, skipped)
-        return row._replace(**self._schedule(taken[-1].counts))
-
-    def _schedule(self, counts: Counts | None) -> dict[str, Any]:
-        if self._stats is None:
-            return {}
-        counts = counts or self._counts  # of a start with other intervals, nothing is known
-        if windows := counts.windows - self._counts.windows:
-            self._window_length = (counts.steps_in_them - self._counts.steps_in_them) / windows
-        self._counts = counts
-        return {
-            "window_length": self._window_length,
-            "kept_share": counts.kept_share,
-            "reselections": counts.reselections,
-        }
+        rates = rates.tokens_per_s, rates.wait_share
+        return Row(self._steps_read, loss, *rates, skipped, *taken[-1].schedule)
 
     def _mark(self) -> Mark:
         # The losses that a resumed run begins with are no arrays, and have no tokens.
@@ -244,13 +215,10 @@ class Meter:
         return time.perf_counter() - self._paused_s
 
 
-def mean_window_length(stats: zenflow_jax.EngineStats) -> float:
+def mean_window_length(stats: zenflow_jax.EngineStats) -> float | None:
     """Mean length, in steps, of all closed windows; those of the warm-up have one step each."""
-    return _steps_in_windows(stats) / stats.windows
-
-
-def _steps_in_windows(stats: zenflow_jax.EngineStats) -> int:
-    return sum(length * count for length, count in stats.window_lengths.items())
+    steps = sum(length * count for length, count in stats.window_lengths.items())
+    return steps / stats.windows if stats.windows else None
 
 
 def check_finite(figures: Mapping[str, float], remedy: str) -> None:

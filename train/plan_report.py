@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +18,6 @@ from zenflow_jax.planning import (
     EFFICIENCY,
     HOST_RESERVE,
     INSTALL,
-    PINNED,
     TEMPORARIES,
     UNASKED,
     USABLE,
@@ -28,6 +26,8 @@ from zenflow_jax.planning import (
 )
 
 ON_DEVICE = ("weights", "optimizer state", TEMPORARIES, "mail under way", "uploads")
+# What follows from the attributes of a plan.
+DERIVED = "by fits device_bytes device_bytes_there host_bytes host_pinned hidden advice".split()
 ON_HOST = ("masters, moments", "sums", "mail", "hand-over, pinned", "hand-over", "a save")
 
 
@@ -129,57 +129,23 @@ def command_line(run_plan: RunPlan, way: Way, arguments: Sequence[str]) -> str:
 
 
 def write_json(run_plan: RunPlan, arguments: Sequence[str], path: Path) -> None:
-    chosen = run_plan.chosen
+    """Writes the plans, by the names of `zenflow_jax.planning.Plan`."""
     content = {
-        "device": chosen.gpu.name,
-        "devices": chosen.devices,
-        "by": chosen.by,
-        "parameters": chosen.parameters,
+        "optimizer": run_plan.settings.optimizer,
         "batch_size": run_plan.settings.batch_size,
         "sequence_length": run_plan.settings.sequence_length,
-        "optimizer": run_plan.settings.optimizer,
         "largest_batch": run_plan.largest_batch,
-        "host_bandwidth": chosen.host_bandwidth,
         "host_bandwidth_measured": run_plan.measured,
-        "advice": chosen.advice,
         "what_fits": [
-            {
-                "command": command_line(run_plan, way, arguments),
-                "device_bytes": way.memory.device,
-                "host_bytes": way.memory.host,
-            }
+            {"command": command_line(run_plan, way, arguments), **way.memory._asdict()}
             for way in run_plan.ways
         ],
-        "plans": {name: _of_one(x) for name, x in run_plan.of_optimizers.items()},
+        "plans": {
+            name: dataclasses.asdict(plan) | {which: getattr(plan, which) for which in DERIVED}
+            for name, plan in run_plan.of_optimizers.items()
+        },
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _of_one(x: Plan) -> dict[str, Any]:
-    return {
-        "fits": x.fits,
-        "device_bytes": dict(x.device),
-        "device_bytes_total": x.device_bytes,
-        "device_bytes_there": x.device_bytes_there,
-        "host_bytes": dict(x.host),
-        "host_bytes_total": x.host_bytes,
-        "host_bytes_pinned": x.host_pinned,
-        "host_bytes_there": x.host_bytes_there,
-        "pinned": list(PINNED),
-        "checkpoint_bytes": x.checkpoint,
-        "to_host_bytes_per_step": x.to_host,
-        "to_device_bytes_per_step": x.to_device,
-        "flops_per_step": x.flops,
-        "step_s": x.step_s,
-        "host_s": x.host_s,
-        "host_busy": x.hides and x.hides.busy,
-        "hidden": x.hidden,
-        "update_interval": x.hides and x.hides.interval,
-        "host_busy_by_update_interval": x.hides
-        and {str(s): busy for s, busy in x.hides.of_intervals.items()},
-        "smallest_update_interval": x.hides and x.hides.smallest_interval,
-        "advice": x.advice,
-    }
 
 
 def _smallest(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 settings.toml         all settings, as a config file, with copies of the files that it names
                       (deepspeed.json, chat_template.jinja)
-metrics.csv, validation.csv, events.out.tfevents.*   (`run_log.py`)
+metrics.csv, validation.csv   (`run_log.py`)
 loss.png              curves of the loss and of the task's metrics
 summary.json          figures of the summary table; `best_step` is the step whose weights the
                       model has, null without keep_best

@@ -3,7 +3,6 @@
     metrics.csv           one row for every `log_every` steps, written as they come; unknown
                           figures, such as adamw's of windows, are blank
     validation.csv        the figures of every validation
-    events.out.tfevents.* both for TensorBoard
 
 A run that goes on from a checkpoint drops the rows that came after it, and writes them again.
 """
@@ -13,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
-import math
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,18 +19,13 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
-from tensorboardX import summary
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.record_writer import RecordWriter
 
 from train.meter import Row
 from train.whole import made_whole
 
-BOARD_EVERY_S = 30.0  # as often as TensorBoard reads
-
 
 class RunLog:
-    """Metrics of a run, to the screen, the CSV files and TensorBoard. Use with `with`.
+    """Metrics of a run, to the screen and the CSV files. Use with `with`.
 
     `rows`, as `read_rows` returned them, and `validations` are those of earlier starts.
     """
@@ -55,7 +47,6 @@ class RunLog:
         self._csv_file = _begin(folder / "metrics.csv", [Row._fields, *rows])
         lines = [("step", "figure", "value"), *(line for v in validations for line in _lines(*v))]
         self._validation_file = _begin(folder / "validation.csv", lines)
-        self._board = _Board(folder, purge=done + 1 if rows else None)
         self._bar = Progress(
             *Progress.get_default_columns(),
             MofNCompleteColumn(),
@@ -78,7 +69,7 @@ class RunLog:
             if kind is not None:
                 # A full disk fails here again, which would hide the error that says so.
                 closing.enter_context(contextlib.suppress(OSError))
-            for file in (self._csv_file, self._validation_file, self._board):
+            for file in (self._csv_file, self._validation_file):
                 closing.callback(file.close)
 
     def begin(self, step: int) -> None:
@@ -95,7 +86,6 @@ class RunLog:
         self.rows.append(row)
         # At once, so that a run can be followed, and one that dies leaves a record.
         _write(self._csv_file, [row])
-        self._board.add("train", row._asdict(), row.step)
         figures = f"loss {row.loss:.3f}"
         if row.tokens_per_s:  # unknown for the first step, which compiles
             figures += f"  {row.tokens_per_s:,.0f} tokens/s  waited for host {row.wait_share:.1%}"
@@ -106,7 +96,6 @@ class RunLog:
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         _write(self._validation_file, _lines(step, figures))
-        self._board.add("validation", figures, step)
         values = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         show(self._console, f"validation after {step} steps: {values}")
 
@@ -180,33 +169,3 @@ def _begin(path: Path, lines: Iterable[Sequence[Any]]) -> TextIO:
 def _write(file: TextIO, lines: Iterable[Sequence[Any]]) -> None:
     csv.writer(file).writerows(lines)
     file.flush()
-
-
-class _Board:
-    """TensorBoard's file, whose readers forget what they know from the step `purge` on.
-
-    On a full disk tensorboardX's `SummaryWriter` waits for ever; its `EventsWriter` stays open.
-    """
-
-    def __init__(self, folder: Path, *, purge: int | None):
-        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}"
-        self._file = RecordWriter(str(folder / name))
-        self._write(file_version="brain.Event:2")
-        if purge is not None:
-            self._write(step=purge, session_log=SessionLog(status=SessionLog.START))
-        self._flushed = time.monotonic()
-
-    def add(self, label: str, figures: Mapping[str, float | None], step: int) -> None:
-        for name, value in figures.items():
-            # TensorBoard draws no point for a figure that is not finite.
-            if name != "step" and value is not None and math.isfinite(value):
-                self._write(step=step, summary=summary.scalar(f"{label}/{name}", value))
-        if time.monotonic() > self._flushed + BOARD_EVERY_S:
-            self._file.flush()
-            self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, **event: Any) -> None:
-        self._file.write(Event(wall_time=time.time(), **event).SerializeToString())

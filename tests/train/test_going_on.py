@@ -146,8 +146,8 @@ def test_an_export_says_which_updates_it_lacks(runs, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(("room", "options"), [("40k", ["--log-every", "1"]), ("2m", [])])
 def test_a_run_whose_disk_is_full_ends_with_one_message(tmp_path, small_disk, capfd, room, options):
-    # What is written to it is the metrics, for which TensorBoard's own thread would be waited
-    # for without end; or checkpoints, of which orbax leaves a trace for each array.
+    # What is written to it is the metrics, or checkpoints, of which orbax leaves a trace for each
+    # array.
     config, disk = kill_test.write_config(tmp_path, steps=STEPS), small_disk(room)
     where = ["--output-dir", str(disk), "--keep", "99", *options]
     assert finetune.main([str(config), "--run", "full", *where]) == 2

@@ -48,7 +48,7 @@ def test_the_loss_of_an_interval_is_of_its_steps_that_were_not_skipped():
     np.testing.assert_equal([row.loss for row in rows], [1, 3, np.nan, 7])
 
 
-def test_the_schedule_of_a_row_is_of_its_interval_and_carries_a_length_on():
+def test_the_schedule_of_a_row_is_that_at_the_end_of_its_interval():
     stats = EngineStats()
     meter = meter_of(2, stats=lambda: stats)
     meter.start()
@@ -56,18 +56,13 @@ def test_the_schedule_of_a_row_is_of_its_interval_and_carries_a_length_on():
     for step, lengths, more in (
         (2, {}, {}),
         (4, {1: 1, 3: 1}, {"reselections": 1}),
-        (6, {1: 1, 3: 1}, {"reselections": 1}),
-        (8, {1: 1, 3: 2}, {"reselections": 2, "kept_share": 0.5}),
+        (6, {1: 1, 3: 4}, {"reselections": 2, "kept_share": 0.5}),
     ):
+        rows.append(metered(meter, 1.0))
         stats = EngineStats(steps=step, window_lengths=lengths, **more)
-        rows += [metered(meter, 1.0), metered(meter, 1.0)]
+        rows.append(metered(meter, 1.0))
     rows = [row[5:] for row in [*rows, *meter.drain()] if row]
-    assert rows == [
-        (None, None, 0),  # no window has closed yet
-        (2.0, None, 1),
-        (2.0, None, 1),  # none has closed in these steps: as before
-        (3.0, 0.5, 2),
-    ]
+    assert rows == [(None, None, 0), (2.0, None, 1), (2.6, 0.5, 2)]
 
 
 # --- steps that are skipped -----------------------------------------------------------------

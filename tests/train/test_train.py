@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from benchmarks import kill_test
 from tests.train import scripts
-from tests.train.scripts import rows, small_model, summary
+from tests.train.scripts import rows, small_model, summary, write
 from train import finetune, job
 from train.command_line import load_settings
 from train.data import Batches
@@ -36,28 +36,27 @@ def tiny_command(folder: Path, **changed) -> list[str]:
 # --- text -----------------------------------------------------------------------------------
 
 
-def library_split(seed: int) -> standard_library.Split:
-    root = standard_library.folder()
-    files = standard_library.source_files(root)
-    return standard_library.split_files(
-        root, files, seed=seed, max_bytes=500_000, validation_share=0.2
-    )
+def test_the_split_follows_the_seed_and_no_file_is_on_both_sides(tmp_path):
+    for i in range(9):
+        write(tmp_path / "a" / f"{i}.py", "x" * 10)
+    write(tmp_path / "site-packages" / "b.py", "x")
+    files = standard_library.source_files(tmp_path)
+    assert len(files) == 9
 
+    def split(seed):
+        options = {"max_bytes": 75, "validation_share": 0.2}
+        return standard_library.split_files(tmp_path, files, seed=seed, **options)
 
-def test_the_split_follows_the_seed_and_no_file_is_on_both_sides():
-    split = library_split(0)
-    assert split == library_split(0) != library_split(4)
-    assert set(split.train).isdisjoint(split.validation)
-    assert split.train
-    assert split.validation
-    folders = {part for path in split.train + split.validation for part in path.parts[:-1]}
-    assert folders.isdisjoint(standard_library.SKIPPED_FOLDERS)
+    train, validation = split(0)
+    assert split(0) == (train, validation) != split(4)
+    assert (len(train), len(validation)) == (6, 2)
+    assert set(train).isdisjoint(validation)
 
 
 def test_windows_overlap_by_one_byte_so_that_each_byte_is_predicted_once(tmp_path):
     (tmp_path / "a.py").write_bytes(b"abcde")
     (tmp_path / "b.py").write_bytes(b"fg")
-    windows = standard_library.windows(tmp_path, (Path("a.py"), Path("b.py")), sequence_length=4)
+    windows = standard_library.windows(tmp_path, [Path("a.py"), Path("b.py")], sequence_length=4)
     texts = [bytes(windows[i]["tokens"].astype(np.uint8)) for i in range(len(windows))]
     assert texts == [b"\0abcd", b"de\0fg"]
 
@@ -114,7 +113,6 @@ def recorded(run: Path, shown: str) -> tuple[dict, list[tuple[str, ...]]]:
     metrics = rows(run / "metrics.csv")
     assert [int(row["step"]) for row in metrics] == [4, 8, 12, 13]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert list(run.glob("events.out.tfevents.*"))
     figures = summary(run)
     assert figures["steps"] == TINY["steps"]
     assert figures["validation_after"]["loss"] < figures["validation_before"]["loss"]
@@ -165,14 +163,12 @@ def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
 @pytest.mark.usefixtures("no_picture")
 def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
     changed = {"corpus_megabytes": 0.02, "steps": 9, "log_every": 1, "update_interval": 1}
-    root = standard_library.folder()
-    split = standard_library.split_files(
-        root, standard_library.source_files(root), seed=0, max_bytes=20_000, validation_share=0.1
+    task = standard_library.make(
+        seed=0, corpus_megabytes=0.02, validation_share=0.1, sequence_length=TINY["sequence_length"]
     )
-    windows = standard_library.windows(root, split.train, TINY["sequence_length"])
     # So large that it takes four batches, the last of them not full, whatever this Python's text.
-    changed["batch_size"] = len(windows) // 4 + 1
-    assert Batches(windows, batch_size=changed["batch_size"], seed=0).per_epoch == 4
+    changed["batch_size"] = len(task.train) // 4 + 1
+    assert Batches(task.train, batch_size=changed["batch_size"], seed=0).per_epoch == 4
 
     assert finetune.main(tiny_command(tmp_path, select_interval="epoch", **changed)) == 0
     metrics = rows(tmp_path / "runs" / "001-zenflow" / "metrics.csv")

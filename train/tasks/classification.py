@@ -25,7 +25,7 @@ from train.data import DataError
 from train.tasks import Task, glue, tables
 from train.tasks.encoding import Text
 from train.tasks.examples import Examples, Sentences, check_room, task_of
-from train.tasks.files import find_files, lines, records, shorten, text_field
+from train.tasks.files import find_files, lines, records, shorten, some, text_field
 from train.tokenizer import Tokenizer
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", *tables.SUFFIXES)
@@ -37,7 +37,6 @@ AS_CSV = "Save texts with tabs or line breaks in them as CSV"
 
 # Of a file with more rows that have no text the wrong column was named.
 BLANK_SHARE = 2
-NAMED_ROWS = 30
 
 # With so many classes it is the number of examples that says whether they are classes.
 MANY_CLASSES = 20
@@ -156,17 +155,16 @@ def _read(paths: list[Path], columns: Columns, notes: list[str]) -> Rows:
                 rows.places.append(where)
             else:
                 blank.append(where.rpartition(" ")[2])
-        listed = ", ".join(blank[:NAMED_ROWS]) + (", ..." if len(blank) > NAMED_ROWS else "")
         total = len(rows.labels) - before + len(blank)
         if not total:
             raise DataError(f"{path}: expected examples, found none.")
         if len(blank) * BLANK_SHARE > total:
             raise DataError(
                 f"{path}: expected texts in {' and '.join(map(repr, columns.texts))}, found "
-                f"{len(blank)} of {total} rows without: {listed}. Name it with --text-column."
+                f"{len(blank)} of {total} rows without: {some(blank)}. Name it with --text-column."
             )
         if blank:
-            notes.append(f"{path.name}: left out {len(blank)} rows without text: {listed}")
+            notes.append(f"{path.name}: left out {len(blank)} rows without text: {some(blank)}")
     return rows
 
 

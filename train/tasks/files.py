@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -160,6 +160,11 @@ def split(
     if not validates.any():
         validates[np.argmin(sizes)] = True
     return np.flatnonzero(~validates), np.flatnonzero(validates)
+
+
+def some(numbers: Sequence[Any]) -> str:
+    """The first 30 of some numbers of lines, for a message."""
+    return ", ".join(map(str, numbers[:30])) + (", ..." if len(numbers) > 30 else "")
 
 
 def shorten(text: str) -> str:

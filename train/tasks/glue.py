@@ -23,12 +23,11 @@ from train.data import DataError
 from train.tasks import Score, Task
 from train.tasks.encoding import Text
 from train.tasks.examples import Sentences, check_room, task_of
-from train.tasks.files import expect_examples, lines, shorten
+from train.tasks.files import expect_examples, lines, shorten, some
 from train.tokenizer import Tokenizer
 
 # Of QQP's 363,870 lines some 20 are broken. A file with many more is not that file.
 BROKEN_SHARE = 1000
-NAMED_LINES = 30
 
 
 def accuracy(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -202,10 +201,11 @@ def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
     if not broken:
         return []
     last = 1 + taken + len(broken)  # with the header
-    named = ", ".join(map(str, broken[:NAMED_LINES])) + ", ..." * (len(broken) > NAMED_LINES)
     if len(broken) * BROKEN_SHARE > last:
         raise DataError(
             f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or with an "
-            f"empty question, got {len(broken)} of {last}: lines {named}."
+            f"empty question, got {len(broken)} of {last}: lines {some(broken)}."
         )
-    return [f"{path.name}: left out {len(broken)} of {last} lines, which lack text: lines {named}"]
+    return [
+        f"{path.name}: left out {len(broken)} of {last} lines, which lack text: lines {some(broken)}"
+    ]

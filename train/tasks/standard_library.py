@@ -10,7 +10,6 @@ import os
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,36 +28,16 @@ SKIPPED_FOLDERS = frozenset(
 )
 
 
-class Split(NamedTuple):
-    """Which files train and which validate: paths relative to the root, each side sorted."""
-
-    train: tuple[Path, ...]
-    validation: tuple[Path, ...]
-
-
 def make(
     *, seed: int, sequence_length: int, corpus_megabytes: float, validation_share: float
 ) -> Task:
     """The task of predicting the next byte of Python's source files."""
-    root, max_bytes = folder(), int(corpus_megabytes * 1e6)
-    split = split_files(
-        root, source_files(root), seed=seed, max_bytes=max_bytes, validation_share=validation_share
-    )
-    train, validation = (windows(root, files, sequence_length) for files in split)
-    checksum = 0
-    for part in (train, validation):
-        checksum = zlib.crc32(part.tokens, checksum)
-    return Task(
-        name="standard_library",
-        kind="decoder",
-        train=train,
-        validation={"validation": validation},
-        checksum=checksum,
-    )
-
-
-def folder() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_paths()["stdlib"])
+    options = {"max_bytes": int(corpus_megabytes * 1e6), "validation_share": validation_share}
+    sides = split_files(root, source_files(root), seed=seed, **options)
+    train, validation = (windows(root, files, sequence_length) for files in sides)
+    checksum = zlib.crc32(validation.tokens, zlib.crc32(train.tokens))
+    return Task("standard_library", "decoder", train, {"validation": validation}, checksum)
 
 
 def source_files(root: Path) -> list[Path]:
@@ -77,8 +56,8 @@ def source_files(root: Path) -> list[Path]:
 
 def split_files(
     root: Path, files: list[Path], *, seed: int, max_bytes: int, validation_share: float
-) -> Split:
-    """The seeded split of `files`, by a share of their bytes, of at most `max_bytes`."""
+) -> tuple[list[Path], list[Path]]:
+    """Which of `files` train and which validate, by a share of `max_bytes` at most; sorted."""
     shuffled = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     ends = np.cumsum([(root / path).stat().st_size for path in shuffled])
     # The file that crosses a limit still belongs to the side before it.
@@ -91,13 +70,11 @@ def split_files(
         )
     border = int(np.searchsorted(ends, validation_share * ends[-1])) + 1
     border = min(border, len(shuffled) - 1)
-    return Split(
-        train=tuple(sorted(shuffled[border:], key=Path.as_posix)),
-        validation=tuple(sorted(shuffled[:border], key=Path.as_posix)),
-    )
+    sides = shuffled[border:], shuffled[:border]
+    return sorted(sides[0], key=Path.as_posix), sorted(sides[1], key=Path.as_posix)
 
 
-def windows(root: Path, files: tuple[Path, ...], sequence_length: int) -> Windows:
+def windows(root: Path, files: list[Path], sequence_length: int) -> Windows:
     """The text of `files` as windows, which overlap by one."""
     joined = b"".join(FILE_START + (root / path).read_bytes() for path in files)
     text = np.frombuffer(joined, np.uint8)
