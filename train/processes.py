@@ -7,7 +7,6 @@ the next call must be the same in every process. Only process 0 shows and writes
 from __future__ import annotations
 
 import os
-import socket
 import zlib
 
 import jax
@@ -25,7 +24,6 @@ TIMEOUTS = {"heartbeat_timeout_seconds": 60, "shutdown_timeout_seconds": 30}
 def join(launch: Launch) -> None:
     """Connects this process with those that `launch` or SLURM names, before jax is asked."""
     if launch.processes is not None:
-        _claim(launch)
         jax.distributed.initialize(
             launch.coordinator,
             launch.processes,
@@ -88,21 +86,6 @@ def whole(x: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
-
-
-def _claim(launch: Launch) -> None:
-    """Refuses a second process of this number, for which jax would wait minutes, and then abort."""
-    # A name that exists on this machine as long as this process does.
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0zenflow_jax {launch.coordinator} {launch.process}")
-    except OSError as error:
-        claim.close()
-        raise SettingsError(
-            f"`--process`: expected a number of its own for each process, got {launch.process} for "
-            f"two of those that meet at {launch.coordinator}."
-        ) from error
-    claim.detach()  # not closed with this object
 
 
 def _refuse_mpirun() -> None:

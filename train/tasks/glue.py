@@ -206,6 +206,5 @@ def _note_of_broken(path: Path, broken: list[int], taken: int) -> list[str]:
             f"{path}: expected at most one line in {BROKEN_SHARE} without its columns or with an "
             f"empty question, got {len(broken)} of {last}: lines {some(broken)}."
         )
-    return [
-        f"{path.name}: left out {len(broken)} of {last} lines, which lack text: lines {some(broken)}"
-    ]
+    out = f"left out {len(broken)} of {last} lines, which lack text"
+    return [f"{path.name}: {out}: lines {some(broken)}"]
