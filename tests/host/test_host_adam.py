@@ -146,7 +146,7 @@ def test_a_step_is_the_formula_on_active_channels_and_keeps_all_bits_of_others(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_several_steps_of_all_channels_equal_optax_adamw(kernel, shape):
+def test_first_steps_of_all_channels_equal_optax_adamw_and_the_formula(kernel, shape):
     tx = optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)
     state = new_state(shape)
     for x in (state.mu.values, state.nu.values, state.steps):
@@ -154,26 +154,20 @@ def test_several_steps_of_all_channels_equal_optax_adamw(kernel, shape):
     params = jnp.asarray(state.masters.values.copy())
     opt_state = tx.init(params)
     adam, active = HostAdam(kernel, 1), np.ones_like(state.steps, bool)
+    m = v = np.float64(0)
     for i in range(10):
-        gradient = new_gradient(shape, seed=i)
+        gradient, before = new_gradient(shape, seed=i), state.masters.as_float32().astype(float)
         step(adam, state, gradient, active)
         with jax.numpy_dtype_promotion("standard"):  # optax is not strict-clean
             updates, opt_state = tx.update(jnp.asarray(gradient), opt_state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(state.masters.values, params, rtol=0, atol=ATOL)
-
-
-def test_bias_corrections_of_early_steps_are_as_exact_as_float32_can_be():
-    # In float32, `1 - b2**t` is off by up to 3e-5 of itself, here as much of a parameter.
-    p, m, v = (np.zeros((1, 1, 12, 1), np.float32) for _ in range(3))
-    state = State(Masters(p), Moment(m), Moment(v), np.arange(12, dtype=np.int32)[None])
-    scalars = SCALARS._replace(learning_rate=1.0, weight_decay=0.0)
-    t, active = state.steps + 1.0, np.ones_like(state.steps, bool)
-    of_window = window_step(scalars, 1, None, np)
-    step(HostAdam("numpy", 1), state, np.ones_like(p), active, of_window=of_window)
-    expected = scalars.one_minus_b1 / (1 - scalars.b1**t)
-    expected /= np.sqrt(scalars.one_minus_b2 / (1 - scalars.b2**t))
-    np.testing.assert_allclose(-p.reshape(t.shape), expected, rtol=1e-6)
+        # In float32, as optax has it, `1 - b2**t` is off by up to 3e-5 of itself.
+        rate, b1, b2, one_minus_b1, one_minus_b2, eps, decay = SCALARS
+        m, v = b1 * m + one_minus_b1 * gradient, b2 * v + one_minus_b2 * np.float64(gradient) ** 2
+        direction = (m / (1 - b1 ** (i + 1))) / (np.sqrt(v / (1 - b2 ** (i + 1))) + eps)
+        moved = before - rate * (direction + decay * before)
+        np.testing.assert_allclose(state.masters.values, moved, rtol=1e-7, atol=3e-8)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -242,25 +236,6 @@ def test_channels_that_a_leaf_does_not_have_are_refused(kernel, wrong):
     state = new_state(SHAPES["leading"])
     with pytest.raises(ValueError, match=f"from 0 to 22, got .*{wrong}"):
         HostAdam(kernel, 1).take([state.masters], np.sort(np.int32([[3, wrong]])))
-
-
-@pytest.fixture(scope="module")
-def around_every_bfloat16() -> np.ndarray:
-    """float32 exactly on, just beside and halfway between bfloat16 values, not finite included."""
-    upper = np.arange(2**16, dtype=np.uint32) << 16
-    lower = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    return (upper[:, None] | lower).reshape(-1).view(np.float32)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
-def test_a_step_at_rate_zero_keeps_every_bit_of_masters(kernel, dtype, around_every_bfloat16):
-    p = around_every_bfloat16[np.isfinite(around_every_bfloat16)].reshape(1, 1, 1, -1)
-    masters, steps = new_masters(p, dtype), np.zeros((1, 1), np.int32)
-    state, before = State(masters, *new_moments(p.shape, compact=False), steps), bits(masters)
-    rest = window_step(SCALARS._replace(learning_rate=0.0, weight_decay=0.0), 1, None, np)
-    step(HostAdam(kernel, 1), state, np.zeros_like(p), np.ones((1, 1), bool), of_window=rest)
-    assert bits(masters) == before
 
 
 def test_adamw_yields_between_chunks_of_the_channels_that_were_chosen_when_it_began(monkeypatch):
