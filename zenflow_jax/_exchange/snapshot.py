@@ -5,24 +5,13 @@ copies; else who would write waits for the saver, which takes that leaf next.
 """
 
 import contextlib
-import logging
-import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 from zenflow_jax._host.leaf import HostLeaf
 
 # How often somebody who waits looks whether it should end.
 _LOOK_S = 0.1
-# After so long in one wait the run says what it waits for: else it looks dead.
-_LATE_S = 60.0
-_LATE = (
-    "the run has waited %.0f s for a checkpoint to have written leaf %s. It goes on when that is "
-    "done or has failed. If the disk is slow, give `EngineSave(engine, copy_bytes=...)` more "
-    "memory; if it is stuck, see to it."
-)
-_logger = logging.getLogger("zenflow_jax")
 
 
 class Snapshot:
@@ -31,7 +20,6 @@ class Snapshot:
     def __init__(self, leaves: Mapping[int, HostLeaf], copy_bytes: int):
         self._condition = threading.Condition()
         self._unsaved = {i: leaf.now() for i, leaf in leaves.items()}
-        self._names = {i: leaf.spec.name for i, leaf in leaves.items()}
         self._copied: set[int] = set()
         self._room = copy_bytes
         self._in_use: int | None = None  # the leaf whose memory the saver reads
@@ -54,13 +42,9 @@ class Snapshot:
                     self._copied.add(i)
                     self._room -= leaf.nbytes
             self._wanted = i
-            late = time.monotonic() + _LATE_S
             while self._reads(i):
                 if ended():
                     return False
-                if time.monotonic() >= late:
-                    late = math.inf
-                    _logger.warning(_LATE, _LATE_S, self._names[i])
                 self._condition.wait(_LOOK_S)
             self._wanted = None
             return True

@@ -342,6 +342,8 @@ class Worker:
                 continue
             with self.recorder.meanwhile("wait for save") if of_thread else nullcontext():
                 may_write = snapshot.before_write(i, lambda: self._stop is not None)
+            if not may_write and not of_thread:
+                raise RuntimeError("the engine was closed")
             if not may_write:
                 self._raise_stop()
 
