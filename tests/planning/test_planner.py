@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import types
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ import zenflow_jax
 from tests.runs import FEW, Settings, Training
 from train import settings as of_train
 from train.planning import folder_of_config, planned_step
-from train.report import hidden_share
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes
 from zenflow_jax.planning._host_work import host_work, with_interval
@@ -34,24 +32,23 @@ def settings_of(model, **changes):
     )
 
 
-def test_the_products_of_a_loop_count_for_every_round_and_on_its_way_back():
+def test_products_of_loops_count_for_every_round_and_of_convolutions_under_their_window():
     def loss(w, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
-    stack = jax.ShapeDtypeStruct((10, 512, 512), jnp.float32)
-    x = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
-    flops, moved_bytes = products(jax.jit(jax.value_and_grad(loss)).trace(stack, x).jaxpr.jaxpr)
-    assert flops == 3 * 10 * 2 * 2048 * 512**2
-    assert moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
-
-
-def test_the_products_of_a_convolution_are_those_of_its_inputs_under_a_window():
-    def f(x, w):
+    def convolution(x, w):
         of = ("NHWC", "HWIO", "NHWC")
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=of)
 
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 8, 8, 3), (5, 5, 3, 16))]
-    assert products(jax.jit(f).trace(*shapes).jaxpr.jaxpr)[0] == 2 * (2 * 8 * 8 * 16) * 5 * 5 * 3
+    def products_of(f, *shapes):
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return products(jax.jit(f).trace(*arrays).jaxpr.jaxpr)
+
+    flops, moved_bytes = products_of(jax.value_and_grad(loss), (10, 512, 512), (2048, 512))
+    assert flops == 3 * 10 * 2 * 2048 * 512**2  # the way back, too
+    assert moved_bytes == 3 * 10 * 4 * (2 * 2048 * 512 + 512**2)
+    flops, _ = products_of(convolution, (2, 8, 8, 3), (5, 5, 3, 16))
+    assert flops == 2 * (2 * 8 * 8 * 16) * 5 * 5 * 3
 
 
 def test_arguments_are_those_of_the_compiled_step_and_its_peak_is_what_xla_says():
@@ -112,35 +109,26 @@ def test_the_state_of_other_windows_is_that_of_a_run_with_them(window, rolling):
     assert schedules[0] == schedules[1]
 
 
-def test_the_hosts_work_is_that_of_the_log():
-    # 26 bytes of an update, 2 of each of four mails as they are read and as they come, 2 uploaded.
-    params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(8)]
-    state = zenflow_jax.find_state(zenflow_jax.zenflow(1e-3, topk_ratio=0.0).init(params))
-    work = host_work(state)
-    assert work.mean == 8 * 64**2 * ((24 + 2) / 4 + 2 + 2)
-    assert work.busiest == work.mean
-    assert work.steps == 1
-    long = host_work(with_interval(state, 16))
-    assert long.mean < work.mean
-    tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, rolling=False, window_scaling=None)
-    together = host_work(zenflow_jax.find_state(tx.init(params)))
-    # Eight mails are too many to keep: a float32 sum is written and read.
-    assert together.mean == work.mean + 8 * 64**2 * 8 / 4
-    assert (together.busiest, together.steps) == (4 * together.mean, 4)
-
-
-def test_an_updates_time_is_its_staleness_whether_or_not_leaves_take_turns():
-    alone = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)]
-
-    def times(leaves, **options):
+def test_the_hosts_work_is_that_of_the_log_and_its_time_that_of_staleness():
+    def work(window=4, leaves=8, **options):
+        params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * leaves
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, **options)
-        state = zenflow_jax.find_state(tx.init(alone * leaves))
-        return [host_work(with_interval(state, window)).steps for window in (1, 4, 16)]
+        return host_work(with_interval(zenflow_jax.find_state(tx.init(params)), window))
 
-    assert times(8) == times(1) == [1, 1, 1]
-    assert times(8, rolling=False) == [1, 4, 16]
-    assert times(8, staleness=3) == times(8, rolling=False, staleness=3) == [1, 3, 3]
-    assert times(8, rolling=False, staleness=0) == [1, 1, 1]
+    # 26 bytes of an update, 2 of each of four mails as they are read and as they come, 2 uploaded.
+    in_turn, together = work(), work(rolling=False)
+    assert in_turn.mean == in_turn.busiest == 8 * 64**2 * ((24 + 2) / 4 + 2 + 2)
+    assert work(16).mean < in_turn.mean
+    assert together.busiest == 4 * together.mean
+    for options, steps in (
+        ({}, [1, 1, 1]),
+        ({"leaves": 1}, [1, 1, 1]),
+        ({"rolling": False}, [1, 4, 16]),
+        ({"staleness": 3}, [1, 3, 3]),
+        ({"rolling": False, "staleness": 3}, [1, 3, 3]),
+        ({"rolling": False, "staleness": 0}, [1, 1, 1]),
+    ):
+        assert [work(window, **options).steps for window in (1, 4, 16)] == steps, options
 
 
 @functools.cache
@@ -191,17 +179,6 @@ def test_a_plan_names_all_that_it_lacks_and_nothing_else():
     )
     assert re.fullmatch(both.format(" without gradients and activations"), plan.advice)
     assert re.fullmatch(both.format(""), plan.with_peak(2000).advice)
-
-
-def test_a_run_is_advised_of_windows_only_after_a_hundred_steps_beside_a_device(monkeypatch):
-    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    state = jax.eval_shape(zenflow_jax.zenflow(1e-3).init, params)
-    monkeypatch.setattr(zenflow_jax.planning, "hiding", lambda *_, **__: "advice")
-    for platform, steps, said in (("gpu", 100, "advice"), ("gpu", 99, None), ("cpu", 100, None)):
-        device = types.SimpleNamespace(platform=platform)
-        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
-        stats = zenflow_jax.EngineStats(steps=steps, work_s=1.0)
-        assert hidden_share(state, stats, 10.0, "float32") == said
 
 
 def test_a_finished_run_says_how_busy_its_host_was():
