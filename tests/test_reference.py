@@ -63,11 +63,6 @@ def step(reference, *gradient):
     return param[:, 0].tolist()
 
 
-def flush(reference):
-    (param,) = reference.flush()
-    return param[:, 0].tolist()
-
-
 STEP_BY_STEP = dict(update_interval=1, staleness=0)
 
 
@@ -76,9 +71,7 @@ STEP_BY_STEP = dict(update_interval=1, staleness=0)
     [
         (dict(STEP_BY_STEP, topk_ratio=0.0, select_interval=1000), 1),
         (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=1), 10),
-        (dict(STEP_BY_STEP, topk_ratio=0.6, select_interval=7, weight_decay=0.05), 2),
-        (dict(topk_ratio=1.0, update_interval=3, select_interval=3), 3),
-        (dict(topk_ratio=1.0, update_interval=4, select_interval=4, staleness=0), 2),
+        (dict(topk_ratio=1.0, update_interval=3, select_interval=3, weight_decay=0.05), 3),
         (dict(topk_ratio=0.25, update_interval=4, full_warm_up_rounds=11), 0),
         # Clipped always, at some steps, never.
         (dict(STEP_BY_STEP, topk_ratio=0.25, select_interval=2, max_grad_norm=0.5), 6),
@@ -119,38 +112,102 @@ def test_finite_leaves_of_infinite_norm_are_clipped_to_zero_as_optax_does():
     assert reference.skipped == 0
 
 
-def test_a_deferred_channel_takes_one_step_with_the_mean_of_its_window():
-    reference = one_leaf(2, topk_ratio=0.5, update_interval=2, staleness=0)
-    assert step(reference, 1.0, 1.0) == [-0.5, 0.0]
-    assert step(reference, 1.0, 5.0) == [-1.0, -0.75]
-    _, _, _, steps = reference.moments(0)
-    np.testing.assert_array_equal(steps, [[2], [1]])
+DOUBLING = [2.0**t for t in range(9)]
+HALF = {"topk_ratio": 0.5, "staleness": 0}
+# Rates, options, and of each step the gradients and then the weights of all channels. None in the
+# place of gradients is a flush.
+BY_STEP = {
+    "a deferred channel takes one step with the mean of its window": (
+        1.0,
+        HALF | {"update_interval": 2},
+        [((1, 1), (-0.5, 0)), ((1, 5), (-1, -0.75))],
+    ),
+    "and with the learning rate of the last step of its window": (
+        DOUBLING,
+        HALF | {"update_interval": 2},
+        [((1, 1), (-0.5, 0)), ((1, 1), (-1.5, -1))],
+    ),
+    "an overlapped update is stale by exactly one window": (
+        1.0,
+        {"topk_ratio": 0.5, "update_interval": 3},
+        [((1, 1), (-0.5 * t, 0)) for t in (1, 2, 3)]
+        + [((1, 3), (-2, 0)), ((1, 3), (-2.5, 0)), ((1, 3), (-3, -0.5))]
+        + [((1, 3), (-3.5, -0.5)), ((1, 3), (-4, -0.5)), ((1, 3), (-4.5, -1.25))],
+    ),
+    # It is an ordinary selected channel from there on; the other is still stale.
+    "an entering channel receives the update of the closed window at once": (
+        1.0,
+        {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 2},
+        [
+            ((0, 1, 3), (0, 0, 0)),
+            ((0, 1, 3), (0, 0, -0.75)),
+            ((0, 1, 3), (0, 0, -1.5)),
+            ((0, 1, 3), (0, -0.5, -2.25)),
+        ],
+    ),
+    # The third is selected then. Windows close at steps 5 and 7, so the first one arrives at 7.
+    "a warm-up updates everything and ends with the first selection": (
+        1.0,
+        {"topk_ratio": 0.3, "update_interval": 2, "full_warm_up_rounds": 3},
+        [((1, 1, 3), (-0.5 * t, -0.5 * t, -0.75 * t)) for t in (1, 2, 3)]
+        + [((1, 1, 3), (-1.5, -1.5, -0.75 * t)) for t in (4, 5, 6)]
+        + [((1, 1, 3), (-2, -2, -5.25))],
+    ),
+    # Mean 3 of the two steps before it, rate 4 of its own.
+    "a skipped step counts for schedule and window but not for the mean": (
+        DOUBLING,
+        HALF | {"update_interval": 3},
+        [((1, 1), (-0.5, 0)), ((1, 5), (-1.5, 0)), ((np.nan, 1), (-1.5, -3))],
+    ),
+    "a window of skipped steps makes no update": (
+        1.0,
+        HALF | {"update_interval": 2, "weight_decay": 0.5},
+        [((0, np.nan), (0, 0))] * 4,
+    ),
+    "nor a late one": (
+        1.0,
+        {"topk_ratio": 0.5, "update_interval": 2, "weight_decay": 0.5},
+        [((0, np.nan), (0, 0))] * 4,
+    ),
+    # Mean 3, rate 2; then what is left of the window, with mean 7 and rate 8, stale like any other.
+    "a flush closes the open window early and leaves the schedule alone": (
+        DOUBLING,
+        {"topk_ratio": 0.5, "update_interval": 4},
+        [((15, 1), (-0.9375, 0)), ((15, 5), (-2.8125, 0))]
+        + [(None, (-2.8125, -1.5))] * 2
+        + [((15, 6), (-6.5625, -1.5)), ((15, 8), (-14.0625, -1.5)), ((15, 1), (-29.0625, -1.5))]
+        + [((15, 1), (-59.0625, -1.5)), ((15, 1), (-119.0625, -1.5)), ((15, 1), (-239.0625, -8.5))],
+    ),
+    "a flush brings home what is waiting and the open window": (
+        1.0,
+        {"topk_ratio": 0.0, "update_interval": 2},
+        [((1, 3), (0, 0)), ((1, 3), (0, 0)), ((3, 7), (0, 0)), (None, (-1.25, -1.625))],
+    ),
+}
 
 
-def test_a_deferred_channel_uses_the_learning_rate_of_the_last_step_of_its_window():
-    rates = [8.0, 4.0]
-    reference = one_leaf(2, rates.__getitem__, topk_ratio=0.5, update_interval=2, staleness=0)
-    assert step(reference, 1.0, 1.0) == [-4.0, 0.0]
-    assert step(reference, 1.0, 1.0) == [-6.0, -2.0]
+@pytest.mark.parametrize(("rate", "options", "steps"), BY_STEP.values(), ids=BY_STEP)
+def test_a_run_is_as_worked_out_by_hand(rate, options, steps):
+    rate = rate if isinstance(rate, float) else rate.__getitem__
+    reference = one_leaf(len(steps[0][1]), rate, **options)
+    for gradients, expected in steps:
+        if gradients is None:
+            seen = reference.flush()[0][:, 0].tolist()
+        else:
+            seen = step(reference, *gradients)
+        assert seen == list(expected)
 
 
-def test_an_overlapped_update_is_stale_by_exactly_one_window():
-    reference = one_leaf(2, topk_ratio=0.5, update_interval=3)
-    seen = [step(reference, 9.0, 1.0 if t <= 3 else 3.0)[1] for t in range(1, 10)]
-    # The third window's update is still on its way at the end.
-    assert seen == [0.0] * 5 + [-0.5] * 3 + [-1.25]
-    assert reference.moments(0)[0][1, 0] == -2.0
-    assert reference.windows == 3
-
-
-def test_an_entering_channel_receives_the_update_of_the_closed_window_at_once():
-    reference = one_leaf(3, topk_ratio=0.3, update_interval=2, select_interval=2)
-    step(reference, 0.0, 1.0, 3.0)
-    assert step(reference, 0.0, 1.0, 3.0) == [0.0, 0.0, -0.75]
-    np.testing.assert_array_equal(reference.selected[0], [2])
-    # It is an ordinary selected channel from here on; the other is still stale.
-    assert step(reference, 0.0, 1.0, 3.0) == [0.0, 0.0, -1.5]
-    assert step(reference, 0.0, 1.0, 3.0) == [0.0, -0.5, -2.25]
+def test_the_first_channels_stand_in_until_the_first_boundary_and_then_the_best_or_lower_ones():
+    reference = one_leaf(4, topk_ratio=0.5, update_interval=2, select_interval=4)
+    chosen = [reference.selected[0].tolist()]
+    for t in range(1, 7):
+        step(reference, *([1.0, 2.0, 3.0, 2.0] if t <= 2 else [4.0, 3.0, 2.0, 1.0]))
+        chosen.append(reference.selected[0].tolist())
+    # Chosen at step 2, the first boundary, then at 4; the scores of steps 1 and 2 are gone by then.
+    assert chosen == [[0, 1]] * 2 + [[1, 2]] * 2 + [[0, 1]] * 3
+    np.testing.assert_array_equal(reference.scores[0], [32.0, 18.0, 8.0, 2.0])
+    assert reference.reselections == 2
 
 
 def test_a_leaving_channel_keeps_its_adam_state_and_joins_the_next_window():
@@ -173,24 +230,6 @@ def test_a_leaving_channel_keeps_its_adam_state_and_joins_the_next_window():
     np.testing.assert_array_equal(steps[0], 3)
 
 
-def test_the_first_channels_stand_in_until_the_first_boundary():
-    reference = one_leaf(4, topk_ratio=0.5, update_interval=2, select_interval=4)
-    chosen = [reference.selected[0].tolist()]
-    for t in range(1, 7):
-        step(reference, *([1.0, 2.0, 3.0, 4.0] if t <= 2 else [4.0, 3.0, 2.0, 1.0]))
-        chosen.append(reference.selected[0].tolist())
-    # Chosen at step 2, the first boundary, then at 4; the scores of steps 1 and 2 are gone by then.
-    assert chosen == [[0, 1]] * 2 + [[2, 3]] * 2 + [[0, 1]] * 3
-    np.testing.assert_array_equal(reference.scores[0], [32.0, 18.0, 8.0, 2.0])
-    assert reference.reselections == 2
-
-
-def test_ties_go_to_the_lower_channel():
-    reference = one_leaf(5, topk_ratio=0.4, update_interval=1)
-    step(reference, 1.0, -2.0, 3.0, 2.0, 2.0)
-    np.testing.assert_array_equal(reference.selected[0], [1, 2])
-
-
 def test_stack_entries_select_separately_and_trailing_channels_do_not_stack():
     gradient = np.zeros((2, 3, 4), np.float32)
     gradient[0, 1, 3] = gradient[1, 2, 0] = 1.0
@@ -203,19 +242,6 @@ def test_stack_entries_select_separately_and_trailing_channels_do_not_stack():
     np.testing.assert_array_equal(columns, [[3], [0]])
     np.testing.assert_array_equal(blocks, [0])
     assert [s.shape for s in reference.scores] == [(2, 3), (2, 4), (2,)]
-
-
-def test_a_warm_up_updates_everything_and_ends_with_the_first_selection():
-    reference = one_leaf(3, topk_ratio=0.3, update_interval=2, full_warm_up_rounds=3)
-    chosen, seen = [], []
-    for _ in range(7):
-        seen.append(step(reference, 1.0, 1.0, 3.0)[1:])
-        chosen.append(reference.selected[0].tolist())
-    assert chosen == [[0]] * 2 + [[2]] * 5
-    # Windows close at steps 5 and 7 from then on, so the first reaches the parameters at 7.
-    assert [third for _, third in seen] == [-0.75 * t for t in range(1, 8)]
-    assert [second for second, _ in seen] == [-0.5, -1.0] + [-1.5] * 4 + [-2.0]
-    assert reference.windows == 5
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38], ids=str)
@@ -237,51 +263,6 @@ def test_a_gradient_without_finite_square_is_skipped_wherever_it_is(bad):
     np.testing.assert_array_equal(scores, [1.0, 1.0])
     np.testing.assert_array_equal(reference.scores[0], [0.0, 0.0])
     assert reference.moments(0)[0][1, 0] == -0.5
-
-
-def test_a_skipped_step_counts_for_schedule_and_window_but_not_for_the_mean():
-    rates = [1.0, 2.0, 4.0]
-    reference = one_leaf(2, rates.__getitem__, topk_ratio=0.5, update_interval=3, staleness=0)
-    assert step(reference, 1.0, 1.0) == [-0.5, 0.0]
-    assert step(reference, 1.0, 5.0) == [-1.5, 0.0]
-    # Mean 3 of the two steps before it, rate 4 of its own.
-    assert step(reference, np.nan, 1.0) == [-1.5, -3.0]
-
-
-@pytest.mark.parametrize("staleness", [0, None])
-def test_a_window_of_skipped_steps_makes_no_host_update(staleness):
-    reference = one_leaf(
-        2, topk_ratio=0.5, update_interval=2, staleness=staleness, weight_decay=0.5
-    )
-    for _ in range(4):
-        assert step(reference, 0.0, np.nan) == [0.0, 0.0]
-    _, _, _, steps = reference.moments(0)
-    np.testing.assert_array_equal(steps, 0)
-    assert (reference.skipped, reference.windows, reference.reselections) == (4, 2, 1)
-
-
-def test_flush_closes_the_open_window_early_and_leaves_the_schedule_alone():
-    rates = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
-    reference = one_leaf(2, rates.__getitem__, topk_ratio=0.5, update_interval=4)
-    assert step(reference, 9.0, 1.0)[1] == 0.0
-    assert step(reference, 9.0, 5.0)[1] == 0.0
-    assert flush(reference)[1] == -1.5  # mean 3, rate 2
-    assert flush(reference)[1] == -1.5
-    assert (reference.windows, reference.reselections) == (1, 0)
-
-    # What is left of the first window: mean 7, rate 8, and stale like any other.
-    assert [step(reference, 9.0, g)[1] for g in [6.0, 8.0, 1.0, 1.0, 1.0]] == [-1.5] * 5
-    assert (reference.windows, reference.reselections) == (2, 1)
-    assert step(reference, 9.0, 1.0)[1] == -1.5 - 7.0
-
-
-def test_flush_brings_home_what_is_waiting_and_the_open_window():
-    reference = one_leaf(2, topk_ratio=0.0, update_interval=2)
-    step(reference, 1.0, 3.0)
-    assert step(reference, 1.0, 3.0) == [0.0, 0.0]
-    assert step(reference, 3.0, 7.0) == [0.0, 0.0]
-    assert flush(reference) == [-1.25, -1.625]
-    np.testing.assert_array_equal(reference.params, reference.moments(0)[:1])
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=lambda d: d.__name__)
