@@ -44,7 +44,7 @@ class GradientParts(NamedTuple):
     """What one leaf's step takes from its gradient."""
 
     squares: Any  # float32 sums of squares, per channel or of the whole resident leaf
-    gradient: Any  # float32, selected channels
+    gradient: Any  # selected channels, in the gradient's dtype
     signs: Any  # of the whole gradient, packed by `_pack_signs`, or itself; None if not needed
     mail: Any  # None if nothing is offloaded
 
@@ -94,8 +94,8 @@ def _split(
     spec = shard.part
     squares = sum_squares(g, spec)
     if channels is None:
-        return GradientParts(shard.sum(squares), g.astype(jnp.float32), None, None)
-    selected = take(g, shard.to_local(channels), spec).astype(jnp.float32)
+        return GradientParts(shard.sum(squares), g, None, None)
+    selected = take(g, shard.to_local(channels), spec)
     if rank is None:
         return GradientParts(shard.sum(squares), selected, g if signs else None, None)
     # All that stays of the gradient until it is known whether the step counts.
@@ -131,7 +131,10 @@ def _pack_signs(g: jax.Array, axis: int, dtype: Any) -> jax.Array:
     """The signs of `g`, as digits: pieces along an axis, superposed."""
     count, base = _SIGNS[np.dtype(dtype)]
     size = -(-g.shape[axis] // count)
-    digits = (g > 0).astype(dtype) + 2 * (g < 0).astype(dtype)
+    # Not `g > 0`: XLA takes these zeros from where the gradient's own began, say in front of a
+    # scatter, and keeps an array of them, as large as the leaf, until here.
+    sign = jnp.sign(g).astype(jnp.int8)
+    digits = jnp.where(sign < 0, 2, sign).astype(dtype)
     beyond = [(0, count * size - n if i == axis else 0) for i, n in enumerate(g.shape)]
     pieces = jnp.split(jnp.pad(digits, beyond), count, axis)
     return sum((piece * base**i for i, piece in enumerate(pieces)), start=jnp.zeros((), dtype))
@@ -236,7 +239,7 @@ def _step(
     steps = leaf.steps + 1
     change, mu, nu = adamw(
         master,
-        seen.gradient * verdict.factor,
+        seen.gradient.astype(jnp.float32) * verdict.factor,
         leaf.mu,
         leaf.nu,
         steps if spec.resident else broadcast_channels(steps, spec),
