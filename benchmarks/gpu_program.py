@@ -1,6 +1,6 @@
 """What does XLA make of a training step on a GPU: how much memory, and when does mail leave?
 
-    export JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+    export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.gpu_program
     python -m benchmarks.gpu_program --devices 8
 
@@ -31,6 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zenflow_jax
 from benchmarks.collectives import Collective, collectives
+from train.attention import attention
+from train.cross_entropy import token_losses
 from zenflow_jax import planning, streaming
 from zenflow_jax._device import boundary
 from zenflow_jax._device.samples import samples
@@ -85,7 +87,7 @@ def _layer(heads: int, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     batch, length, width = x.shape
     h = _norm(x, w["norm1"])
     q, k, v = ((h @ w[name]).reshape(batch, length, heads, width // heads) for name in "qkv")
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    attended = attention(q, k, v, causal=True)
     x = x + attended.reshape(batch, length, width) @ w["o"]
     h = _norm(x, w["norm2"])
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
@@ -104,8 +106,11 @@ def loss(shape: Shape, mesh: Mesh, params: dict[str, Any], tokens: jax.Array) ->
     else:
         for w in params["layers"]:
             x = placed(layer(x, w))
-    logits = placed((_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32))
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    x, head, targets = _norm(x, params["norm"]), params["head"], tokens[:, 1:]
+    if mesh.size == 1:
+        return token_losses(x, head, targets, axis=1).mean()
+    logits = placed((x @ head).astype(jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

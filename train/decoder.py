@@ -19,10 +19,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from train import cross_entropy
+from train.attention import attention
 from train.blocks import embedding, linear, make_blocks, placed, run_blocks
 
 
@@ -108,6 +112,32 @@ class Decoder(nnx.Module):
         With `positions` `(b, t)` of each token in its text, texts of a row see nothing of the
         others.
         """
+        return self._logits(self._last_layer(tokens, positions))
+
+    def losses(
+        self, tokens: jax.Array, targets: jax.Array, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """The cross-entropy of each of `targets` `(b, t)` in nats: float32 `(b, t)`.
+
+        As from the logits, which are never there all at once where the vocabulary is large.
+        """
+        x = self._last_layer(tokens, positions)
+        axes = () if self.stream_sharding is None else self.stream_sharding.mesh.axis_names
+        # `tensor` divides the logits.
+        if "tensor" in axes or self.config.vocabulary <= cross_entropy.PART:
+            logits = self._logits(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        x = self.norm(x).astype(self.embed.dtype)
+        if not self.config.tied:
+            return cross_entropy.token_losses(x, self.head.kernel[...], targets, axis=1)
+        table = self.embed.embedding[...]
+        if "fsdp" in axes:
+            # Else all of the table is gathered for each part of its rows.
+            table = placed(table, NamedSharding(self.stream_sharding.mesh, P(None, "fsdp")))
+        return cross_entropy.token_losses(x, table, targets, axis=0)
+
+    def _last_layer(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
+        """The stream `(b, t, width)` after all blocks."""
         x = placed(self.embed(tokens.astype(jnp.int32)), self.stream_sharding)
         text = None  # the number of each token's text in its row
         if positions is None:
@@ -115,8 +145,7 @@ class Decoder(nnx.Module):
         else:
             text = jnp.cumsum(positions == 0, axis=1)
         args = (*rotations(self.config, positions), text)
-        x = run_blocks(self.blocks, x, *args, remat=self.remat, sharding=self.stream_sharding)
-        return self._logits(x)
+        return run_blocks(self.blocks, x, *args, remat=self.remat, sharding=self.stream_sharding)
 
     def empty_cache(self, b: int, s: int) -> Cache:
         config = self.config
@@ -182,14 +211,9 @@ class DecoderBlock(nnx.Module):
     ) -> jax.Array:
         """Maps the stream `(b, t, width)`; a token sees only those with its number in `text`."""
         q, k, v = self._heads(self.attention_norm(x), cos, sin)
-        t, window = x.shape[1], self.config.window
-        # Before and after the token itself, which the window counts and jax does not.
-        local = None if window is None or window >= t else (window - 1, 0)
         # Made anew in each block: kept for the backward pass, it would be (t, t).
         mask = None if text is None else (text[:, :, None] == text[:, None, :])[:, None]
-        mixed = jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=True, local_window_size=local
-        )
+        mixed = attention(q, k, v, mask=mask, causal=True, window=self.config.window)
         return self._mixed_in(x, mixed)
 
     def extend(

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
+from train.attention import attention
 from train.blocks import embedding, linear, make_blocks, placed, run_blocks
 
 
@@ -102,7 +103,7 @@ class EncoderBlock(nnx.Module):
         b, t, width = x.shape
         split = (b, t, self.heads, width // self.heads)
         q, k, v = (project(x).reshape(split) for project in (self.query, self.key, self.value))
-        mixed = jax.nn.dot_product_attention(q, k, v, mask=attends)
+        mixed = attention(q, k, v, mask=attends)
         return self.attention_out(mixed.reshape(b, t, width))
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from train import models, processes
 from train.command_line import to_toml
+from train.cross_entropy import PART
 from train.data import Batches, Sample
 from train.decoder import DecoderConfig
 from train.encoder import EncoderConfig
@@ -71,7 +72,7 @@ def read(settings: Settings, *, timeline: Path | None, force: bool) -> Sources:
     if not force:
         parameters = sum(x.size for x in jax.tree.leaves(shapes_of(config, labels=1)))
         # A classifier has no logits of tokens.
-        vocabulary = config.vocabulary if isinstance(config, DecoderConfig) else 0
+        vocabulary = min(config.vocabulary, PART) if isinstance(config, DecoderConfig) else 0
         check_memory(parameters, vocabulary, mesh, **settings.subset(OF_BATCHES + OF_STATE))
     task = make_task(settings.task, origin, **settings.subset(OF_TASKS))
     # In micro-batches as well, for which the device has room.

@@ -36,8 +36,7 @@ class PerExample(NamedTuple):
 def of_tokens(model: nnx.Module, batch: Batch) -> PerExample:
     """The loss of each next token, of a decoder; a batch is of examples as in `tasks`."""
     tokens = batch["tokens"].astype(jnp.int32)
-    logits = model(tokens[:, :-1], batch.get("positions"))
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    losses = model.losses(tokens[:, :-1], tokens[:, 1:], batch.get("positions"))
     if (weights := batch.get("weights")) is None:
         return PerExample(losses.sum(1), jnp.full(len(losses), losses.shape[1], jnp.float32), None)
     weights = weights.astype(jnp.float32)
@@ -108,7 +107,11 @@ def make_train_step(
 
     # Donated: the new parameters and state take the memory of the old ones.
     out_shardings = placement and (*placement, None, None)
-    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out_shardings)
+    # Else a GPU sums what is scattered, and cuDNN its gradients, in any order: a run has to repeat.
+    options = {"xla_gpu_exclude_nondeterministic_ops": True}
+    return jax.jit(
+        train_step, donate_argnums=(0, 1), out_shardings=out_shardings, compiler_options=options
+    )
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:

@@ -30,6 +30,7 @@ from benchmarks.gpu_stages.__main__ import NO_GPU
 from tests import comparisons, runs
 from tests.reference import Settings
 from tests.runs import SCANNED, SECOND, THIRD, Leaf, Leaves, Plan, Training
+from train.attention import attention
 from zenflow_jax import streaming
 
 #: Float32 of another machine, whose powers and roots round otherwise: twice what a CPU is allowed.
@@ -177,9 +178,9 @@ def a_step_of_nan_changes_nothing(_: Leaves) -> None:
         training.exchange()
 
 
-def donation_changes_no_bit(_: Leaves, *, donate: tuple[int, ...], sending: str) -> None:
+def donation_changes_no_bit(leaves: Leaves, *, donate: tuple[int, ...], sending: str) -> None:
     def run(donate: tuple[int, ...]) -> Any:
-        training = Training(SECOND, SETTINGS, send_gradients=sending)
+        training = large(leaves, send_gradients=sending)
         plain = runs.jitted(training.tx)
         training.program = jax.jit(plain, donate_argnums=donate)
         with warnings.catch_warnings():
@@ -207,6 +208,33 @@ def donation_by_nnx_jit_changes_no_bit(_: Leaves) -> None:
     )
 
 
+def attention_is_that_of_its_plain_form(_: Leaves) -> None:
+    """In bfloat16, with the masks of packed texts and of windows; twice with the same bits."""
+    shapes = ((2, 256, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64))
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = [jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True)]
+    text = jnp.broadcast_to(jnp.arange(256) // 100, (2, 256))
+    packed = (text[:, :, None] == text[:, None, :])[:, None]
+
+    def gradients(mask: Any, window: int | None, dtype: Any) -> Any:
+        def loss(heads: Any) -> jax.Array:
+            mixed = attention(*heads, mask=mask, causal=True, window=window)
+            return jnp.mean(mixed.astype(jnp.float32) ** 2)
+
+        options = {"xla_gpu_exclude_nondeterministic_ops": True}
+        gradient = jax.jit(jax.grad(loss), compiler_options=options)
+        return jax.device_get(gradient([x.astype(dtype) for x in heads]))
+
+    for mask, window in ((None, None), (packed, None), (packed, 50)):
+        ours, again = (gradients(mask, window, jnp.bfloat16) for _ in range(2))
+        with jax.default_matmul_precision("highest"):
+            plain = gradients(mask, window, jnp.float32)  # which cuDNN's kernel does not take
+        for one, other, expected in zip(ours, again, plain, strict=True):
+            np.testing.assert_array_equal(one, other)
+            off = np.abs(np.float32(one) - expected).max() / np.abs(expected).max()
+            assert off < 0.03, f"off by {off:.1%} of the largest"
+
+
 #: In the order of their worth; what may abort the process comes last.
 QUESTIONS: dict[str, Callable[[Leaves], None]] = {
     "S = 1 is `optax.adamw`": windows_of_one_step_are_adamw,
@@ -228,6 +256,7 @@ QUESTIONS: dict[str, Callable[[Leaves], None]] = {
         )
     },
     "scanned layers that stream: those of a plain scan": lambda _: streaming.check_device(),
+    "attention by cuDNN: that of its plain form": attention_is_that_of_its_plain_form,
     "donated: nnx.jit": donation_by_nnx_jit_changes_no_bit,
 }
 

@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.hf_models import FIXTURES, assert_close, assert_same_bits, make, outputs, wanted
+from train import cross_entropy
 from train.hf_saving import save_folder
 from train.hf_tensors import Reader
 from train.pretrained import load_weights, read_folder
-from train.sharding import make_mesh, weight_shardings
+from train.sharding import batch_sharding, make_mesh, weight_shardings
 
 
 def mesh():
@@ -62,3 +64,29 @@ def test_only_the_parts_that_devices_hold_are_read(monkeypatch):
     gate = params["blocks"]["gate"]["kernel"]
     assert gate.shape == (2, 16, 24)
     assert np.asarray(gate.addressable_shards[0].data).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("qwen2", "data=2,fsdp=4"), ("llama3", "data=2,fsdp=4"), ("llama3", "fsdp=4,tensor=2")],
+)
+def test_losses_by_parts_of_the_vocabulary_are_those_of_all_logits(monkeypatch, name, axes):
+    pretrained, divided = read_folder(FIXTURES / name), make_mesh(axes)
+    tokens = np.random.default_rng(0).integers(0, 48, (8, 9))
+
+    def loss_and_gradients(placing, shardings):
+        graphdef, shapes = make(pretrained, scan_layers=True, stream_sharding=placing)
+        params = load_weights(pretrained, shapes, shardings)
+
+        def loss(params):
+            return nnx.merge(graphdef, params).losses(tokens[:, :-1], tokens[:, 1:]).mean()
+
+        out_shardings = shardings and (None, shardings)
+        return jax.jit(jax.value_and_grad(loss), out_shardings=out_shardings)(params)
+
+    expected = loss_and_gradients(None, None)
+    monkeypatch.setattr(cross_entropy, "PART", 20)
+    _, shapes = make(pretrained, scan_layers=True)
+    by_parts = loss_and_gradients(batch_sharding(divided, 8), weight_shardings(divided, shapes))
+    for one, other in zip(*map(jax.tree.leaves, (by_parts, expected)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)

@@ -1,0 +1,48 @@
+"""The loss of a vocabulary taken part by part is that of all logits at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train import cross_entropy
+
+WIDTH = 16
+
+
+@pytest.mark.parametrize("words", [64, 50, 20], ids=["whole parts", "a rest", "one part"])
+@pytest.mark.parametrize("axis", [0, 1], ids=["table", "head"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2**-7)])
+def test_losses_and_gradients_are_those_of_all_logits(monkeypatch, words, axis, dtype, tolerance):
+    monkeypatch.setattr(cross_entropy, "PART", 16)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 7, WIDTH)), dtype)
+    head = jnp.asarray(rng.normal(size=(words, WIDTH)), dtype)
+    head = head if axis == 0 else head.T
+    targets = jnp.asarray(rng.integers(0, words, (2, 7)))
+    weights = jnp.asarray(rng.uniform(size=(2, 7)), jnp.float32)
+
+    def of_parts(x, head):
+        losses = cross_entropy.token_losses(x, head, targets, axis=axis)
+        return (losses * weights).sum(), losses
+
+    def of_all(x, head):
+        matrix = (head.T if axis == 0 else head).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            x.astype(jnp.float32) @ matrix, targets
+        )
+        return (losses * weights).sum(), losses
+
+    results = (jax.grad(f, argnums=(0, 1), has_aux=True)(x, head) for f in (of_parts, of_all))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        assert one.dtype == other.dtype
+        one, other = np.float32(one), np.float32(other)
+        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
+
+
+def test_logits_that_are_not_finite_make_the_loss_so():
+    x = jnp.full((1, 1, WIDTH), np.inf)
+    head = jnp.ones((WIDTH, cross_entropy.PART + 1))
+    losses = cross_entropy.token_losses(x, head, jnp.zeros((1, 1), int), axis=1)
+    assert not np.isfinite(losses).any()
