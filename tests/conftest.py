@@ -3,9 +3,9 @@
 Nothing here chooses a platform. A test that needs another set-up starts a process of its own.
 
 Compiling is most of the work of these tests. So the compiler for CPUs does not optimize, here or in
-the processes that tests start, but in the modules of `OPTIMIZED`, which compare bits: their steps
-are compiled as users have them. `XLA_FLAGS=--xla_backend_optimization_level=3 make test` optimizes
-everything, and takes thrice as long.
+the processes that tests start, but where `test_equality.py` compares with optax, and bits: its
+steps are compiled as users have them. `XLA_FLAGS=--xla_backend_optimization_level=3 make test`
+optimizes everything, and takes thrice as long.
 
 Many tests compile the same programs: workers of pytest-xdist, and the processes that tests start.
 So jax's compilation cache, in a folder that lives as long as the tests run, is shared by all of
@@ -27,9 +27,6 @@ import pytest
 from hypothesis import settings
 
 from tests import processes
-
-# Modules of tests that compare bits of different programs, or ours with those of optax.
-OPTIMIZED = {"test_equality", "test_provisional"}
 
 # They are run by `test_eight_devices.py`, in processes that have eight devices.
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -103,7 +100,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if jaxtyping.config.jaxtyping_disable and not slow:
         jax.clear_caches()
     jaxtyping.config.update("jaxtyping_disable", slow)
-    processes.optimized = item.path.stem in OPTIMIZED
 
 
 def pytest_collection_finish() -> None:

@@ -21,10 +21,6 @@ QUICK_TO_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 
-# Whether the test that runs compares bits: its steps, and the processes that it starts, are
-# compiled as users have it. `conftest.py` says so before each test.
-optimized = False
-
 
 def start_process(
     module: str, function: str, *args: Any, devices: int | None = None
@@ -48,9 +44,7 @@ def environment(devices: int | None = None) -> dict[str, str]:
     """The environment of a process whose CPU is so many devices to jax."""
     if devices is None:
         return dict(os.environ)
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    if not optimized:
-        flags += f" {QUICK_TO_COMPILE}"
+    flags = f"--xla_force_host_platform_device_count={devices} {QUICK_TO_COMPILE}"
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 

@@ -1,4 +1,4 @@
-"""Runs that are saved at some step and go on in new objects."""
+"""Runs that are saved at some step and go on in new objects, or on other devices."""
 
 import copy
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
+import zenflow_jax
 from tests import comparisons, runs
-from tests.runs import KERNEL, Plan, Training
+from tests.runs import Plan, Training
 from zenflow_jax._checkpoint.stored import StoredArray, read_engine_state
 
 SETTINGS = runs.EVERYTHING
@@ -39,7 +41,7 @@ def saved(training: Training) -> Any:
 def resumed(training: Training, tree: Any, **engine: Any) -> Training:
     """A training that goes on from what was saved, with another engine."""
     new = copy.copy(training)
-    new.engine, new.engine_options = None, {**KERNEL, **engine}
+    new.engine, new.engine_options = None, {**runs.KERNEL, **engine}
     new.params, new.state, engine_state = tree
     new.renew(engine_state=engine_state)
     return new
@@ -68,6 +70,68 @@ def counted(training: Training) -> dict[str, Any]:
     stats = training.engine.stats
     names = ("steps", "skipped_steps", "windows", "window_lengths", "reselections", "kept_share")
     return {name: getattr(stats, name) for name in names}
+
+
+def abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def save_by_orbax(training: Training, folder: Path) -> None:
+    """Both ways: the engine's state with the rest, and streamed into a folder of its own."""
+    engine_state = training.engine.state()
+    tree = {"params": training.params, "opt_state": training.state, "engine": engine_state}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, tree)
+        checkpointer.wait_until_finished()
+    with ocp.AsyncCheckpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
+        checkpointer.save(_streamed(folder), args=zenflow_jax.EngineSave(training.engine))
+        checkpointer.wait_until_finished()
+
+
+def resume_by_orbax(training: Training, folder: Path, **engine: Any) -> Any:
+    """A fresh training goes on from there; both ways have the same for its devices.
+
+    Returns:
+        What `EngineRestore` gave.
+    """
+    template = {
+        "params": abstract(training.params),
+        "opt_state": abstract(training.state),
+        "engine": zenflow_jax.abstract_engine_state(training.state),
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(folder, template)
+    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
+        if isinstance(y, jax.ShapeDtypeStruct):
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+            assert x.sharding.memory_kind == y.sharding.memory_kind
+    with ocp.Checkpointer(zenflow_jax.EngineCheckpointHandler()) as checkpointer:
+        streamed = checkpointer.restore(_streamed(folder), args=zenflow_jax.EngineRestore())
+    assert_same_state(restored["engine"], streamed)
+    training.params, training.state = restored["params"], restored["opt_state"]
+    training.renew(engine_state=streamed, **engine)
+    training.t = int(training.state.step)
+    return streamed
+
+
+def assert_same_state(placed: Any, streamed: Any) -> None:
+    """This process's parts of a state are those of the streamed one."""
+    comparisons.assert_same_bits(
+        (placed["counts"], placed["options"]), (streamed["counts"], streamed["options"])
+    )
+    for shards, stored in zip(placed["leaves"], streamed["leaves"], strict=True):
+        assert shards.keys() == stored.keys()
+        for name in shards.keys() - {"total"}:  # of which a window without a step has none
+            for shard in shards[name].addressable_shards:
+                index = [
+                    s.indices(n)[:2] for s, n in zip(shard.index, stored[name].shape, strict=True)
+                ]
+                expected = stored[name][tuple(slice(*ends) for ends in index)]
+                np.testing.assert_array_equal(np.asarray(shard.data), expected)
+
+
+def _streamed(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-engine")
 
 
 def fail_elsewhere(engine: Any) -> None:

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import zenflow_jax
-from tests import processes
 from tests.reference import Settings
 
 
@@ -191,7 +190,7 @@ def programs(
     offload: bool,
     donate: bool,
     partition: bool,
-    optimized: bool = False,
+    optimized: bool,
 ) -> tuple[Any, Any]:
     """Transformation and jitted step, compiled once however many runs use them."""
     tx = transformation(leaves, settings, offload=offload, partition_replicated=partition)
@@ -212,7 +211,8 @@ def init_on_devices(
     return jax.jit(tx.init)
 
 
-# What XLA does by default; `processes.QUICK_TO_COMPILE` switches it off.
+# Whether steps are compiled as users have them, which `processes.QUICK_TO_COMPILE` switches off.
+optimized = False
 OPTIMIZED = {
     "xla_backend_optimization_level": 3,
     "xla_cpu_parallel_codegen_split_count": 32,
@@ -226,7 +226,7 @@ def jitted(tx: Any, *, donate: bool = False) -> Any:
     @functools.partial(
         jax.jit,
         donate_argnums=(0, 1) if donate else (),
-        compiler_options=OPTIMIZED if processes.optimized else None,
+        compiler_options=OPTIMIZED if optimized else None,
     )
     def step(params, state, gradients):
         with jax.numpy_dtype_promotion("standard"):
@@ -265,9 +265,7 @@ class Training:
             settings = dataclasses.replace(settings, send_gradients=send_gradients)
         self.settings, self.gradients = settings, gradients
         self.leaves, self.seed, self.t, self.shardings = leaves, seed, 0, shardings
-        self.tx, self.program = programs(
-            leaves, settings, offload, donate, partition, processes.optimized
-        )
+        self.tx, self.program = programs(leaves, settings, offload, donate, partition, optimized)
         self.params = place(initial_values(leaves, seed), shardings)
         init = self.tx.init
         if offload and shardings is not None:  # else as most users call it, outside of jit

@@ -26,6 +26,11 @@ WARM = dict(
 )
 
 
+@pytest.fixture(autouse=True)
+def as_users_have_them(monkeypatch):
+    monkeypatch.setattr(runs, "optimized", True)
+
+
 def modes(leaves, options, seed):
     """The run in-graph, and with an engine; its kernel and threads go by the seed."""
     yield Training(leaves, options, seed=seed, offload=False)

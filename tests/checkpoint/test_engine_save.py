@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import zenflow_jax
 from tests import comparisons, runs
-from tests.resuming import KERNEL, PLAN, SETTINGS, assert_saved, end, go, resumed
+from tests.resuming import PLAN, SETTINGS, assert_saved, end, go, resumed
 from tests.runs import FIRST, ONE, SCANNED, SECOND, Training
 from zenflow_jax import AutoWindow
 from zenflow_jax._checkpoint import resume
@@ -64,7 +64,7 @@ def values(training):
 def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_path):
     settings = dataclasses.replace(SETTINGS, **changes)
     streams = []
-    with Training(leaves, settings, donate=True, **KERNEL) as training:
+    with Training(leaves, settings, donate=True) as training:
         for t in range(PLAN.steps + 1):
             go(training, PLAN, t)
             stream = training.engine.stream(ALL)
@@ -77,7 +77,7 @@ def test_what_is_saved_after_every_step_is_of_that_step(leaves, changes, tmp_pat
         for stream, _ in streams:
             stream.close()
         result = end(training)
-    with Training(leaves, settings, donate=True, **KERNEL) as training:
+    with Training(leaves, settings, donate=True) as training:
         go(training, PLAN, PLAN.steps)
         comparisons.assert_same_bits(end(training), result)
 
@@ -95,7 +95,7 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
     leaves, changes, copy_bytes, tmp_path, waits
 ):
     settings = dataclasses.replace(SETTINGS, **changes)
-    with Training(leaves, settings, donate=True, **KERNEL) as training:
+    with Training(leaves, settings, donate=True) as training:
         for t in range(0, PLAN.steps, 3):
             go(training, PLAN, t)
             expected, stream = values(training), training.engine.stream(copy_bytes)
@@ -113,7 +113,7 @@ def test_without_room_for_copies_the_run_waits_for_what_is_not_saved(
 
 
 def test_weights_that_are_loaded_after_a_save_are_not_in_it(tmp_path):
-    with Training(ONE, SETTINGS, **KERNEL) as training:
+    with Training(ONE, SETTINGS) as training:
         stream, expected = training.engine.stream(ALL), values(training)
         training.params = runs.initial(ONE, seed=1)
         training.go(1)
@@ -124,7 +124,7 @@ def test_weights_that_are_loaded_after_a_save_are_not_in_it(tmp_path):
 
 
 def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
-    with Training(FIRST, SETTINGS, **KERNEL) as whole, ocp.CheckpointManager(tmp_path) as manager:
+    with Training(FIRST, SETTINGS) as whole, ocp.CheckpointManager(tmp_path) as manager:
         go(whole, PLAN, 9)
         trees = {"params": whole.params, "opt_state": whole.state}
         standard = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
@@ -137,9 +137,7 @@ def test_a_run_goes_on_from_what_a_manager_saved_beside_it(tmp_path):
         standard = {name: ocp.args.StandardRestore(x) for name, x in template.items()}
         engine = zenflow_jax.EngineRestore()
         restored = manager.restore(9, args=ocp.args.Composite(engine=engine, **standard))
-        with resumed(
-            whole, (restored.params, restored.opt_state, restored.engine), **KERNEL
-        ) as again:
+        with resumed(whole, (restored.params, restored.opt_state, restored.engine)) as again:
             again.t = 9
             go(again, PLAN, PLAN.steps)
             comparisons.assert_same_bits(end(again), expected)
@@ -154,7 +152,7 @@ def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
         with pytest.raises(RuntimeError, match="closed"):
             training.exchange()
 
-    with Training(ONE, SETTINGS, **KERNEL) as training:
+    with Training(ONE, SETTINGS) as training:
         stream = training.engine.stream(0)
         training.step()
         exchange = threading.Thread(target=ends_closed)
@@ -168,7 +166,7 @@ def test_an_engine_can_be_closed_while_it_waits_for_a_save(tmp_path, waits):
 
 
 def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path, monkeypatch):
-    with Training(ONE, SETTINGS, **KERNEL) as training:
+    with Training(ONE, SETTINGS) as training:
         save(training, tmp_path)
         restored = read_engine_state(tmp_path)
         (path,) = tmp_path.iterdir()
@@ -177,7 +175,7 @@ def test_a_checkpoint_that_changes_before_its_engine_is_made_is_refused(tmp_path
         with monkeypatch.context() as patch:
             patch.setattr(resume, "agree", lambda refusal, *_: told.append(refusal))
             with pytest.raises(FileNotFoundError, match="as it was when .*, got none"):
-                resumed(training, (training.params, training.state, restored), **KERNEL)
+                resumed(training, (training.params, training.state, restored))
         assert "got none" in told[0]
         training.go(1)  # in the same window: only the sum is another one
         save(training, tmp_path)
@@ -196,7 +194,7 @@ def test_a_save_that_fails_says_so_and_holds_nobody_up(wrong, tmp_path, monkeypa
     (tmp_path / "file").touch()
     folder = tmp_path / "9" if wrong == "a full disk" else tmp_path / "file" / "9"
     with (
-        Training(ONE, SETTINGS, **KERNEL) as training,
+        Training(ONE, SETTINGS) as training,
         ocp.AsyncCheckpointer(EngineCheckpointHandler()) as saver,
     ):
         with monkeypatch.context() as patch:
@@ -210,7 +208,7 @@ def test_a_save_that_fails_says_so_and_holds_nobody_up(wrong, tmp_path, monkeypa
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):
-    with Training(ONE, SETTINGS, **KERNEL) as training:
+    with Training(ONE, SETTINGS) as training:
         engine = training.engine
         for call, error, words in (
             (lambda: zenflow_jax.EngineSave(engine.state()), TypeError, "`HostEngine`, got dict"),
@@ -240,7 +238,7 @@ def test_files_that_are_not_whole_or_of_several_saves_are_refused_by_name(tmp_pa
             stream.write(tmp_path)
 
     refused(FileNotFoundError, "`EngineSave` wrote in .*, got none of engine-00000-of-00001.*Take")
-    with Training(ONE, SETTINGS, **KERNEL) as training:
+    with Training(ONE, SETTINGS) as training:
         stream = training.engine.stream(ALL)
         next(stream.snapshot.leaves())
         stream.close()

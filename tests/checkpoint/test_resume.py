@@ -13,7 +13,6 @@ from flax.training.train_state import TrainState
 import zenflow_jax
 from tests import comparisons, runs
 from tests.resuming import (
-    KERNEL,
     PLAN,
     SETTINGS,
     counted,
@@ -28,19 +27,18 @@ from tests.runs import FIRST, ONE, SCANNED, SECOND, THIRD, Training
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect, HostEngine
 from zenflow_jax._exchange import updates
 
-COMPACT = KERNEL | {"host_state": "compact"}
 ADAPTIVE = {"update_interval": AutoWindow(5, 0.4), "select_interval": AutoSelect(0.6, 3)}
 
 
 RUNS = {
-    "in turn": (FIRST, {}, KERNEL),
-    "together": (SECOND, {"rolling": False}, KERNEL),
-    "two steps stale": (SECOND, {"staleness": 2, "window_scaling": 0.0}, KERNEL),
-    "at once": (THIRD, {"staleness": 0}, {"threads": 1}),
-    "adaptive": (FIRST, ADAPTIVE, KERNEL),
-    "added up on the device": (SECOND, {"send_gradients": "per_window", "staleness": 3}, KERNEL),
-    "stacks in ranges": (SCANNED, {"staleness": 2}, KERNEL),
-    "in 8 bits": (FIRST, {}, COMPACT),
+    "in turn": (FIRST, {}, {}),
+    "together": (SECOND, {"rolling": False}, {}),
+    "two steps stale": (SECOND, {"staleness": 2, "window_scaling": 0.0}, {}),
+    "at once": (THIRD, {"staleness": 0}, {}),
+    "adaptive": (FIRST, ADAPTIVE, {}),
+    "added up on the device": (SECOND, {"send_gradients": "per_window", "staleness": 3}, {}),
+    "stacks in ranges": (SCANNED, {"staleness": 2}, {}),
+    "in 8 bits": (FIRST, {}, {"host_state": "compact"}),
 }
 
 
@@ -61,8 +59,7 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, en
             comparisons.assert_same_bits(end(untouched), expected)
         for t, checkpoint in enumerate(checkpoints):
             # What is prefetched may be another part.
-            options = engine | {"prefetch_bytes": 100 * (t % 2)}
-            with resumed(whole, checkpoint, **options) as again:
+            with resumed(whole, checkpoint, prefetch_bytes=100 * (t % 2), **engine) as again:
                 again.t = t
                 if t % 3:
                     # The update that was on its way has arrived, and all else depends on this.
@@ -80,7 +77,7 @@ def test_a_run_resumed_from_any_step_ends_with_the_same_bits(leaves, changes, en
 @pytest.mark.parametrize("then", ["float32", "compact"])
 def test_a_run_may_go_on_with_its_moments_kept_otherwise(then):
     kept = "compact" if then == "float32" else "float32"
-    with Training(FIRST, SETTINGS, **KERNEL, host_state=then) as training:
+    with Training(FIRST, SETTINGS, host_state=then) as training:
         go(training, PLAN, 11)  # with updates on their way
         checkpoint = saved(training)
     with resumed(training, checkpoint, host_state=kept) as again:
@@ -114,7 +111,7 @@ def through_numpy(tree, target):
 
 @pytest.mark.parametrize("through", [through_flax, through_numpy])
 def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
-    with Training(FIRST, SETTINGS, donate=True, **KERNEL) as whole:
+    with Training(FIRST, SETTINGS, donate=True) as whole:
         go(whole, PLAN, 9)
         weights = runs.initial(FIRST)
         fresh = whole.tx.init(weights)
@@ -131,7 +128,7 @@ def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
 
 
 def test_flax_keeps_a_train_state_in_graph():
-    tx, program = runs.programs(ONE, SETTINGS, False, False, True, None)
+    tx, program = runs.programs(ONE, SETTINGS, False, False, True, False)
     params = runs.initial(ONE)
     state = tx.init(params)
     for t in range(1, 4):
@@ -179,7 +176,7 @@ def test_what_flax_has_written_of_other_options_is_refused(changes, words):
     ids=str,
 )
 def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
+    with Training(FIRST, SETTINGS) as training:
         training.go(6)
         params, state, engine_state = saved(training)
         settings = dataclasses.replace(SETTINGS, **changes)
@@ -190,7 +187,7 @@ def test_other_options_than_the_saved_ones_are_refused_by_name(changes, words):
 
 
 def test_what_was_saved_is_laid_out_as_the_template_and_leaves_of_other_groups_are_refused():
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
+    with Training(FIRST, SETTINGS) as training:
         training.go(6)
         params, state, real = training.params, training.state, training.engine.state()
         template = zenflow_jax.abstract_engine_state(state)
@@ -211,7 +208,7 @@ def test_what_was_saved_is_laid_out_as_the_template_and_leaves_of_other_groups_a
 
 
 def test_parameters_or_an_engine_state_of_another_step_or_run_are_refused():
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
+    with Training(FIRST, SETTINGS) as training:
         training.go(5)
         old_params, _, earlier = saved(training)
         training.go(1)
@@ -233,7 +230,7 @@ def test_parameters_or_an_engine_state_of_another_step_or_run_are_refused():
 
 
 def test_an_engine_and_the_state_that_it_gives_or_goes_on_from_share_nothing():
-    with Training(FIRST, SETTINGS, donate=True, **KERNEL) as training:
+    with Training(FIRST, SETTINGS, donate=True) as training:
         go(training, PLAN, 7)
         saved_tree = training.engine.state()
         params, state, _ = saved(training)
@@ -254,8 +251,7 @@ def test_an_engine_and_the_state_that_it_gives_or_goes_on_from_share_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", [True, False])
 def test_masters_are_those_of_the_reference(offload):
-    options = KERNEL if offload else {"offload": False}
-    with Training(FIRST, SETTINGS, **options) as training:
+    with Training(FIRST, SETTINGS, offload=offload) as training:
         go(training, PLAN, 16)
         before = comparisons.reference(FIRST, SETTINGS, PLAN._replace(steps=16))[0]
         trees = training.params, training.state, training.engine
@@ -276,7 +272,7 @@ def test_masters_are_those_of_the_reference(offload):
 
 
 def test_masters_are_of_one_moment_or_refused():
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
+    with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 5)
         for later in (training.flush, lambda: go(training, PLAN, 6)):
             each = zenflow_jax.iter_master_params(training.params, training.state, training.engine)
@@ -285,7 +281,7 @@ def test_masters_are_of_one_moment_or_refused():
             with pytest.raises(RuntimeError, match="expected the masters of step 5, got to step"):
                 list(each)
     # Before the first step the engine follows whatever parameters it is shown.
-    with Training(ONE, SETTINGS, **KERNEL) as training:
+    with Training(ONE, SETTINGS) as training:
         trees = training.params, runs.initial(ONE, seed=1)
         pair = [zenflow_jax.iter_master_params(x, training.state, training.engine) for x in trees]
         with pytest.raises(RuntimeError, match="expected the masters of step 0, .* other param"):
@@ -296,7 +292,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_threads(monkeypatch):
     def explode(*_):
         raise MemoryError("no room for what is on its way")
 
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
+    with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 11)
         checkpoint, before = saved(training), threading.active_count()
         monkeypatch.setattr(updates.Updates, "resume", explode)

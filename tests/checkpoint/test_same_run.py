@@ -1,7 +1,6 @@
 """What is resumed must be of one run and one moment, and what is not is refused."""
 
 import dataclasses
-import functools
 import gc
 import weakref
 
@@ -10,11 +9,9 @@ import numpy as np
 import pytest
 
 from tests import runs
-from tests.resuming import KERNEL, PLAN, SETTINGS, copied, go, resumed, saved
+from tests.resuming import PLAN, SETTINGS, copied, go, resumed, saved
 from tests.runs import FIRST, SECOND, Leaf, Training
 from zenflow_jax._device.samples import fingerprints
-
-HERE = functools.partial(Training, **KERNEL)
 
 
 def other(leaves, step, seed, bad):
@@ -61,7 +58,7 @@ def test_every_bit_of_a_parameter_is_in_its_fingerprint(dtype):
 def test_a_parameter_with_another_bit_is_refused_by_its_name(leaves, changes, host_state):
     settings = dataclasses.replace(SETTINGS, **changes)
     rng = np.random.default_rng(0)
-    with HERE(leaves, settings, donate=True, host_state=host_state) as training:
+    with Training(leaves, settings, donate=True, host_state=host_state) as training:
         # What is not finite is compared as well.
         training.params["rows"] = training.params["rows"].at[7].set(jnp.nan)
         for t in (1, 8, 11, 13):  # of a skipped step, with updates on their way, of a flush
@@ -77,7 +74,7 @@ def test_a_parameter_with_another_bit_is_refused_by_its_name(leaves, changes, ho
 
 
 def test_parameters_that_a_flush_has_not_reached_are_refused_and_those_it_has_with_the_old_state():
-    with HERE(FIRST, SETTINGS) as training:
+    with Training(FIRST, SETTINGS) as training:
         training.go(11)
         params, state, engine_state = saved(training)
         training.flush()
@@ -94,7 +91,7 @@ def known(training):
 
 
 def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():
-    with HERE(FIRST, SETTINGS, donate=True) as training:
+    with Training(FIRST, SETTINGS, donate=True) as training:
         every, none = (dict.fromkeys(training.params, x) for x in (True, False))
         # Others may be loaded until the first step.
         assert known(training) == none
@@ -119,7 +116,7 @@ def test_parameters_that_are_gone_have_no_fingerprint_and_are_not_compared():
 
 
 def test_the_engine_state_of_a_run_from_the_same_weights_is_refused_at_the_same_step():
-    with HERE(FIRST, SETTINGS) as ours, HERE(FIRST, SETTINGS, gradients=other) as theirs:
+    with Training(FIRST, SETTINGS) as ours, Training(FIRST, SETTINGS, gradients=other) as theirs:
         for t in (1, 6):
             go(ours, PLAN, t)
             go(theirs, PLAN, t)
@@ -128,7 +125,7 @@ def test_the_engine_state_of_a_run_from_the_same_weights_is_refused_at_the_same_
 
 
 def test_two_runs_that_go_on_from_one_checkpoint_are_two():
-    with HERE(FIRST, SETTINGS) as training:
+    with Training(FIRST, SETTINGS) as training:
         training.go(6)
         checkpoint = saved(training)
     first, second = resumed(training, checkpoint), resumed(training, checkpoint)

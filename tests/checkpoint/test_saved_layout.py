@@ -11,7 +11,7 @@ from flax import serialization
 
 import zenflow_jax
 from tests import runs
-from tests.resuming import KERNEL, PLAN, SETTINGS, go, resumed, saved
+from tests.resuming import PLAN, SETTINGS, go, resumed, saved
 from tests.runs import FIRST, ONE, Training
 from zenflow_jax import _version
 from zenflow_jax._checkpoint.stored import read_engine_state
@@ -23,7 +23,7 @@ NEWER = "layout_7_of_zenflow_jax_0_9"
 @pytest.fixture(scope="module")
 def checkpoint():
     """A run in the midst of a window, and its three trees."""
-    with Training(FIRST, SETTINGS, **KERNEL) as training:
+    with Training(FIRST, SETTINGS) as training:
         go(training, PLAN, 6)
         yield training, saved(training)
 

@@ -9,13 +9,16 @@ from jax.sharding import AxisType
 
 import zenflow_jax
 from tests import comparisons, meshes, runs
-from tests.elastic import ENGINE, HERE, PLAN, SAVED_AT, assert_same_state, follow, resume, save
 from tests.meshes import LEAVES, MORE_LEAVES, STALE
-from tests.resuming import put_by_name
-from tests.runs import Settings, Training
+from tests.resuming import assert_same_state, go, put_by_name, resume_by_orbax, save_by_orbax
+from tests.runs import KERNEL, Plan, Settings, Training
 from zenflow_jax._device.samples import fingerprints
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+PLAN = Plan(17, bad=(12,))
+SAVED_AT = 9  # with an update of one leaf on its way, and a step in the other's open window
+HERE = functools.partial(Training, LEAVES, STALE, donate=True)
 
 
 def placed(where):
@@ -49,19 +52,19 @@ def test_a_parameter_has_the_same_fingerprint_wherever_it_lies(mesh, kind):
 )
 def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
     with HERE(shardings=placed(before)) as training:
-        follow(training, SAVED_AT)
+        go(training, PLAN, SAVED_AT)
         assert training.on_their_way
-        save(training, tmp_path / "checkpoint")
+        save_by_orbax(training, tmp_path / "checkpoint")
         *saved, in_numpy = jax.device_get(
             (training.params, training.state, training.engine.state())
         )
         shards = meshes.pieces(LEAVES, training.shardings) if before else None
     with HERE(shardings=placed(after)) as training:
         by_name = put_by_name(saved, [training.params, training.state])
-        engine = zenflow_jax.HostEngine(*by_name, engine_state=in_numpy, **ENGINE)
+        engine = zenflow_jax.HostEngine(*by_name, engine_state=in_numpy, **KERNEL)
         from_numpy = engine.state()
         engine.close()
-        engine_state = resume(training, tmp_path / "checkpoint")
+        engine_state = resume_by_orbax(training, tmp_path / "checkpoint")
         assert_same_state(from_numpy, engine_state)
         assert engine_state["counts"]["fingerprints"].all()
         for name, x in training.params.items():
@@ -69,7 +72,7 @@ def test_a_checkpoint_goes_on_on_other_devices(before, after, tmp_path):
             other = training.params | {name: runs.with_a_bit(x, place, 0)}
             with pytest.raises(ValueError, match=rf"got other values of \['{name}'\]\. Save"):
                 zenflow_jax.HostEngine(other, training.state, engine_state=engine_state)
-        follow(training, PLAN.steps)
+        go(training, PLAN, PLAN.steps)
         training.settle()
         expected, _ = comparisons.reference(LEAVES, STALE, PLAN, shards=shards)
         comparisons.assert_close([training.values()], expected.params[-1:])
@@ -86,19 +89,19 @@ def test_compact_moments_go_on_on_other_devices_rounded_once_more(tmp_path):
     before, after = ("three", "others", EXPLICIT), ("data", "replicated", AUTO)
     compact = functools.partial(HERE, host_state="compact")
     with compact(shardings=placed(before)) as training:
-        follow(training, SAVED_AT)
+        go(training, PLAN, SAVED_AT)
         assert training.on_their_way
-        save(training, tmp_path / "checkpoint")
+        save_by_orbax(training, tmp_path / "checkpoint")
         saved = jax.tree.map(np.asarray, training.engine.state()["leaves"])
     with compact(shardings=placed(after)) as training:
-        resume(training, tmp_path / "checkpoint", host_state="compact")
+        resume_by_orbax(training, tmp_path / "checkpoint", host_state="compact")
         again = training.engine.state()
         for ours, theirs in zip(again["leaves"], saved, strict=True):
             for name, x in ours.items():
                 # By half a code at most, of what is largest in a group.
                 atol = 0.01 * np.max(abs(theirs[name])) if name in ("mu", "nu") else 0
                 np.testing.assert_allclose(np.asarray(x), theirs[name], rtol=0, atol=atol)
-        follow(training, PLAN.steps)
+        go(training, PLAN, PLAN.steps)
         training.flush()
 
 
@@ -107,11 +110,11 @@ def test_a_selection_over_fewer_devices_is_refused_with_words(tmp_path):
     settings = Settings(topk_ratio=0.25, update_interval=2, select_interval=2)
     leaves = MORE_LEAVES[1:3]
     channels = meshes.shardings(meshes.make_mesh("fsdp"), "channels", leaves)
-    with Training(leaves, settings, **ENGINE) as training:
+    with Training(leaves, settings, **KERNEL) as training:
         training.go(6)
         saved = jax.tree.map(np.asarray, (training.params, training.state))
         engine_state = jax.tree.map(np.asarray, training.engine.state())
-    with Training(leaves, settings, shardings=channels, **ENGINE) as training:
+    with Training(leaves, settings, shardings=channels, **KERNEL) as training:
         params, state = put_by_name(saved, (training.params, training.state))
         with pytest.raises(ValueError, match="no more devices divide its channel axis"):
             zenflow_jax.HostEngine(params, state, engine_state=engine_state)

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import zenflow_jax
-from tests import comparisons, elastic, meshes, processes
+from tests import comparisons, meshes, processes, resuming
 from tests.exchange.hooks import hooked
 from tests.meshes import ADAPTIVE, LEAVES, STALE
 from tests.runs import Plan, Settings, Training
@@ -126,17 +126,17 @@ def adapt_beside(late: bool, rng: np.random.Generator) -> None:
 
 def pass_on(me: int, count: int, before: str, until: int, after: str) -> None:
     """Goes on from one checkpoint, if there is one, and writes another."""
+    plan = Plan(until, bad=(12,))
     shardings = on_all({"data": jax.device_count()}, "replicated")
-    with elastic.HERE(shardings=shardings) as training:
+    with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
         if before:
-            elastic.resume(training, Path(before))
+            resuming.resume_by_orbax(training, Path(before))
             if count > 1:
                 check_refusal(training, me, count)
                 check_gone(training, me, count)
-        elastic.follow(training, until)
+        resuming.go(training, plan, until)
         if after:
-            elastic.save(training, Path(after))
-        plan = elastic.PLAN._replace(steps=until)
+            resuming.save_by_orbax(training, Path(after))
         expected, _ = comparisons.reference(LEAVES, STALE, plan)
         comparisons.assert_close([training.values()], expected.params[-1:])
 
@@ -181,7 +181,7 @@ def fail(me: int, count: int, failing: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if me == failing:
             hooked(monkeypatch).mail = explode
-        with elastic.HERE(shardings=shardings) as training:
+        with Training(LEAVES, STALE, shardings=shardings, donate=True) as training:
             training.go(1000)
 
 
@@ -234,7 +234,7 @@ def test_two_processes(together, function):
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    # Each time as `elastic.SAVED_AT` is.
+    # Each time with an update on its way, and a step in an open window.
 
     def alone(devices: int, before: str, until: int, after: str) -> None:
         args = (0, 0, 1, "pass_on", before, until, after)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import zenflow_jax
-from tests import comparisons, processes, runs
+from tests import comparisons, runs
 from tests.reference import Reference, Settings
 from tests.resuming import copied
 from tests.runs import Leaf
@@ -98,7 +98,7 @@ class UserSequences(RuleBasedStateMachine):
     @initialize(number=st.integers(0, WORLDS - 1))
     def begin(self, number: int) -> None:
         self.world = world(number)
-        args = self.world.offload, self.world.donate, True, processes.optimized
+        args = self.world.offload, self.world.donate, True, False
         self.tx, self.program = runs.programs(self.world.leaves, self.world.options, *args)
         self.saved: list[Checkpoint] = []
         self.runs = 0  # started so far
