@@ -39,7 +39,7 @@ from zenflow_jax._device.samples import samples
 from zenflow_jax._device.shards import Layout
 from zenflow_jax._exchange.parts import part_sharding
 from zenflow_jax._plan.groups import of_group
-from zenflow_jax.planning._memory import device_memory
+from zenflow_jax.planning._needs import needs_of
 
 
 class Shape(NamedTuple):
@@ -235,7 +235,9 @@ def compile_step(program: Program, shape: Shape, mesh: Mesh) -> Report:
     step = jax.jit(program.step, donate_argnums=(0, 1), out_shardings=(kept, None, None))
     program_report = report(step.lower(params, state, tokens).compile(), params)
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_zenflow) if _is_zenflow(x)]
-    return program_report._replace(engine_bytes=sum(sum(device_memory(x)) for x in states))
+    return program_report._replace(
+        engine_bytes=sum(x.uploads + x.under_way for x in map(needs_of, states))
+    )
 
 
 def _is_zenflow(x: Any) -> bool:

@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 import zenflow_jax
 from benchmarks.gpu_stages.machine import status_bytes
-from zenflow_jax.planning._memory import host_memory
+from zenflow_jax.planning._needs import needs_of
 
 WIDTH, INTERVAL, RATIO = 4096, 4, 0.05
 BEFORE, AFTER = 8, 4  # steps before the save and after it
@@ -126,7 +126,7 @@ def measured(way: str, count: int, dtype: str, folder: Path) -> dict[str, float]
     with most_resident() as training, Most(pinned_now, every_s=0.02) as pinned:
         params = matrices(count, dtype)
         state = tx.init(params)
-        need = host_memory(state, host_state=host_state)
+        need = needs_of(state, host_state=host_state)
         step = step.lower(params, state).compile()
         engine = zenflow_jax.HostEngine(params, state, host_state=host_state)
         for _ in range(BEFORE):

@@ -13,7 +13,7 @@ from benchmarks.gpu_program import Shape, weights
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import uploads
-from zenflow_jax.planning._memory import device_memory, host_memory
+from zenflow_jax.planning._needs import needs_of
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 
@@ -34,7 +34,7 @@ def test_the_formula_has_all_arrays_of_an_engine_and_room_for_its_mail(
     with Training(
         FEW, settings, send_gradients=sending, host_kernel="numpy", host_state=host_state, threads=1
     ) as training:
-        need = host_memory(training.state, host_state=host_state)
+        need = needs_of(training.state, host_state=host_state)
         assert training.engine.stats.host_bytes == need.state
         for _ in range(10):
             training.go(1)
@@ -63,7 +63,7 @@ def test_no_more_updates_wait_on_the_device_than_the_formula_says(changes, monke
     settings = Settings(**{**vars(SETTINGS), "topk_ratio": 0.0, **changes})
     leaves = tuple(Leaf(f"w{i}", (8, 8 + i), -2, "bfloat16") for i in range(6))
     with Training(leaves, settings, host_kernel="numpy", threads=1) as training:
-        need = device_memory(training.state)
+        need = needs_of(training.state)
         monkeypatch.setattr(uploads, "upload", upload)
         for _ in range(12):
             training.go(1)
@@ -77,7 +77,7 @@ def test_the_readme_has_the_formulas_bytes_of_a_large_model():
     tx = zenflow_jax.zenflow(1e-4, topk_ratio=0.05, update_interval=4)
     state = zenflow_jax.find_state(tx.init(params))
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    need, compact = host_memory(state), host_memory(state, host_state="compact")
+    need, compact = needs_of(state), needs_of(state, host_state="compact")
     row = f"| host memory, bytes per parameter | 0 | {(need.state + need.mail) / size:.0f} |"
     text = Path(__file__).parents[2].joinpath("README.md").read_text()
     assert f"{row} on paper: the most that may be in use; {need.state / size:.0f} of it" in text
@@ -89,7 +89,7 @@ def test_a_leafs_bytes_are_as_worked_out_by_hand():
     def need(ratio=0.0, window=4, host_state="float32", leaves=1, n=512):
         params = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16)] * leaves
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=ratio, update_interval=window)
-        return host_memory(zenflow_jax.find_state(tx.init(params)), host_state=host_state)
+        return needs_of(zenflow_jax.find_state(tx.init(params)), host_state=host_state)
 
     counts = 4 * 512
     assert need().state == 12 * 512**2 + counts

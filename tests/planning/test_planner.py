@@ -15,8 +15,8 @@ from train import settings as of_train
 from train.planning import folder_of_config, planned_step
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes
-from zenflow_jax.planning._host_work import host_work, with_interval
-from zenflow_jax.planning._memory import device_memory, host_memory
+from zenflow_jax.planning._host_work import with_interval
+from zenflow_jax.planning._needs import needs_of
 from zenflow_jax.planning._steps import products
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -81,11 +81,11 @@ def test_the_plan_has_the_engines_formulas_and_a_checkpoints_arrays():
             return params, opt_state
 
         plan = library.plan(jax.jit(step), training.params, state, host_state=host_state)
-    need = host_memory(state, host_state=host_state)
+    need = needs_of(state, host_state=host_state)
     assert plan.host_pinned == need.mail + need.hand_over
     pageable = need.state + need.sums + need.hand_over + need.saving
     assert plan.host_bytes == plan.host_pinned + pageable
-    assert plan.device["uploads"] == device_memory(state).uploads
+    assert plan.device["uploads"] == needs_of(state).uploads
     blank = jax.tree.leaves((state.mail, state.step_scalars))
     on_device = {id(x): x.nbytes for x in jax.tree.leaves((training.params, state))}
     arrays = sum(on_device.values()) - sum({id(x): x.nbytes for x in blank}.values())
@@ -113,7 +113,7 @@ def test_the_hosts_work_is_that_of_the_log_and_its_time_that_of_staleness():
     def work(window=4, leaves=8, **options):
         params = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * leaves
         tx = zenflow_jax.zenflow(1e-3, topk_ratio=0.0, **options)
-        return host_work(with_interval(zenflow_jax.find_state(tx.init(params)), window))
+        return needs_of(with_interval(zenflow_jax.find_state(tx.init(params)), window))
 
     # 26 bytes of an update, 2 of each of four mails as they are read and as they come, 2 uploaded.
     in_turn, together = work(), work(rolling=False)
@@ -188,7 +188,7 @@ def test_a_finished_run_says_how_busy_its_host_was():
     at = {"steps": 8, "wait_s": 2.0}
     half = dataclasses.replace(stats, work_s=4.0, **at)
     hiding = library.hiding(training.state, half, 10.0)
-    work = host_work(training.state)
+    work = needs_of(training.state)
     # The device took eight of the ten seconds, the host four.
     assert hiding.busy == pytest.approx(0.5 * work.busiest / work.mean)
     assert hiding.of_intervals[4] == hiding.busy
@@ -198,7 +198,7 @@ def test_a_finished_run_says_how_busy_its_host_was():
     schedule = dataclasses.replace(training.state.schedule, full_warm_up_rounds=6)
     static = dataclasses.replace(training.state.static, schedule=schedule)
     warm = library.hiding(training.state._replace(static=static), half, 10.0)
-    of_warm_up = host_work(with_interval(training.state, 1)).mean
+    of_warm_up = needs_of(with_interval(training.state, 1)).mean
     expected = hiding.busy * work.mean * 8 / (6 * of_warm_up + 2 * work.mean)
     assert warm.busy == pytest.approx(expected)
 

@@ -1,4 +1,4 @@
-"""The host's work in bytes, as its updates wait for its memory; and how well that hides."""
+"""How well the host's work hides, whose updates wait for its memory."""
 
 import contextlib
 import dataclasses
@@ -14,59 +14,18 @@ from zenflow_jax._device.memory import read
 from zenflow_jax._device.state import LeafState, ZenFlowState, find_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._exchange.checks import check_host_state
-from zenflow_jax._exchange.pinned import most_kept
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import bytes_of_moments, new_moments
+from zenflow_jax._host.moments import new_moments
 from zenflow_jax._host.numpy_kernel import GRADIENTS_PER_PASS
-from zenflow_jax._host.state import MAILS_KEPT
 from zenflow_jax._plan.groups import in_groups
 from zenflow_jax._plan.scalars import AdamScalars, window_step
-from zenflow_jax.planning._memory import FLOAT32, bytes_of_master, offloaded_ranges
+from zenflow_jax.planning._needs import needs_of
 
 #: The windows that are compared, in steps.
 INTERVALS = (1, 2, 4, 8, 16)
 #: What host work may take of the time that it has: a fifth is to spare.
 BUSY = 0.8
-
-
-@dataclasses.dataclass(frozen=True)
-class HostWork:
-    """Bytes of host memory that an engine reads and writes, all of the run's devices together."""
-
-    busiest: float  # of the largest group's update, and of the mail that comes in meanwhile
-    steps: int  # in how many steps that has to be done
-    mean: float  # in a step, on average
-
-
-def host_work(state: ZenFlowState, *, compact: bool = False) -> HostWork:
-    """The work of an engine's host; the state may be one of shapes.
-
-    Of each parameter: mail is written by the device and read by the update; an update reads and
-    writes masters and moments, and what is uploaded is read again.
-    """
-    schedule = state.schedule
-    window = schedule.longest_window
-    on_device = state.send_gradients.sums_on_device
-    sums = 0
-    if not on_device and most_kept(state) > MAILS_KEPT:
-        passes = max(math.ceil((window - MAILS_KEPT) / GRADIENTS_PER_PASS), 1)
-        # Written once, read and written again for each pass of gradients, and read by the update.
-        sums = 2 * FLOAT32 * passes
-    groups = [0.0] * schedule.groups
-    arriving = 0.0
-    for part in offloaded_ranges(state):
-        size = math.prod(part.shape)
-        mail = size * part.mail_dtype.itemsize
-        moments = bytes_of_moments(part.view4(part.n), compact=compact)
-        state_bytes = bytes_of_master(part.dtype) * size + moments
-        read = mail * (1 if on_device else window) + sums * size
-        groups[part.group] += 2 * state_bytes + part.dtype.itemsize * size + read
-        arriving += mail / (window if on_device else 1)
-    mean = float(sum(groups) / window + arriving)
-    # An update that must arrive at once still has a step's time, in which the loop waits.
-    steps = window if schedule.staleness is None else max(schedule.staleness, 1)
-    return HostWork(max(groups, default=0.0) + arriving * steps, steps, mean)
 
 
 def with_interval(state: ZenFlowState, interval: int) -> ZenFlowState:
@@ -131,14 +90,14 @@ class Hiding:
         return f"{text}{waits}: update_interval={smallest} needs at most {BUSY:.0%}."
 
 
-def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, compact: bool) -> Hiding:
+def hiding_of(state: ZenFlowState, rate: float, step_s: float, *, host_state: str) -> Hiding:
     """How well this engine's work hides behind steps of `step_s` seconds.
 
     Updates read and write `rate` bytes of host memory in a second.
     """
 
     def busy(of: ZenFlowState) -> float:
-        work = host_work(of, compact=compact)
+        work = needs_of(of, host_state=host_state)
         # Without a leaf that is offloaded there is neither work nor a rate.
         return work.busiest / rate / (work.steps * step_s) if work.busiest else 0.0
 
@@ -168,7 +127,7 @@ def hiding(
     Raises:
         ValueError: If there is not one `ZenFlowState`, or `host_state` is unknown.
     """
-    compact = check_host_state(host_state)
+    check_host_state(host_state)
     state = find_state(opt_state)
     window = state.schedule.window
     if not isinstance(window, int) or state.schedule.staleness == 0 or stats.steps < 2 * window:
@@ -179,10 +138,10 @@ def hiding(
     # In the warm-up each step updated everything.
     warm = min(max(state.schedule.full_warm_up_rounds - before, 0), stats.steps)
     moved = sum(
-        steps * host_work(of, compact=compact).mean
+        steps * needs_of(of, host_state=host_state).mean
         for of, steps in ((with_interval(state, 1), warm), (state, stats.steps - warm))
     )
-    return hiding_of(state, moved / max(stats.work_s, 1e-9), step_s, compact=compact)
+    return hiding_of(state, moved / max(stats.work_s, 1e-9), step_s, host_state=host_state)
 
 
 def host_bandwidth(

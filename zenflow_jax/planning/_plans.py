@@ -12,8 +12,8 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax.planning._gpus import GPUS, Gpu
-from zenflow_jax.planning._host_work import BUSY, Hiding, hiding_of, host_work
-from zenflow_jax.planning._memory import device_memory, host_memory
+from zenflow_jax.planning._host_work import BUSY, Hiding, hiding_of
+from zenflow_jax.planning._needs import needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, and of its memory's
@@ -257,8 +257,9 @@ def _estimate(
     saved, of_host = [*weights, *state_arrays], {}
     for state in _states(opt_state):
         saved += jax.tree.leaves(abstract_engine_state(opt_state)["leaves"])
-        engine = device_memory(state)
-        needs |= {"mail under way": engine.mail // devices, "uploads": engine.uploads // devices}
+        engine = needs_of(state, host_state=host_state)
+        needs["mail under way"] = engine.under_way // devices
+        needs["uploads"] = engine.uploads // devices
         of_host = _of_host(state, devices, rate, step_s, host_state)
     return Plan(
         gpu=gpu,
@@ -278,8 +279,7 @@ def _of_host(
     state: ZenFlowState, devices: int, rate: float, step_s: float, host_state: str
 ) -> dict[str, Any]:
     """What a plan says of the host, beside a step of `step_s` seconds."""
-    compact = check_host_state(host_state)
-    need = host_memory(state, host_state=host_state)
+    need = needs_of(state, host_state=host_state)
     parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
     mails = sum(math.prod(x.shape) * x.mail_dtype.itemsize for x in parts)
@@ -296,8 +296,8 @@ def _of_host(
         },
         "to_host": int(mails / steps_of_a_mail / devices),
         "to_device": int(sum(map(nbytes, parts)) / window / devices),
-        "host_s": host_work(state, compact=compact).mean / rate,
-        "hides": None if waits else hiding_of(state, rate, step_s, compact=compact),
+        "host_s": need.mean / rate,
+        "hides": None if waits else hiding_of(state, rate, step_s, host_state=host_state),
     }
 
 
