@@ -100,7 +100,7 @@ def abstract_engine_state(opt_state: Any) -> dict[str, Any]:
         shares=np.full(len(none), np.nan, np.float32),
         fingerprints=np.zeros(len(state.leaves), np.uint32),
     )
-    return {"leaves": leaves, **_shown(small_arrays(counts, state))}
+    return {"leaves": leaves, **small_arrays(counts, state)}
 
 
 def small_arrays(counts: Counts, state: ZenFlowState) -> dict[str, Any]:
@@ -144,26 +144,6 @@ def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
         fingerprints=np.asarray(tree["fingerprints"]),
         schedule_state=ScheduleState(**schedule_state),
     )
-
-
-def _shown(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Wraps the arrays for orbax."""
-    return {
-        name: _shown(x) if isinstance(x, Mapping) else x.view(_Shown) for name, x in tree.items()
-    }
-
-
-class _Shown(np.ndarray):
-    """An array of a template that is compared with anything.
-
-    Where a checkpoint differs from its template, orbax asks of each array whether it is None, by
-    `==`, to which NumPy answers for each element; so its error would be about that (0.12.8).
-    """
-
-    def __eq__(self, other: Any) -> Any:
-        return super().__eq__(other) if isinstance(other, np.ndarray) else False
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def arrays_of_leaves(state: ZenFlowState) -> list[dict[str, jax.ShapeDtypeStruct]]:
