@@ -281,7 +281,6 @@ def _has(state: Any, fields: Sequence[str]) -> bool:
 
 
 def _like(out: Any, values: list[Any]) -> Any:
-    """Results of the type that the step's have."""
     return out._make(values) if hasattr(out, "_make") else type(out)(values)
 
 

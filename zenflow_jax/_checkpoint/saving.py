@@ -60,7 +60,6 @@ class Saver:
         self._weights = [weakref.ref(x) for x in weights]
 
     def tree(self) -> dict[str, Any]:
-        """Copies the state into a tree of arrays."""
         stream = self._stream(range(len(self._offloaded.parts)), 0)
         try:
             return stream.tree()
@@ -182,7 +181,6 @@ class EngineStream:
                 )
 
     def _array(self, i: int, name: str) -> jax.ShapeDtypeStruct:
-        """The array of a leaf that part `i` has a piece of."""
         return self.arrays[self.offloaded.parts[i].leaf][name]
 
     def _tensor(self, i: int, name: str) -> str:

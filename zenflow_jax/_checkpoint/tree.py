@@ -132,7 +132,6 @@ def _counts_to_tree(counts: Counts, schedule: Schedule) -> dict[str, Any]:
 
 
 def counts_from_tree(tree: Mapping[str, Any]) -> Counts:
-    """The counts in a saved tree of small arrays."""
     schedule_state = {name: np.zeros(0, np.float32) for name in ScheduleState._fields}
     schedule_state |= {name: np.asarray(x)[()] for name, x in tree["schedule_state"].items()}
     lengths = enumerate(np.asarray(tree["window_lengths"]).tolist())

@@ -245,11 +245,9 @@ def measure(scores: Arrays, channels: Arrays, *, specs: Specs) -> Array:
 
 @partial(jax.jit, static_argnames="specs")
 def cut_states(leaves: Sequence[LeafState], *, specs: Specs) -> list[LeafState]:
-    """The states of ranges of leaves."""
     return list(map(cut_state, leaves, specs))
 
 
 @jax.jit
 def put_states(leaves: Sequence[LeafState], parts: Sequence[LeafState]) -> list[LeafState]:
-    """The states of leaves, with those of ranges in their places."""
     return list(map(put_state, leaves, parts))

@@ -207,7 +207,6 @@ def _next_schedule_state(
 
 
 def _arrive(shard: Shard, leaf: LeafState, p: jax.Array, change: jax.Array) -> _Piece:
-    """Has the pending update of one leaf arrive."""
     half = leaf.deferred
     assert half is not None
     change = _to_master(shard, half, half.pending, p, change)

@@ -50,7 +50,6 @@ def samples(weights: Sequence[Array], *, specs: tuple[LeafSpec, ...]) -> Array:
 
 
 def split_samples(joined: Array, specs: Sequence[LeafSpec]) -> list[Array]:
-    """Each leaf's row of samples."""
     return split(joined, _widths(specs))
 
 

@@ -74,7 +74,6 @@ class Shard:
         return channels - self._first_channel()
 
     def to_global(self, index: jax.Array) -> jax.Array:
-        """The inverse of `to_local`."""
         return index + self._first_channel()
 
     def own(self, block: jax.Array) -> jax.Array:
@@ -212,7 +211,6 @@ def join(rows: Sequence[jax.Array]) -> jax.Array:
 
 
 def split(joined: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    """The inverse of `join`."""
     return jnp.split(joined, np.cumsum(widths)[:-1], axis=1)
 
 

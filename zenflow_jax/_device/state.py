@@ -181,7 +181,6 @@ def put(whole: Array, part: Array, spec: LeafSpec) -> Array:
 
 
 def cut_state(leaf: LeafState, spec: LeafSpec) -> LeafState:
-    """The state of a range."""
     if spec.start is None:
         return leaf
     return jax.tree.map(lambda x: cut(x, spec), leaf)._replace(spec=spec)
@@ -250,12 +249,10 @@ def _shaping(static: LeafSpec | Static) -> dict[str, Any]:
 
 
 def has_state(tree: Any) -> bool:
-    """Whether there is a `ZenFlowState` in it."""
     return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
 def replace_state(opt_state: Any, new: ZenFlowState) -> Any:
-    """`opt_state` with `new` in the place of its `ZenFlowState`."""
     return jax.tree.map(lambda x: new if _is_state(x) else x, opt_state, is_leaf=_is_state)
 
 

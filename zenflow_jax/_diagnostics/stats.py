@@ -84,7 +84,6 @@ def tell_of_skipped(in_a_row: int, step: int, limit: int | None) -> None:
 
 
 def warn_of_skipped(in_a_row: int, step: int) -> None:
-    """Warns if many steps in a row were skipped."""
     if in_a_row >= _MANY:
         _logger.warning(
             "zenflow skipped the last %d steps, up to step %d: their gradients were not finite, so "

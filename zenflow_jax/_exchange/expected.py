@@ -160,17 +160,14 @@ class CallerTree:
 
     @functools.cached_property
     def weights(self) -> list[Any]:
-        """The parameter of each leaf of the state."""
         return [self.leaves[i] for i in self.places]
 
     @functools.cached_property
     def offloaded(self) -> list[Any]:
-        """The parameter of each offloaded leaf."""
         return self.known.pick(self.weights)
 
     @property
     def tree(self) -> Any:
-        """The tree, put together again."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def with_offloaded(self, weights: Sequence[jax.Array]) -> "CallerTree":

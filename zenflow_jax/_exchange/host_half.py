@@ -28,7 +28,6 @@ def make_host(
     compact: bool,
     before_write: Callable[[int], None],
 ) -> HostState:
-    """The host's arrays of all parts, for the worker."""
     parts, states = offloaded.parts, offloaded.pick(state.leaves)
     return HostState(
         [part.spec for part in parts],

@@ -72,7 +72,6 @@ class Mailbox:
 
     @property
     def token(self) -> int:
-        """The next step's token."""
         return self._token
 
     def check_new_step(self, state: ZenFlowState) -> None:
@@ -175,7 +174,6 @@ class Mailbox:
             self._take_back()
 
     def close(self) -> None:
-        """Drops the buffers."""
         self._unread.clear()
         self._running.clear()
         self._tokens.clear()

@@ -21,7 +21,6 @@ class _Message:
     arrived: Future | None = None  # gives its arrays in host memory; None if it has none
 
     def arrays(self) -> Any:
-        """Its arrays in host memory, once they are there."""
         assert self.arrived is not None, "it has none"
         return self.arrived.result()
 

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def is_pair(values: Sequence[Any]) -> bool:
-    """Whether a model and an optimizer come first."""
     from flax import nnx
 
     kinds = nnx.Module, nnx.Optimizer
@@ -31,7 +30,6 @@ def arrays(model: Any, optimizer: Any) -> tuple[Any, Any]:
 
 
 def update(model: Any, optimizer: Any, params: Any, opt_state: Any) -> None:
-    """Puts both into the pair."""
     from flax import nnx
 
     nnx.update(model, params)

@@ -81,11 +81,9 @@ class OffloadedLeaves:
 
     @functools.cached_property
     def firsts(self) -> tuple[Part, ...]:
-        """The first part of each piece."""
         return tuple(self.parts[numbers[0]] for numbers in self.pieces)
 
     def pieces_of(self, leaf: int) -> list[tuple[int, ...]]:
-        """The pieces of one leaf."""
         return [numbers for numbers in self.pieces if self.parts[numbers[0]].leaf == leaf]
 
     def pick(self, of_all: Sequence[_T]) -> list[_T]:
@@ -109,7 +107,6 @@ class Group:
 
     @functools.cached_property
     def in_ranges(self) -> bool:
-        """Whether it has a range of a leaf."""
         return any(spec.start is not None for spec in self.specs)
 
     @classmethod
@@ -190,7 +187,6 @@ def joined(ranges: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def host_part(weight: jax.Array, part: Part) -> np.ndarray:
-    """A part of a parameter, in host memory."""
     piece = piece_of(weight, part.index)
     assert piece is not None, "a part of this process lies in one of its blocks"
     return piece

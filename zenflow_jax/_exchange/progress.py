@@ -88,7 +88,6 @@ class Progress:
         return sorted(range(self._schedule.groups), key=lambda group: -self.open_steps[group])
 
     def step_made(self) -> None:
-        """Counts a step into the open windows."""
         self.open_steps = [steps + 1 for steps in self.open_steps]
 
     def window_closed(self, group: int) -> None:
@@ -118,7 +117,6 @@ class Progress:
         self.reselections += int(selects.sum())
 
     def resume(self, counts: Counts) -> None:
-        """Continues where another run was."""
         self.step, self.reselections = counts.step, counts.reselections
         self.open_steps, self.shares = list(counts.open_steps), np.array(counts.shares)
         self.window_lengths = Counter(counts.window_lengths)

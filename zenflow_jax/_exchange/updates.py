@@ -90,7 +90,6 @@ class Updates:
         return channels
 
     def forget(self) -> None:
-        """Drops what is pending."""
         self.pending.clear()
         self._used_up.clear()
 
@@ -163,7 +162,6 @@ class Updates:
         before: jax.Array | None,
         state: ZenFlowState,
     ) -> Merged:
-        """The parameters of a group with an update."""
         group = self._offloaded.groups[number]
         params = group.pick(weights)
         if group.on_one_device and not isinstance(params[0].sharding, NamedSharding):
@@ -258,7 +256,6 @@ class Updates:
         return weights, leaves
 
     def _ranges(self, number: int, states: Sequence[LeafState]) -> list[LeafState]:
-        """The states of a group's leaves, or of their ranges."""
         group = self._offloaded.groups[number]
         return cut_states(states, specs=group.specs) if group.in_ranges else list(states)
 

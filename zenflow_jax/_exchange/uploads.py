@@ -36,7 +36,6 @@ class Uploads:
             self.send()
 
     def send(self) -> None:
-        """Uploads what is left."""
         devices = {device for i in self._ready for device in self._parts[i].devices}
         for device in sorted(devices, key=lambda device: device.id):
             trees = {i: x for i, x in self._ready.items() if device in self._parts[i].devices}
@@ -123,5 +122,4 @@ def _as_on_device(rows: SelectedRows, spec: LeafSpec) -> tuple[np.ndarray, ...]:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
     return sum(x.nbytes for x in jax.tree.leaves(tree))

@@ -84,7 +84,6 @@ class Worker:
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
 
     def take_master(self, i: int, weight: np.ndarray) -> None:
-        """Sets the masters of part `i` to these parameters."""
         self._host.take_master(i, weight)
 
     def counts(self) -> dict[str, Any]:
@@ -166,7 +165,6 @@ class Worker:
         return future.result()
 
     def fail(self, message: str) -> None:
-        """Ends the thread with another process's failure."""
         self._end(_Stop(message))
 
     def ask_to_stop(self) -> None:
@@ -373,8 +371,6 @@ class _Failure:
 
 @dataclass
 class _Update:
-    """An update that has begun."""
-
     window: int  # its number
     pieces: Iterator[str]  # gives where the next piece is, for messages
     where: str

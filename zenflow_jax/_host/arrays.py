@@ -28,7 +28,6 @@ def blank(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
 
 
 def copied(x: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """A copy, cast if another dtype is asked for."""
     copy = blank(x.shape, x.dtype if dtype is None else dtype)
     np.copyto(copy, x, casting="unsafe")
     return copy
@@ -50,11 +49,9 @@ class HostArray(abc.ABC):
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """All arrays that are not None."""
         return [x for x in vars(self).values() if x is not None]
 
     def copy(self: _Array) -> _Array:
-        """The same in other memory."""
         arrays = {name: copied(x) for name, x in vars(self).items() if x is not None}
         return dataclasses.replace(self, **arrays)
 

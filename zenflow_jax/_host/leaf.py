@@ -21,7 +21,6 @@ class WindowGradients:
 
     @property
     def sources(self) -> list[tuple[np.ndarray, float]]:
-        """Everything that is to be added up, each with its factor."""
         return [*([] if self.total is None else [(self.total, 1.0)]), *self.mails]
 
     def clear(self) -> None:
@@ -78,11 +77,9 @@ class HostLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what `copy` copies."""
         return sum(x.nbytes for x in self.written)
 
     def keep(self, gradient: np.ndarray, factor: float) -> None:
-        """Takes one mail into the open window."""
         self.open.mails.append((gradient.reshape(self.master.shape), factor))
 
     def now(self) -> "HostLeaf":

@@ -39,7 +39,6 @@ class Masters(HostArray):
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Masters":
-        """Zeros of a leaf of this dtype: float32, bfloat16 or float16."""
         if dtype == _BFLOAT16:
             return cls(blank(shape, dtype), rest=blank(shape, np.int16))
         if dtype == np.float16:
@@ -74,7 +73,6 @@ class Masters(HostArray):
 
 
 def join(rounded: np.ndarray, rest: np.ndarray, *, out: np.ndarray) -> None:
-    """Puts masters together, in float32."""
     np.copyto(out, rounded)  # exact
     bits = out.view(np.int32)
     bits += rest

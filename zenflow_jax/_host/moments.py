@@ -80,7 +80,6 @@ class Layout(NamedTuple):
         ]
 
     def scales(self, tile: Tile) -> tuple[slice, slice]:
-        """Where the scales of a tile are."""
         first, last, left, right = tile
         if not self.trailing:
             return slice(first, last), slice(left // BLOCK, blocks_of(right))
@@ -111,12 +110,10 @@ class Moment(HostArray):
             self.write_tile(x, tile)
 
     def write_tile(self, x: np.ndarray, tile: Tile) -> None:
-        """Encodes one tile of `x`, float32 of the same size."""
         numbers, codes, scales, axis = self._tile_of(x, tile)
         encode(np.array(numbers), axis, codes, scales)
 
     def read_tile(self, x: np.ndarray, tile: Tile) -> None:
-        """Decodes one tile to its place in `x`."""
         numbers, codes, scales, axis = self._tile_of(x, tile)
         decode(codes, spread(scales, axis, codes.shape), numbers)
 
@@ -147,14 +144,12 @@ class Moment(HostArray):
 
 
 def new_moments(shape: tuple[int, ...], *, compact: bool) -> tuple[Moment, Moment]:
-    """The first and the second moment of a leaf, zero."""
     if compact:
         return Moment.compact(shape, _FIRST), Moment.compact(shape, _SECOND)
     return Moment(blank(shape)), Moment(blank(shape))
 
 
 def bytes_of_moments(shape: tuple[int, ...], *, compact: bool) -> int:
-    """Bytes of both moments of a leaf."""
     size = math.prod(shape)
     if not compact:
         return 8 * size
@@ -223,7 +218,6 @@ def as_matrix(scales: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def blocks_of(elements: int) -> int:
-    """How many blocks so many neighbours make."""
     return -(-elements // BLOCK)
 
 

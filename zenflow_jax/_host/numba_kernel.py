@@ -30,7 +30,6 @@ class NumbaKernel:
             numba_loops.accumulate(total, *together, first and i == 0)
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
-        """The function that takes the step on one tile."""
         assert step.cast is None  # float16 takes the other kernel
         arrays = [_flat(x) for x in (step.p, step.rest)]
         arrays += [_flat(x) for x in (step.m, step.m_scales, step.v, step.v_scales)]

@@ -173,7 +173,6 @@ class NumpyKernel:
 def _move_split(
     x: np.ndarray, rest: np.ndarray, index: np.ndarray, rows: np.ndarray, *, inward: bool
 ) -> None:
-    """Moves rows of split masters of one entry."""
     if not inward:
         join(x[:, index], rest[:, index], out=rows)
         return

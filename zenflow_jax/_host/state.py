@@ -163,7 +163,6 @@ class HostState:
         self._adam.close()
 
     def take_master(self, i: int, weight: np.ndarray) -> None:
-        """Sets the masters of leaf `i` to these parameters."""
         self._before_write(i)
         self.leaves[i].master.write(weight)
 

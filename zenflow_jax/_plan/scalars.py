@@ -92,7 +92,6 @@ class StepScalars(NamedTuple):
 
     @staticmethod
     def sizes(specs: Sequence[LeafSpec], statistics: bool) -> list[tuple[int, np.dtype]]:
-        """Length and dtype of each array."""
         sizes = [(len(AdamScalars._fields) + 1, np.dtype(np.float32)), (3, np.dtype(np.int32))]
         if statistics:
             offloaded = sum(not spec.resident for spec in specs)
@@ -101,12 +100,10 @@ class StepScalars(NamedTuple):
 
     @classmethod
     def pack(cls, facts: StepFacts, statistics: jax.Array | None) -> "StepScalars":
-        """The arrays, on the device."""
         floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in (*facts.adam, facts.factor)])
         ints = jnp.stack([facts.step, facts.token, facts.finite.astype(jnp.int32)])
         return cls(floats, ints, statistics)
 
     def unpack(self) -> StepFacts:
-        """The inverse of `pack`, without the statistics."""
         floats, ints = self.floats.ravel(), self.ints.ravel()
         return StepFacts(AdamScalars(*floats[:-1]), floats[-1], *ints)

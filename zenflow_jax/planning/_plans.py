@@ -323,7 +323,6 @@ def _on_device(opt_state: Any) -> list[Any]:
 
 
 def _nbytes_here(x: Any) -> int:
-    """Bytes of an array on each of its devices."""
     sharding = getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
