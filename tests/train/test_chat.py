@@ -17,7 +17,7 @@ from tests.train.scripts import read, write_config
 from train import finetune, generate
 from train.chat_template import ConversationError, read_template
 from train.data import DataError
-from train.settings import Settings, SettingsError
+from train.settings import SettingsError
 from train.tasks import answers
 from train.tokenizer import TokenizerError, read_tokenizer
 
@@ -114,21 +114,13 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
 def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
     tmp_path, tokenizer, template, name, case, texts
 ):
-    expected = EXPECTED[name][case]
-    path = tmp_path / "train.jsonl"
-    line = json.dumps({"messages": expected["messages"], "tools": expected.get("tools")})
-    path.write_text(line + "\n" + line)
-    shutil.copyfile(path, tmp_path / "valid.jsonl")
+    line = {key: EXPECTED[name][case].get(key) for key in ("messages", "tools")}
+    for file in ("train.jsonl", "valid.jsonl"):
+        (tmp_path / file).write_text(json.dumps(line))
     task = make(tmp_path, tokenizer, template(name), length=300)
     end = END if name == "alternating" else TURN_END
-    example = task.train[1]
-    assert learned(tokenizer, example) == [text + end for text in texts]
-    assert (len(example["tokens"]), len(example["weights"])) == (301, 300)
-    assert task.train.lengths.tolist() == [len(expected["tokens"]) - 1] * 2
-    assert example["tokens"][len(expected["tokens"]) :].tolist() == [tokenizer.pad] * (
-        301 - len(expected["tokens"])
-    )
-    assert (task.kind, task.best, task.notes) == ("decoder", "loss", ())
+    assert learned(tokenizer, task.train[0]) == [text + end for text in texts]
+    assert task.notes == ()
 
 
 def test_answers_may_be_marked_anywhere_in_a_template(written):
@@ -146,9 +138,8 @@ def test_answers_may_be_marked_anywhere_in_a_template(written):
         of.conversation(talk("\ufdd0", "I"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_template_that_hides_answers_is_refused_with_a_remedy(written):
+    for text in (
         # As those for pictures, which want a list of parts.
         "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}"
         "<|turn_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
@@ -156,11 +147,9 @@ def test_answers_may_be_marked_anywhere_in_a_template(written):
         # Ends of answers that differ, of which there is no telling what they are in the middle.
         "{% for m in messages %}{{ m.content }}{{ '<|end|>' if loop.last else '<|turn_end|>' }}"
         "{% endfor %}",
-    ],
-)
-def test_a_template_that_hides_answers_is_refused_with_a_remedy(written, text):
-    with pytest.raises(ConversationError, match=r"the answer in message 2.*endgeneration"):
-        written(text).conversation(talk("A", "A", "A", "A", "A", "A"))
+    ):
+        with pytest.raises(ConversationError, match=r"the answer in message 2.*endgeneration"):
+            written(text).conversation(talk("A", "A", "A", "A", "A", "A"))
 
 
 def answers_of(conversation):
@@ -193,31 +182,23 @@ def test_an_answer_ends_where_it_does_however_the_last_message_is_written(writte
 
 def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
-    config_path = tmp_path / "tokenizer_config.json"
-    config = json.loads(config_path.read_text())
-
-    def text():
-        return read_template(tmp_path, tokenizer.tokens).text
-
-    with pytest.raises(
-        TokenizerError, match=r"neither chat_template\.jinja nor.*Put one there as .*--chat-temp"
+    named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "of a list"}]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    with pytest.raises(TokenizerError, match=r"neither chat_template\.jinja nor.*--chat-template"):
+        read_template(tmp_path, tokenizer.tokens)
+    # Each goes before those above it.
+    for name, content, text in (
+        ("chat_template.json", {"chat_template": "of JSON"}, "of JSON"),
+        ("tokenizer_config.json", config | {"chat_template": named}, "of a list"),
+        ("tokenizer_config.json", config | {"chat_template": "{{ eos_token }}"}, END),
+        ("chat_template.jinja", "of the file", '"of the file"'),
     ):
-        text()
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
-    assert text() == "json"
-    named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "list"}]
-    config_path.write_text(json.dumps(config | {"chat_template": named}))
-    assert text() == "list"
-    config_path.write_text(json.dumps(config | {"chat_template": "config {{ eos_token }}"}))
-    assert text() == "config {{ eos_token }}"
-    assert read_template(tmp_path, tokenizer.tokens).render(talk("a")) == f"config {END}"
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert text() == "file"
+        (tmp_path / name).write_text(json.dumps(content))
+        assert read_template(tmp_path, tokenizer.tokens).render(talk("a")) == text
     (tmp_path / "other").write_text("{% if %}")
-    with pytest.raises(TokenizerError, match="got what Jinja cannot read"):
-        read_template(tmp_path, tokenizer.tokens, tmp_path / "other")
-    with pytest.raises(TokenizerError, match="got what cannot be read"):
-        read_template(tmp_path, tokenizer.tokens, tmp_path / "none")
+    for name, reason in (("other", "what Jinja cannot read"), ("none", "what cannot be read")):
+        with pytest.raises(TokenizerError, match=f"got {reason}"):
+            read_template(tmp_path, tokenizer.tokens, tmp_path / name)
 
 
 def test_a_template_can_neither_reach_out_nor_know_the_date(written):
@@ -233,27 +214,6 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
 
 
 # --- data -----------------------------------------------------------------------------------
-
-
-def test_long_conversations_are_cut_and_those_without_an_answer_left_are_dropped(
-    tmp_path, tokenizer, template
-):
-    of = template("marked")
-    path = write(tmp_path / "a.jsonl", talk("a", "b" * 50), talk("a" * 99, "b"), talk("a", "b"))
-    task = make(path, tokenizer, of, length=40)
-    assert task.notes == (
-        f"{path}: left out 1 of 3 examples, in which no answer begins within 40 tokens",
-    )
-    assert "3 examples: median " in task.overview[0]
-    assert "; 1 were cut to 41, 1 dropped" in task.overview[0]
-    sources = (task.train, task.validation["validation"])
-    answers = {learned(tokenizer, s[i])[0] for s in sources for i in range(len(s))}
-    assert f"b{TURN_END}" in answers
-    (cut,) = answers - {f"b{TURN_END}"}
-    assert set(cut) == {"b"}
-    assert 10 < len(cut) < 50
-    with pytest.raises(DataError, match="in all of 3 examples it begins later. Use a longer"):
-        make(path, tokenizer, of, length=5)
 
 
 @pytest.mark.parametrize(
@@ -292,59 +252,38 @@ def test_conversations_that_are_none_are_named_with_the_line(
 # --- a run, and what it has learned ---------------------------------------------------------
 
 
-@pytest.fixture
-def of_chats(tmp_path):
-    """A model whose folder has no template, and settings of a run on conversations."""
+@pytest.mark.slow
+def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(tmp_path, capsys):
     folder = write_model(tmp_path / "given", "llama2")
     data = write(
         tmp_path / "a.jsonl", *[talk("Who[/b]?", "The cat."), talk("Where[/b]?", "Here.")] * 8
     )
-    return {"task": "chat", "model": str(folder), "data": str(data), "sequence_length": 120}
-
-
-def test_the_template_of_a_run_is_that_of_its_folder_or_the_one_that_is_named(of_chats):
+    settings = {"task": "chat", "model": str(folder), "data": str(data), "sequence_length": 120}
     with pytest.raises(TokenizerError, match="expected a chat template in"):
-        read(**of_chats)
-    named = {"chat_template": str(FIXTURES / "turns.jinja")}
-    assert len(read(**of_chats, **named).task.train) > 8
-    shutil.copyfile(FIXTURES / "turns.jinja", Path(of_chats["model"]) / "chat_template.jinja")
-    assert read(**of_chats).task.checksum == read(**of_chats, **named).task.checksum
-    with pytest.raises(SettingsError, match="`chat_template`: expected none for alpaca"):
-        Settings(**of_chats | {"task": "alpaca"}, **named).check_paths()
-
-
-@pytest.mark.slow
-def test_a_run_leaves_the_template_with_the_model_and_prompts_get_it(of_chats, tmp_path, capsys):
+        read(**settings)
     template_file = shutil.copyfile(FIXTURES / "alternating.jinja", tmp_path / "mine.jinja")
-    settings = of_chats | {
-        "chat_template": str(template_file),
-        "steps": 2,
-        "batch_size": 2,
-        "length_buckets": 1,
-        "optimizer": "adamw",
-        "dtype": "float32",
-        "progress": False,
-    }
-    config = write_config(tmp_path, **settings)
+    settings["chat_template"] = str(template_file)
+    with pytest.raises(SettingsError, match="`chat_template`: expected none for alpaca"):
+        read(**settings | {"task": "alpaca"})
+    sizes = {"steps": 2, "batch_size": 2, "length_buckets": 1, "dtype": "float32"}
+    config = write_config(tmp_path, optimizer="adamw", progress=False, **sizes, **settings)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         assert finetune.main([config, "--run", "a"]) == 0
     # Before the first step, and in rich's brackets.
     shown = capsys.readouterr().out.partition("compiling")[0]
     assert "examples: median" in shown
     assert "[/b]" in shown
-    run, text, out = tmp_path / "runs" / "a", template_file.read_text(), str(tmp_path / "out")
+    run, text, out = tmp_path / "runs" / "a", template_file.read_text(), tmp_path / "out"
     template_file.unlink()
     assert (run / "model" / "chat_template.jinja").read_text() == text
-    assert f'chat_template = "{run / "chat_template.jinja"}"' in (run / "settings.toml").read_text()
-    capsys.readouterr()
     with jax.numpy_dtype_promotion("standard"):
         assert finetune.main([str(run / "settings.toml"), "--run", "a", "--steps", "3"]) == 0
     assert "going on from checkpoint 2" in capsys.readouterr().out
 
     # Who exports need not name it.
-    exporting = ["--run", "a", "--chat-template", "None", "--export", "2", out]
+    exporting = ["--run", "a", "--chat-template", "None", "--export", "2", str(out)]
     assert finetune.main([config, *exporting]) == 0
-    assert (Path(out) / "chat_template.jinja").read_text() == text
+    assert (out / "chat_template.jinja").read_text() == text
 
     options = generate.Options(prompt="Who?", model=str(run / "model"))
     tokenizer = read_tokenizer(run / "model", vocabulary=1000)

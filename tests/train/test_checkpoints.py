@@ -4,6 +4,7 @@ Runs that go on from theirs are in `test_going_on.py`.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -139,13 +140,6 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
     assert steps_of(tmp_path / "checkpoints") == {7, 8}
 
 
-def test_the_best_checkpoint_is_not_taken_if_it_is_damaged(tmp_path):
-    saved_run(tmp_path, 10)
-    flip_a_bit(largest_file(tmp_path / "checkpoints" / "10" / "state"))
-    with Job(tmp_path) as job, pytest.raises(CheckpointError, match="10 .*damaged.*no-keep-best"):
-        job.checkpoints.weights(10, job.params)
-
-
 def without_end(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -167,26 +161,39 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, damage):
+def test_every_damage_of_a_checkpoint_is_named(tmp_path):
+    saved_run(tmp_path, 10)
+    whole = tmp_path / "checkpoints" / "10"
+    assert checksums.damage(whole) is None
+    for name, (make, expected) in DAMAGES.items():
+        copy = shutil.copytree(whole, tmp_path / name)
+        make(copy)
+        assert expected in checksums.damage(copy), name
+
+
+def test_of_a_damaged_checkpoint_the_one_before_is_taken_and_none_is_an_error(tmp_path):
     values = saved_run(tmp_path, 10, 20)
-    make, expected = DAMAGES[damage]
-    make(tmp_path / "checkpoints" / "20")
-    (tmp_path / "checkpoints" / "damaged-20").mkdir()  # by an earlier damage
+    checkpoints = tmp_path / "checkpoints"
+    flip_a_bit(largest_file(checkpoints / "20" / "state"))
+    (checkpoints / "damaged-20").mkdir()  # by an earlier damage
     with Job(tmp_path) as job:
+        with pytest.raises(CheckpointError, match=r"20 .*damaged.*no-keep-best"):
+            job.checkpoints.weights(20, job.params)
         assert job.checkpoints.newest() == 10
-        (line,) = job.said
-        assert line.startswith("checkpoint 20 is damaged: ")
-        assert expected in line
+        assert re.fullmatch(r"checkpoint 20 is damaged: .* 10 is whole\.", job.said[0])
         assert_same(job.restored(10), values[0])
         # A start that ends here, for any reason, has left all as it was.
-        assert names_in(tmp_path / "checkpoints") == ["10", "20", "damaged-20"]
+        assert names_in(checkpoints) == ["10", "20", "damaged-20"]
         job.checkpoints.set_aside()
         job.save(20)
         job.checkpoints.finish()
         assert job.checkpoints.newest() == 20
-    names = ["10", "20", "damaged-20", "damaged-20-2"]
-    assert names_in(tmp_path / "checkpoints") == names
+    assert names_in(checkpoints) == ["10", "20", "damaged-20", "damaged-20-2"]
+    for step in (10, 20):
+        flip_a_bit(largest_file(checkpoints / str(step)))
+    with Job(tmp_path) as job, pytest.raises(SettingsError, match="damaged ones alone .20: .*10: "):
+        job.checkpoints.newest()
+    assert steps_of(checkpoints) == {10, 20}
 
 
 def test_half_a_checkpoint_is_cleared_away_by_writers_and_a_copy_stays(tmp_path):
@@ -210,35 +217,27 @@ def test_half_a_checkpoint_is_cleared_away_by_writers_and_a_copy_stays(tmp_path)
     assert checksums.damage(checkpoints / "20.copy") is None
 
 
-def test_damaged_checkpoints_alone_are_an_error_and_stay(tmp_path):
-    saved_run(tmp_path, 10, 20)
-    for step in (10, 20):
-        flip_a_bit(largest_file(tmp_path / "checkpoints" / str(step)))
-    with Job(tmp_path) as job, pytest.raises(SettingsError, match="damaged ones alone .20: .*10: "):
-        job.checkpoints.newest()
-    assert steps_of(tmp_path / "checkpoints") == {10, 20}
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_a_checkpoint_of_another_run_is_refused_and_stays(tmp_path):
+    saved_run(tmp_path, 10, steps=40, full_warm_up_share=0.05)
+    linear = CONFIG._replace(rope_scaling=LinearRope(2.0))
+    for options, expected in (
         ({"width": 512}, "`width`: expected 256, as in the run .*got 512. Pass --width 256"),
         ({"rolling": False}, "`rolling`: expected True, .*Pass --rolling, or"),
-        (
-            {"config": CONFIG._replace(rope_scaling=LinearRope(2.0))},
-            r"with the rope_scaling of .*10 is of, None, got LinearRope\(factor=2.0\)",
-        ),
+        ({"config": linear}, r"with the rope_scaling of .*10 is of, None, got LinearRope\(factor="),
         # Of other samples no figure says which checkpoint is best.
         ({"eval_batches": 3}, "`eval_batches`: expected None, .*got 3. Pass --eval-batches None"),
         ({"size": SMALL + 1}, r"array `\S+` to be float32 .1000,., .*got float32 .1001,."),
-    ],
-    ids=["settings", "flag", "config", "samples", "arrays"],
-)
-def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path, options, expected):
-    saved_run(tmp_path, 10)
-    with Job(tmp_path, **options) as job, pytest.raises(SettingsError, match=expected):
-        job.restored(10)
-    with Job(tmp_path, steps=7, learning_rate=1.0, keep=5) as job:
+        # A share of the warm-up must come to the rounds that the run began with.
+        (
+            {"steps": 80},
+            "`full_warm_up_rounds`: expected 2, .*got 4. Pass --full-warm-up-share None "
+            "--full-warm-up-rounds 2, or",
+        ),
+    ):
+        options = {"steps": 40, "full_warm_up_share": 0.05} | options
+        with Job(tmp_path, **options) as job, pytest.raises(SettingsError, match=expected):
+            job.restored(10)
+    with Job(tmp_path, steps=80, full_warm_up_rounds=2, learning_rate=1.0, keep=5) as job:
         job.restored(job.checkpoints.newest())
 
 
@@ -268,13 +267,3 @@ def test_a_model_for_which_there_is_no_room_is_an_error_and_leaves_no_half(small
     with pytest.raises(ModelError, match="write the model to .*model.safetensors.*Make room"):
         write_weights(disk / "model.safetensors", {"w": jnp.ones(LARGE)})
     assert names_in(disk) == []
-
-
-def test_a_share_of_warm_up_must_come_to_the_rounds_that_the_run_began_with(tmp_path):
-    saved_run(tmp_path, 10, steps=40, full_warm_up_share=0.05)
-    remedy = "got 4. Pass --full-warm-up-share None --full-warm-up-rounds 2, or"
-    with Job(tmp_path, steps=80, full_warm_up_share=0.05) as job:
-        with pytest.raises(SettingsError, match=f"`full_warm_up_rounds`: expected 2, .*{remedy}"):
-            job.restored(10)
-    with Job(tmp_path, steps=80, full_warm_up_rounds=2) as job:
-        job.restored(10)

@@ -33,10 +33,10 @@ def as_csv(rows, **options):
     return out.getvalue()
 
 
-def examples(*sources):
+def examples(task):
     """Tokens without padding, and the label, of all examples."""
     pairs = []
-    for source in sources:
+    for source in (task.train, task.validation["validation"]):
         for i in range(len(source)):
             example = source[i]
             ids = example["tokens"][example["mask"] == 1].tolist()
@@ -47,12 +47,13 @@ def examples(*sources):
 
 def classes_of(task):
     """The classes of all examples, trained on or not, in order."""
-    return sorted(label for _, label in examples(task.train, task.validation["validation"]))
+    return sorted(label for _, label in examples(task))
 
 
-def expected(tokenizer, texts, labels, classes):
+def expected(tokenizer, texts):
+    """What `examples` gives for texts with `LABELS`, in order."""
     ids = [tokenizer.tokens.encode(text).ids for text in texts]
-    return [(i, classes.index(label)) for i, label in zip(ids, labels, strict=True)]
+    return sorted((i, ["kind", "unkind"].index(x)) for i, x in zip(ids, LABELS, strict=True))
 
 
 def json_lines(rows):
@@ -75,8 +76,7 @@ ROWS = [("id", "text", "label"), *((str(i), t, LABELS[i]) for i, t in enumerate(
 )
 def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, content):
     task = make(write(tmp_path / name, content), bert)
-    got = examples(task.train, task.validation["validation"])
-    assert sorted(got) == sorted(expected(bert, TEXTS, LABELS, ["kind", "unkind"]))
+    assert sorted(examples(task)) == expected(bert, TEXTS)
     assert len(task.train) == 2
     assert (task.kind, task.labels, task.best) == ("encoder", ("kind", "unkind"), "accuracy")
     assert task.notes == ()
@@ -84,13 +84,9 @@ def test_every_text_and_label_of_a_file_is_an_example(tmp_path, bert, name, cont
 
 def test_a_line_of_tsv_is_a_row_whatever_marks_are_in_it(tmp_path, bert):
     texts = ['"a" film', 'so "bad', '"', "good, or not"]
-    quoted = ['"a" film', 'so "bad', '"', '"good, or not"']
-    rows = [("text", "label"), *zip(quoted, LABELS, strict=True)]
+    rows = [("text", "label"), *zip([*texts[:3], f'"{texts[3]}"'], LABELS, strict=True)]
     content = "".join("\t".join(row) + "\r\n" for row in rows)
-    write(tmp_path / "train.tsv", content)
-    write(tmp_path / "dev.tsv", content)
-    task = make(tmp_path, bert)
-    assert examples(task.train) == expected(bert, texts, LABELS, ["kind", "unkind"])
+    assert sorted(examples(make(write(tmp_path / "a.tsv", content), bert))) == expected(bert, texts)
 
 
 def test_pairs_have_two_columns_and_are_cut_where_they_are_longer(tmp_path, bert):
@@ -127,23 +123,17 @@ def test_numbers_are_classes_in_their_order_and_a_table_names_its_own(tmp_path, 
         make(path, bert)
 
 
-@pytest.mark.parametrize(
-    ("known", "labels"),
-    [
-        (("unkind", "kind"), ("unkind", "kind")),
+def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_file(tmp_path, bert):
+    path = write(tmp_path / "a.csv", as_csv(ROWS))
+    for known, labels in (
         (("UNKIND", "so", "Kind"), ("UNKIND", "so", "Kind")),
         (("unkind", "good"), ("kind", "unkind")),
         ((), ("kind", "unkind")),
-    ],
-    ids=str,
-)
-def test_the_classes_of_the_models_head_are_kept_where_they_are_those_of_the_file(
-    tmp_path, bert, known, labels
-):
-    task = make(write(tmp_path / "a.csv", as_csv(ROWS)), bert, known=known)
-    assert task.labels == labels
-    names = [name.lower() for name in labels]
-    assert classes_of(task) == sorted(names.index(label) for label in LABELS)
+    ):
+        task = make(path, bert, known=known)
+        assert task.labels == labels
+        names = [name.lower() for name in labels]
+        assert classes_of(task) == sorted(names.index(label) for label in LABELS)
 
 
 def test_the_names_of_a_head_are_those_of_the_folder(tmp_path):
@@ -216,15 +206,11 @@ def test_files_that_cannot_be_understood_are_named_with_the_line(
         make(write(tmp_path / name, content), bert)
 
 
-def test_one_example_and_a_length_without_room_are_refused(tmp_path, bert):
-    path = write(tmp_path / "a.csv", "text,label\ngood,a\n")
+def test_labels_that_were_not_trained_on_one_example_and_no_room_are_refused(tmp_path, bert):
     with pytest.raises(DataError, match="at least two examples"):
-        make(path, bert, known=("a", "b"))
+        make(write(tmp_path / "a.csv", "text,label\ngood,a\n"), bert, known=("a", "b"))
     with pytest.raises(DataError, match="`sequence_length`: expected more than 2"):
-        make(path, bert, length=2)
-
-
-def test_labels_that_were_not_trained_on_are_refused(tmp_path, bert):
+        make(tmp_path, bert, length=2)
     write(tmp_path / "train.csv", GOOD)
     write(tmp_path / "dev.csv", "text,label\ngood,so\n")
     with pytest.raises(

@@ -56,7 +56,6 @@ PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
         (Sampling(1.0, top_k=99), {0, 1, 2, 3, 4}),
         (Sampling(1.0, top_p=0.4), {1}),
         (Sampling(1.0, top_p=0.41), {1, 3}),
-        (Sampling(1.0, top_p=1.0), {0, 1, 2, 3, 4}),
         # Of the two that are left 0.4 is 0.57.
         (Sampling(1.0, top_k=2, top_p=0.5), {1}),
     ],
@@ -65,9 +64,9 @@ PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
 def test_tokens_that_are_too_unlikely_are_not_drawn(sampling, taken):
     logits = narrowed(jnp.log(jnp.asarray(PROBABILITIES)), sampling)
     assert set(np.flatnonzero(np.isfinite(logits))) == taken
-    kept = [PROBABILITIES[i] for i in sorted(taken)]
+    kept = np.array([PROBABILITIES[i] for i in sorted(taken)])
     shares = jax.nn.softmax(logits)[np.array(sorted(taken))]
-    np.testing.assert_allclose(shares, np.array(kept) / sum(kept), rtol=1e-5)
+    np.testing.assert_allclose(shares, kept / kept.sum(), rtol=1e-5)
 
 
 def test_logits_that_are_not_finite_are_an_error():
@@ -121,20 +120,17 @@ def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, tmp_
         assert said in err.splitlines()[0]
 
 
-def test_every_token_that_ends_a_text_ends_the_continuation(folder, tmp_path, capsys):
+def test_a_continuation_ends_with_an_end_token_or_where_the_positions_do(folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "copy")
     tokenizer = read_tokenizer(copy, vocabulary=1000)
     prompt = [tokenizer.begin, *tokenizer.tokens.encode("the cat", add_special_tokens=False).ids]
     _, graphdef, params = load(copy, scan_layers=True)
     second = list(continued(graphdef, params, prompt, most=2))[1]
-    assert second != tokenizer.end
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, second]}))
     _, _, err = run(capsys, "--model", copy, "the cat", "--max-tokens", 9)
     assert "2 tokens" in err.splitlines()[1]
 
-
-def test_a_continuation_ends_where_the_positions_of_the_model_do(folder, tmp_path, capsys):
-    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "generation_config.json").unlink()
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10}))
     code, _, err = run(capsys, "--model", copy, "cats", "--max-tokens", 9, "--dtype", "float32")
@@ -145,23 +141,20 @@ def test_a_continuation_ends_where_the_positions_of_the_model_do(folder, tmp_pat
     assert err.startswith("error: `prompt`: expected one token at least and at most 9")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_a_mistake_ends_the_command_with_one_message(folder, capsys):
+    for arguments, expected in (
         (["--max-tokens", 0], "`max_tokens`: expected a number of at least 1, got 0"),
         (["--top-k", 0], "`top_k`: expected"),
         (["--top-p", 1.5], "`top_p`: expected"),
         (["--temperature", "nan"], "`temperature`: expected"),
         (["--seed", -1], "`seed`: expected"),
         (["--model", "nowhere"], "expected the folder of a Hugging Face model, got nowhere"),
-    ],
-    ids=str,
-)
-def test_a_mistake_ends_the_command_with_one_message(folder, capsys, arguments, expected):
-    code, out, err = run(capsys, "the cat", *["--model", folder], *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert expected in err
+        (["--topp", 1], "unknown option --topp. Did you mean --top-p"),
+    ):
+        code, out, err = run(capsys, "the cat", *["--model", folder], *arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert expected in err
 
 
 def test_folders_without_a_decoder_and_its_tokenizer_are_refused(tmp_path, capsys):

@@ -25,7 +25,6 @@ def config_file(folder: Path, text: str) -> Path:
     [
         ("learning_rat = 1e-3", "`learning_rat`.*Did you mean `?learning_rate"),
         ("max_steps = 5", "`max_steps`.*Did you mean `?steps"),
-        ("zzz = 1", r"got `zzz`\..*learning_rate"),
         ('steps = "ten"', r"--steps: .* from \['ten'\]"),
         ("steps = 30.0", r"--steps: .* from \['30\.0'\]"),
         ("steps = true", "'--steps'"),
@@ -35,14 +34,12 @@ def config_file(folder: Path, text: str) -> Path:
         ('data = ["a", "b"]', "`data`: expected a single value"),
         ('optimizer = "adam"', "invalid choice 'adam' for argument '--optimizer'"),
         ("learning_rate = nan", "`learning_rate`: expected a finite number above 0, got nan"),
-        ("batch_size = 0", "`batch_size`: expected a finite number above 0, got 0"),
         ("validation_share = 10", "`validation_share`: expected a share.*got 10"),
         ("width = 250", "`width`: expected a multiple of 8.*got 250"),
         ("b1 = 1.0", "`b1`: expected a share from 0"),
         ("seed = 4294967296", "`seed`: expected a number below"),
         ("steps = 3\nwidth 4", "expected TOML, .*line 2"),
         ('run = ".."', "`run`: expected the name of a folder"),
-        ('run = "a/b"', "`run`: expected the name of a folder"),
         ('update_interval = "often"', "--update-interval: .*'often'"),
         ("select_interval = 64.0", r"--select-interval: .*'64\.0'"),
         ("full_warm_up_share = 1", "`full_warm_up_share`: expected a share .*got 1"),
@@ -65,23 +62,17 @@ def test_a_missing_file_is_an_error_that_names_the_one_that_was_meant(tmp_path):
         load_settings(tmp_path / "jobb.toml")
     with pytest.raises(SettingsError, match="config file, .*directory"):
         load_settings(tmp_path)
-
-
-@pytest.mark.parametrize("argv", [[], ["--steps", "3"]], ids=["nothing", "an option first"])
-def test_a_command_without_a_config_file_says_how_to_call_it(argv, capsys):
-    assert finetune.main(argv) == 2
-    assert "expected the path of a config file" in capsys.readouterr().err
+    for argv in ([], ["--steps", "3"]):
+        with pytest.raises(SettingsError, match="expected the path of a config file"):
+            read_command_line(argv, program="train")
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--steps", "-5"], "`steps`: expected a finite number of at least 0, got -5."),
-        (["--run", "../../evil"], "`run`: expected the name of a folder in output_dir"),
         (["--steps", "ten"], "--steps: no type matching"),
         (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'"),
         (["--stepz", "4"], "unknown option --stepz. Did you mean --steps"),
-        (["--select-interval", "often"], "{auto,epoch}"),
         (["--gradient-accumulation-steps", "4"], "Did you mean --micro-batches?"),
         (["--qqq"], "unknown option --qqq. All are in"),
         (["--timeline", "x.bmp"], "`--timeline`: expected a file that ends in"),
@@ -133,20 +124,15 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     )
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
+def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path):
+    for changed in (
         {"output_dir": 'a "b" \\ c', "select_interval": 8, "learning_rate": 1e-9},
-        {"update_interval": "auto"},
-        {"select_interval": "epoch", "full_warm_up_share": 0.05},
+        {"update_interval": "auto", "select_interval": "epoch", "full_warm_up_share": 0.05},
         {"window_scaling": "none", "staleness": 2, "rolling": False},
         {"window_scaling": 0.5, "provisional_share": 0.25},
-    ],
-    ids=lambda changed: ", ".join(changed),
-)
-def test_settings_written_as_toml_read_back_as_the_same_settings(tmp_path, changed):
-    settings = Settings(**changed)
-    assert load_settings(config_file(tmp_path, to_toml(settings))) == settings
+    ):
+        settings = Settings(**changed)
+        assert load_settings(config_file(tmp_path, to_toml(settings))) == settings
 
 
 @pytest.mark.parametrize(
@@ -164,10 +150,7 @@ def test_words_for_intervals_become_the_rules_of_the_library(words, window, sele
     assert (schedule.window, schedule.select) == (window, select)
 
 
-@pytest.mark.parametrize(
-    ("share", "steps", "rounds"),
-    [(0.0, 400, 0), (0.05, 400, 20), (0.05, 401, 21), (0.07, 100, 7), (1e-3, 10, 1)],
-)
-def test_a_share_of_a_warm_up_is_one_of_the_steps_rounded_up(share, steps, rounds):
-    assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
-    assert Settings(warmup_share=share, steps=steps).learning_rate_warm_up == rounds
+def test_a_share_of_a_warm_up_is_one_of_the_steps_rounded_up():
+    for share, steps, rounds in ((0.0, 400, 0), (0.05, 401, 21), (0.07, 100, 7), (1e-3, 10, 1)):
+        assert Settings(full_warm_up_share=share, steps=steps).warm_up_rounds == rounds
+        assert Settings(warmup_share=share, steps=steps).learning_rate_warm_up == rounds

@@ -86,15 +86,11 @@ def test_folders_of_datasets_have_their_parts_and_nothing_else(tmp_path, decoder
     expect("expected data-00000-of-00001.arrow in")
     (several / "train" / "state.json").unlink()
     expect("expected the file .*state.json, got")
-
-
-def test_a_folder_of_the_cache_is_refused(tmp_path):
-    save(tmp_path / "cache", pyarrow.table({"text": TEXTS}))
-    (tmp_path / "cache" / "state.json").unlink()
+    (tmp_path / "one" / "state.json").unlink()
     with pytest.raises(
         DataError, match=r"no state\.json: a part of its cache.*save_to_disk\(DIR\)"
     ):
-        find_files(tmp_path / "cache", language.SUFFIXES)
+        find_files(tmp_path / "one", language.SUFFIXES)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])

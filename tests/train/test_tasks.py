@@ -45,12 +45,12 @@ def enclosed(tokenizer, *texts):
 
 
 def test_windows_run_through_all_documents_with_begin_and_end(tmp_path, decoder):
-    write(tmp_path / "train_b.jsonl", records({"text": "who?"}, {"text": "the end\n", "id": 7}))
+    write(tmp_path / "train_b.jsonl", records({"text": "who?"}, {"text": " \n"}, {"text": "end\n"}))
     write(tmp_path / "train_a.txt", "the thing is\r\nin the bin\n")
     write(tmp_path / "valid.txt", "\ufeffthis is it\n")
     task = language_task(tmp_path, decoder, length=3)
     for source, texts in (
-        (task.train, ("the thing is\nin the bin\n", "who?", "the end\n")),
+        (task.train, ("the thing is\nin the bin\n", "who?", "end\n")),
         (task.validation["validation"], ("this is it\n",)),
     ):
         expected = enclosed(decoder, *texts)
@@ -58,6 +58,7 @@ def test_windows_run_through_all_documents_with_begin_and_end(tmp_path, decoder)
         assert got == expected[: len(got)]
         assert len(source) == (len(expected) - 1) // 3
     assert (task.kind, task.labels, task.score, task.best) == ("decoder", (), None, "loss")
+    assert task.notes == ("train_b.jsonl: blank texts left out: 1",)
 
 
 def test_positions_begin_anew_with_each_document_whose_first_token_is_no_target(tmp_path, decoder):
@@ -117,15 +118,6 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     assert list(train) == sorted(train)
 
 
-def test_blank_texts_of_jsonl_are_left_out_and_counted(tmp_path, decoder):
-    text = "the thing is in the bin " * 3
-    path = write(tmp_path / "a.jsonl", records({"text": " \n"}, {"text": text}) + "\n\n")
-    task = language_task(path, decoder)
-    assert task.notes == ("a.jsonl: blank texts left out: 1",)
-    got = joined(task.train)
-    assert got == enclosed(decoder, text)[: len(got)]
-
-
 @pytest.mark.parametrize(
     ("file", "content", "match"),
     [
@@ -175,28 +167,22 @@ def asked_and_counted(example, tokenizer):
 
 
 def test_only_the_answer_and_its_end_count(tmp_path, decoder):
-    task = alpaca_task(alpaca_folder(tmp_path, PLAIN, GIVEN), decoder)
+    items = (PLAIN, GIVEN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"})
+    task = alpaca_task(alpaca_folder(tmp_path, *items), decoder)
     assert (task.kind, task.best, task.notes) == ("decoder", "loss", ())
     for source in (task.train, task.validation["validation"]):
-        for i, item in enumerate((PLAIN, GIVEN)):
+        for i, item in enumerate(items):
             example = source[i]
             assert (example["tokens"].shape, example["tokens"].dtype) == ((513,), np.int32)
             assert (example["weights"].shape, example["weights"].dtype) == ((512,), np.uint8)
             assert example["tokens"][0] == decoder.begin
             asked, counted = asked_and_counted(example, decoder)
-            assert asked == answers.prompt(item["instruction"], item.get("input", ""))
+            assert asked == answers.prompt(item["instruction"], item.get("input") or "")
             answer = decoder.tokens.encode(item["output"], add_special_tokens=False).ids
             assert counted == [*answer, decoder.end]
             assert example["tokens"][-1] == decoder.pad
             # Behind the last target there is padding alone.
             assert source.lengths[i] == np.flatnonzero(example["weights"])[-1] + 1
-
-
-def test_an_empty_input_is_none(tmp_path, decoder):
-    items = [PLAIN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"}]
-    source = alpaca_task(alpaca_folder(tmp_path, *items), decoder).train
-    for i in (1, 2):
-        np.testing.assert_array_equal(source[i]["tokens"], source[0]["tokens"])
     assert "paired with an input" in answers.prompt("Say {this}.", "1 and 2")
     assert "### Instruction:\nSay {this}.\n\n### Response:" in answers.prompt("Say {this}.")
 
@@ -247,21 +233,13 @@ def test_instructions_that_are_none_are_named_with_the_place(
 # --- What they have in common
 
 
-@pytest.mark.parametrize(
-    ("sizes", "share", "held_back"),
-    [
+def test_neither_side_of_a_split_is_empty():
+    for sizes, share, held_back in (
         ([1] * 10, 0.2, 2),  # a share that comes out even
         ([1] * 3, 0.01, 1),  # none fits, so the smallest
         ([1] * 2, 0.999, 1),  # training keeps one
         ([0, 0, 0], 0.5, 2),
-    ],
-    ids=str,
-)
-def test_neither_side_of_a_split_is_empty(sizes, share, held_back):
-    sizes = np.array(sizes)
-    for seed in range(5):
-        train, validation = files.split(sizes, validation_share=share, seed=seed)
+    ):
+        train, validation = files.split(np.array(sizes), validation_share=share, seed=0)
         assert sorted([*train, *validation]) == list(range(len(sizes)))
         assert len(validation) == held_back
-        assert len(train)
-    assert sizes[validation].sum() <= max(share * sizes.sum(), sizes.min())

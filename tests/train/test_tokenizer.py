@@ -13,24 +13,20 @@ def edit(path, **entries):
     path.write_text(json.dumps(held | entries))
 
 
-def test_an_encoder_has_padding_and_no_begin_or_end(tmp_path):
+def test_an_encoder_pads_and_a_decoder_has_begin_and_end_and_pads_with_the_latter(tmp_path):
     vocabulary = write_wordpiece(tmp_path)
     tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary)
     assert tokenizer[1:] == (None, None, 0, vocabulary)
-
-
-def test_a_decoder_pads_with_its_end_token(tmp_path):
-    vocabulary = write_byte_level(tmp_path)
-    tokenizer = read_tokenizer(tmp_path, vocabulary=vocabulary, needs_end=True)
-    begin, end = (tokenizer.tokens.token_to_id(name) for name in (BEGIN, END))
-    assert tokenizer[1:] == (begin, end, end, vocabulary)
-
-
-def test_lengths_in_the_file_are_switched_off(tmp_path):
     # The file cuts at 3 tokens and pads to 7.
-    tokenizer = read_tokenizer(tmp_path, vocabulary=write_wordpiece(tmp_path))
     assert len(tokenizer.tokens.encode("the movie is so good").ids) == 7
     assert len(tokenizer.tokens.encode("good").ids) == 3
+
+    folder = tmp_path / "decoder"
+    folder.mkdir()
+    vocabulary = write_byte_level(folder)
+    tokenizer = read_tokenizer(folder, vocabulary=vocabulary, needs_end=True)
+    begin, end = (tokenizer.tokens.token_to_id(name) for name in (BEGIN, END))
+    assert tokenizer[1:] == (begin, end, end, vocabulary)
 
 
 def test_no_begin_token_in_the_tokenizer_outweighs_a_number_in_the_config(tmp_path):

@@ -17,7 +17,6 @@ from tests.train import scripts
 from tests.train.scripts import rows, small_model, summary, write
 from train import finetune, job
 from train.command_line import load_settings
-from train.data import Batches
 from train.optimizers import decayed, make_optimizer, weight_dtype
 from train.run_folder import WRITTEN, new_run_folder
 from train.settings import Settings
@@ -92,13 +91,9 @@ def test_the_adamw_job_keeps_updates_that_bfloat16_weights_would_lose():
     np.testing.assert_allclose(params["w"], jnp.full((4, 4), 0.99), atol=1e-4)
 
 
-def test_weight_decay_spares_the_norms():
-    model = small_model()
-    mask = jax.tree.leaves(decayed(nnx.as_pure(nnx.state(model, nnx.Param))))
-    assert mask == [leaf.ndim == 2 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
-
-
-def test_offload_selects_no_channel_and_zenflow_its_share():
+def test_weight_decay_spares_the_norms_and_offload_selects_no_channel():
+    params = nnx.as_pure(nnx.state(small_model(), nnx.Param))
+    assert jax.tree.leaves(decayed(params)) == [x.ndim == 2 for x in jax.tree.leaves(params)]
     for optimizer, selected in (("offload", 0), ("zenflow", 1)):
         tx = make_optimizer(Settings(optimizer=optimizer, topk_ratio=0.25, steps=9))
         (leaf,) = find_state(tx.init({"kernel": jnp.ones((4, 4))})).leaves
@@ -154,26 +149,7 @@ def test_zenflow_trains_and_leaves_its_record(tmp_path, capsys):
     assert schedule[0] == ("1.75", "", "2")
     # The other's seventh window has the thirteenth step alone.
     assert [figures[name] for name in SCHEDULE] == [14, 13 / 7, 2, None]
-    assert "mean window length" in shown
-    assert f"timeline of the last steps: {picture}" in shown
     assert "<svg" in picture.read_text(encoding="utf-8")[:1000]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_picture")
-def test_channels_are_selected_at_the_end_of_every_epoch(tmp_path):
-    changed = {"corpus_megabytes": 0.02, "steps": 9, "log_every": 1, "update_interval": 1}
-    task = standard_library.make(
-        seed=0, corpus_megabytes=0.02, validation_share=0.1, sequence_length=TINY["sequence_length"]
-    )
-    # So large that it takes four batches, the last of them not full, whatever this Python's text.
-    changed["batch_size"] = len(task.train) // 4 + 1
-    assert Batches(task.train, batch_size=changed["batch_size"], seed=0).per_epoch == 4
-
-    assert finetune.main(tiny_command(tmp_path, select_interval="epoch", **changed)) == 0
-    metrics = rows(tmp_path / "runs" / "001-zenflow" / "metrics.csv")
-    # Also after the first step, because the channels that a run starts with were chosen by nobody.
-    assert [int(row["reselections"]) for row in metrics] == [1, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
 @pytest.mark.slow
@@ -229,16 +205,11 @@ def test_keep_best_gives_the_model_of_the_step_that_did_best_and_writes_over_no_
         assert finetune.main([*command, "--export", name, str(tmp_path / target), *options]) == 2
         assert re.search(expected, capsys.readouterr().err)
 
-    # The end has no checkpoint; a run without keep_best, or one that has gone on since, may be best
-    # there or not.
-    for best_step, loss, said in (
-        (None, 0.5, "has the model of"),
-        (13, 2.0, "has the weights of checkpoint 6 "),
-    ):
-        after = {"best_step": best_step, "validation_after": {"loss": loss}}
-        (folder / "summary.json").write_text(json.dumps(figures | after), encoding="utf-8")
-        assert finetune.main([*command, "--export", "best", str(tmp_path / str(loss))]) == 0
-        assert said in capsys.readouterr().out.replace("\n", " ")
+    # The end has no checkpoint; without keep_best it may be best there.
+    ended = {"best_step": None, "validation_after": {"loss": 0.5}}
+    (folder / "summary.json").write_text(json.dumps(figures | ended), encoding="utf-8")
+    assert finetune.main([*command, "--export", "best", str(tmp_path / "end")]) == 0
+    assert "has the model of" in capsys.readouterr().out.replace("\n", " ")
     assert {path.read_text() for path in precious} == {"precious"}
     assert not list(tmp_path.rglob(".*"))
 
