@@ -206,12 +206,11 @@ class HostEngine:
         closing = [group for group, boundary in enumerate(boundaries) if boundary.closes]
         arriving = [group for group, boundary in enumerate(boundaries) if boundary.arrives]
         first = self._progress.step == 0
-        concerned = self._all_groups if first else sorted({*closing, *arriving})
-        state = self._expected.state(opt_state, concerned)
+        state = self._expected.state(opt_state)
         self._mailbox.check_new_step(state)
         # Refuses what does not fit before anything is done.
-        taken = self._expected.take(params, concerned)
-        state = self._expected.in_place(state, taken.weights, concerned)
+        taken = self._expected.take(params)
+        state = self._expected.in_place(state, taken.weights)
         if first:
             self._masters.follow(taken.offloaded)
             self._updates.note_parameters(taken.offloaded, state.leaves)
@@ -319,7 +318,7 @@ class HostEngine:
         self._check_open()
         state = self._expected.state(opt_state)
         if self._progress.step == 0:
-            taken = self._expected.take(params, self._all_groups)
+            taken = self._expected.take(params)
             self._masters.follow(taken.offloaded)
         self._settle()
         step, token, loads = self._progress.step, self._mailbox.token, self._masters.loads
@@ -362,31 +361,12 @@ class HostEngine:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        closed, reason = self._worker.closed, self._worker.reason or self._integrity.known
-        step, lost = self._progress.step, ""
-        if reason and reason not in str(error):  # most often it is what is raised here
-            lost = f"the engine has failed as well: {reason}."
-        elif not reason and self._interrupted:
-            lost = (
-                f"the engine was interrupted in a call after step {step}, so that parameters, "
-                "state and host no longer belong together."
-            )
-        elif not reason and self._behind:
-            lost = (
-                f"the engine was closed after step {step} with updates that never reached the "
-                "parameters; they are dropped. The parameters are whole, but lack them."
-            )
+        closed, lost = self._worker.closed, self._behind and not self._interrupted
         self.close()
-        if not lost or closed:
+        if error is not None or closed or self._worker.told:
             return
-        if error is None and not self._worker.told:
-            self._worker.check()
-        if error is not None:  # it goes on as it is, with this below it
-            error.add_note(
-                f"zenflow_jax: {lost} Training goes on from the last checkpoint that has the "
-                "engine's state: `HostEngine(params, opt_state, engine_state=...)`."
-            )
-        elif not (reason or self._interrupted):  # after those `flush` would be no remedy
+        self._worker.check()
+        if lost:
             raise RuntimeError(
                 "the engine was left with updates that never reached the parameters. Call `params, "
                 "opt_state = engine.flush(params, opt_state)` before the `with` block ends."
@@ -434,9 +414,9 @@ class HostEngine:
         self._check_open()
         state = self._expected.state(opt_state)
         copied = self._mailbox.check_between_steps(state, name)
-        taken = self._expected.take(params, self._all_groups)
+        taken = self._expected.take(params)
         if copied:
-            state = self._expected.in_place(state, taken.weights, self._all_groups)
+            state = self._expected.in_place(state, taken.weights)
         return state, taken
 
     def _of_nnx(self, call: Any, model: Any, optimizer: Any) -> None:

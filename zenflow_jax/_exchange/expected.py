@@ -1,14 +1,13 @@
 """Checks a caller's parameters and state in every call, at next to no cost.
 
-A look at each of hundreds of leaves takes longer than all else that a call does. So it looks at the
-leaves whose numbers are read now, and compares their shardings with those that were right last
-time: a compiled step gives the same objects every time.
+Shardings are compared with those that were right last time: a compiled step gives the same objects
+every time.
 """
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,20 +40,15 @@ class Expected:
         self._schedule = state.schedule
         self._specs = [leaf.spec for leaf in state.leaves]
         self._places = Places(self._specs)
-        self._groups = range(state.schedule.groups)
         self._on_mesh = any(len(weight.sharding.device_set) > 1 for weight in weights)
-        # The leaves of each choice of groups, and what was right last time.
-        self._known: dict[tuple[int, ...], _Choice] = {}
+        # The shardings of state and parameters that were right last time.
+        self._of_state: list[Any] = []
+        self._of_params: list[Any] = []
 
-    def state(self, opt_state: Any, groups: Sequence[int] = ()) -> ZenFlowState:
-        """The state in `opt_state`; of its leaves, those of `groups` are looked at, or all."""
+    def state(self, opt_state: Any) -> ZenFlowState:
+        """The state in `opt_state`."""
         state = find_state(opt_state)
-        leaves = self._choice(groups or self._groups).leaves
-        if (
-            len(state.leaves) != len(self._specs)
-            or any(state.leaves[i].spec != self._specs[i] for i in leaves)
-            or state.schedule != self._schedule
-        ):
+        if [x.spec for x in state.leaves] != self._specs or state.schedule != self._schedule:
             raise ValueError(
                 "expected the state of the run that this engine was made for, got one with other "
                 "leaves or settings. Give each run an engine of its own."
@@ -62,20 +56,16 @@ class Expected:
         _check_arrays(state)
         return state
 
-    def in_place(
-        self, state: ZenFlowState, weights: Sequence[jax.Array], groups: Sequence[int]
-    ) -> ZenFlowState:
+    def in_place(self, state: ZenFlowState, weights: Sequence[jax.Array]) -> ZenFlowState:
         """A step's state with all arrays where they belong; they are put back once in a run.
 
         On a mesh a misplaced array has other pieces on each device, which would be read as other
-        channels. All mail is looked at, as each step's is read.
+        channels.
         """
         if not self._on_mesh:
             return state  # programs refuse what is on another device
-        choice = self._choice(groups)
-        leaves = [state.leaves[i] for i in choice.leaves]
-        shardings = [x.sharding for x in jax.tree.leaves((state.mail, leaves))]
-        if _same(shardings, choice.state):
+        shardings = [x.sharding for x in jax.tree.leaves((state.mail, state.leaves))]
+        if _same(shardings, self._of_state):
             return state
         placed, moved = put_back(state, weights)
         pairs = zip(state.leaves, placed.leaves, state.mail, placed.mail, strict=True)
@@ -85,7 +75,7 @@ class Expected:
             if leaf.offloaded and (mail is not new_mail or _has_moved(leaf, new))
         ]
         if not misplaced:
-            choice.state = shardings
+            self._of_state = shardings
             return state
         if self._has_put_back:
             raise ValueError(
@@ -98,34 +88,15 @@ class Expected:
         self.put_back += moved
         return placed
 
-    def take(self, params: Any, groups: Iterable[int]) -> "CallerTree":
-        """Takes parameters apart; refuses other shapes, dtypes or places in some groups."""
-        taken, choice = CallerTree(*self._places(params), self._offloaded), self._choice(groups)
-        weights = [taken.weights[i] for i in choice.leaves]
-        specs = [self._specs[i] for i in choice.leaves]
-        check_leaves(weights, specs)
-        shardings = [getattr(weight, "sharding", None) for weight in weights]
-        if not _same(shardings, choice.params):
-            check_placement(weights, specs)
-            choice.params = shardings
+    def take(self, params: Any) -> "CallerTree":
+        """Takes parameters apart; refuses other shapes, dtypes or places."""
+        taken = CallerTree(*self._places(params), self._offloaded)
+        check_leaves(taken.weights, self._specs)
+        shardings = [getattr(weight, "sharding", None) for weight in taken.weights]
+        if not _same(shardings, self._of_params):
+            check_placement(taken.weights, self._specs)
+            self._of_params = shardings
         return taken
-
-    def _choice(self, groups: Iterable[int]) -> "_Choice":
-        key = tuple(groups)
-        if key not in self._known:
-            wanted = frozenset(key)
-            leaves = [i for i, spec in enumerate(self._specs) if not wanted.isdisjoint(spec.groups)]
-            self._known[key] = _Choice(leaves)
-        return self._known[key]
-
-
-@dataclasses.dataclass
-class _Choice:
-    """The leaves of some groups, resident ones with the first, and their shardings last time."""
-
-    leaves: list[int]
-    state: list[Any] = dataclasses.field(default_factory=list)
-    params: list[Any] = dataclasses.field(default_factory=list)
 
 
 def _same(current: Sequence[Any], last: Sequence[Any]) -> bool:

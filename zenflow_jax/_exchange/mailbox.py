@@ -27,8 +27,6 @@ from zenflow_jax._plan.scalars import USED, StepScalars
 # With "per_window" a step's scalars may be behind the sums of a window, so `send` itself keeps
 # Python at most so many steps ahead.
 _AHEAD = 2
-# Tokens that are made together.
-_TOKENS = 32
 _POSITIVE = 0x7FFFFFFF
 
 
@@ -44,7 +42,6 @@ class Mailbox:
         self._token = int(read(state.token))
         # Later tokens come from this: runs that go on from one checkpoint have different ones.
         self._number = number
-        self._tokens: deque[tuple[int, jax.Array]] = deque()  # of the next steps
         self._sending = state.send_gradients
         self._blank = state.mail, state.step_scalars
         if self._sending.in_step:
@@ -124,9 +121,7 @@ class Mailbox:
         token = self._token
         # Before the mail is given away: this lets go of Python's lock, and the caller would get it
         # back only when the worker's threads have looked at every leaf.
-        if not self._tokens:  # a call for each would take a tenth of `exchange`
-            self._make_tokens(self._number + step, _TOKENS, state.token)
-        self._take_token(self._number + step)
+        self._make_token(self._number + step, state.token)
         if self._sending.sums_on_device:
             gradients = []
             self._running.append(state.step_scalars)
@@ -149,9 +144,7 @@ class Mailbox:
     def renew(self, state: ZenFlowState) -> ZenFlowState:
         """The state with a new token, after a flush: nobody can go on from the old one."""
         self._replaced = (self._last_token, self._token)
-        number = self._token + 500_009
-        self._make_tokens(number, 1, state.token)
-        self._take_token(number)
+        self._make_token(self._token + 500_009, state.token)
         return state._replace(token=self._last_token)
 
     def refill(self, state: ZenFlowState, leaves: Sequence[LeafState]) -> ZenFlowState:
@@ -176,19 +169,12 @@ class Mailbox:
     def close(self) -> None:
         self._unread.clear()
         self._running.clear()
-        self._tokens.clear()
         self._blank = (), StepScalars(None, None)
 
-    def _make_tokens(self, number: int, count: int, like: jax.Array) -> None:
-        """The next states' tokens, made from consecutive numbers and placed as `like` is."""
-        numbers = [(number + i) & _POSITIVE for i in range(count)]  # never USED, which is negative
-        arrays = put_everywhere([np.int32(x) for x in numbers], like.shape, like.sharding)
-        self._tokens = deque(zip(numbers, arrays, strict=True))
-
-    def _take_token(self, number: int) -> None:
-        """Gives the next state the token that was made from `number`."""
-        self._token, self._last_token = self._tokens.popleft()
-        assert self._token == number & _POSITIVE, "tokens are of consecutive steps"
+    def _make_token(self, number: int, like: jax.Array) -> None:
+        """The next state's token, made from a number and placed as `like` is."""
+        self._token = number & _POSITIVE  # never USED, which is negative
+        (self._last_token,) = put_everywhere([np.int32(self._token)], like.shape, like.sharding)
 
     def _post(self, mail: Mail | Sums) -> None:
         self._worker.post(mail)

@@ -15,34 +15,6 @@ from zenflow_jax._host.leaf import HostLeaf
 from zenflow_jax._host.state import ClosedWindow, HostState, SelectedRows
 from zenflow_jax._plan.leaf import LeafSpec
 
-# About how many bytes one call uploads.
-_BYTES_PER_UPLOAD = 8 * 2**20
-
-
-class Uploads:
-    """Uploads arrays of parts to their devices; small ones together, as a call costs megabytes."""
-
-    def __init__(self, parts: Sequence[Part], arrived: list[list[Any]]):
-        self._parts = parts
-        self._arrived = arrived
-        self._ready: dict[int, Any] = {}
-        self._size = 0
-
-    def add(self, i: int, arrays: Any) -> None:
-        """Uploads a tree of NumPy arrays of part `i`, now or together with what follows."""
-        self._ready[i] = arrays
-        self._size += nbytes(arrays)
-        if self._size > _BYTES_PER_UPLOAD:
-            self.send()
-
-    def send(self) -> None:
-        devices = {device for i in self._ready for device in self._parts[i].devices}
-        for device in sorted(devices, key=lambda device: device.id):
-            trees = {i: x for i, x in self._ready.items() if device in self._parts[i].devices}
-            for i, x in upload(trees, device).items():
-                self._arrived[i][self._parts[i].devices.index(device)] = x
-        self._ready, self._size = {}, 0
-
 
 def hand_over(
     host: HostState, parts: Sequence[Part], close: Close, window: ClosedWindow
@@ -56,7 +28,6 @@ def hand_over(
     ]
     in_host_memory = copy_to_host(leaving)
     entering: list[list[Any]] = [[None] * len(part.devices) for part in parts]
-    ready = Uploads(parts, entering)
     # Some leaves cross while others are worked on.
     for i, (moved, part) in enumerate(zip(in_host_memory, parts, strict=True)):
         if not moved:
@@ -65,8 +36,8 @@ def hand_over(
         new = host.hand_over(
             window, window.leaves[i], _as_rows(rows, part.spec), host_channels(chosen, part)
         )
-        ready.add(i, _as_on_device(new, part.spec))
-    ready.send()
+        arrays = _as_on_device(new, part.spec)
+        entering[i] = [upload(arrays, device) for device in part.devices]
     return entering, nbytes(in_host_memory)
 
 
@@ -82,20 +53,16 @@ def update(
     Yields where it is, before each bounded piece.
     """
     uploads: list[list[Any]] = []
-    ready = Uploads(offloaded.groups[group].parts, uploads)
     first = 0.0  # when the first upload began
 
     def finished(i: int, leaf: HostLeaf) -> None:
         nonlocal first
-        early = offloaded.prefetched[i]
-        uploads.append([None] * len(offloaded.parts[i].devices) if early else [])
-        if early:
-            first = first or time.perf_counter()
-            ready.add(len(uploads) - 1, leaf.to_upload)
+        devices = offloaded.parts[i].devices if offloaded.prefetched[i] else ()
+        first = first or (time.perf_counter() if devices else 0.0)
+        uploads.append([upload(leaf.to_upload, device) for device in devices])
 
     for name in host.update(window, finished):
         yield f"the update of leaf {name}, window {window.number}"
-    ready.send()
     if first:
         recorder.works_at("wait for uploads", window.number)
         # The next update writes to the arrays that they come from.

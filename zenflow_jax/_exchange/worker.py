@@ -113,11 +113,6 @@ class Worker:
         return self._stop is not None and self._stop.other is None
 
     @property
-    def reason(self) -> str:
-        """Why the thread has failed; empty if it has not."""
-        return "" if self._failure is None else self._failure.reason
-
-    @property
     def told(self) -> bool:
         """Whether the caller has heard of the failure."""
         return self._failure is not None and self._failure.told
