@@ -189,11 +189,11 @@ class HostEngine:
         channels are selected or windows adapt. Do not use mail again; you may use the parameters.
 
         Args:
-            params: The parameters after the step; as at construction, there may be more leaves.
-            opt_state: The optimizer state after the step, in any wrapper.
+            params: What the step returned; as at construction, there may be more leaves.
+            opt_state: What the step returned, in any wrapper.
 
         Returns:
-            Parameters and state for the next step, of the same structure, shapes and placement.
+            Both for the next step, of the same structure, shapes and placement.
 
         Raises:
             RuntimeError: If the engine is closed, has failed or was interrupted; if not one step
@@ -253,9 +253,6 @@ class HostEngine:
             params: The parameters that the last `exchange` returned.
             opt_state: The state that it returned, or a copy. Behind `optax.MultiSteps` both may
                 also be what micro-batches without an update have made of these.
-
-        Returns:
-            Parameters and state, of the same structure, shapes and placement.
 
         Raises:
             RuntimeError: As `exchange`; or if a step was made that was not exchanged.

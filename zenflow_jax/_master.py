@@ -57,14 +57,14 @@ def iter_master_params(
 ) -> Iterator[tuple[jax.tree_util.KeyPath, Any]]:
     """The leaves of `master_params`, one after the other, to write them to a file.
 
-    The devices hold one master at a time, if you let go of it before you ask for the next. In a run
-    of several processes all must ask for all of them. Errors are those of `master_params`; a step
-    or a flush that comes in between is an error, too.
+    Errors are those of `master_params`; a step or a flush in between is an error, too. The devices
+    hold one master at a time, if you let go of it before you ask for the next. In a run of several
+    processes all must ask for all of them.
 
     Args:
-        params: The parameters that the last `exchange` or `flush` returned.
-        opt_state: The state that the same call returned.
-        engine: The engine; None for `zenflow(..., offload=False)`.
+        params: As for `master_params`.
+        opt_state: As for `master_params`.
+        engine: As for `master_params`.
 
     Returns:
         Pairs of the key path of a leaf and its masters, in the order of `jax.tree.leaves(params)`.

@@ -54,10 +54,6 @@ def attach(
     Returns:
         The step. It has `flush`, `engine` and `close`, and ends by `with` as an engine does.
 
-    Raises:
-        TypeError: If `step` is no function, or an argument has another type.
-        ValueError: If an argument is out of range, or there are both `engine` and `engine_options`.
-
     Examples:
         >>> import jax, jax.numpy as jnp, optax, zenflow_jax
         >>> from zenflow_jax.attach import attach
@@ -100,11 +96,7 @@ class AttachedStep:
 
     @property
     def engine(self) -> HostEngine:
-        """The engine.
-
-        Raises:
-            RuntimeError: Before the first call, if that makes it.
-        """
+        """The engine; an error before the first call, if that makes it."""
         if self._engine is None:
             raise RuntimeError(
                 "expected a step that has been called, got one before its first call, which makes "
@@ -113,12 +105,7 @@ class AttachedStep:
         return self._engine
 
     def __call__(self, *args: Any, **more: Any) -> Any:
-        """Makes the step and exchanges; returns what the step returned, ready for the next one.
-
-        Raises:
-            RuntimeError, ValueError: As `HostEngine` and its `exchange`; if the step is closed.
-            TypeError: If arguments or results are not those of one of the three kinds of steps.
-        """
+        """Makes the step and exchanges; returns what the step returned, ready for the next one."""
         take, _ = self._start(args)
         out = self._step(*args, **more)
         params, opt_state, put = take(out)
@@ -138,11 +125,7 @@ class AttachedStep:
                 or the train state, or the model and its optimizer.
 
         Returns:
-            The same, with all updates: a pair, or a train state; None for nnx, which is updated in
-            place. Go on from it.
-
-        Raises:
-            RuntimeError, ValueError, TypeError: As `HostEngine.flush`; if the step is closed.
+            The same, with all updates; None for nnx, which is updated in place. Go on from it.
         """
         take, least = self._start(carried)
         params, opt_state, put = take(least)

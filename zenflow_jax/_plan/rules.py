@@ -24,9 +24,6 @@ class AutoWindow:
         max_interval: The most steps that a window may have.
         share: Share of the offloaded leaves that must be ripe, in (0, 1]; the count is rounded up.
 
-    Raises:
-        TypeError, ValueError: If a value is of another kind or out of range.
-
     Examples:
         >>> from zenflow_jax import zenflow
         >>> tx = zenflow(1e-3, update_interval=AutoWindow(max_interval=16), window_scaling=None)
@@ -61,9 +58,6 @@ class AutoSelect:
         keep: The share to hold, in [0, 1].
         max_windows: The most windows between two selections.
 
-    Raises:
-        TypeError, ValueError: If a value is of another kind or out of range.
-
     Examples:
         >>> from zenflow_jax import zenflow
         >>> tx = zenflow(1e-3, select_interval=AutoSelect(keep=0.8))
@@ -88,9 +82,6 @@ class EpochSelect:
     Attributes:
         steps_per_epoch: Optimizer steps in an epoch, counted from the first step of the run.
         epochs: Epochs between two selections.
-
-    Raises:
-        TypeError, ValueError: If a value is of another kind or below 1.
 
     Examples:
         >>> from zenflow_jax import zenflow

@@ -70,9 +70,8 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
         engine_options: Arguments of `HostEngine`: `host_kernel`, `threads`, `prefetch_bytes`, ...
 
     Raises:
-        ValueError: If an argument is out of range; if the optimizer has not one `zenflow` with an
-            engine; if the trainer has restored a checkpoint without an engine's state.
-        TypeError: If `trainer` or `hooks` are something else.
+        ValueError: If the optimizer has not one `zenflow` with an engine; if the trainer has
+            restored a checkpoint without an engine's state.
     """
 
     def __init__(
@@ -108,11 +107,7 @@ class ZenFlowHooks(tunix_hooks.TrainingHooks):
 
     @property
     def engine(self) -> HostEngine:
-        """The engine, which is made when training starts.
-
-        Raises:
-            RuntimeError: Before that.
-        """
+        """The engine, which is made when training starts; an error before."""
         if self._engine is None:
             raise RuntimeError(
                 "expected a trainer that has started, got one before `train`. If `train` is "
@@ -267,10 +262,6 @@ def channel_axis(path: tuple[Any, ...], leaf: Any) -> int:
 
     Projections to queries, keys and values have the shape `(model, heads, width)` there, whose
     first axis is the input. By default zenflow takes the last but one.
-
-    Args:
-        path: The leaf's key path.
-        leaf: Anything with a shape.
 
     Examples:
         >>> from jax.tree_util import DictKey
