@@ -260,6 +260,7 @@ def step_time(machine: Machine, *, rehearse: bool = False) -> list[Part]:
         n = parameters(config)
         rooms = {p: most(p, limits, scan=True, prefetch=True) for p in _SCANNED if p in _MAILS}
         peers = ["adamw", *(p for p, room in rooms.items() if room >= n)]
+        peers = peers[:2] if rehearse else peers
         parts.append(part(peers, 1.0, scan=True, batch=few, config=config, name=name))
     return parts
 

@@ -7,7 +7,6 @@ import json
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,16 +15,13 @@ from benchmarks.gpu_stages import checks, machine, programs, sizes
 from benchmarks.gpu_stages.sizes import Machine
 from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import llama, make_model
-from benchmarks.step_time_peers import PEERS
 from tests.failing_stages import failing
-from zenflow_jax._exchange import pinned
 
 # --- stages ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory):
-    """A folder with the report of the command, which ran every stage on a CPU, and its text."""
+@pytest.mark.slow
+def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rehearsal")
     # Stages count what they compile, so nobody else may have compiled it.
     cache = tmp_path_factory.mktemp("compiled")
@@ -36,50 +32,25 @@ def rehearsal(tmp_path_factory):
     log = (folder / "log.txt").read_text(encoding="utf-8")
     assert [outcome.ended for outcome in outcomes] == ["done"] * len(STAGES), text + log
     assert "A rehearsal on a CPU" in text
-    return folder, text
-
-
-def figures_of(stage, folder):
     data = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    (figures,) = [figures for figures in data["stages"] if figures["stage"] == stage]
-    return figures
+    facts, correct, times, headline = data["stages"]
 
-
-@pytest.mark.slow
-def test_the_stage_of_facts_measures_every_part_of_the_machine(rehearsal):
-    folder, text = rehearsal
-    facts = figures_of("facts", folder)
     assert "| NumPy, pageable |" in text
     assert all(copy["together_s"] > 0 for copy in facts["beside"].values())
     assert facts["matmul_tflop_s"] > 0
     assert set(facts["host_gb_s"]) == {"1", str(machine.cores())}
 
+    assert correct["rows"] == dict.fromkeys(checks.QUESTIONS, "pass")
 
-@pytest.mark.slow
-def test_the_stage_of_correctness_asks_everything_and_all_of_it_is_so(rehearsal):
-    folder, _ = rehearsal
-    assert figures_of("correct", folder)["rows"] == dict.fromkeys(checks.QUESTIONS, "pass")
-
-
-@pytest.mark.slow
-def test_the_stage_of_step_times_compares_every_part_and_compiles_all_of_it_ahead(rehearsal):
-    folder, text = rehearsal
-    times = figures_of("step_time", folder)
     parts = sizes.step_time(Machine(0, 0), rehearse=True)
-    assert set(times["parts"]) == {part.title for part in parts}
-    for part in parts:
-        assert set(times["parts"][part.title]) == set(part.peers)
-        assert f"### {part.title}" in text
+    assert {title: set(peers) for title, peers in times["parts"].items()} == {
+        part.title: set(part.peers) for part in parts
+    }
     # What was compiled ahead is what the first turns then run.
     assert times["compiled"] > 0
     assert times["compiled_late"] == 0
     assert (folder / PICTURE).stat().st_size > 0
 
-
-@pytest.mark.slow
-def test_the_stage_of_the_headline_trains_eight_steps_on_real_text(rehearsal):
-    folder, text = rehearsal
-    headline = figures_of("headline", folder)
     assert len(headline["losses"]) == len(headline["step_s"]) == 8
     assert 0 < min(headline["losses"]) <= max(headline["losses"]) < 2 * np.log(256)
     assert headline["host_peak_bytes"] > 0
@@ -107,14 +78,6 @@ def test_the_headline_is_the_largest_shape_that_fits_into_both_memories():
     # More than AdamW trains there, and more than its state alone would leave room for.
     assert best.beats_adamw
     assert best.parameters * sizes.ADAMW_STATE_BYTES > H100.device_bytes
-
-
-def test_what_a_peer_needs_in_host_memory_is_what_the_engine_keeps():
-    """`sizes.py` counts the mails that `pinned.buffers` allows."""
-    for name, mails in sizes._MAILS.items():
-        params = jax.device_put({"w": jnp.ones((8, 4), jnp.bfloat16)}, jax.devices()[0])
-        state = PEERS[name].make().init(params)
-        assert pinned.buffers(state) == mails, name
 
 
 def _once(machines):

@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 from tunix.sft import checkpoint_manager
 
 from tests.in_tunix.trainers import (
@@ -113,26 +111,6 @@ def test_the_last_checkpoint_has_all_updates_and_a_longer_run_goes_on_from_it(tm
     _, began, hooks = go(tmp_path, steps=6, rolling=False)
     assert began == 4
     assert hooks.stats.steps == 6
-
-
-def test_what_is_saved_has_mail_of_its_own_and_all_else_as_it_is(tmp_path):
-    saved = {}
-
-    class Noted(ocp.CheckpointManager):
-        def save(self, step, args=None, **more):
-            saved.update(args.items())
-
-    trainer = make_trainer(zenflow(**LATE), 1, tmp_path)
-    ZenFlowHooks(trainer, engine_options=ENGINE)
-    manager = trainer.checkpoint_manager._checkpoint_manager
-    manager.__class__ = type("Both", (type(manager), Noted), {})
-    trainer.is_managed_externally = True
-    trainer.train([next(batches())])
-    now = jax.tree.leaves(nnx.state(trainer.optimizer, nnx.optimizer.OptState))
-    kept = jax.tree.leaves(saved["optimizer_state"].item)
-    hosts = [x.sharding.memory_kind == "pinned_host" for x in now]
-    assert [x is y for x, y in zip(now, kept, strict=True)] == [not host for host in hosts]
-    assert hosts.count(True) == 4  # the mail of two leaves, and two of scalars
 
 
 def test_a_checkpoint_of_a_trainer_without_hooks_is_refused(tmp_path):

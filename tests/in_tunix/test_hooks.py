@@ -79,21 +79,20 @@ def test_sums_by_multi_steps_of_ones_own_are_those_of_the_trainer(devices):
 
 
 @pytest.mark.parametrize(
-    ("sending", "accumulate"), [("after_step", None), ("per_window", None), ("per_window", 2)]
+    ("sending", "devices", "settings"),
+    [
+        ("after_step", 4, {}),
+        ("per_window", 4, {"gradient_accumulation_steps": 2}),
+        ("during_step", 0, {"gradient_accumulation_steps": 2, "kind": Conditional}),
+        ("per_window", 4, {"gradient_accumulation_steps": 2, "kind": Conditional}),
+    ],
+    ids=str,
 )
-def test_other_ways_of_sending_gradients_are_adamw_as_well(sending, accumulate):
+def test_other_ways_of_sending_and_updates_under_a_condition_are_adamw(sending, devices, settings):
     tx = zenflow(send_gradients=sending, **AS_ADAMW)
-    settings = dict(devices=4, gradient_accumulation_steps=accumulate)
-    assert_close(train(tx, 5, evaluate="as_is", **settings)[0], train(ADAMW, 5, **settings)[0])
-
-
-@pytest.mark.parametrize(("sending", "devices"), [("during_step", 0), ("per_window", 4)])
-def test_an_update_under_a_condition_is_adamw_as_well(sending, devices):
-    settings = dict(devices=devices, gradient_accumulation_steps=2, kind=Conditional)
-    tx = zenflow(send_gradients=sending, **AS_ADAMW)
-    ours, _, hooks = train(tx, 5, evaluate="as_is", **settings)
+    ours, _, hooks = train(tx, 5, evaluate="as_is", devices=devices, **settings)
     assert hooks.stats.steps == 5
-    assert_close(ours, train(ADAMW, 5, **settings)[0])
+    assert_close(ours, train(ADAMW, 5, devices=devices, **settings)[0])
 
 
 @DEVICES
