@@ -40,52 +40,35 @@ def test_the_public_names_are_few_and_what_dir_lists():
         _ = zenflow_jax.plan
 
 
-@pytest.mark.parametrize("name", [*CALLS, *MADE_BY_USERS])
-def test_every_public_name_has_an_example(name):
-    assert ">>> " in (inspect.getdoc(PUBLIC[name]) or "")
-
-
 def section(doc, title):
     """The names that a Google section of a docstring explains."""
     match = re.search(rf"^{title}:\n((?:    .*\n?|\n)+)", doc, re.MULTILINE)
     return re.findall(r"^    (\w+):", match[1], re.MULTILINE) if match else []
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_every_public_function_explains_its_arguments_and_what_comes_back(name):
-    function = PUBLIC[name]
-    doc = inspect.getdoc(function) or ""
-    signature = inspect.signature(function)
-    assert section(doc, "Args") == list(signature.parameters)
-    if signature.return_annotation is not None:
-        assert re.search(r"^Returns:\n    \S", doc, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", MADE_BY_USERS)
-def test_every_public_class_explains_its_arguments_or_attributes(name):
-    cls = PUBLIC[name]
-    doc = inspect.getdoc(cls) or ""
-    if dataclasses.is_dataclass(cls):
-        assert section(doc, "Attributes") == [f.name for f in dataclasses.fields(cls)]
-    elif issubclass(cls, tuple):
-        assert section(doc, "Attributes") == list(cls._fields)
+@pytest.mark.parametrize("name", [*CALLS, *MADE_BY_USERS])
+def test_every_public_name_has_an_example_and_explains_its_arguments_or_attributes(name):
+    public = PUBLIC[name]
+    doc = inspect.getdoc(public) or ""
+    assert ">>> " in doc
+    if dataclasses.is_dataclass(public):
+        assert section(doc, "Attributes") == [f.name for f in dataclasses.fields(public)]
+    elif inspect.isclass(public) and issubclass(public, tuple):
+        assert section(doc, "Attributes") == list(public._fields)
     else:
-        assert section(doc, "Args") == list(inspect.signature(cls).parameters)
+        signature = inspect.signature(public)
+        assert section(doc, "Args") == list(signature.parameters)
+        if inspect.isroutine(public) and signature.return_annotation is not None:
+            assert re.search(r"^Returns:\n    \S", doc, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("cls", "method"),
-    [
-        (name, method)
-        for name in CLASSES
-        for method, x in vars(PUBLIC[name]).items()
-        if not method.startswith("_") and inspect.isroutine(x)
-    ],
-)
-def test_every_public_method_has_a_docstring_that_names_its_arguments(cls, method):
-    function = getattr(PUBLIC[cls], method)
-    doc = inspect.getdoc(function) or ""
-    assert doc.endswith(".")
-    assert all(
-        re.search(rf"\b{name}\b", doc) for name in list(inspect.signature(function).parameters)[1:]
-    )
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_method_has_a_docstring_that_names_its_arguments(name):
+    for method, function in vars(PUBLIC[name]).items():
+        if method.startswith("_") or not inspect.isroutine(function):
+            continue
+        function = getattr(PUBLIC[name], method)
+        doc = inspect.getdoc(function) or ""
+        assert doc.endswith("."), method
+        for argument in list(inspect.signature(function).parameters)[1:]:
+            assert re.search(rf"\b{argument}\b", doc), (method, argument)

@@ -1,7 +1,4 @@
-"""README.md and docs/: their Python blocks run as they stand, and README.md stays short.
-
-That of README.md runs in `test_wheel.py`.
-"""
+"""README.md and docs/: their Python blocks run as they stand, and README.md stays short."""
 
 import os
 import re
@@ -16,7 +13,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def program(text: str = TEXT) -> str:
+def program(text: str) -> str:
     """The blocks in order as one program, every line where it is in the text.
 
     All other lines are blank, so that a traceback names the text's own lines.
@@ -31,12 +28,12 @@ def program(text: str = TEXT) -> str:
 
 
 def test_the_readme_has_an_example_and_is_short():
-    assert "zenflow_jax.HostEngine(" in program()
+    assert "zenflow_jax.HostEngine(" in program(TEXT)
     assert len(TEXT.splitlines()) < 150
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["docs/checkpoints.md", "docs/deepspeed.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/checkpoints.md", "docs/deepspeed.md"])
 def test_the_examples_run_in_order_as_one_program(tmp_path, name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "```python" in text
