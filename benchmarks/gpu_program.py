@@ -334,7 +334,7 @@ def _computations(text: str) -> dict[str, list[str]]:
     return lines_of
 
 
-_COLUMNS = f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8}"
+COLUMNS = f"{'step':36} {'temp':>5} {'peak':>5} {'+':>5} {'all':>5} {'mail':>6} {'hidden':>8}"
 
 
 def one_device(shape: Shape) -> None:
@@ -350,7 +350,7 @@ def one_device(shape: Shape) -> None:
         "scanned, after_step": clipped(scanned=True, send_gradients="after_step"),
         "the same, per_window": clipped(scanned=True, send_gradients="per_window"),
     }
-    print(f"{_COLUMNS}   matmuls to come at first")
+    print(f"{COLUMNS}   matmuls to come at first")
     for name, program in programs.items():
         print(f"{name:36} {compile_step(program, shape, mesh).row()}", flush=True)
     merges = {
@@ -365,7 +365,7 @@ def one_device(shape: Shape) -> None:
 
 def many_devices(shape: Shape, devices: int) -> None:
     print(
-        f"{_COLUMNS} {'sent':>6}   "
+        f"{COLUMNS} {'sent':>6}   "
         "matmuls to come at first; between devices: operations of a kind, bytes of their results"
     )
     for sizes in ({"data": devices}, {"fsdp": devices}, {"data": 2, "fsdp": devices // 2}):

@@ -1,6 +1,6 @@
 """How much device memory does the step of each peer of `step_time.py` take on a GPU?
 
-    export JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+    export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.step_time_memory --model 1b
 
 Compiles them for an NVIDIA H200, which need not be there, as `gpu_program.py` does, and prints the
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.gpu_program import Report, report
+from benchmarks.gpu_program import COLUMNS, Report, report
 from benchmarks.step_time_model import MODELS, Model, make_model
 from benchmarks.step_time_peers import PEERS, Peer, is_parked, make_step
 from zenflow_jax import planning
@@ -70,33 +70,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--scan-layers", action="store_true")
-    parser.add_argument(
-        "--peers",
-        nargs="+",
-        choices=PEERS,
-        default=[
-            "adamw",
-            "parked",
-            "offload",
-            "offload-x4",
-            "zenflow-s4-r0.05",
-            "zenflow-s4-r0.05-exchange",
-            "zenflow-s4-r0.05-device",
-        ],
-    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, help="by default those that differ")
     args = parser.parse_args()
+    different = [x for x in PEERS if "-s" not in x or x.startswith("zenflow-s4-r0.05")]
     preset = MODELS[args.model]
     model = make_model(preset.config, scan_layers=args.scan_layers, remat=True)
     print(
         f"{args.model}, {model.parameters / 1e6:,.2f} M parameters, {preset.batch} x "
         f"{preset.length} tokens, jax {jax.__version__}; bytes per parameter"
     )
-    print(
-        f"{'peer':26} {'peak':>5} {'temp':>5} {'mail':>6} {'hidden':>8}   matmuls to come at first"
-    )
-    for name in args.peers:
+    print(f"{COLUMNS}   matmuls to come at first")
+    for name in args.peers or different:
+        if name.endswith("-streamed") and not args.scan_layers:
+            continue
         program = compile_step(PEERS[name], model, preset.batch, preset.length)
-        print(f"{name:26} {program.row()}", flush=True)
+        print(f"{name:36} {program.row()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from flax import nnx
 
 import zenflow_jax
 from benchmarks.step_time_model import Model, committed
+from zenflow_jax import streaming
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, 0.01, 1.0
 
@@ -31,6 +32,8 @@ class Optimizer(NamedTuple):
     init: Callable[[Any], Any]  # parameters to state, each array where it belongs
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # gradients, state, parameters to new ones
     abstract: Callable[[Any], Any]  # what `init` gives, as shapes
+    # Of parameters and state, what the loss is computed and differentiated with.
+    weights: Callable[[Any, Any], Any] = lambda params, state: params
 
 
 class Mixed(NamedTuple):
@@ -106,7 +109,8 @@ def _move(space: jax.memory.Space, x: jax.Array) -> jax.Array:
     return jax.device_put(x, space) if is_parked(x) else x
 
 
-def zenflow(**options: Any) -> Optimizer:
+def zenflow(*, stream: bool = False, **options: Any) -> Optimizer:
+    """With `stream` scanned layers send their gradients inside the backward scan."""
     tx = zenflow_jax.zenflow(
         LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
@@ -120,7 +124,8 @@ def zenflow(**options: Any) -> Optimizer:
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    return Optimizer(tx.init, apply, partial(jax.eval_shape, tx.init))
+    optimizer = Optimizer(tx.init, apply, partial(jax.eval_shape, tx.init))
+    return optimizer._replace(weights=streaming.stream) if stream else optimizer
 
 
 # --- peers ----------------------------------------------------------------------------------
@@ -160,6 +165,7 @@ PEERS = {
         Peer("offload", _OFFLOAD, offloads=True),
         *(_zenflow_peer(interval, 0.05) for interval in (1, 2, 4, 8, 16)),
         _zenflow_peer(4, 0.1),
+        _zenflow_peer(4, 0.05, "-streamed", stream=True),
         _zenflow_peer(4, 0.05, "-exchange", send_gradients="after_step"),
         _zenflow_peer(4, 0.05, "-device", send_gradients="per_window"),
         _zenflow_peer(16, 0.05, "-device", send_gradients="per_window"),
@@ -190,8 +196,7 @@ def make_step(
 
     @jax.value_and_grad
     def gradient(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return nnx.merge(graphdef, params).losses(tokens[:, :-1], tokens[:, 1:]).mean()
 
     def add(total: Any, more: Any) -> Any:
         return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), total, more)
@@ -213,7 +218,7 @@ def make_step(
         return loss, jax.tree.map(lambda s, p: s.astype(p.dtype), total, params)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = mean(params, tokens)
+        loss, grads = mean(optimizer.weights(params, state), tokens)
         params, state = optimizer.apply(grads, state, params)
         return params, state, loss
 

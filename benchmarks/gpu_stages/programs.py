@@ -1,6 +1,6 @@
 """Do the steps of the stages fit on a GPU, and does its compiler take them?
 
-    export JAX_PLATFORMS=cuda JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+    export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
     python -m benchmarks.gpu_stages.programs --gpu h100 --host-gib 125
 
 Compiles every step that `step_time` and `headline` would run on such a machine, which

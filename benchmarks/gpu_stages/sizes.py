@@ -5,6 +5,7 @@ of it beforehand. What a peer of `step_time_peers.py` needs is so many bytes per
 constants are from `benchmarks/LOG.md`.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,17 +13,18 @@ from typing import NamedTuple
 from benchmarks.step_time_model import MODELS, Preset, llama
 from train.decoder import DecoderConfig
 
-#: Bytes per parameter at the peak of a step, layers written out and scanned: `benchmarks/LOG.md`,
-#: "How much device memory does each way of training take?" and "What do gradients need that stay on
-#: the device", 1.1 B parameters, 4 x 1024 tokens, compiled for an H200.
+#: Bytes per parameter at the peak of a step, layers written out and scanned; infinite where there
+#: is no such step. `benchmarks/LOG.md`, "What do a loss by parts of the vocabulary and cuDNN's
+#: attention save?", 1.1 B parameters, 4 x 1024 tokens, compiled for an H200.
 STEP_BYTES = {
-    "adamw": (16.36, 17.53),
-    "parked": (10.25, 8.00),
-    "offload": (4.94, 6.40),
-    "offload-x4": (7.95, 10.65),
-    "zenflow-s4-r0.05": (5.71, 6.29),
-    "zenflow-s4-r0.05-exchange": (6.14, 6.73),
-    "zenflow-s4-r0.05-device": (8.13, 8.73),
+    "adamw": (14.87, 16.60),
+    "parked": (7.95, 6.68),
+    "offload": (3.71, 4.67),
+    "offload-x4": (6.96, 8.67),
+    "zenflow-s4-r0.05": (4.63, 5.21),
+    "zenflow-s4-r0.05-streamed": (math.inf, 3.95),
+    "zenflow-s4-r0.05-exchange": (4.96, 5.35),
+    "zenflow-s4-r0.05-device": (6.93, 7.27),
 }
 #: A gradient or a sum that is being copied while the next step runs (the same entries).
 _COPYING_BYTES = {"zenflow-s4-r0.05-exchange": 2.0, "zenflow-s4-r0.05-device": 2.0}
@@ -34,6 +36,7 @@ _MAILS = {
     "offload": 6,
     "offload-x4": 6,
     "zenflow-s4-r0.05": 9,
+    "zenflow-s4-r0.05-streamed": 9,
     "zenflow-s4-r0.05-exchange": 6,
     "zenflow-s4-r0.05-device": 2,
 }
@@ -168,7 +171,7 @@ def headline(machine: Machine, *, rehearse: bool = False) -> Headline | None:
     """
     machine = _REHEARSED if rehearse else machine
     length, batch = (32, 1) if rehearse else (1024, 4)
-    peers = ("zenflow-s4-r0.05", "zenflow-s4-r0.05-exchange", "zenflow-s4-r0.05-device")
+    peers = ("zenflow-s4-r0.05-streamed", "zenflow-s4-r0.05-exchange", "zenflow-s4-r0.05-device")
     limits = {p: most(p, machine, scan=True, prefetch=False) for p in peers}
     peer = max(peers, key=limits.__getitem__)  # the first of equals
     fitting = list(_shapes_upto(limits[peer], length, _TINY if rehearse else SHAPES))
@@ -217,9 +220,10 @@ _WRITTEN = (
     "zenflow-s8-r0.05",
     "zenflow-s1-r0.05",
 )
-#: Where layers are scanned, gradients that leave in the step have nothing to hide behind.
+#: Where layers are scanned, gradients that leave behind the scan have nothing to hide behind.
 _SCANNED = (
     "adamw",
+    "zenflow-s4-r0.05-streamed",
     "zenflow-s4-r0.05-exchange",
     "zenflow-s4-r0.05-device",
     "offload",

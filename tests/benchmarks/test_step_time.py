@@ -44,8 +44,9 @@ class Bigram(nnx.Module):
         self.scale = nnx.Param(jnp.ones((1, 1, 16), jnp.float32))
         self.head = nnx.Linear(16, VOCABULARY, use_bias=False, **options)
 
-    def __call__(self, tokens):
-        return self.head(self.embed(tokens) * self.scale[...]).astype(jnp.float32)
+    def losses(self, tokens, targets):
+        logits = self.head(self.embed(tokens) * self.scale[...]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
 @pytest.fixture(scope="module")
