@@ -13,7 +13,7 @@ from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax.planning._gpus import GPUS, Gpu
 from zenflow_jax.planning._host_work import BUSY, Hiding, hiding_of
-from zenflow_jax.planning._needs import needs_of
+from zenflow_jax.planning._needs import Needs, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, and of its memory's
@@ -208,50 +208,29 @@ def plan(
         >>> needs.fits, needs.device["weights"]
         (True, 67108864)
     """
-    gpu = _figures(device)
-    check_host_state(host_state)
-    if not hasattr(step, "trace"):
-        raise TypeError(
-            f"expected a step that is jitted, got {type(step).__name__}. Pass "
-            "`jax.jit(step, donate_argnums=(0, 1))`."
-        )
-    work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
-    flops, moved = (x / _shares(arguments) for x in work)
-    estimate = _estimate(flops, moved, params, opt_state, gpu, bandwidth, host_state)
-    if host_memory_bytes is not None:
-        estimate = dataclasses.replace(estimate, host_bytes_there=host_memory_bytes)
-    return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
-
-
-def _figures(device: str | Gpu) -> Gpu:
     gpu = GPUS.get(device) if isinstance(device, str) else device
     if gpu is None:
         raise ValueError(
             f"`device` must be one of {', '.join(GPUS)}, got {device!r}. For another GPU pass its "
             "figures, as a `zenflow_jax.planning.Gpu`."
         )
-    return gpu
-
-
-def _estimate(
-    flops: float,
-    moved_bytes: float,
-    params: Any,
-    opt_state: Any,
-    gpu: Gpu,
-    bandwidth: float | None,
-    host_state: str,
-) -> Plan:
-    """The plan without gradients and activations, by the matrix products of one device."""
+    check_host_state(host_state)
+    if not hasattr(step, "trace"):
+        raise TypeError(
+            f"expected a step that is jitted, got {type(step).__name__}. Pass "
+            "`jax.jit(step, donate_argnums=(0, 1))`."
+        )
     weights, state_arrays = jax.tree.leaves(params), _on_device(opt_state)
-    devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     needs = {
         "weights": sum(map(_nbytes_here, weights)),
         "optimizer state": sum(map(_nbytes_here, state_arrays)),
     }
+    work = products(step.trace(params, opt_state, *arguments).jaxpr.jaxpr)
+    flops, moved_bytes = (x / _shares(arguments) for x in work)
     moved_bytes += 2 * sum(needs.values())  # weights and state are read and written as well
     products_s, memory_s = flops / gpu.flops, moved_bytes / gpu.bandwidth
     step_s = max(1e-9, products_s / EFFICIENCY, memory_s / OF_BANDWIDTH)
+    devices = max((x.sharding.mesh.size for x in weights if _is_on_mesh(x)), default=1)
     usual_rate, usual_bytes = gpu.host_beside(devices)
     rate = bandwidth or usual_rate
     saved, of_host = [*weights, *state_arrays], {}
@@ -260,8 +239,10 @@ def _estimate(
         engine = needs_of(state, host_state=host_state)
         needs["mail under way"] = engine.under_way // devices
         needs["uploads"] = engine.uploads // devices
-        of_host = _of_host(state, devices, rate, step_s, host_state)
-    return Plan(
+        of_host = _of_host(state, engine, devices, rate)
+        if state.schedule.staleness != 0:
+            of_host["hides"] = hiding_of(state, rate, step_s, host_state=host_state)
+    estimate = Plan(
         gpu=gpu,
         devices=devices,
         device=needs,
@@ -269,35 +250,31 @@ def _estimate(
         parameters=sum(math.prod(x.shape) for x in weights),
         flops=flops,
         step_s=step_s,
-        host_bytes_there=usual_bytes,
+        host_bytes_there=usual_bytes if host_memory_bytes is None else host_memory_bytes,
         host_bandwidth=rate,
         **of_host,
     )
+    return estimate if compiled is None else estimate.with_peak(peak_bytes(compiled))
 
 
-def _of_host(
-    state: ZenFlowState, devices: int, rate: float, step_s: float, host_state: str
-) -> dict[str, Any]:
-    """What a plan says of the host, beside a step of `step_s` seconds."""
-    need = needs_of(state, host_state=host_state)
+def _of_host(state: ZenFlowState, needs: Needs, devices: int, rate: float) -> dict[str, Any]:
+    """What a plan says of the host and the bus."""
     parts = [part for leaf in state.leaves if leaf.offloaded for part in leaf.spec.ranges]
     window = state.schedule.window if isinstance(state.schedule.window, int) else 2
     mails = sum(math.prod(x.shape) * x.mail_dtype.itemsize for x in parts)
     steps_of_a_mail = window if state.send_gradients.sums_on_device else 1
-    waits = state.schedule.staleness == 0
     return {
         "host": {
-            "masters, moments": need.state,
-            "sums": need.sums,
-            "mail": need.mail,
-            "hand-over, pinned": need.hand_over,
-            "hand-over": need.hand_over,
-            "a save": need.saving,
+            "masters, moments": needs.state,
+            "sums": needs.sums,
+            "mail": needs.mail,
+            "hand-over, pinned": needs.hand_over,
+            "hand-over": needs.hand_over,
+            "a save": needs.saving,
         },
         "to_host": int(mails / steps_of_a_mail / devices),
         "to_device": int(sum(map(nbytes, parts)) / window / devices),
-        "host_s": need.mean / rate,
-        "hides": None if waits else hiding_of(state, rate, step_s, host_state=host_state),
+        "host_s": needs.mean / rate,
     }
 
 
