@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 import zenflow_jax
 from benchmarks.gpu_stages.machine import status_bytes
-from zenflow_jax.planning._needs import needs_of
+from zenflow_jax.planning._host_work import needs_of
 
 WIDTH, INTERVAL, RATIO = 4096, 4, 0.05
 BEFORE, AFTER = 8, 4  # steps before the save and after it

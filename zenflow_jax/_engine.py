@@ -22,7 +22,7 @@ from zenflow_jax._device.state import ZenFlowState, replace_state
 from zenflow_jax._diagnostics.stats import EngineStats
 from zenflow_jax._diagnostics.timeline import Timeline
 from zenflow_jax._exchange import checks, nnx_pair
-from zenflow_jax._exchange.expected import CallerTree, Expected
+from zenflow_jax._exchange.checks import CallerTree, Expected
 from zenflow_jax._exchange.host_half import HostMasters, make_host
 from zenflow_jax._exchange.integrity import Integrity
 from zenflow_jax._exchange.mailbox import Mailbox

@@ -13,7 +13,7 @@ from benchmarks.gpu_program import Shape, weights
 from tests.runs import FEW, Leaf, Settings, Training
 from zenflow_jax._device import memory
 from zenflow_jax._exchange import uploads
-from zenflow_jax.planning._needs import needs_of
+from zenflow_jax.planning._host_work import needs_of
 
 SETTINGS = Settings(topk_ratio=0.3, update_interval=3, select_interval=3)
 

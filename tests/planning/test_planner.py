@@ -15,8 +15,7 @@ from train import settings as of_train
 from train.planning import folder_of_config, planned_step
 from zenflow_jax import planning as library
 from zenflow_jax.planning import GPUS, INSTALL, TEMPORARIES, gpu_of_kind, peak_bytes
-from zenflow_jax.planning._host_work import with_interval
-from zenflow_jax.planning._needs import needs_of
+from zenflow_jax.planning._host_work import needs_of, with_interval
 from zenflow_jax.planning._steps import products
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zenflow_jax._checkpoint.same_run import fingerprints_alive
+from zenflow_jax._checkpoint.resume import fingerprints_alive
 from zenflow_jax._checkpoint.stored import FORMAT, file_name, new_file
 from zenflow_jax._checkpoint.tree import arrays_of_leaves, place_of, small_arrays
 from zenflow_jax._device.memory import HOST

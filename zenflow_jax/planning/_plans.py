@@ -12,8 +12,7 @@ from zenflow_jax._checkpoint.tree import abstract_engine_state
 from zenflow_jax._device.state import ZenFlowState
 from zenflow_jax._exchange.checks import check_host_state
 from zenflow_jax.planning._gpus import GPUS, Gpu
-from zenflow_jax.planning._host_work import BUSY, Hiding, hiding_of
-from zenflow_jax.planning._needs import Needs, needs_of
+from zenflow_jax.planning._host_work import BUSY, Hiding, Needs, hiding_of, needs_of
 from zenflow_jax.planning._steps import INSTALL, nbytes, peak_bytes, products
 
 #: Of what a GPU can do, what a step is taken to get: of its matrix products, and of its memory's
