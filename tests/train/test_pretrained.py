@@ -37,10 +37,6 @@ from train.hf_saving import save_folder
 from train.hf_tensors import transpose
 from train.pretrained import ModelError, drawn_anew, load_weights, read_folder
 
-# Of the largest gradient of a leaf: as above, once more backwards.
-GRADIENT_TOLERANCE = 1e-5
-
-
 # --- the same function as the original ------------------------------------------------------
 
 
@@ -54,34 +50,7 @@ def test_outputs_are_those_of_transformers(name, scan_layers):
     assert_close(logits, wanted(name))
 
 
-# --- scanned, rematerialized, other dtypes --------------------------------------------------
-
-
-def gradients(name, **options):
-    _, graphdef, params = load(FIXTURES / name, **options)
-
-    @jax.jit
-    @jax.grad
-    def gradient(params):
-        return jnp.sum(outputs(name, graphdef, params) ** 2)
-
-    return gradient(params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("qwen3", {"remat": True}), ("bert", {"remat": True, "scan_layers": True})],
-    ids=str,
-)
-def test_gradients_are_the_same_scanned_and_rematerialized(name, options):
-    plain, other = gradients(name), gradients(name, **options)
-    if "scan_layers" in options:
-        blocks = [plain["blocks"][i] for i in range(2)]
-        plain = {**plain, "blocks": jax.tree.map(lambda *x: np.stack(x), *blocks)}
-    assert names(plain) == names(other)
-    for x, y in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
-        assert_close(y, x, GRADIENT_TOLERANCE, floor=0.1)
+# --- scanned, other dtypes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,7 +114,7 @@ def test_transpose_is_that_of_numpy():
             np.testing.assert_array_equal(out, x.T)
 
 
-def test_heads_that_the_folder_lacks_or_has_for_tokens_are_drawn(tmp_path):
+def test_heads_that_the_folder_lacks_or_has_for_others_are_drawn(tmp_path):
     pretrained = read_folder(FIXTURES / "bert_masked")
     assert pretrained.labels is None
     token_classifier = copied("bert", tmp_path)
@@ -161,20 +130,14 @@ def test_heads_that_the_folder_lacks_or_has_for_tokens_are_drawn(tmp_path):
     assert 0.01 < np.std(kernel) < 0.03
     assert not np.any(params["pooler"]["bias"])
 
-
-def test_a_head_for_other_labels_is_refused_unless_drawn_anew():
-    pretrained = read_folder(FIXTURES / "bert")
-    assert pretrained.labels == 3
+    # For other labels a head is refused, unless it is drawn anew.
+    pretrained, _, kept = load(FIXTURES / "bert")
     _, shapes = make(pretrained, labels=2)
     with pytest.raises(ModelError, match=r"classifier.*expected the shape \(2.*got \(3"):
         load_weights(pretrained, shapes)
     params = load_weights(pretrained, shapes, anew=("classifier",))
     assert params["classifier"]["kernel"].shape == (16, 2)
-    assert drawn_anew(pretrained, shapes, anew=("classifier",)) == (
-        "classifier/bias",
-        "classifier/kernel",
-    )
-    _, _, kept = load(FIXTURES / "bert")
+    assert drawn_anew(pretrained, shapes, anew=("classifier",)) == heads[:2]
     assert_same_bits(params["pooler"], kept["pooler"])
 
 

@@ -27,10 +27,7 @@ MIXED_LAYERS = {
     ("name", "changes", "words"),
     [
         ("llama2", {"model_type": "gpt2"}, "`model_type` llama 'gpt2'"),
-        ("llama2", {"hidden_act": "gelu"}, "`hidden_act` 'silu' 'gelu'"),
         ("llama2", {"attention_bias": True}, "`attention_bias` True"),
-        ("llama2", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5"),
-        ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config` bits"),
         ("llama2", {"hidden_size": None}, "`hidden_size` nothing"),
         ("llama2", {"num_hidden_layers": 0}, "`num_hidden_layers` above 0"),
         ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` divisor 4"),
@@ -50,12 +47,10 @@ MIXED_LAYERS = {
         ),
         ("qwen2", MIXED_LAYERS, "`use_sliding_window` all layers"),
         ("bert", {"position_embedding_type": "relative_key"}, "`position_embedding_type`"),
-        ("bert", {"is_decoder": True}, "`is_decoder`"),
         ("bert", {"intermediate_size": 23}, "output.dense (16, 23) (16, 24)"),
         ("llama2", {"num_hidden_layers": 3}, "got none layers.2. and 8 more"),
         ("llama2", {"num_hidden_layers": 1}, "besides `model.layers.1. and 8 more"),
         ("qwen2", {"tie_word_embeddings": False}, "`lm_head.weight`"),
-        ("qwen3", {"head_dim": None}, "self_attn.o_proj.weight (16, 512) (16, 24)"),
     ],
     ids=str,
 )
@@ -73,21 +68,19 @@ def with_tensor(name, shape, dtype=np.float32):
     return lambda ts: ts | {name: np.ones(shape, dtype)}
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("llama2", without("model.norm.weight"), ["`norm.weight`", "got none"]),
-        ("bert", without("classifier.weight"), ["`classifier.bias`"]),
-        ("llama2", with_tensor("score.weight", (2,)), ["`score.weight`"]),
-        ("llama2", with_tensor("model.norm.weight", (16,), np.int8), ["F32, F16, BF16", "I8"]),
-        ("llama2", with_tensor("norm.weight", (16,)), ["one tensor", "`model.norm.weight`"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, name, change, words):
-    folder = copied(name, tmp_path)
-    change_tensors(folder, change)
-    assert_refused(folder, folder, *words)
+def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
+    for i, (name, change, words) in enumerate(
+        (
+            ("llama2", without("model.norm.weight"), ["`norm.weight`", "got none"]),
+            ("bert", without("classifier.weight"), ["`classifier.bias`"]),
+            ("llama2", with_tensor("score.weight", (2,)), ["`score.weight`"]),
+            ("llama2", with_tensor("model.norm.weight", (16,), np.int8), ["F32, F16, BF16", "I8"]),
+            ("llama2", with_tensor("norm.weight", (16,)), ["one tensor", "`model.norm.weight`"]),
+        )
+    ):
+        folder = copied(name, tmp_path / str(i))
+        change_tensors(folder, change)
+        assert_refused(folder, folder, *words)
 
 
 def test_damaged_and_missing_files_are_named(tmp_path):
@@ -120,10 +113,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     assert_refused(folder, config, "No such file")
 
 
-@pytest.mark.parametrize(
-    ("name", "auto"), [("llama2", "LlamaForCausalLM"), ("bert", "BertForSequenceClassification")]
-)
-def test_a_pickle_is_refused_with_the_class_that_converts_it(tmp_path, name, auto):
-    folder = copied(name, tmp_path)
+def test_a_pickle_is_refused_with_the_class_that_converts_it(tmp_path):
+    folder = copied("llama2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert_refused(folder, "pytorch_model.bin", "pickle", auto, folder)
+    assert_refused(folder, "pytorch_model.bin", "pickle", "LlamaForCausalLM", folder)
