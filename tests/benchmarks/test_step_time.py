@@ -201,16 +201,13 @@ def test_idle_is_the_share_that_adamw_does_not_need():
     assert "| 75.0% |" in table(comparison)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_options_that_do_not_fit_are_refused(monkeypatch, capsys):
+    for arguments, says in (
         (["--peers", "sgd"], "names none of"),
         (["--steps", "12"], "multiple of 8 for zenflow-s8"),
         (["--tokens", "33"], r"multiples of --length 32, got \[33\]"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(monkeypatch, capsys, arguments, says):
-    monkeypatch.setattr(sys, "argv", ["step_time", *arguments])
-    with pytest.raises(SystemExit):
-        step_time.main()
-    assert re.search(says, capsys.readouterr().err)
+    ):
+        monkeypatch.setattr(sys, "argv", ["step_time", *arguments])
+        with pytest.raises(SystemExit):
+            step_time.main()
+        assert re.search(says, capsys.readouterr().err)

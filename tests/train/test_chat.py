@@ -123,21 +123,6 @@ def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
     assert task.notes == ()
 
 
-def test_answers_may_be_marked_anywhere_in_a_template(written):
-    # In a macro transformers 5.23 marks the wrong tokens.
-    of = written(
-        "{% macro turn(m) %}{% if m.role == 'assistant' %}A {% generation %}{{ m.content }}!"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endmacro %}"
-        "{% for m in messages %}{{ turn(m) }}{% endfor %}"
-    )
-    conversation = of.conversation(talk("Who?", "I", "You?", "He"))
-    assert conversation.text == "Who?A I!You?A He!"
-    assert conversation.answers == [(6, 8), (14, 17)]
-    assert of.render(talk("Who?", "I")) == "Who?A I!"
-    with pytest.raises(ConversationError, match="U[+]FDD0"):
-        of.conversation(talk("\ufdd0", "I"))
-
-
 def test_a_template_that_hides_answers_is_refused_with_a_remedy(written):
     for text in (
         # As those for pictures, which want a list of parts.
@@ -216,37 +201,24 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
 # --- data -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "match"),
-    [
+def test_conversations_that_are_none_are_named_with_the_line(tmp_path, tokenizer, template):
+    path = tmp_path / "a.jsonl"
+    parts = [{"type": "text", "text": "a"}]
+    asked, human = {"role": "user"}, {"role": "human", "content": "a"}
+    for line, match in (
         ({"messages": []}, r"line 2: expected a list of messages .* got \[\]"),
         ({"messages": ["hi"]}, r"line 2, message 1: expected \{.*\}, got 'hi'"),
-        ({"messages": [{"role": "user"}]}, r"line 2, message 1: expected a field 'content'"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
-            r"message 1: expected a text in the field 'content', got \[",
-        ),
-        (
-            {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "a"}]},
-            r"expected a message of the role 'assistant'.*only those of 'human', 'gpt'",
-        ),
+        ({"messages": [asked]}, r"line 2, message 1: expected a field 'content'"),
+        ({"messages": [asked | {"content": parts}]}, r"message 1: expected a text .* got \["),
+        ({"messages": [human]}, r"a message of the role 'assistant'.*only those of 'human'"),
         ({"conversations": []}, r"expected a field 'messages', found 'conver.*`from` to `role`"),
         ({"text": "a"}, r"take --task language"),
         ({"messages": talk("a", "b"), "tools": "[]"}, r"expected a list in the field 'tools'"),
-        (
-            {"messages": talk("a", "b")[::-1]},
-            r"line 2: expected messages that the template in .* got: Roles must alternate",
-        ),
-    ],
-    ids=str,
-)
-def test_conversations_that_are_none_are_named_with_the_line(
-    tmp_path, tokenizer, template, line, match
-):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": talk("a", "b")}) + "\n" + json.dumps(line) + "\n")
-    with pytest.raises(DataError, match=match):
-        make(path, tokenizer, template("alternating"))
+        ({"messages": talk("a", "b")[::-1]}, r"line 2: .*the template in .* got: Roles must alt"),
+    ):
+        path.write_text(json.dumps({"messages": talk("a", "b")}) + "\n" + json.dumps(line) + "\n")
+        with pytest.raises(DataError, match=match):
+            make(path, tokenizer, template("alternating"))
 
 
 # --- a run, and what it has learned ---------------------------------------------------------

@@ -18,8 +18,6 @@ from tests.train.scripts import flip_a_bit, largest_file
 from train import checksums
 from train.checkpoints import Checkpoints
 from train.decoder import DecoderConfig, LinearRope
-from train.models import write_weights
-from train.pretrained import ModelError
 from train.run_description import description
 from train.saved_checkpoints import CheckpointError, SavedCheckpoints
 from train.settings import Settings, SettingsError
@@ -260,10 +258,3 @@ def test_a_full_disk_is_said_the_older_stay_and_the_next_save_tries_again(small_
     with Job(disk) as job:
         assert job.checkpoints.newest() == 30
         assert_same(job.restored(10), values[0])
-
-
-def test_a_model_for_which_there_is_no_room_is_an_error_and_leaves_no_half(small_disk):
-    disk = small_disk("2m")
-    with pytest.raises(ModelError, match="write the model to .*model.safetensors.*Make room"):
-        write_weights(disk / "model.safetensors", {"w": jnp.ones(LARGE)})
-    assert names_in(disk) == []
