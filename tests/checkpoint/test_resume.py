@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from flax import serialization
-from flax.training.train_state import TrainState
 
 import zenflow_jax
 from tests import comparisons, runs
@@ -125,22 +124,6 @@ def test_a_run_goes_on_from_what_leaves_jax_as_bytes(through):
             again.t = 9
             go(again, PLAN, 14)
             comparisons.assert_same_bits(end(again), expected)
-
-
-def test_flax_keeps_a_train_state_in_graph():
-    tx, program = runs.programs(ONE, SETTINGS, False, False, True, False)
-    params = runs.initial(ONE)
-    state = tx.init(params)
-    for t in range(1, 4):
-        params, state = program(params, state, runs.gradients(ONE, t))
-    train_state = TrainState(step=3, apply_fn=None, params=params, tx=tx, opt_state=state)
-    fresh = TrainState.create(apply_fn=None, params=runs.initial(ONE, seed=1), tx=tx)
-    restored = serialization.from_bytes(fresh, serialization.to_bytes(train_state))
-    comparisons.assert_same_bits(restored.opt_state, state)
-    # Into shapes alone, as into any tree of flax's.
-    abstract = jax.eval_shape(tx.init, params)
-    restored = serialization.from_state_dict(abstract, serialization.to_state_dict(state))
-    comparisons.assert_same_bits(restored, state)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,12 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import zenflow_jax
 from tests import comparisons, runs
 from tests.runs import FEW, FIRST, SECOND, Leaf, Leaves, Plan, Settings, Training
 from zenflow_jax import AutoSelect, AutoWindow, EpochSelect
-from zenflow_jax._device.statistics import kept_share
 
 LONGEST = 6
 RATIO = 0.3
@@ -122,49 +118,6 @@ def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(leaves, war
         assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
 
 
-def test_skipped_steps_make_a_window_longer_but_not_longer_than_the_longest():
-    script, _ = windows_of([20])
-    at = {1: 3, 2: 3, 3: 3, 4: 3, 5: 3, 6: 3, 7: 3}
-
-    def rest(t):
-        return Weight(ripe_after(2) if t in at or t < 14 else 0.02)
-
-    # Ripe after two steps that count: the third closes; with one skipped, the fourth.
-    plan = Plan(19, bad=(4, 9, 10, 11, 12))
-    slow, stats = all_three(FIRST, AUTO, plan, scripted(rest, RATIO))
-    assert [turn.boundaries for turn in slow.turns] == [[3, 7, 13, 19]]
-    assert stats.skipped_steps == 5
-
-
-def kept(scores, channels):
-    """The share that is kept in one leaf of so many channels."""
-    tx = zenflow_jax.zenflow(1e-2, topk_ratio=len(channels) / len(scores), offload=False)
-    (leaf,) = tx.init({"w": jnp.ones((len(scores), 2))}).leaves
-    assert leaf.spec.k == len(channels)
-    index = jnp.asarray(channels, leaf.channels.dtype)
-    return float(kept_share([jnp.asarray(scores, jnp.float32)], [index], [leaf.spec]))
-
-
-def test_all_of_the_score_is_kept_where_there_is_none_or_the_best_are_selected_in_any_order():
-    assert kept(np.zeros(8), [2, 5]) == 1
-    # In float32 a one is lost beside the large one, and two that come first are not.
-    assert kept([1, 1, 2**24, 0], [0, 1, 2]) == 1
-
-
-def test_what_piles_up_is_of_clipped_gradients():
-    params = {"w": jnp.ones((4, 3))}
-    tx = zenflow_jax.zenflow(
-        1e-2, topk_ratio=0.25, update_interval=AutoWindow(), max_grad_norm=1.0, offload=False
-    )
-    update = jax.jit(tx.update)
-    for size in 10.0, 0.01:
-        _, state = update({"w": jnp.full((4, 3), size)}, tx.init(params), params)
-        # All elements alike: clipped, each is the norm's share.
-        expected = min(size, 12**-0.5)
-        for sums in state.schedule_state.deferred, state.schedule_state.selected:
-            np.testing.assert_allclose(sums, [expected], rtol=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "fixed", "offload"),
@@ -197,9 +150,6 @@ SWITCH = 41
         # new channels' exceed the old ones' after 19 more; by a ninth, with those counted that are
         # important before and after, after 24. That is acted on a window later.
         (AutoSelect(keep=0.9, max_windows=200), False, 92),
-        # After 30 windows, at step 62, scores are still for the old ones. But they restart, and two
-        # windows later it is seen.
-        (AutoSelect(keep=0.9, max_windows=30), False, 66),
         # At the first boundary at or after each 15th step: in 31 to 46 the old ones have more.
         (EpochSelect(steps_per_epoch=15), True, 61),
     ],
@@ -237,4 +187,4 @@ def test_the_selection_follows_a_switch_within_the_stated_time(select, rolling, 
     ids=["both", "epochs", "steps", "selection"],
 )
 def test_whatever_the_gradients_are(leaves, changes):
-    all_three(leaves, dataclasses.replace(AUTO, **changes), Plan(30, bad=(7, 8), flush_at=(15,)))
+    all_three(leaves, dataclasses.replace(AUTO, **changes), Plan(30, bad=(7, 8, 9), flush_at=(15,)))

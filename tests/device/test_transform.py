@@ -61,16 +61,6 @@ def test_the_state_is_a_plain_pytree_without_callables(offload):
     assert describe(jax.tree.unflatten(treedef, leaves)) == describe(state())
 
 
-def test_a_state_prints_a_line_for_each_leaf_and_no_content():
-    head, static, *leaves, end = str(make().init(example_params())).splitlines()
-    assert (head, end) == ("ZenFlowState(", ")")
-    assert "Schedule(window=2, " in static
-    assert [line.strip() for line in leaves] == [
-        "['bias'] float32[3], resident",
-        "['weight'] float32[6,3], 2 of 6 channels of axis 0",
-    ]
-
-
 def test_numpy_hyperparameters_do_not_widen_anything_under_x64():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         tx = make(

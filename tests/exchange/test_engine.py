@@ -17,7 +17,7 @@ import zenflow_jax
 from tests import comparisons, runs
 from tests.compilations import compilations
 from tests.exchange.test_worker import BUSY, CALM
-from tests.runs import FEW, ONE, Plan, Settings, Training
+from tests.runs import FEW, Plan, Settings, Training
 from zenflow_jax._exchange.worker import Worker
 from zenflow_jax._host import state as host_state
 
@@ -263,19 +263,6 @@ def test_stats_count_steps_windows_and_bytes():
         pinned_bytes=4 * 2 * 2,  # the last step's gradient, in an open window
     )
     assert stats.windows == 2
-
-
-def test_mail_that_some_saver_left_on_the_device_is_in_host_memory_after_a_step():
-    with Training(ONE, BUSY) as expected, Training(ONE, BUSY) as training:
-        on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
-        training.state = jax.device_put(training.state, on_device)
-        training.renew()
-        for _ in range(4):
-            training.go(1)
-            expected.go(1)
-            comparisons.assert_same_bits(training.values(), expected.values())
-            mail = jax.tree.leaves((training.state.mail, training.state.step_scalars))
-            assert {x.sharding.memory_kind for x in mail} == {"pinned_host"}
 
 
 def test_skipped_steps_in_a_row_are_warned_of_and_too_many_are_an_error_across_a_checkpoint(caplog):

@@ -185,19 +185,6 @@ def store(monkeypatch):
     return store
 
 
-def test_the_failure_of_another_process_reaches_the_engine_and_is_announced(store, capfd):
-    engine = Engine("engine", NEVER_S)
-    store.entries[f"{engine.watch._store.directory}1/failed"] = "the moments ran away"
-    with pytest.raises(RuntimeError, match=r"^process 1 failed: the moments ran away"):
-        engine.future.result(TIMEOUT_S)
-    said = []
-    wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
-    assert "Process 0 will be ended with code 1, by `os._exit`" in "".join(said)
-    engine.watch.close()
-    store.entries[f"{engine.watch._store.directory}1/left"] = CLOSED
-    wait_until(lambda: not watches())
-
-
 def test_a_watch_survives_a_service_that_is_away_and_ends_with_it_once_its_engine_is_closed(store):
     engine, other = Engine("engine", NEVER_S), Engine("other", NEVER_S)
     store.broken = True

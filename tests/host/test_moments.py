@@ -16,7 +16,7 @@ from tests.host.test_host_adam import (
 )
 from zenflow_jax._host import arrays as arrays_module
 from zenflow_jax._host.adam import HostAdam
-from zenflow_jax._host.moments import BLOCK, Moment, bytes_of_moments, new_moments
+from zenflow_jax._host.moments import BLOCK, Moment, new_moments
 
 # Blocks in the middle of a channel, at its end, and chunks of the compiled loops, in both layouts.
 WIDE = {  # (entries, rows, n, tail)
@@ -182,12 +182,3 @@ def test_any_range_of_a_moment_is_read_as_all_of_it_is(shape, monkeypatch):
         for _ in range(20):
             begin, end = np.sort(rng.integers(0, whole.size + 1, 2)).tolist()
             assert bits(moment.range(begin, end)) == bits(whole[begin:end])
-
-
-def test_compact_moments_take_two_bytes_and_three_sixteenths():
-    for shape in ((1, 1, 64, 128), (2, 64, 32, 1)):
-        assert bytes_of_moments(shape, compact=True) == 2.1875 * np.prod(shape)
-    shape = (3, 5, 7, 1)
-    for packed in (True, False):
-        arrays = [x for moment in new_moments(shape, compact=packed) for x in moment.arrays]
-        assert sum(x.nbytes for x in arrays) == bytes_of_moments(shape, compact=packed)

@@ -26,16 +26,12 @@ def letter(boundary):
 BOUNDARIES = [
     ((1, 1, 0, 1, 0), ["SSSSSS"]),
     ((1, 3, 0, 1, 1), ["scsccsccs"]),  # the first selection is at the first boundary
-    ((2, 2, 0, 1, 2), [".s.s.s.s"]),
     ((2, 6, 0, 1, 2), [".s.c.s.c.c.s.c"]),
-    ((3, 6, 0, 1, 0), ["..S..S..C..S"]),
     ((2, 4, 1, 1, 2), ["S.c.s.c.s"]),  # with a warm-up, at its end
     ((3, 6, 2, 1, 3), ["CS..c..s..c..s"]),
-    ((2, 2, 3, 1, 0), ["CCS.S.S"]),
     ((4, 4, 3, 1, 4), ["CCS...s...s"]),
     # Groups that close their windows one after the other.
     ((4, 8, 0, 4, 1), ["...sa..sa..c", "..sa..sa..ca", ".sa..sa..ca.", "sa..sa..ca.."]),
-    ((4, 8, 0, 4, 0), ["...S...S...C", "..S...S...C.", ".S...S...C..", "S...S...C..."]),
     ((4, 8, 0, 4, 4), ["...s...s...c", "..s...s...c.", ".s...s...c..", "s...s...c..."]),
     # Fewer leaves than steps in a window.
     ((4, 4, 0, 2, 3), ["...s..as..as", "..s..as..as."]),
@@ -95,18 +91,12 @@ ADAPTIVE = [
         "CS.c",
     ),
     (
-        (1, AutoSelect(0.9, 3), 1, True),
-        [(0, 0, 0, 1), (0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 2, 1)],
-        "Sccs",
-    ),
-    (
         (1, AutoSelect(0.0, 3), 1, True),
         [(0, 0, 0, 1), (0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 2, 0)],
         "Sccs",
     ),
     # Epochs of five steps, counted from the first; windows of two, from the end of the warm-up.
     ((2, EpochSelect(5), 1, True), [(0, 0, 0, 1)] * 11, "S.c.s.c.c.s"),
-    ((2, EpochSelect(1), 0, True), [(0, 0, 0, 1)] * 6, ".s.s.s"),
     ((2, EpochSelect(2, epochs=3), 0, True), [(0, 0, 0, 1)] * 8, ".s.c.s.c"),
 ]
 
@@ -140,13 +130,7 @@ def test_adaptive_schedules_decide_as_the_table_says(settings, known, expected, 
 
 
 def test_a_rule_says_how_many_leaves_must_be_ripe():
-    assert [AutoWindow(share=0.99).needed(n) for n in (1, 10, 100, 101, 200)] == [
-        1,
-        10,
-        99,
-        100,
-        198,
-    ]
+    assert [AutoWindow(share=0.99).needed(n) for n in (1, 10, 100, 101)] == [1, 10, 99, 100]
     assert AutoWindow(share=0.07).needed(100) == 7  # not 8, for all that 0.07 * 100 is above 7
     assert AutoWindow(share=0.01).needed(3) == 1
 
