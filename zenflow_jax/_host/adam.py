@@ -23,7 +23,7 @@ import numpy as np
 from zenflow_jax._host.arrays import PIECE
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Layout, Moment, Tile, as_matrix
-from zenflow_jax._host.numpy_kernel import NumpyKernel, Step, flat
+from zenflow_jax._host.numpy_kernel import NumpyKernel, Step, flat, move
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep
 
 if TYPE_CHECKING:
@@ -212,7 +212,6 @@ class HostAdam:
         inward: bool,
     ) -> None:
         entries, height, n, tail = x.shape
-        # Compiled code checks nothing: it would read and write anywhere.
         assert channels.dtype == np.int32
         assert channels.shape == (entries, rows.shape[2])
         assert rows.shape == (entries, height, channels.shape[1], tail)
@@ -224,13 +223,13 @@ class HostAdam:
                 f"expected channels from 0 to {n - 1}, got {channels.min()} to {channels.max()}. "
                 "The optimizer state is damaged, or of other devices: go on from a checkpoint."
             )
-        move = self._kernel.move(x, rest, rows, channels, inward=inward)
-        if self._kernel is self._portable:  # which moves all of them at once
-            move((0, 0, 0, 0))
-            return
-        # Pieces of rows, whose elements are the channels' slices.
-        places = Layout(entries * height, height, channels.shape[1], trailing=True)
-        self._run(move, places.tiles(self._limit(self._kernel, rows.size) // tail))
+        k, together = channels.shape[1], max(_LEAST_TILE // (height * tail), 1)
+        pieces = [
+            (i, i + 1, left, min(left + together, k))
+            for i in range(entries)
+            for left in range(0, k, together)
+        ]
+        self._run(partial(move, x, rest, rows, channels, inward), pieces)
 
     def _kernel_for(self, *arrays: np.ndarray | None) -> "NumbaKernel | NumpyKernel":
         half = any(x is not None and x.dtype == _FLOAT16 for x in arrays)
@@ -274,14 +273,8 @@ def _segments(x: np.ndarray, layout: Layout) -> np.ndarray:
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:
     """`1 / (1 - beta**steps)`, worked out in float64; inf where no step was taken."""
-    steps = steps.reshape(-1)
-    low, high = steps.min(), steps.max()
-    # A power takes as long as twenty elements of the update, and most channels share a count.
-    shared = high - low < steps.size
     with np.errstate(divide="ignore"):
-        counts = np.arange(low, high + 1) if shared else steps
-        scale = (1 / (1 - np.float64(beta) ** counts)).astype(np.float32)
-    return scale[steps - low] if shared else scale
+        return (1 / (1 - np.float64(beta) ** steps.reshape(-1))).astype(np.float32)
 
 
 def _compiled(tile: int) -> "NumbaKernel":

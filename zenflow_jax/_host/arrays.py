@@ -55,21 +55,15 @@ class HostArray(abc.ABC):
         arrays = {name: copied(x) for name, x in vars(self).items() if x is not None}
         return dataclasses.replace(self, **arrays)
 
+    def as_float32(self) -> np.ndarray:
+        """All of the numbers: `values`, which updates write, where they are float32."""
+        return self.range(0, self.size).reshape(self.shape)
+
     def range(self, begin: int, end: int) -> np.ndarray:
         """Some of the numbers in C order: a view where they are float32."""
         if self.values.dtype == np.float32:
             return self.values.reshape(-1)[begin:end]
         return self._decoded(begin, end)
-
-    def as_float32(self) -> np.ndarray:
-        """All of the numbers: `values`, which updates write, where they are float32."""
-        if self.values.dtype == np.float32:
-            return self.values
-        numbers = blank(self.shape)
-        flat = numbers.reshape(-1)
-        for i in range(0, self.size, PIECE):
-            flat[i : i + PIECE] = self._decoded(i, min(i + PIECE, self.size))
-        return numbers
 
     @abc.abstractmethod
     def write(self, x: np.ndarray) -> None:

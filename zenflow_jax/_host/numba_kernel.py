@@ -1,6 +1,5 @@
 """The compiled kernel: tiles of a leaf for the loops in `numba_loops.py`."""
 
-import functools
 from collections.abc import Callable
 
 import ml_dtypes
@@ -39,20 +38,6 @@ class NumbaKernel:
         gradients = _padded([(flat(g), factor) for g, factor in step.gradients])
         scalars = (step.scale, *step.scalars)
         return lambda tile: loop(*arrays, gradients, channels, scalars, rows, width, tile)
-
-    def move(
-        self,
-        x: np.ndarray,
-        rest: np.ndarray | None,
-        rows: np.ndarray,
-        channels: np.ndarray,
-        *,
-        inward: bool,
-    ) -> Callable[[Tile], None]:
-        """The function that moves one tile of `rows`; see `NumpyKernel.move`."""
-        moved = _readable(flat(rows)) if inward else _flat(rows)
-        arrays = _flat(x), _flat(rest), moved, channels
-        return functools.partial(numba_loops.move, *arrays, inward or None, *x.shape[1:])
 
 
 def _padded(gradients: Weighed) -> tuple[tuple[np.ndarray | None, ...], tuple[np.float32, ...]]:

@@ -1,4 +1,4 @@
-"""Compiled loops: AdamW and the sum of gradients in one pass over memory, and channels that move.
+"""Compiled loops: AdamW and the sum of gradients in one pass over memory.
 
 bfloat16 arrives as its bits, in uint16 arrays; Numba has no float16 on CPUs. Every operation rounds
 once, as IEEE 754 says: no fastmath flag is set, not even "contract". So the vectorized body of a
@@ -363,32 +363,3 @@ def _blocks(size):
 def _block_of(row, rows):
     """The number of a row's block, among those of all entries of `rows` each."""
     return row // rows * _blocks(rows) + row % rows // BLOCK
-
-
-# Rows that move: `x` is a leaf's array (or `x` and `rest` its split masters), `(entries, rows, n,
-# tail)`, and `moved` has the rows of its `channels`, `(entries, k)`; all are flat. A tile has the
-# rows `first` to `last` of all entries, and of each the places `left` to `right` of its channels.
-# `inward` is True to write them to `x`, and None for the other way.
-
-
-def _move_out(x, rest, i, moved, j, inward):
-    moved[j] = _master(x, rest, i)
-
-
-def _move_in(x, rest, i, moved, j, inward):
-    _keep(moved[j], x, rest, i, True)
-
-
-_move = by_type(5, numba.none, _move_out, _move_in)
-
-
-@compiled
-def move(x, rest, moved, channels, inward, rows, n, tail, tile):
-    first, last, left, right = tile
-    k = channels.shape[1]
-    for s in range(first, last):
-        index = channels[s // rows]
-        for c in range(left, right):
-            i, j = (s * n + index[c]) * tail, (s * k + c) * tail
-            for e in range(tail):
-                _move(x, rest, np.uintp(i + e), moved, np.uintp(j + e), inward)

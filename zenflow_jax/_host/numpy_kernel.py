@@ -67,33 +67,6 @@ class NumpyKernel:
         """The function that takes the step on one tile."""
         return functools.partial(self._work, step)
 
-    def move(
-        self,
-        x: np.ndarray,
-        rest: np.ndarray | None,
-        rows: np.ndarray,
-        channels: np.ndarray,
-        *,
-        inward: bool,
-    ) -> Callable[[Tile], None]:
-        """The function that moves all `rows` of channels from `x`, or to it if `inward`.
-
-        `x` (and `rest`, where masters are split) are `(entries, rows, n, tail)`; `rows` are
-        `(entries, rows, k, tail)`, float32 of split masters, else of the dtype of `x`.
-        """
-
-        def work(_: Tile) -> None:
-            for i, (index, of_entry) in enumerate(zip(channels, rows, strict=True)):
-                if rest is not None:
-                    _move_split(x[i], rest[i], index, of_entry, inward=inward)
-                elif inward:
-                    x[i][:, index] = of_entry
-                else:
-                    # The default mode would fill a buffer of its own first.
-                    np.take(x[i], index, axis=1, out=of_entry, mode="clip")
-
-        return work
-
     def _work(self, step: Step, tile: Tile) -> None:
         first, last, left, right = tile
         channels = slice(first, last)
@@ -170,15 +143,35 @@ class NumpyKernel:
         return [x[:size].reshape(shape) for x in self._local.scratch[:count]]
 
 
-def _move_split(
-    x: np.ndarray, rest: np.ndarray, index: np.ndarray, rows: np.ndarray, *, inward: bool
+def move(
+    x: np.ndarray,
+    rest: np.ndarray | None,
+    rows: np.ndarray,
+    channels: np.ndarray,
+    inward: bool,
+    piece: Tile,
 ) -> None:
-    if not inward:
-        join(x[:, index], rest[:, index], out=rows)
-        return
-    rounded, steps = np.empty(rows.shape, x.dtype), np.empty(rows.shape, rest.dtype)
-    split(rows, rounded, steps)
-    x[:, index], rest[:, index] = rounded, steps
+    """Moves a piece of the `rows` of channels from `x`, or to it if `inward`.
+
+    `x` (and `rest`, where masters are split) are `(entries, rows, n, tail)`; `rows` are `(entries,
+    rows, k, tail)`, float32 of split masters, else of the dtype of `x`. A piece is one entry, and
+    some places among its `channels`.
+    """
+    entry, _, left, right = piece
+    index, moved, whole = channels[entry, left:right], rows[entry][:, left:right], x[entry]
+    if rest is None and inward:
+        whole[:, index] = moved
+    elif rest is None:
+        # The default mode would fill a buffer of its own first.
+        np.take(whole, index, axis=1, out=moved, mode="clip")
+    elif inward:
+        rounded, steps = np.empty(moved.shape, x.dtype), np.empty(moved.shape, rest.dtype)
+        split(np.ascontiguousarray(moved), rounded, steps)
+        whole[:, index], rest[entry][:, index] = rounded, steps
+    else:
+        masters = np.empty(moved.shape, np.float32)
+        join(whole[:, index], rest[entry][:, index], out=masters)
+        moved[...] = masters
 
 
 def _widen_into(x: np.ndarray, g: np.ndarray, factor: np.float32) -> None:
