@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zenflow_jax._device.leaves import match_leaves
+from zenflow_jax._device.leaves import check_outside_of_shard_map, match_leaves
 from zenflow_jax._device.memory import mail_rank
 from zenflow_jax._device.state import LeafState, find_state
 from zenflow_jax._device.streamed import check_layers_whole, is_streamed, layer_weights, streamed
@@ -117,7 +117,9 @@ def scan_layers(
         The carry after the last layer, and the stacked outputs.
 
     Raises:
-        ValueError: If something has cast or reshaped the arrays of `stream`; cast in the body.
+        ValueError: If something has cast or reshaped the arrays of `stream`; cast in the body. If
+            they are streamed inside `jax.shard_map`.
+        TypeError: If something other than `scan_layers` reads them.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -130,6 +132,9 @@ def scan_layers(
     def streaming_body(carry: Any, layer: Any) -> tuple[Any, Any]:
         return body(carry, jax.tree.map(_weights, layer, is_leaf=is_streamed))
 
+    if any(map(is_streamed, jax.tree.leaves(layers, is_leaf=is_streamed))):
+        remedy = "let jit divide the batch, or scan layers that do not stream"
+        check_outside_of_shard_map("streaming.scan_layers", remedy)
     layers = jax.tree.map(_still, layers, is_leaf=is_streamed)
     return jax.lax.scan(streaming_body, carry, layers, **options)
 

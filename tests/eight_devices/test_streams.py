@@ -5,8 +5,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zenflow_jax
 from tests.comparisons import assert_same_bits
-from tests.device.test_streaming import run
+from tests.device.test_streaming import batches, loss, model, run
+from zenflow_jax import streaming
 
 PLACES = {
     "replicated over data": {"up": P(), "down": P()},
@@ -26,3 +28,16 @@ def test_layers_stream_on_a_mesh_with_the_same_bits(name):
     where = shardings(name)
     runs = [run("bfloat16", stream=x, shardings=where, max_grad_norm=None) for x in (True, False)]
     assert_same_bits(*runs)
+
+
+def test_layers_do_not_stream_inside_shard_map():
+    params = jax.device_put(model("float32"), shardings("replicated over data"))
+    state, mesh = zenflow_jax.zenflow(1e-2).init(params), params["head"].sharding.mesh
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+
+    @jax.jit
+    def loss_of(params, *batch):
+        return jax.shard_map(loss, mesh=mesh, **specs)(streaming.stream(params, state), *batch)
+
+    with pytest.raises(ValueError, match=r"`streaming.scan_layers` outside of `jax.shard_map`"):
+        loss_of(params, *next(batches(1, "float32")))

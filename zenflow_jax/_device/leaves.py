@@ -138,11 +138,13 @@ def check_update(updates: Any, params: Any, state: Any, offload: bool) -> list[A
     return jax.tree.leaves(params)
 
 
-def check_outside_of_shard_map(what: str) -> None:
+def check_outside_of_shard_map(
+    what: str, remedy: str = "call it on the gradients that come out"
+) -> None:
     """Refuses calls inside `shard_map` and `pmap`, where each device would decide by itself."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
         raise ValueError(
             f"expected `{what}` outside of `jax.shard_map` and `jax.pmap`, got it inside one over "
-            f"{', '.join(map(repr, axes))}: call it on the gradients that come out."
+            f"{', '.join(map(repr, axes))}: {remedy}."
         )

@@ -75,6 +75,14 @@ class Streamed:
     def dtype(self) -> Any:
         return self.weights.dtype
 
+    def __jax_array__(self) -> Any:
+        """Refuses to be read as an array, which all functions of jax try."""
+        raise TypeError(
+            "expected `streaming.scan_layers` over the layers that `streaming.stream` returned, "
+            f"got something else that reads the {self.dtype} {self.shape} of them, such as linen's "
+            "`nn.scan` or an operation in front of the scan."
+        )
+
 
 def is_streamed(x: Any) -> bool:
     return isinstance(x, Streamed)
