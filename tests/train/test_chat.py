@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from tests.tiny_model import write_model
@@ -16,7 +15,6 @@ from tests.tiny_tokenizer import BEGIN, END, TURN, TURN_END, write_byte_level
 from tests.train.scripts import read, write_config
 from train import finetune, generate
 from train.chat_template import ConversationError, read_template
-from train.data import DataError
 from train.settings import SettingsError
 from train.tasks import answers
 from train.tokenizer import TokenizerError, read_tokenizer
@@ -68,24 +66,6 @@ def talk(*turns):
     ]
 
 
-def make(data, tokenizer, template, *, length=400, share=0.5, seed=0):
-    return answers.make_chat(
-        data, tokenizer, template, sequence_length=length, validation_share=share, seed=seed
-    )
-
-
-def learned(tokenizer, example):
-    """The texts of the targets that count, one for each answer."""
-    weights = example["weights"].astype(bool)
-    targets = example["tokens"][1:]
-    runs = np.split(np.arange(len(weights)), np.flatnonzero(np.diff(weights)) + 1)
-    return [
-        tokenizer.tokens.decode(targets[run].tolist(), skip_special_tokens=False)
-        for run in runs
-        if weights[run[0]]
-    ]
-
-
 # --- the same as transformers ---------------------------------------------------------------
 
 
@@ -111,16 +91,11 @@ def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, c
     ],
     ids=str,
 )
-def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(
-    tmp_path, tokenizer, template, name, case, texts
-):
-    line = {key: EXPECTED[name][case].get(key) for key in ("messages", "tools")}
-    for file in ("train.jsonl", "valid.jsonl"):
-        (tmp_path / file).write_text(json.dumps(line))
-    task = make(tmp_path, tokenizer, template(name), length=300)
+def test_all_answers_are_learned_with_what_ends_them_and_nothing_else(template, name, case, texts):
+    messages, tools = (EXPECTED[name][case].get(key) for key in ("messages", "tools"))
     end = END if name == "alternating" else TURN_END
-    assert learned(tokenizer, task.train[0]) == [text + end for text in texts]
-    assert task.notes == ()
+    conversation = template(name).conversation(messages, tools)
+    assert answers_of(conversation) == [text + end for text in texts]
 
 
 def test_a_template_that_hides_answers_is_refused_with_a_remedy(written):
@@ -196,29 +171,6 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
     ):
         with pytest.raises(ConversationError, match="expected messages that the template in"):
             written(text).render(talk("a"))
-
-
-# --- data -----------------------------------------------------------------------------------
-
-
-def test_conversations_that_are_none_are_named_with_the_line(tmp_path, tokenizer, template):
-    path = tmp_path / "a.jsonl"
-    parts = [{"type": "text", "text": "a"}]
-    asked, human = {"role": "user"}, {"role": "human", "content": "a"}
-    for line, match in (
-        ({"messages": []}, r"line 2: expected a list of messages .* got \[\]"),
-        ({"messages": ["hi"]}, r"line 2, message 1: expected \{.*\}, got 'hi'"),
-        ({"messages": [asked]}, r"line 2, message 1: expected a field 'content'"),
-        ({"messages": [asked | {"content": parts}]}, r"message 1: expected a text .* got \["),
-        ({"messages": [human]}, r"a message of the role 'assistant'.*only those of 'human'"),
-        ({"conversations": []}, r"expected a field 'messages', found 'conver.*`from` to `role`"),
-        ({"text": "a"}, r"take --task language"),
-        ({"messages": talk("a", "b"), "tools": "[]"}, r"expected a list in the field 'tools'"),
-        ({"messages": talk("a", "b")[::-1]}, r"line 2: .*the template in .* got: Roles must alt"),
-    ):
-        path.write_text(json.dumps({"messages": talk("a", "b")}) + "\n" + json.dumps(line) + "\n")
-        with pytest.raises(DataError, match=match):
-            make(path, tokenizer, template("alternating"))
 
 
 # --- a run, and what it has learned ---------------------------------------------------------

@@ -175,37 +175,6 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, bert):
 GOOD = "text,label\na fine film,kind\nso bad,unkind\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "match"),
-    [
-        ("a.csv", "", r"line 1: expected a header with one column 'text', got an empty file"),
-        ("a.csv", "text,lable\na,b\n", r"'label', got .* Name it with --label-column"),
-        ("a.csv", "text,text,label\na,b,c\n", r"got 'text', 'text'.* Rename all but one"),
-        ("a.csv", GOOD + "good, but long,kind\n", r"line 4: expected 2 columns.*got 3.*quotation"),
-        ("a.csv", GOOD + '"good,kind\nbad,so\n', r"line 4: expected CSV, got a row that ends in"),
-        ("a.csv", GOOD + "good,\n", r"line 4: expected a label in column 'label', found none"),
-        (
-            "a.csv",
-            "text,label\na,b\nc,b\n",
-            r"at least two classes in column 'label', .* got 1 in 2 rows: 'b'",
-        ),
-        (
-            "a.csv",
-            "text,label\n" + "".join(f"a,b{i}\n" for i in range(30)),
-            r"got 30 in 30 rows: 'b0', 'b1', 'b10'. Name the column",
-        ),
-        ("a.tsv", "text\tlabel\na\tb\tc\n", r"line 2: expected 2 columns, .* got 3.*as CSV"),
-        ("a.jsonl", '{"text": "a", "label": 0.5}\n', r"line 1: expected the label of a .*0.5"),
-        ("a.jsonl", '{"review": "a"}\n', r"expected a field 'text', .* Name it with --text-column"),
-    ],
-)
-def test_files_that_cannot_be_understood_are_named_with_the_line(
-    tmp_path, bert, name, content, match
-):
-    with pytest.raises(DataError, match=match):
-        make(write(tmp_path / name, content), bert)
-
-
 def test_labels_that_were_not_trained_on_one_example_and_no_room_are_refused(tmp_path, bert):
     with pytest.raises(DataError, match="at least two examples"):
         make(write(tmp_path / "a.csv", "text,label\ngood,a\n"), bert, known=("a", "b"))

@@ -101,33 +101,6 @@ def test_quotation_marks_and_carriage_returns_are_characters(tmp_path, bert):
     assert task.train[1]["tokens"][: len(expected)].tolist() == expected
 
 
-SST2_HEADER = "sentence\tlabel\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "match"),
-    [
-        ("sst2", "sentence\tmark\na\t1\n", r"line 1: .* got 'sentence\\tmark' without label"),
-        ("sst2", SST2_HEADER + "a\t1\na film\n", "line 3: expected 2 columns .* got 1"),
-        ("sst2", SST2_HEADER + " \t1\n", "line 2: expected text in column 'sentence'"),
-        ("sst2", SST2_HEADER + "a\t2\n", "line 2: expected a label of 0, 1 .* got '2'"),
-        ("cola", "", r"train\.tsv: expected examples, found none"),
-    ],
-)
-def test_a_glue_file_that_is_wrong_is_named_with_the_line(tmp_path, bert, name, content, match):
-    folder = write_glue(tmp_path, name, train=content)
-    with pytest.raises(DataError, match=match):
-        glue.make(name, folder, bert, sequence_length=8)
-
-
-def test_a_glue_task_without_its_files_or_room_is_refused(tmp_path, bert):
-    write(tmp_path / "train.tsv", "")
-    with pytest.raises(DataError, match=r"cola in .*: train\.tsv, dev\.tsv or in_domain_train"):
-        glue.make("cola", tmp_path, bert, sequence_length=8)
-    with pytest.raises(DataError, match="`sequence_length`: expected more than 3"):
-        glue.make("mrpc", tmp_path, bert, sequence_length=3)
-
-
 def test_metrics_are_those_of_their_formulas_also_of_a_constant():
     labels = np.array([1, 1, 1, 0, 0, 1, 0, 0])
     predictions = np.array([1, 1, 0, 0, 1, 1, 0, 0])  # 3 of each right, 1 of each wrong

@@ -118,28 +118,6 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     assert list(train) == sorted(train)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "match"),
-    [
-        ("a.txt", "", r"a\.txt: expected text, found an empty file"),
-        ("a.txt", b"the\n\xe9\n", r"a\.txt, line 2: expected UTF-8, got 0xe9"),
-        ("a.txt", "a", r"part for train of .*, got 2 tokens.*`validation_share`"),
-        ("a.txt", "one\ntw\0o\n", r"a\.txt, line 2: expected UTF-8 text, got NUL"),
-        ("a.jsonl", '{"text": "a"}\n{text: 1}\n', r"a\.jsonl, line 2, column 2: expected JSON"),
-        ("a.jsonl", '\n{"content": "a"}\n', r"a\.jsonl, line 2: expected a field 'text', found 'c"),
-        ("a.jsonl", '{"text": 3}\n', r"a\.jsonl, line 1: expected a text in the field .* got 3"),
-        ("a.jsonl", '{"text": "\\ud800"}\n', r"line 1: .* got half a surrogate"),
-        ("a.jsonl", '["a"]\n', r"a\.jsonl, line 1: expected an object"),
-        ("a.csv", "a,b", r"expected a file \*\.txt or \*\.jsonl or .* found the file .*a\.csv"),
-        ("dev.txt", "a", r"expected files train\*\.txt beside dev\.txt"),
-    ],
-)
-def test_text_that_is_none_is_named_with_the_line(tmp_path, decoder, file, content, match):
-    path = write(tmp_path / file, content)
-    with pytest.raises(DataError, match=match):
-        language_task(path if path.name[0] == "a" else path.parent, decoder)
-
-
 # --- Alpaca
 
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
@@ -211,21 +189,6 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
 
     with pytest.raises(DataError, match="but in all of 3 examples it begins later"):
         alpaca_task(folder, decoder, length=len(prompt) - 1)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "match"),
-    [
-        ("a.json", '[\n{"instruction": "a",}]', r"a\.json, line 2: expected JSON"),
-        ("a.json", json.dumps([PLAIN, {"output": "b"}]), "item 2: expected a field 'instruction'"),
-        ("a.jsonl", records(PLAIN), "at least two examples .* got 1"),
-    ],
-)
-def test_instructions_that_are_none_are_named_with_the_place(
-    tmp_path, decoder, file, content, match
-):
-    with pytest.raises(DataError, match=match):
-        alpaca_task(write(tmp_path / file, content), decoder)
 
 
 # --- What they have in common
