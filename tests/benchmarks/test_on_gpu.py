@@ -17,8 +17,6 @@ from benchmarks.on_gpu import PICTURE, STAGES
 from benchmarks.step_time_model import make_model
 from tests.failing_stages import failing
 
-# --- stages ---------------------------------------------------------------------------------
-
 
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
@@ -58,8 +56,6 @@ def test_a_rehearsal_runs_every_stage_on_a_cpu_and_reports_it(tmp_path_factory):
     assert "25,696 parameters, trained" in text
 
 
-# --- sizes ----------------------------------------------------------------------------------
-
 H100 = programs.described("h100", 125)
 H200 = programs.described("h200", 125)
 
@@ -86,9 +82,6 @@ def test_every_step_of_the_stages_lowers_for_cuda(program, monkeypatch):
     # Gradients that leave in the step, and state that is parked, go to host memory.
     sends = not program.peer.endswith(("adamw", "-exchange", "-device"))
     assert leaves == sends
-
-
-# --- the command ----------------------------------------------------------------------------
 
 
 def test_a_stage_that_goes_wrong_loses_only_itself_and_what_it_had_not_found(tmp_path, monkeypatch):

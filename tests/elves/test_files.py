@@ -209,9 +209,6 @@ def test_files_that_earlier_versions_packed_are_restored_but_for_the_papers_code
         check_path(FIXTURES / "paper.safetensors")
 
 
-# --- a bound that is none ------------------------------------------------------------------
-
-
 def test_a_bound_above_a_tensors_size_names_it_and_the_largest_sensible_one(tmp_path):
     both = {"w": noise(1000), "small": noise(1000, scale=1e-3), "zero": np.zeros(9, np.float32)}
     expected = r"`small` in .*square, 0.00\d+, got 0.01\. .*is 2\^-10\."
@@ -240,9 +237,6 @@ def test_float32_and_bfloat16_weights_reach_their_entropy(tmp_path):
     assert ratio["x"] > 1.19
     assert ratio["y"] > 1.48
     assert x.nbytes / bounded.header.tensors["x"].packed_bytes > 1.5
-
-
-# --- folders -------------------------------------------------------------------------------
 
 
 def model(folder, seed=0):

@@ -66,9 +66,6 @@ def talk(*turns):
     ]
 
 
-# --- the same as transformers ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_texts_and_tokens_are_those_of_transformers(tokenizer, template, name, case):
     expected, of = EXPECTED[name][case], template(name)
@@ -137,9 +134,6 @@ def test_an_answer_ends_where_it_does_however_the_last_message_is_written(writte
     assert turns == [2, 4, 6]
 
 
-# --- templates as there are -----------------------------------------------------------------
-
-
 def test_a_folder_has_its_template_in_one_of_several_files(tmp_path, tokenizer):
     write_byte_level(tmp_path, also=[TURN, TURN_END])
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "of a list"}]
@@ -171,9 +165,6 @@ def test_a_template_can_neither_reach_out_nor_know_the_date(written):
     ):
         with pytest.raises(ConversationError, match="expected messages that the template in"):
             written(text).render(talk("a"))
-
-
-# --- a run, and what it has learned ---------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -117,8 +117,6 @@ def test_a_mistake_ends_the_command_with_one_message(tmp_path, capsys):
         assert expected in shown
 
 
-# --- DeepSpeed ------------------------------------------------------------------------------
-
 DEEPSPEED = {
     "train_batch_size": 8,
     "bf16": {"enabled": False},
@@ -217,9 +215,6 @@ def test_a_head_is_kept_if_its_labels_are_those_of_the_task(tmp_path):
         model = job.make_model(scripts.read(**settings))
         assert bool(np.all(model.params["classifier"]["kernel"] == 1)) == kept
         assert bool(model.drawn) != kept
-
-
-# --- `--steps 0`: the figures of a model, and nothing written --------------------------------
 
 
 def everything(folder):

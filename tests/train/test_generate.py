@@ -18,9 +18,6 @@ from train.tokenizer import read_tokenizer
 PROMPT, MORE = 5, 6  # tokens; together more than the window of the fixture of Mistral
 
 
-# --- the cache ------------------------------------------------------------------------------
-
-
 # What attention is given differs between these: windows, groups of heads, biases, norms.
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
 def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
@@ -43,8 +40,6 @@ def test_logits_and_tokens_with_a_cache_are_those_of_the_whole_sequence(name):
     logits = nnx.merge(graphdef, params)(np.array([prompt + written], np.int32))[0]
     assert written == np.argmax(logits[PROMPT - 1 : -1], axis=-1).tolist()
 
-
-# --- sampling -------------------------------------------------------------------------------
 
 PROBABILITIES = [0.05, 0.4, 0.1, 0.3, 0.15]
 
@@ -74,9 +69,6 @@ def test_logits_that_are_not_finite_are_an_error():
     params["head"]["kernel"] = params["head"]["kernel"].at[0, 0].set(jnp.nan)
     with pytest.raises(LogitsError, match="expected finite logits"):
         list(continued(graphdef, params, [1], most=1, sampling=Sampling(1.0, top_k=3, top_p=0.5)))
-
-
-# --- the command ----------------------------------------------------------------------------
 
 
 def run(capsys, *arguments):

@@ -37,8 +37,6 @@ from train.hf_saving import save_folder
 from train.hf_tensors import transpose
 from train.pretrained import ModelError, drawn_anew, load_weights, read_folder
 
-# --- the same function as the original ------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("name", "scan_layers"), [("llama3", False), ("bert", False), *((x, True) for x in FAMILIES)]
@@ -48,9 +46,6 @@ def test_outputs_are_those_of_transformers(name, scan_layers):
     logits = outputs(name, graphdef, params)
     assert logits.dtype == jnp.float32
     assert_close(logits, wanted(name))
-
-
-# --- scanned, other dtypes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,9 +76,6 @@ def test_fresh_weights_are_the_same_scanned():
     kernels = [listed[i]["kernel"] for i in range(3)]
     np.testing.assert_array_equal(stack["kernel"], np.stack(kernels))
     assert not np.array_equal(kernels[0], kernels[1])
-
-
-# --- loading --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saved", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
@@ -139,9 +131,6 @@ def test_heads_that_the_folder_lacks_or_has_for_others_are_drawn(tmp_path):
     assert params["classifier"]["kernel"].shape == (16, 2)
     assert drawn_anew(pretrained, shapes, anew=("classifier",)) == heads[:2]
     assert_same_bits(params["pooler"], kept["pooler"])
-
-
-# --- folders as there are -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,9 +190,6 @@ def test_other_names_and_tensors_that_are_not_needed_give_the_same_weights(tmp_p
     folder = copied(name, tmp_path)
     change_tensors(folder, change)
     assert_same_bits(load(folder)[2], load(FIXTURES / name)[2])
-
-
-# --- and back -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -23,9 +23,6 @@ F32_RTOL = 1e-5  # float32 sums of tens of terms in two orders
 pytestmark = pytest.mark.usefixtures("promotion_as_users_have_it")
 
 
-# --- batches --------------------------------------------------------------------------------
-
-
 def numbers(count):
     """Examples of two tokens, the first of which is the example's number."""
     return language.Windows(language.as_one(np.arange(count + 1)), 1)
@@ -96,9 +93,6 @@ def test_a_sample_is_of_the_same_examples_however_they_are_filled_up():
         assert not all_["mask"][:, width:].any()
         np.testing.assert_array_equal(few[ROWS], all_[ROWS])
     assert {batch["mask"].shape[1] for batch in cut} != {10}
-
-
-# --- steps ----------------------------------------------------------------------------------
 
 
 def tiny_model() -> tuple[nnx.GraphDef, dict]:
@@ -172,8 +166,6 @@ def test_a_step_whose_layers_stream_is_the_one_whose_layers_do_not(name):
         np.testing.assert_allclose(one, other, rtol=F32_RTOL, atol=1e-6)
 
 
-# --- texts that share a sequence: of each the same is made as of it alone ---------------------
-
 T = 23
 LENGTHS = (3, 9, 2, 7, 1, 12)  # the last one is cut by the window
 
@@ -219,9 +211,6 @@ def test_the_loss_of_a_packed_sequence_is_that_of_its_texts_alone():
     assert abs(loss(params, {"tokens": batch["tokens"]})[0] - expected) > 0.01
     only_weights = {name: batch[name] for name in ("tokens", "weights")}
     assert abs(loss(params, only_weights)[0] - expected) > 0.01
-
-
-# --- validation -----------------------------------------------------------------------------
 
 
 class Biased(nnx.Module):

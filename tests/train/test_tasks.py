@@ -18,9 +18,6 @@ def records(*items):
     return "".join(json.dumps(item) + "\n" for item in items)
 
 
-# --- Language modelling
-
-
 def language_task(data, tokenizer, *, length=4, share=0.3, seed=0, **options):
     return language.make(
         data, tokenizer, sequence_length=length, validation_share=share, seed=seed, **options
@@ -118,8 +115,6 @@ def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     assert list(train) == sorted(train)
 
 
-# --- Alpaca
-
 PLAIN = {"instruction": "Say {this}.", "output": "this"}
 GIVEN = {"instruction": "Add.", "input": "1 and 2", "output": "the sum is 3"}
 
@@ -189,9 +184,6 @@ def test_long_answers_are_cut_on_the_right_and_answers_without_room_dropped(tmp_
 
     with pytest.raises(DataError, match="but in all of 3 examples it begins later"):
         alpaca_task(folder, decoder, length=len(prompt) - 1)
-
-
-# --- What they have in common
 
 
 def test_neither_side_of_a_split_is_empty():

@@ -49,35 +49,25 @@ def test_numbers_of_the_config_count_where_the_tokenizer_names_nothing(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    ("name", "change", "match"),
     [
-        ({"tokenizer.json": None}, r"expected .*tokenizer\.json, found none"),
-        ({"tokenizer.json": "{"}, r"expected a tokenizer in .*tokenizer\.json, but `tokenizers`"),
-        (
-            {"tokenizer_config.json": {"eos_token": "</s>"}},
-            r"tokenizer_config\.json: expected `eos_token` .* got '</s>'",
-        ),
-        (
-            {"tokenizer_config.json": {"eos_token": None, "pad_token": BEGIN}},
-            "expected a token to end with",
-        ),
-        ({"config.json": '{"bos'}, r"expected JSON in .*config\.json"),
-        (
-            {"tokenizer_config.json": None, "config.json": {"eos_token_id": 10_000}},
-            r"config\.json: expected `eos_token_id` to be an id from 0 to",
-        ),
+        ("tokenizer.json", None, r"expected .*tokenizer\.json, found none"),
+        ("tokenizer.json", "{", r"expected a tokenizer in .*tokenizer\.json, but `tokenizers`"),
+        ("tokenizer_config.json", {"eos_token": "</s>"}, r"expected `eos_token` .* got '</s>'"),
+        ("tokenizer_config.json", {"eos_token": None, "pad_token": BEGIN}, "token to end with"),
+        ("config.json", '{"bos', r"expected JSON in .*config\.json"),
+        ("config.json", {"pad_token_id": 10_000}, r"`pad_token_id` to be an id from 0 to"),
     ],
     ids=str,
 )
-def test_a_folder_that_does_not_fit_is_named_with_the_reason(tmp_path, changes, match):
+def test_a_folder_that_does_not_fit_is_named_with_the_reason(tmp_path, name, change, match):
     vocabulary = write_byte_level(tmp_path)
-    for name, change in changes.items():
-        if change is None:
-            (tmp_path / name).unlink()
-        elif isinstance(change, str):
-            (tmp_path / name).write_text(change)
-        else:
-            edit(tmp_path / name, **change)
+    if change is None:
+        (tmp_path / name).unlink()
+    elif isinstance(change, str):
+        (tmp_path / name).write_text(change)
+    else:
+        edit(tmp_path / name, **change)
     with pytest.raises(TokenizerError, match=match):
         read_tokenizer(tmp_path, vocabulary=vocabulary, needs_end=True)
 

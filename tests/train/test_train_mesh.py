@@ -42,9 +42,6 @@ def abstract_mesh(**axes: int) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
-# --- mesh and rules -------------------------------------------------------------------------
-
-
 def test_a_mistake_in_the_mesh_is_named():
     for mesh, expected in (
         ("", "expected `axis=size` pairs.*got ''"),
@@ -75,9 +72,6 @@ def test_the_batch_is_split_over_data_and_fsdp():
     expected = "`batch_size`: expected a multiple of 6, .*data and fsdp .*got 8.*--batch-size 12"
     with pytest.raises(SettingsError, match=expected):
         sharding.batch_sharding(abstract_mesh(data=2, fsdp=3, tensor=2), 8)
-
-
-# --- processes ------------------------------------------------------------------------------
 
 
 def test_a_mistake_in_the_launch_flags_is_named():
@@ -139,8 +133,6 @@ def test_mpirun_without_the_flags_is_refused_with_the_line_that_works(monkeypatc
             with pytest.raises(SettingsError, match=line):
                 processes.join(ALONE)
 
-
-# --- the command ----------------------------------------------------------------------------
 
 # The script with either optimizer, after a look at the weights that it starts from.
 ON_A_MESH = """
