@@ -334,7 +334,7 @@ class Training:
     @property
     def host(self) -> Any:
         """The arrays that the worker has."""
-        return self.engine._worker._host
+        return self.engine._worker.host
 
     def settle(self) -> None:
         """Waits until the worker has nothing to do, without a flush."""

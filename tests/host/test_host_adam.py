@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from zenflow_jax._host import adam as adam_module
-from zenflow_jax._host import numba_compile
+from zenflow_jax._host import numba_loops
 from zenflow_jax._host.adam import HostAdam
 from zenflow_jax._host.masters import Masters
 from zenflow_jax._host.moments import Moment, new_moments
@@ -265,4 +265,4 @@ def test_a_failure_in_a_thread_reaches_the_caller():
 def test_kernels_compile_where_nothing_can_be_cached():
     namespace: dict[str, Any] = {}
     exec("def double(x):\n    return x * 2", namespace)  # Numba finds no file to cache it beside
-    assert numba_compile.compiled(namespace["double"])(4) == 8
+    assert numba_loops.compiled(namespace["double"])(4) == 8

@@ -76,7 +76,7 @@ class Saver:
         return stream
 
     def _stream(self, parts: Sequence[int], copy_bytes: int | None) -> "EngineStream":
-        pending, progress = self._updates.wait(), self._progress
+        pending, progress, host = self._updates.wait(), self._progress, self._worker.host
         specs = [leaf.spec for leaf in self._abstract.leaves]
         fingerprints = np.zeros(len(specs), np.uint32)
         if progress.step:  # before the first one other parameters may be loaded
@@ -91,7 +91,10 @@ class Saver:
             schedule_state=progress.schedule_state,
             shares=progress.shares,
             fingerprints=fingerprints,
-            **self._worker.counts(),
+            counted=[window.counted for window in host.open],
+            windows=host.windows,
+            scalars=host.scalars,
+            skipped=self._worker.stats.skipped_steps,
         )
         leaves, arrays = self._worker.leaves(), arrays_of_leaves(self._abstract)
         if copy_bytes is None:

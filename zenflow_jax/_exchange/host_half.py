@@ -56,7 +56,7 @@ class HostMasters:
         of the parameters is what they were before it.
         """
         for i, part in enumerate(self._offloaded.parts):
-            self._worker.take_master(i, host_part(weights[part.leaf], part))
+            self._worker.host.take_master(i, host_part(weights[part.leaf], part))
         self.loads += 1
 
     def of_leaf(self, number: int, state: ZenFlowState) -> jax.Array:

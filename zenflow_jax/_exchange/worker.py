@@ -41,9 +41,9 @@ class Worker:
     """Owns the thread and the host's arrays. `check` and every open `done` carry failures.
 
     Call `start` when nothing that its owner needs can fail any more: a running thread keeps all
-    host arrays. Until then, and while the thread has nothing to do, the caller may use `resume`,
-    `take_master`, `leaves` and `counts`. `make_host` makes the arrays, which nobody else has; it
-    gets what must be called with a leaf's number before the leaf is written.
+    host arrays. Until then, and while the thread has nothing to do, the caller may use `host`,
+    `resume` and `leaves`. `make_host` makes the arrays, which nobody else has; it gets what must be
+    called with a leaf's number before the leaf is written.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Worker:
         skipped_in_a_row: int = 0,
         max_skipped: int | None = None,
     ):
-        self._host = make_host(self._before_write)
+        self.host = make_host(self._before_write)
         # The worker's part of them. Replaced as a whole, so that anybody can read it at any time.
-        self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self._host.nbytes)
+        self.stats = EngineStats(skipped_in_a_row=skipped_in_a_row, host_bytes=self.host.nbytes)
         self.recorder = Recorder()
         self._max_skipped = max_skipped
         self._offloaded = offloaded
@@ -80,20 +80,8 @@ class Worker:
 
     def resume(self, arrays: Iterable[Mapping[str, np.ndarray]], counts: Counts) -> None:
         """Continues another run, as `HostState.resume` does."""
-        self._host.resume(arrays, counts.counted, closed=counts.windows, scalars=counts.scalars)
+        self.host.resume(arrays, counts.counted, closed=counts.windows, scalars=counts.scalars)
         self.stats = replace(self.stats, skipped_steps=counts.skipped)
-
-    def take_master(self, i: int, weight: np.ndarray) -> None:
-        self._host.take_master(i, weight)
-
-    def counts(self) -> dict[str, Any]:
-        """What the host counts, as `Counts` has it."""
-        return {
-            "counted": [window.counted for window in self._host.open],
-            "windows": self._host.windows,
-            "scalars": self._host.scalars,
-            "skipped": self.stats.skipped_steps,
-        }
 
     def post(self, item: Mail | Sums | Close) -> None:
         if not isinstance(item, Close):
@@ -131,7 +119,7 @@ class Worker:
 
     def leaves(self) -> list[HostLeaf]:
         """The host's arrays of each part, which live as long as this list does."""
-        leaves = self._host.leaves
+        leaves = self.host.leaves
         if len(leaves) != len(self._offloaded.parts):
             self.check()
         return leaves
@@ -209,7 +197,7 @@ class Worker:
             self._break_promises()
             self._updates.clear()
             self.recorder.works_at(None)
-            self._host.close()
+            self.host.close()
             self._receiver.close()
 
     def _raise_stop(self) -> None:
@@ -243,7 +231,7 @@ class Worker:
     @property
     def _window(self) -> int:
         """The number of the window that closes next."""
-        return self._host.windows + 1
+        return self.host.windows + 1
 
     def _next(self) -> Mail | Sums | Close | None:
         """The next message, if its arrays have arrived."""
@@ -268,13 +256,13 @@ class Worker:
                 f"expected finite hyperparameters at step {step}, got {scalars}. Check the "
                 "learning rate schedule and whatever else is computed."
             )
-        self._host.note(scalars)
+        self.host.scalars = scalars
         read = nbytes((gradients, step_scalars))
         if sent.finite and gradients:
             pieces, parts = [view(g) for g in gradients], self._offloaded.parts
-            self._host.add([part.of_mail(pieces[part.piece]) for part in parts], factor)
+            self.host.add([part.of_mail(pieces[part.piece]) for part in parts], factor)
         elif sent.finite:
-            self._host.count()
+            self.host.count()
         gradients.clear()
         step_scalars.clear()
         before = self.stats.skipped_in_a_row
@@ -290,19 +278,19 @@ class Worker:
         self._where = f"the sums of window {self._window}"
         sums = item.arrays()
         read = nbytes(sums)
-        self._host.take_sums([view(x) for x in sums], item.group)
+        self.host.take_sums([view(x) for x in sums], item.group)
         sums.clear()
         self._count(bytes_to_host=read)
 
     def _begin(self, close: Close) -> None:
         close.used_up.clear()
         self.recorder.works_at("hand over" if close.chosen else "update", self._window)
-        window = self._host.close_window(close.group)
+        window = self.host.close_window(close.group)
         if close.chosen:
             self._where = f"the hand-over after window {window.number}"
             with jax.profiler.TraceAnnotation("zenflow: hand over"):
                 parts = self._offloaded.groups[close.group].parts
-                entering, read = hand_over(self._host, parts, close, window)
+                entering, read = hand_over(self.host, parts, close, window)
             self._count(bytes_to_host=read, bytes_to_device=nbytes(entering))
             close.entered.set_result(entering)
             # The caller has the hand-over now; the old arrays must not outlive it.
@@ -311,7 +299,7 @@ class Worker:
         self._updates.append(_Update(window.number, pieces, where))
 
     def _make_update(self, close: Close, window: ClosedWindow) -> Iterator[str]:
-        uploads = yield from update(self._host, self._offloaded, close.group, window, self.recorder)
+        uploads = yield from update(self.host, self._offloaded, close.group, window, self.recorder)
         self._count(bytes_to_device=nbytes(uploads))
         self._finish(close, uploads)
 
@@ -343,7 +331,7 @@ class Worker:
     def _count(self, **more: int) -> None:
         """Adds to the stats, and measures the memory."""
         counts = {name: getattr(self.stats, name) + x for name, x in more.items()}
-        memory = {"host_bytes": self._host.nbytes, "pinned_bytes": self._host.pinned_bytes}
+        memory = {"host_bytes": self.host.nbytes, "pinned_bytes": self.host.pinned_bytes}
         self.stats = replace(self.stats, **counts, **memory)
 
 

@@ -17,11 +17,15 @@ factor 0. A tile has the segments `first` to `last`, and of each the elements `l
 whole blocks.
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import numba
 import numpy as np
+from numba.extending import overload
 
 from zenflow_jax._host import moments
-from zenflow_jax._host.numba_compile import by_type, compiled, inner
 
 # Numba compiles again what it keeps on disk when this file changes, not when those imported do.
 BLOCK = moments.BLOCK
@@ -36,6 +40,41 @@ _ROUNDER = np.float32(1.5 * 2**23)
 # scratch (512 KiB) would leave the second cache for the first, but memory is read in short pieces.
 _CHUNK = 4096
 _LANES = 2048
+
+# C code calls none of these functions, and Python none of those inside of others. Numba would write
+# ways in for both, which was a third of the time to compile. Both are options of `numba.njit` that
+# its manual leaves out; it refuses those that it does not know.
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_INNER: Any = {**_OPTIONS, "no_cpython_wrapper": True}
+
+
+def compiled(function: Callable, options: dict[str, Any] = _OPTIONS) -> Any:
+    """Serial machine code that releases the GIL, kept on disk where Numba finds a place for it."""
+    function = inspect.unwrap(function)  # jaxtyping's import hook wraps it, in tests
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
+
+
+def inner(function: Callable) -> Any:
+    """The same for compiled code to call; a call from Python ends the process."""
+    return compiled(function, _INNER)
+
+
+def by_type(place: int, wanted: Any, if_wanted: Callable, otherwise: Callable) -> Callable:
+    """A function for compiled code that is one of two, by the type of its argument at a place."""
+
+    def chosen(*args: Any) -> Any:
+        raise NotImplementedError("compiled code only")
+
+    pair = inspect.unwrap(if_wanted), inspect.unwrap(otherwise)
+    # Not strict: the arguments' names need not be those of `args`.
+    overload(chosen, jit_options=_INNER, strict=False)(
+        lambda *args: pair[0] if args[place] == wanted else pair[1]
+    )
+    return chosen
+
 
 # The bits of a bfloat16 are the upper half of a float32.
 _widened = by_type(
@@ -77,9 +116,6 @@ def accumulate(total, gs, fs, first):
         for e in range(total.size):
             i = np.uintp(e)
             total[i] = _sum(total[i], gs, fs, i)
-
-
-# Masters.
 
 
 def _joined(p, rest, i):
@@ -124,9 +160,6 @@ def bfloat16_bits(x):
     nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd))
     nan = np.uint32(np.uint32(bits & np.uint32(0x80000000)) | np.uint32(0x7FC00000))
     return np.uint16(np.uint32(nearest if x == x else nan) >> np.uint32(16))
-
-
-# AdamW.
 
 
 @inner

@@ -99,7 +99,8 @@ class HostState:
         self.windows = 0  # closed so far
         self._closed: list[ClosedWindow] = []  # whose updates are not made yet
         self._overflowed = False  # mails were too many once: sums are worth keeping
-        self.scalars: AdamScalars | None = None  # of the last step, skipped or not
+        # Of the last step, skipped or not: those before a window closes are the window's.
+        self.scalars: AdamScalars | None = None
         self._before_write = before_write
 
     @property
@@ -165,10 +166,6 @@ class HostState:
     def take_master(self, i: int, weight: np.ndarray) -> None:
         self._before_write(i)
         self.leaves[i].master.write(weight)
-
-    def note(self, scalars: AdamScalars) -> None:
-        """Keeps the scalars of a step; the last ones before a window closes are the window's."""
-        self.scalars = scalars
 
     def add(self, gradients: Sequence[np.ndarray], factor: float) -> None:
         """Adds one step's gradients to the open windows, `factor` times.
