@@ -183,21 +183,16 @@ def compare(model, names, **options):
 
 def test_idle_is_the_share_that_adamw_does_not_need():
     once = {"wait_s": [0.0], "work_s": [0.0], "bytes_to_host": [50.0], "bytes_to_device": [0.0]}
-    comparison = Comparison(
-        parameters=100,
-        batch=2,
-        length=10,
-        results=[
-            Result("adamw", step_s=[0.2, 0.1, 0.3], **once),
-            Result("offload", step_s=[0.8], device_peak_bytes=300, **once),
-        ],
-    )
+    results = [
+        Result("adamw", step_s=[0.2, 0.1, 0.3], **once),
+        Result("offload", step_s=[0.8], device_peak_bytes=300, **once),
+    ]
+    comparison = Comparison(parameters=100, batch=2, length=10, results=results)
     measured = figures(comparison)
     assert measured["offload"]["idle"] == pytest.approx(0.75)
     assert measured["offload"]["tokens_per_s"] == pytest.approx(25)
     assert measured["offload"]["device_peak"] == 3
     assert measured["adamw"]["step_ms"] == pytest.approx(200)
-    assert measured["adamw"]["to_host"] == 0.5
     assert "| 75.0% |" in table(comparison)
 
 

@@ -99,17 +99,17 @@ def test_the_command_writes_the_continuation_and_nothing_else(folder, capsys):
     assert run(capsys, *sampled, "--temperature", 1e-4)[1] == out
 
 
-def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, tmp_path, capsys):
+def test_what_a_run_was_trained_on_decides_the_format_of_the_prompt(folder, tmp_path):
     copy, record = shutil.copytree(folder, tmp_path / "model"), tmp_path / "settings.toml"
-    for text, options, said in (
-        ('task = "alpaca"\n', [], "in Alpaca's template, as the run was trained (alpaca)"),
-        ('task = "alpaca"\n', ["--format", "text"], "as it is"),
-        ("of something else", [], "as it is"),
+    tokenizer = read_tokenizer(copy, vocabulary=1000)
+    for text, form, said in (
+        ('task = "alpaca"\n', "auto", "in Alpaca's template, as the run was trained (alpaca)"),
+        ('task = "alpaca"\n', "text", "as it is"),
+        ("of something else", "auto", "as it is"),
     ):
         record.write_text(text)
-        code, _, err = run(capsys, "--model", copy, "Add.", "--max-tokens", 1, *options)
-        assert code == 0
-        assert said in err.splitlines()[0]
+        options = generate.Options(prompt="Add.", model=str(copy), format=form)
+        assert generate.read_prompt(options, tokenizer).said == said
 
 
 def test_a_continuation_ends_with_an_end_token_or_where_the_positions_do(folder, tmp_path, capsys):

@@ -25,19 +25,9 @@ FILES = {
         [3, 4],
         0,
     ),
-    "rte": (
-        "index|sentence1|sentence2|label",
-        "0|the dog ran|it is a dog|not_entailment",
-        [1, 2],
-        1,
-    ),
+    "rte": ("index|sentence1|sentence2|label", "0|he ran|it is he|not_entailment", [1, 2], 1),
     "qnli": ("index|question|sentence|label", "0|who ran?|the dog ran|entailment", [1, 2], 0),
-    "mnli": (
-        "index|genre|sentence1|sentence2|label1|gold_label",
-        "0|fiction|the dog ran|the dog sat|neutral|contradiction",
-        [2, 3],
-        2,
-    ),
+    "mnli": ("index|sentence1|sentence2|gold_label", "0|he ran|he sat|contradiction", [1, 2], 2),
 }
 
 
@@ -64,18 +54,15 @@ def test_a_glue_example_is_what_the_tokenizer_makes_of_its_sentences(tmp_path, b
     n = len(expected.ids)
 
     for source in (task.train, *task.validation.values()):
-        assert len(source) == 2
         example = source[1]
         assert example["tokens"].tolist() == expected.ids + [bert.pad] * (40 - n)
         assert example["types"].tolist() == expected.type_ids + [0] * (40 - n)
         assert example["mask"].tolist() == [1] * n + [0] * (40 - n)
         assert example["label"] == label
         assert {name: x.dtype for name, x in example.items()} == DTYPES
-        assert (source.lengths[1], source.longest) == (n, 40)
-    assert set(expected.type_ids) == set(range(len(sentences)))
+        assert (len(source), source.lengths[1], source.longest) == (2, n, 40)
     parts = ["matched", "mismatched"] if name == "mnli" else ["validation"]
     assert list(task.validation) == parts
-    assert (task.kind, task.notes, len(task.labels)) == ("encoder", (), 3 if name == "mnli" else 2)
     where, _, metric = task.best.rpartition("/")
     assert where == ("matched" if name == "mnli" else "")
     assert metric in task.score(np.array([0, 1]), np.array([0, 1]))

@@ -57,12 +57,9 @@ def test_low_precision_is_asked_for_and_not_promoted(name, scan_layers):
     )
     for leaf, x in zip(names(shapes), jax.tree.leaves(shapes), strict=True):
         assert x.dtype == (jnp.float32 if "norm/" in leaf else jnp.bfloat16), leaf
-    # jax's own attention promotes, forwards and backwards.
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention promotes
         logits = jax.eval_shape(lambda p: outputs(name, graphdef, p), shapes)
-        grads = jax.eval_shape(jax.grad(lambda p: outputs(name, graphdef, p).sum()), shapes)
     assert logits.dtype == jnp.float32
-    assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda x: x.dtype, shapes)
 
 
 def test_fresh_weights_are_the_same_scanned():
@@ -84,17 +81,13 @@ def test_weights_are_rounded_once_to_the_wanted_dtype(tmp_path, saved):
     change_tensors(folder, lambda ts: {name: t.astype(saved) for name, t in ts.items()})
     weights = load_file(folder / "model.safetensors")
     for dtype in (jnp.float32, jnp.bfloat16):
-        _, _, listed = load(folder, weight_dtype=dtype)
-        _, _, stacked = load(folder, weight_dtype=dtype, scan_layers=True)
+        _, _, params = load(folder, weight_dtype=dtype, scan_layers=True)
         for i in range(2):
             wanted = weights[f"model.layers.{i}.mlp.up_proj.weight"].T.astype(dtype)
-            for kernel in (
-                listed["blocks"][i]["up"]["kernel"],
-                stacked["blocks"]["up"]["kernel"][i],
-            ):
-                assert kernel.dtype == dtype
-                np.testing.assert_array_equal(kernel, wanted)
-        assert listed["norm"]["scale"].dtype == jnp.float32
+            kernel = params["blocks"]["up"]["kernel"][i]
+            assert kernel.dtype == dtype
+            np.testing.assert_array_equal(kernel, wanted)
+        assert params["norm"]["scale"].dtype == jnp.float32
 
 
 def test_transpose_is_that_of_numpy():
@@ -247,36 +240,33 @@ def test_only_a_model_is_replaced_and_files_of_the_tokenizer_go_along(tmp_path):
     assert_same_bits(load(folder)[2], params)
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_failed_write_leaves_what_was_there_and_a_kill_one_of_both(
+    tmp_path, monkeypatch, exchanges
+):
     pretrained, _, params = load(FIXTURES / "bert")
     saved = tmp_path / "saved"
     save_folder(saved, pretrained, params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
 
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole.os, "fsync", full)
-    with pytest.raises(ModelError, match=r"to write the model to .*No space left"):
-        save_folder(saved, pretrained, jax.tree.map(jnp.zeros_like, params))
-    monkeypatch.undo()
-    assert_same_bits(load(saved)[2], params)
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_kill_while_a_model_is_replaced_leaves_one_of_both(tmp_path, monkeypatch, exchanges):
-    pretrained, _, params = load(FIXTURES / "bert")
-    save_folder(tmp_path / "saved", pretrained, params)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-
     def killed(folder, **_):
         (folder / "config.json").unlink(missing_ok=True)
         raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whole.os, "fsync", full)
+        with pytest.raises(ModelError, match=r"to write the model to .*No space left"):
+            save_folder(saved, pretrained, zeros)
+    assert_same_bits(load(saved)[2], params)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
     monkeypatch.setattr(hf_saving.shutil, "rmtree", killed)
     if not exchanges:
         library = SimpleNamespace(renameat2=lambda *_: -1)
         monkeypatch.setattr(whole.ctypes, "CDLL", lambda _: library)
     with pytest.raises(KeyboardInterrupt):
-        save_folder(tmp_path / "saved", pretrained, zeros)
-    assert_same_bits(load(tmp_path / "saved")[2], zeros)
+        save_folder(saved, pretrained, zeros)
+    assert_same_bits(load(saved)[2], zeros)

@@ -99,18 +99,12 @@ def test_a_single_document_validates_with_its_end(tmp_path, decoder):
 def test_a_seed_draws_whole_documents_and_always_the_same(tmp_path, decoder):
     texts = [letter * 9 for letter in "abcdefghijklmnopqrst"]
     path = write(tmp_path / "a.jsonl", records(*({"text": text} for text in texts)))
-
-    def sides(seed):
-        task = language_task(path, decoder, length=10, share=0.25, seed=seed)
-        sources = (task.train, task.validation["validation"])
-        # Of each document begin, text and end are 11 tokens; windows take 10 of them further.
-        return tuple(decoder.tokens.decode(joined(source)) for source in sources), task.checksum
-
-    (train, validation), checksum = sides(0)
-    assert sides(0) == ((train, validation), checksum)
-    assert sides(1)[1] != checksum
+    tasks = [language_task(path, decoder, length=10, share=0.25, seed=s) for s in (0, 0, 1)]
+    assert tasks[0].checksum == tasks[1].checksum != tasks[2].checksum
+    sources = tasks[0].train, tasks[0].validation["validation"]
+    train, validation = (decoder.tokens.decode(joined(source)) for source in sources)
     assert not set(train) & set(validation)
-    # A quarter of 220 tokens is 55: five documents, the last of them cut by the windows.
+    # A quarter of 220 tokens is 55, and of each document begin, text and end are 11.
     assert len(set(validation)) == 5
     assert list(train) == sorted(train)
 
@@ -131,14 +125,6 @@ def alpaca_folder(folder, *items):
     return folder
 
 
-def asked_and_counted(example, tokenizer):
-    """The text of an example up to its answer, and the tokens that count."""
-    tokens, counts = example["tokens"], example["weights"].astype(bool)
-    first = int(np.argmax(counts))
-    assert not counts[:first].any()
-    return tokenizer.tokens.decode(tokens[: first + 1].tolist()), tokens[1:][counts].tolist()
-
-
 def test_only_the_answer_and_its_end_count(tmp_path, decoder):
     items = (PLAIN, GIVEN, PLAIN | {"input": None}, PLAIN | {"input": "", "text": "passed over"})
     task = alpaca_task(alpaca_folder(tmp_path, *items), decoder)
@@ -149,10 +135,11 @@ def test_only_the_answer_and_its_end_count(tmp_path, decoder):
             assert (example["tokens"].shape, example["tokens"].dtype) == ((513,), np.int32)
             assert (example["weights"].shape, example["weights"].dtype) == ((512,), np.uint8)
             assert example["tokens"][0] == decoder.begin
-            asked, counted = asked_and_counted(example, decoder)
+            counts = example["weights"].astype(bool)
+            asked = decoder.tokens.decode(example["tokens"][: np.argmax(counts) + 1].tolist())
             assert asked == answers.prompt(item["instruction"], item.get("input") or "")
             answer = decoder.tokens.encode(item["output"], add_special_tokens=False).ids
-            assert counted == [*answer, decoder.end]
+            assert example["tokens"][1:][counts].tolist() == [*answer, decoder.end]
             assert example["tokens"][-1] == decoder.pad
             # Behind the last target there is padding alone.
             assert source.lengths[i] == np.flatnonzero(example["weights"])[-1] + 1
