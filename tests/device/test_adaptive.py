@@ -118,25 +118,6 @@ def test_windows_close_when_what_piled_up_weighs_as_much_as_one_step(leaves, war
         assert stats.window_lengths == dict(sorted(Counter(lengths).items()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("window", "fixed", "offload"),
-    [(AutoWindow(1), 1, True), (AutoWindow(3, 1.0), 3, False), (AutoWindow(3, 1.0), 3, True)],
-    ids=str,
-)
-def test_windows_that_are_always_as_long_as_they_may_be_are_fixed_ones(window, fixed, offload):
-    # Adaptive ones close together.
-    values = []
-    for each in window, fixed:
-        settings = Settings(
-            topk_ratio=RATIO, update_interval=each, select_interval=6, rolling=False
-        )
-        gradients = scripted(lambda t: Weight(0.02), RATIO)
-        with Training(FEW[:2], settings, offload=offload, gradients=gradients) as run:
-            values.append([x for _, x in run.follow(Plan(13))])
-    comparisons.assert_same_bits(*values)
-
-
 # Windows of two steps that end with the even ones, or with the odd ones for the leaf that is looked
 # at if leaves take turns; the important channels are others from step 41 on.
 SWITCH = 41

@@ -35,22 +35,6 @@ def test_what_belongs_to_a_leaf_follows_its_parameter():
     assert mail.sharding.memory_kind == "pinned_host"
 
 
-def test_each_shard_selects_its_share_of_the_channels():
-    rows, _ = states_of("channels")["rows"]  # 32 channels, over two devices; 0.2 of 16 is 4
-    assert rows.spec.k == 8
-    np.testing.assert_array_equal(rows.channels, [0, 1, 2, 3, 16, 17, 18, 19])
-
-
-def test_leaves_take_turns_with_the_same_ones_on_a_mesh_as_on_one_device():
-    # 1024 bytes, 512 and 512: each has a turn of its own, the first of two that are as large first.
-    alone = runs.transformation(MORE_LEAVES, STALE).init(runs.initial(MORE_LEAVES))
-    assert [leaf.spec.group for leaf in alone.leaves] == [0, 1, 0, 2]
-    states = states_of("both")
-    assert {name: state.spec.group for name, (state, _) in states.items()} == {
-        leaf.name: state.spec.group for leaf, state in zip(MORE_LEAVES, alone.leaves, strict=True)
-    }
-
-
 @pytest.mark.parametrize("partition", [True, False, lambda path, _: "rows" in str(path)])
 def test_replicated_leaves_are_partitioned_as_far_as_asked_and_possible(partition):
     states = states_of("replicated", partition_replicated=partition)

@@ -16,10 +16,10 @@ import pytest
 import zenflow_jax
 from tests import comparisons, runs
 from tests.compilations import compilations
+from tests.device.small_runs import describe
 from tests.exchange.test_worker import BUSY, CALM
 from tests.runs import FEW, Plan, Settings, Training
 from zenflow_jax._exchange.worker import Worker
-from zenflow_jax._host import state as host_state
 
 
 @pytest.mark.parametrize(
@@ -148,20 +148,6 @@ def test_flush_takes_a_copy_of_the_state_and_no_state_from_before_it(duplicate, 
         comparisons.assert_same_bits(run.values(), untouched.values())
 
 
-def describe(tree):
-    return jax.tree.map(
-        lambda x: (
-            x.shape,
-            x.dtype,
-            x.weak_type,
-            x.committed,
-            type(x.sharding),
-            x.sharding.memory_kind,
-        ),
-        tree,
-    )
-
-
 @pytest.mark.parametrize(
     ("donate", "sending"),
     [(False, "during_step"), (True, "per_window")],
@@ -200,28 +186,6 @@ def test_steps_and_exchanges_move_nothing_between_memories_unasked():
                     training.params, training.state, g
                 )
                 training.exchange()
-
-
-def test_neither_how_much_is_prefetched_nor_how_many_mails_are_kept_changes_a_bit(monkeypatch):
-    # The first offloaded leaf has 80 bytes, the other one 240.
-    settings = dataclasses.replace(BUSY, update_interval=10, select_interval=10, rolling=False)
-    prefetched, kept, outcomes = [], [], []
-    for limit, prefetch_bytes in ((0, None), (3, 100), (100, 0)):
-        monkeypatch.setattr(host_state, "MAILS_KEPT", limit)
-        with Training(FEW, settings, prefetch_bytes=prefetch_bytes) as run:
-            numbers = []
-            for t, _ in run.follow(Plan(20, bad=(5,), flush_at=(12,))):
-                run.settle()
-                numbers.append(run.host.mails_kept)
-                if t == 10:
-                    (update,) = run.on_their_way
-                    prefetched.append(sum(x.nbytes for x in jax.tree.leaves(update.result())))
-            kept.append(max(numbers))
-            outcomes.append((run.values(), run.moments()))
-    assert prefetched == [320, 80, 0]
-    assert kept[0] == 0 < kept[1] <= 3 < kept[2]
-    for other in outcomes[1:]:
-        comparisons.assert_same_bits(other, outcomes[0])
 
 
 def test_what_was_handed_over_does_not_stay_on_the_device():

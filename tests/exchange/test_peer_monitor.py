@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.processes import assert_ends, reserved_port, start_process
+from tests.processes import run_together
 from zenflow_jax._exchange import peers
 from zenflow_jax._exchange.peers import CLOSED, PeerMonitor
 
@@ -51,9 +51,11 @@ class Engine:
         self.raised(1)
 
 
-def join(me: int, port: int) -> None:
+def join(me: int, port: int, count: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, cluster_detection_method="deactivate")
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", count, me, cluster_detection_method="deactivate"
+    )
     # Made here, or the exit would wait for a process that never says which devices it has.
     assert jax.device_count() == 2
 
@@ -86,9 +88,9 @@ def has_left(engine: Engine, process: int) -> bool:
     return any(news[:2] == (process, "left") for news in engine.watch._store.read())
 
 
-def go_on(me: int, port: int) -> None:
+def go_on(me: int, port: int, count: int) -> None:
     """All that must not end a process, one after the other."""
-    join(me, port)
+    join(me, port, count)
 
     # All fail, and raise at the same point. Process 0 may hear of process 1 first, or not.
     engine = Engine("all fail", SOON_S)
@@ -135,17 +137,8 @@ def go_on(me: int, port: int) -> None:
 
 @pytest.mark.slow
 def test_a_program_goes_on_where_no_process_waits_for_another():
-    with reserved_port() as port:
-        module = "exchange.test_peer_monitor"
-        processes = [start_process(module, "go_on", me, port, devices=1) for me in (0, 1)]
-        try:
-            for process in processes:
-                output = assert_ends(process, 0, TIMEOUT_S)
-                assert output.endswith("the last line\n"), output  # nothing of ours or JAX's
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    for output in run_together("exchange.test_peer_monitor", "go_on", 2, 1):
+        assert output.endswith("the last line\n"), output  # nothing of ours or JAX's
 
 
 def test_one_process_has_no_thread_and_needs_no_service_and_several_need_jax_distributed():

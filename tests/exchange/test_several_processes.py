@@ -1,13 +1,10 @@
-"""Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each.
-
-Tests that want processes alike stand side by side: they run in the same ones.
-"""
+"""Runs of two and of four processes, over gloo on 127.0.0.1, equal the reference in each."""
 
 import dataclasses
 import functools
 import gc
+import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +28,14 @@ EVERY = Settings(topk_ratio=0.2, update_interval=1, select_interval=2, staleness
 PLAN = Plan(10, bad=(6,), flush_at=(8,))
 
 
-def work(me: int, port: int, count: int, function: str, *args: Any) -> None:
-    """One of the processes: meets the others, unless it has, and calls a function below."""
-    if count > 1 and not jax.distributed.is_initialized():
+def work(me: int, port: int, count: int, *calls: Any) -> None:
+    """One of the processes: meets the others and calls functions below, one after the other."""
+    if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", count, me)
-    globals()[function](me, count, *args)
+    for function, *args in calls:
+        sys.stdout.write(f"{function}\n")  # of one that fails the last that is heard
+        globals()[function](me, count, *args)
 
 
 def on_all(axes: dict[str, int], placement: str) -> dict[str, jax.sharding.NamedSharding]:
@@ -185,70 +184,35 @@ def fail(me: int, count: int, failing: int) -> None:
             training.go(1000)
 
 
-@pytest.fixture(scope="module")
-def together() -> Iterator[Callable[..., list[processes.Outcome]]]:
-    """What becomes of so many processes in a function; they stay for a test that wants as many."""
-    groups: list[processes.Group] = []
-
-    def call(function: str, count: int, devices: int, *args: Any) -> list[processes.Outcome]:
-        if groups and not (groups[0].size == (count, devices) and groups[0].alive):
-            groups.pop().close()
-        if not groups:
-            groups.append(processes.Group(count, devices))
-        return groups[0].run(HERE, "work", function, *args)
-
-    yield call
-    for group in groups:
-        group.close()
-
-
-def assert_good(outcomes: list[processes.Outcome]) -> None:
-    for code, output in outcomes:
-        assert code is None, output[-5000:]
-
-
-# How many there are decides who has which part; the rest is held by two of two devices alone.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "devices", "names"),
-    [(4, 1, ["replicated"]), (2, 2, ["divided", "summed"])],
-)
-def test_several_processes_equal_the_reference(together, count, devices, names):
-    assert_good(together("train", count, devices, *names))
+def run(count: int, devices: int, *calls: Any, code: int | None = 0) -> list[str]:
+    return processes.run_together(HERE, "work", count, devices, *calls, code=code)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "function",
-    ["every", "share", "adapt"],
-    ids=[
-        "equal optax.adamw",
-        "do their part of the work each",
-        "close the same windows however slow one is",
-    ],
-)
-def test_two_processes(together, function):
-    assert_good(together(function, 2, 2))
+def test_four_processes_of_a_device_equal_the_reference():
+    run(4, 1, ("train", "replicated"))
 
 
+# In the same processes, because to start and to meet takes longer than most of it.
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_in_another_number_of_processes(together, tmp_path):
+def test_two_processes_equal_the_reference_and_go_on_from_checkpoints_of_other_numbers(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     # Each time with an update on its way, and a step in an open window.
+    run(1, 4, ("pass_on", "", 5, first))
+    run(
+        2,
+        2,
+        ("train", "divided", "summed"),
+        ("every",),
+        ("share",),
+        ("adapt",),
+        ("pass_on", first, 9, second),
+    )
+    run(1, 1, ("pass_on", second, 13, ""))
 
-    def alone(devices: int, before: str, until: int, after: str) -> None:
-        args = (0, 0, 1, "pass_on", before, until, after)
-        processes.assert_ends(processes.start_process(HERE, "work", *args, devices=devices))
 
-    alone(4, "", 5, first)
-    assert_good(together("pass_on", 2, 2, first, 9, second))
-    alone(1, second, 13, "")
-
-
-# The last of its kind: it ends the processes.
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [1, 0])  # 0 has JAX's service
-def test_a_worker_that_fails_ends_all_processes_with_its_message(together, failing):
-    for code, output in together("fail", 2, 2, failing):
-        assert code not in (0, None)
+def test_a_worker_that_fails_ends_all_processes_with_its_message(failing):
+    for output in run(2, 2, ("fail", failing), code=None):
         assert "the memory is gone" in output, output[-5000:]

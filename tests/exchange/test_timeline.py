@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from tests.runs import FEW, ONE, Settings, Training
+from tests.runs import FEW, Settings, Training
 from zenflow_jax import Span, Timeline, plot_timeline, save_trace
 from zenflow_jax._diagnostics import timeline
 from zenflow_jax._diagnostics.timeline import ROWS, Recorder
@@ -91,26 +91,6 @@ def test_spans_come_by_their_start_in_the_order_of_what_happens(recorded, rollin
     for update in of(recorded, "update"):
         assert takes[last_steps(rolling)[update.number]].end <= update.start
         assert update.end <= uploads[update.number].end
-
-
-@pytest.mark.parametrize(
-    ("sending", "numbers", "sums"),
-    # Of sums a second one for each window's last step.
-    [("after_step", [1, 2, 3, 4], []), ("per_window", [1, 2, 2, 3, 4, 4], [1, 2])],
-)
-def test_mail_that_leaves_after_the_step_and_sums_of_the_device_are_recorded(
-    sending, numbers, sums
-):
-    with Training(ONE, SETTINGS, send_gradients=sending) as training:
-        training.go(4)
-        training.flush()
-        training.engine.close()
-        timeline, stats = training.engine.timeline, training.engine.stats
-    steps, copies = by_number(timeline, "step"), of(timeline, "copy")
-    assert [span.number for span in copies] == numbers
-    assert all(span.start >= steps[span.number].end for span in copies)
-    assert sorted(by_number(timeline, "take in sums")) == sums
-    assert stats.seconds["take in"] > 0
 
 
 def test_a_step_lasts_from_the_one_before_or_from_when_it_was_given(monkeypatch):

@@ -70,32 +70,6 @@ def test_what_is_written_is_rounded_as_the_reference_rounds_it_and_not_a_second_
     assert bits(compact(moment.as_float32(), first=first)) == bits(moment)
 
 
-@both_moments
-def test_every_code_of_any_scale_comes_back_bit_for_bit(first):
-    top = 127 if first else 255
-    rest = np.resize(np.arange(-127 if first else 0, top + 1), (9, BLOCK - 1))
-    codes = np.concatenate([np.full((9, 1), top), rest], axis=1).reshape(-1)
-    largest = 2.0**-60 * np.exp2(np.random.default_rng(0).uniform(0, 120, 20_000))
-    moment = compact(np.zeros((1, 1, largest.size, codes.size), np.float32), first=first)
-    assert moment.scales is not None
-    moment.values[...], moment.scales[...] = codes, largest[:, None]
-    assert bits(compact(moment.as_float32(), first=first)) == bits(moment)
-
-
-@pytest.mark.parametrize(("steps", "share"), [(1, 0.025), (4, 1.0)])
-def test_a_second_moment_follows_its_gradients_for_thousands_of_updates(steps, share):
-    # Half of a block's gradients are smaller; all of them shrink in the end.
-    rtol = 0.005 + 0.5 / (255 * share)  # half a code
-    b2 = np.float32(0.999**steps)
-    scale = np.resize(np.float32([1, share]), BLOCK).reshape(1, 1, 1, BLOCK)
-    kept, exact = new_moments(scale.shape, compact=True)[1], np.zeros(scale.shape)
-    for t in range(6000 // steps):
-        g = scale * np.float32(1 if t * steps < 3000 else 0.1)
-        kept.write(b2 * kept.as_float32() + (1 - b2) * g * g)
-        exact = b2 * exact + (1 - b2) * np.float64(g) ** 2
-    np.testing.assert_allclose(np.sqrt(kept.as_float32()), np.sqrt(exact), rtol=rtol)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("dtype", "shape"),

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.planning.test_planner import FIXTURES, settings_of
+from tests.planning.test_planner import FIXTURES
 from train import finetune, memory, planning
 from train.command_line import read_command_line
 from train.planning import folder_of_config, planned_step
@@ -34,31 +34,6 @@ def test_the_largest_batch_needs_few_compilations(slope, first):
     assert largest % 2 == 0
     assert planning.largest_batch(4, 2, 1000, 900, lambda _: 2000) is None, "weights are too many"
     assert planning.largest_batch(4, 2, 1000, 1100, None) is None, "nothing is compiled"
-
-
-def test_ways_that_fit_are_few_the_largest_batch_first_and_none_is_more_than_another():
-    asked = []
-
-    def memory_of(settings):
-        asked.append(settings)
-        device = settings.batch_size * (1 if settings.remat else 2)
-        device += 100 if settings.scan_layers else 0
-        host = {"compact": 50, "float32": 100}[settings.host_state]
-        if settings.update_interval == 8:
-            return None  # as if zenflow refused it
-        host -= 45 if settings.update_interval == 2 else 0
-        return planning.Memory(device, host, device <= 24 and host <= 60)
-
-    settings = settings_of("llama3", batch_size=36, scan_layers=True)
-    ways = planning.ways_that_fit(settings, 4, memory_of)
-    out = {"scan_layers": False}
-    assert [(way.batch_size, way.changes) for way in ways] == [
-        (16, {"host_state": "compact"} | out | {"remat": True}),
-        (16, out | {"update_interval": 2, "remat": True}),
-        (8, {"host_state": "compact"} | out),
-    ]
-    assert all(x.batch_size % 4 == 0 for x in asked)
-    assert planning.ways_that_fit(settings, 4, lambda _: planning.Memory(1, 1, False)) == []
 
 
 @pytest.fixture
