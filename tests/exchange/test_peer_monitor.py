@@ -85,7 +85,9 @@ def watches() -> bool:
 
 def has_left(engine: Engine, process: int) -> bool:
     """Whether that process has left the engine, as the others see it."""
-    return any(news[:2] == (process, "left") for news in engine.watch._store.read())
+    watch = engine.watch
+    news = watch._client.key_value_dir_get(watch._directory)
+    return f"{watch._directory}{process}/left" in dict(news)
 
 
 def go_on(me: int, port: int, count: int) -> None:
@@ -188,8 +190,8 @@ def test_a_watch_survives_a_service_that_is_away_and_ends_with_it_once_its_engin
     assert not store.entries
     store.broken = False
     wait_until(lambda: store.entries)
-    assert store.entries == {f"{engine.watch._store.directory}0/failed": "the moments ran away"}
-    store.entries[f"{engine.watch._store.directory}1/left"] = CLOSED
+    assert store.entries == {f"{engine.watch._directory}0/failed": "the moments ran away"}
+    store.entries[f"{engine.watch._directory}1/left"] = CLOSED
     engine.watch.close()
     wait_until(lambda: not watches())
 
@@ -202,7 +204,7 @@ def test_a_watch_survives_a_service_that_is_away_and_ends_with_it_once_its_engin
 def test_a_process_is_stuck_unless_all_have_left_at_one_point(store, capfd, left, other):
     engine = Engine("engine", SOON_S, exit_if_stuck=False)
     if other is not None:
-        store.entries[f"{engine.watch._store.directory}1/left"] = other
+        store.entries[f"{engine.watch._directory}1/left"] = other
     engine.watch.report("the moments ran away")
     if left:
         engine.raised(7)

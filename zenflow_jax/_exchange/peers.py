@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import jax
@@ -66,7 +66,7 @@ class PeerMonitor:
         self._me = jax.process_index()
         # Engines of other sets of processes may have the same names.
         members = hashlib.sha256(repr(sorted(self._processes)).encode()).hexdigest()[:16]
-        self._store = _Store(f"zenflow_jax/{members}/{name}/")
+        self._client, self._directory = _connect(), f"zenflow_jax/{members}/{name}/"
         self._poll_s, self._grace_s = poll_s, grace_s
         self._exit_if_stuck = exit_if_stuck
         # News (kind, text) of this process, for the thread. A `SimpleQueue`, because the garbage
@@ -191,12 +191,14 @@ class PeerMonitor:
         for kind in ("failed", "left"):
             text = self._known(kind).get(self._me)
             if text is not None and kind not in self._told:
-                self._store.write(self._me, kind, text)
+                # Overwrites, because a request that failed may have arrived.
+                self._client.key_value_set(f"{self._directory}{self._me}/{kind}", text, True)
                 self._told.add(kind)
 
     def _look(self) -> None:
-        for process, kind, text in self._store.read():
-            self._known(kind).setdefault(process, text)
+        for key, text in self._client.key_value_dir_get(self._directory):
+            process, kind = key.removeprefix(self._directory).split("/")
+            self._known(kind).setdefault(int(process), text)
 
     def _known(self, kind: str) -> dict[int, str]:
         return self._failed if kind == "failed" else self._left
@@ -240,23 +242,6 @@ class PeerMonitor:
             "all again, from the last checkpoint. The threads of this one now:\n"
         )
         faulthandler.dump_traceback(2)
-
-
-class _Store:
-    """The news of all processes of one engine, in a directory of JAX's coordination service."""
-
-    def __init__(self, directory: str):
-        self.directory = directory
-        self._client = _connect()
-
-    def write(self, process: int, kind: str, text: str) -> None:
-        # Overwrites, because a request that failed may have arrived.
-        self._client.key_value_set(f"{self.directory}{process}/{kind}", text, True)
-
-    def read(self) -> Iterator[tuple[int, str, str]]:
-        for key, text in self._client.key_value_dir_get(self.directory):
-            process, kind = key.removeprefix(self.directory).split("/")
-            yield int(process), kind, text
 
 
 def _say(text: str) -> None:

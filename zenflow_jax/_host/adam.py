@@ -22,7 +22,7 @@ import numpy as np
 
 from zenflow_jax._host.arrays import PIECE
 from zenflow_jax._host.masters import Masters
-from zenflow_jax._host.moments import Layout, Moment, Tile, as_matrix
+from zenflow_jax._host.moments import Layout, Moment, Tile
 from zenflow_jax._host.numpy_kernel import NumpyKernel, Step, flat, move
 from zenflow_jax._plan.scalars import AdamScalars, WindowStep
 
@@ -55,12 +55,8 @@ class HostAdam:
     """Adds up gradients, takes AdamW steps, moves channels: a leaf at a time, on several threads.
 
     For one calling thread, which waits inside each call. While a call (or a chunk of `adamw`) runs,
-    nobody else may write the arrays, nor read those that it writes. End with `close`.
-
-    Args:
-        kernel: "numba" or "numpy".
-        threads: They share the work; None is one less than the cores this process may use.
-        tile: Elements that a thread takes at once; None is the best size found for the kernel.
+    nobody else may write the arrays, nor read those that it writes. End with `close`. Without
+    `threads` it has one less than the cores; `tile` is how many elements a thread takes at once.
     """
 
     def __init__(
@@ -116,10 +112,9 @@ class HostAdam:
     ) -> Iterator[None]:
         """One AdamW step on the active channels, with `scale` times the sum of `gradients`.
 
-        These are `GRADIENTS_PER_PASS` at most.
-
-        The bits are those of a sum that `accumulate` made first. All are `(entries, rows, n, tail)`
-        but for `steps`, int32, and `active`: `(entries, n)`. Inactive channels keep every bit.
+        These are `GRADIENTS_PER_PASS` at most, and the bits those of a sum that `accumulate` made
+        first. All are `(entries, rows, n, tail)` but for `steps`, int32, and `active`: `(entries,
+        n)`. Inactive channels keep every bit.
 
         A generator, so that the caller can do something else between chunks of some milliseconds
         each; the step is done when it is exhausted. `steps` and `active` are read, and `steps`
@@ -139,14 +134,10 @@ class HostAdam:
         steps += active * np.int32(of_window.advance)
         step = Step(
             layout=layout,
-            p=_segments(masters.values, layout),
-            rest=None if masters.rest is None else _segments(masters.rest, layout),
-            cast=None if masters.cast is None else _segments(masters.cast, layout),
-            m=_segments(mu.values, layout),
-            v=_segments(nu.values, layout),
-            m_scales=None if mu.scales is None else as_matrix(mu.scales, layout),
-            v_scales=None if nu.scales is None else as_matrix(nu.scales, layout),
-            gradients=[(_segments(g, layout), np.float32(factor)) for g, factor in gradients],
+            masters=masters,
+            mu=mu,
+            nu=nu,
+            gradients=[(flat(g), np.float32(factor)) for g, factor in gradients],
             active=active.reshape(-1),
             m_debias=_debias(steps, of_window.b1),
             v_debias=_debias(steps, of_window.b2),
@@ -265,10 +256,6 @@ def available_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows do not tell
         return os.cpu_count() or 1
-
-
-def _segments(x: np.ndarray, layout: Layout) -> np.ndarray:
-    return flat(x).reshape(-1, layout.width)
 
 
 def _debias(steps: np.ndarray, beta: float) -> np.ndarray:

@@ -29,13 +29,13 @@ class NumbaKernel:
             numba_loops.accumulate(total, *together, first and i == 0)
 
     def adamw(self, step: Step) -> Callable[[Tile], None]:
-        assert step.cast is None  # float16 takes the other kernel
-        arrays = [_flat(x) for x in (step.p, step.rest)]
-        arrays += [_flat(x) for x in (step.m, step.m_scales, step.v, step.v_scales)]
+        p, m, v = step.masters, step.mu, step.nu
+        assert p.cast is None  # float16 takes the other kernel
+        arrays = [_flat(x) for x in (p.values, p.rest, m.values, m.scales, v.values, v.scales)]
         channels = (step.active, step.m_debias, step.v_debias)
         _, rows, width, trailing = step.layout
         loop = numba_loops.adamw_trailing if trailing else numba_loops.adamw_leading
-        gradients = _padded([(flat(g), factor) for g, factor in step.gradients])
+        gradients = _padded(step.gradients)
         scalars = (step.scale, *step.scalars)
         return lambda tile: loop(*arrays, gradients, channels, scalars, rows, width, tile)
 

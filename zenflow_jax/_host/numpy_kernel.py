@@ -15,8 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zenflow_jax._host.masters import join, split
-from zenflow_jax._host.moments import BLOCK, Layout, Tile, decode, encode, spread
+from zenflow_jax._host.masters import Masters, join, split
+from zenflow_jax._host.moments import (
+    BLOCK,
+    Layout,
+    Moment,
+    Tile,
+    as_matrix,
+    decode,
+    encode,
+    spread,
+)
 from zenflow_jax._plan.scalars import AdamScalars
 
 #: Gradients that a compiled step adds up on its way: those of a window of twice the default length.
@@ -31,14 +40,10 @@ class Step(NamedTuple):
     """One AdamW step of one leaf, as the kernels see it."""
 
     layout: Layout
-    p: np.ndarray  # (segments, width) float32, or bfloat16 where masters are split
-    rest: np.ndarray | None  # (segments, width) int16; None where they are not
-    cast: np.ndarray | None  # (segments, width) float16: gets the new masters, rounded
-    m: np.ndarray  # (segments, width) float32, or codes
-    v: np.ndarray
-    m_scales: np.ndarray | None  # as `moments.as_matrix` gives them; None where moments are float32
-    v_scales: np.ndarray | None
-    gradients: Weighed  # (segments, width)
+    masters: Masters
+    mu: Moment
+    nu: Moment
+    gradients: Weighed  # flat
     active: np.ndarray  # (entries * n,) bool
     m_debias: np.ndarray  # (entries * n,) float32, reciprocals of the bias corrections
     v_debias: np.ndarray
@@ -78,31 +83,37 @@ class NumpyKernel:
             self._update(step, tile, channels, masked=not active.all())
 
     def _update(self, step: Step, tile: Tile, channels: slice, *, masked: bool) -> None:
-        def by_channel(x: np.ndarray) -> np.ndarray:
-            return x[channels][None, :] if step.layout.trailing else x[channels][:, None]
+        layout, masters = step.layout, step.masters
 
-        region = slice(*tile[:2]), slice(*tile[2:])
-        p, m, v = (x[region] for x in (step.p, step.m, step.v))
+        def by_channel(x: np.ndarray) -> np.ndarray:
+            return x[channels][None, :] if layout.trailing else x[channels][:, None]
+
+        def of_tile(x: np.ndarray) -> np.ndarray:
+            return flat(x).reshape(-1, layout.width)[slice(*tile[:2]), slice(*tile[2:])]
+
+        p, m, v = (of_tile(x.values) for x in (masters, step.mu, step.nu))
         where = by_channel(step.active) if masked else True
         x, y, old_p, *spare = self._scratch(6, p.shape)
-        rest = None if step.rest is None else step.rest[region]
+        rest = None if masters.rest is None else of_tile(masters.rest)
         if rest is None:
             old_p = p
         else:
             join(p, rest, out=old_p)
         new_p, new_m, new_v = spare if masked else (old_p, m, v)
         coded = []
-        if step.m_scales is not None and step.v_scales is not None:
+        if step.mu.scales is not None and step.nu.scales is not None:
             new_m, new_v = spare[1:]
-            axis, of_tile = step.layout.axis, step.layout.scales(tile)
-            coded = [(m, step.m_scales[of_tile], new_m), (v, step.v_scales[of_tile], new_v)]
-            for codes, scales, new in coded:
-                decode(codes, spread(scales, axis, p.shape), out=new)
+            scales = [
+                as_matrix(x, layout)[layout.scales(tile)] for x in (step.mu.scales, step.nu.scales)
+            ]
+            coded = list(zip((m, v), scales, (new_m, new_v), strict=True))
+            for codes, of_codes, new in coded:
+                decode(codes, spread(of_codes, layout.axis, p.shape), out=new)
             m, v = new_m, new_v
         s = step.scalars
         with np.errstate(all="ignore"):
             for i, (g, factor) in enumerate(step.gradients):
-                _widen_into(y if i else x, g[region], factor)
+                _widen_into(y if i else x, of_tile(g), factor)
                 if i:
                     x += y
             x *= step.scale
@@ -123,7 +134,7 @@ class NumpyKernel:
             y *= s.learning_rate
             np.subtract(old_p, y, out=new_p)
         for codes, scales, new in coded:
-            encode(new, step.layout.axis, codes, scales, where)
+            encode(new, layout.axis, codes, scales, where)
         if masked and not coded:
             for old, new in ((m, new_m), (v, new_v)):
                 np.copyto(old, new, where=where)
@@ -131,9 +142,9 @@ class NumpyKernel:
             split(new_p, p, rest, where)
         elif masked:
             np.copyto(p, new_p, where=where)
-        if step.cast is not None:
+        if masters.cast is not None:
             with np.errstate(all="ignore"):
-                np.copyto(step.cast[region], new_p, where=where, casting="same_kind")
+                np.copyto(of_tile(masters.cast), new_p, where=where, casting="same_kind")
 
     def _scratch(self, count: int, shape: tuple[int, ...]) -> list[np.ndarray]:
         """`count` arrays of float32 that belong to the calling thread; contents are garbage."""

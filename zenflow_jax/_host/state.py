@@ -59,16 +59,9 @@ class SelectedRows:
 class HostState:
     """The deferred half of a run on the host. For one thread at a time.
 
-    Args:
-        specs: The offloaded leaves.
-        weights: Their parameters.
-        channels: Their selected channels, `(*stack, k)`.
-        adam: The kernels.
-        schedule: Has the number of groups that the leaves are in, and how updates are scaled.
-        pieces: The numbers of the leaves that share memory in a mail; None if none do.
-        compact: Whether moments take 8 bits.
-        before_write: Called with the number of a leaf whose arrays are written next: may wait, or
-            copy them.
+    Each of `pieces` has the numbers of the leaves that share memory in a mail; None if none do.
+    `before_write` is called with the number of a leaf whose arrays are written next: it may wait,
+    or copy them.
     """
 
     def __init__(
